@@ -1,0 +1,35 @@
+# Everything a person needs: `make demo`, `make test`, `make lint`. Each makes the environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export PYTHONSAFEPATH := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test quick lint clean
+
+demo: $(STAMP)
+	$(BIN)/python -m aioengine demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# torch goes first, under its pin: a range would fetch a build with gigabytes of GPU libraries.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) out build *.egg-info

@@ -1,0 +1,106 @@
+"""Every error the engine raises, on one page.
+
+AioEngineError
+├── InvalidRequestError          the caller's; raised before any KV work wherever arguments,
+│   │                            headers or the token layout already show it
+│   ├── PromptTooLongError       more tokens than the model or the KV cache can ever hold
+│   ├── PlaceholderMismatchError placeholders and media items do not match
+│   ├── UnsupportedModalityError the model takes no such media, or not as many
+│   └── MediaError               fetch, format, limits, decoding, embeddings
+├── RequestAbortedError          ended by abort() or aclose()
+├── OverloadedError              max_queued_requests reached; try again later
+└── EngineError                  the engine's
+    ├── EngineClosedError        used before start or after close
+    ├── WrongLoopError           used from another event loop
+    ├── ModelLoadError           the model, its processor or the memory for it
+    └── EngineDeadError          the device failed; __cause__ says why
+
+Messages name the parameter, the value's kind and the way out. They never hold payload data, memory
+addresses or other people's paths.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AioEngineError",
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineError",
+    "InvalidRequestError",
+    "MediaError",
+    "ModelLoadError",
+    "OverloadedError",
+    "PlaceholderMismatchError",
+    "PromptTooLongError",
+    "RequestAbortedError",
+    "UnsupportedModalityError",
+    "WrongLoopError",
+]
+
+
+class AioEngineError(Exception):
+    """The root of everything raised on purpose by aioengine."""
+
+
+class InvalidRequestError(AioEngineError):
+    """The request cannot be served as it was given.
+
+    `parameter` names the argument in the caller's own words (`"images[1]"`, `"max_tokens"`);
+    `value` is a short, harmless rendering of what was given (a type, a number, a size), or None.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+    def for_parameter(self, parameter: str) -> InvalidRequestError:
+        """The same error for another waiter, who knows the item under another name."""
+        text = str(self)
+        if self.parameter and text.startswith(self.parameter):
+            text = parameter + text[len(self.parameter) :]
+        return type(self)(text, parameter=parameter, value=self.value)
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt, with its media expanded, does not fit the model's or the engine's limits."""
+
+
+class PlaceholderMismatchError(InvalidRequestError):
+    """The prompt has more, or fewer, placeholders than there are media items."""
+
+
+class UnsupportedModalityError(InvalidRequestError):
+    """The model takes no such media, or not as many items of it in one prompt."""
+
+
+class MediaError(InvalidRequestError):
+    """A media item could not be fetched, recognised, decoded or processed."""
+
+
+class RequestAbortedError(AioEngineError):
+    """The request was ended by `abort()`, by closing its stream, or by closing the engine."""
+
+
+class OverloadedError(AioEngineError):
+    """`max_queued_requests` requests are waiting already."""
+
+
+class EngineError(AioEngineError):
+    """The engine's own fault or state, not the request's."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was used before `start()` or after `aclose()`."""
+
+
+class WrongLoopError(EngineError):
+    """An engine belongs to the event loop that started it; this call came from another one."""
+
+
+class ModelLoadError(EngineError):
+    """The model could not be loaded, or does not fit."""
+
+
+class EngineDeadError(EngineError):
+    """The device failed; nothing can run any more. `__cause__` says why."""

@@ -1,0 +1,234 @@
+"""The nouns that every floor shares. Standard library only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+__all__ = [
+    "CompletionOutput",
+    "Delta",
+    "Embeddings",
+    "EngineStatistics",
+    "FinishReason",
+    "Prompt",
+    "RequestOutput",
+    "Span",
+    "StageStatistics",
+    "Timings",
+    "Usage",
+]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one media item lies in a prompt: positions [offset, offset + length).
+
+    `embed_runs` are the half-open ranges, relative to `offset`, ascending and disjoint, whose
+    positions take encoder rows; the others are ordinary tokens (separators, newlines). Row k of the
+    encoder's output belongs to the k-th position that the runs cover.
+    """
+
+    offset: int
+    length: int
+    embed_runs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.embed_runs:
+            object.__setattr__(self, "embed_runs", ((0, self.length),))
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.offset + self.length
+
+    @cached_property
+    def num_rows(self) -> int:
+        """How many encoder rows the span takes."""
+        return sum(stop - start for start, stop in self.embed_runs)
+
+    @property
+    def first_row_position(self) -> int:
+        """The first prompt position that takes an encoder row."""
+        return self.offset + self.embed_runs[0][0]
+
+    @property
+    def last_row_position(self) -> int:
+        """The last prompt position that takes an encoder row."""
+        return self.offset + self.embed_runs[-1][1] - 1
+
+    def row_runs(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """The rows that prompt positions [start, end) take, as runs.
+
+        Returns `(position, row, count)` triples: `count` rows from `row` on go to `count` positions
+        from `position` on.
+        """
+        runs = []
+        row = 0
+        for run_start, run_stop in self.embed_runs:
+            low = max(start, self.offset + run_start)
+            high = min(end, self.offset + run_stop)
+            if low < high:
+                runs.append((low, row + low - self.offset - run_start, high - low))
+            row += run_stop - run_start
+        return runs
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """Precomputed encoder output, given in place of a media item.
+
+    `rows`: a dense, finite float array `[num_rows, hidden_size]` (torch tensor or numpy array);
+    `extra`: further per-item fields that a family needs (grid sizes and the like).
+    """
+
+    rows: Any
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __init__(self, rows: Any, **extra: Any) -> None:
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "extra", extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What to generate from, spelt out. Exactly one of `text`, `token_ids`, `messages`.
+
+    `media`: modality -> items in the order of their placeholders. `uuids`: modality -> the caller's
+    own names for these items. `cache_salt`: nothing cached is shared across different salts.
+    """
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    media: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    encoder_text: str | None = None
+    encoder_token_ids: Sequence[int] | None = None
+    decoder_text: str | None = None
+    decoder_token_ids: Sequence[int] | None = None
+    uuids: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    cache_salt: str | None = None
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a stream yields: the new text and tokens of one completion since the last delta."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished completion. `stop_reason`: the stop string or token id that ended it, if any."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost. `cached_tokens`: prompt tokens served from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    encoder_items: int
+    encoder_cached_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds since submission at which each stage was complete; None where it did not happen."""
+
+    fetched: float | None = None
+    decoded: float | None = None
+    processed: float | None = None
+    admitted: float | None = None
+    encoded: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request. `.text` and `.token_ids` are those of the first completion."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+    usage: Usage
+    timings: Timings
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first completion's token ids."""
+        return self.outputs[0].token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatistics:
+    """How often a stage ran, and for how many seconds in all and at most."""
+
+    count: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """A snapshot of an engine's counters.
+
+    `kv_blocks_free` is what a new request could get: unused blocks plus cached, unreferenced ones;
+    at rest it equals `kv_blocks_total`. Bytes are bytes; tokens are prompt tokens.
+    """
+
+    running: int
+    waiting: int
+    finished: int
+    aborted: int
+    failed: int
+    preemptions: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_blocks_cached: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    encoder_cache_capacity_bytes: int
+    encoder_cache_used_bytes: int
+    encoder_cache_entries: int
+    encoder_cache_referenced: int
+    encoder_cache_hits: int
+    encoder_cache_misses: int
+    encoder_cache_evictions: int
+    encoder_items_run: int
+    processor_cache_capacity_bytes: int
+    processor_cache_used_bytes: int
+    processor_cache_entries: int
+    processor_cache_hits: int
+    processor_cache_misses: int
+    stages: Mapping[str, StageStatistics]

@@ -1,0 +1,1 @@
+"""Placeholder docstring; see docs/architecture.md."""
