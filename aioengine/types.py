@@ -14,6 +14,7 @@ __all__ = [
     "Embeddings",
     "EngineStatistics",
     "FinishReason",
+    "KVGroup",
     "Prompt",
     "RequestOutput",
     "Span",
@@ -75,6 +76,27 @@ class Span:
                 runs.append((low, row + low - self.offset - run_start, high - low))
             row += run_stop - run_start
         return runs
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose KV blocks have one shape and one life: they share a request's block table.
+
+    `kind`: "self" (grows with the tokens) or "cross" (written once per encoder input). `window`:
+    how many past tokens a query sees, None for all. `num_layers`: layers in the group.
+    """
+
+    kind: str
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    num_layers: int
+
+    def block_bytes(self, block_size: int, itemsize: int) -> int:
+        """Bytes of one block of `block_size` tokens over all layers of the group."""
+        row = self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_layers * block_size * row * itemsize
 
 
 @dataclass(frozen=True, eq=False)
