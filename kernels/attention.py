@@ -1,0 +1,227 @@
+"""What every attention backend shares: the metadata of a step, the contract, the choice.
+
+Keys and values live in pages (Kwon et al., "Efficient Memory Management for Large Language Model
+Serving with PagedAttention", 2023): a sequence's token at position p is in block
+`block_table[p // block_size]`, row `p % block_size`. One step's tokens of all sequences lie flat,
+one sequence after the other:
+
+    tokens      [ A A A A | B | C C ]          T = 7
+    query_start [ 0, 4, 5, 7 ]                 S = 3
+    seq_lens    [ 4, 19, 9 ]                   A starts, B decodes, C is in its second chunk
+
+The caches of one layer are `[num_blocks, block_size, num_kv_heads, dim]`. Dimension 0 may be
+strided (the blocks of all layers of a group share one page of a byte pool); the rest is contiguous.
+Rows that no sequence of the step has written may hold anything, NaN included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "build_metadata",
+    "list_backends",
+    "register_backend",
+    "select_backend",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """One step's attention over one KV group: S sequences, T new tokens in all.
+
+    On the device:
+    `query_start` int32 [S + 1]: where each sequence's tokens begin; the last entry is T.
+    `seq_lens` int32 [S]: tokens in each sequence's context, this step's included.
+    `block_table` int32 [S, max_blocks]: block ids, padded with 0.
+    `slot_blocks`, `slot_offsets` int64 [T]: block and row where each token's K/V is written.
+
+    On the host, so that nothing has to wait for the device:
+    `query_lens`, `context_lens`: per sequence; `context_lens` equals `seq_lens`.
+    `num_decodes`: how many sequences, counted from the first, have exactly one new token; those
+    after them may have any number.
+    `block_size`: tokens in a block.
+
+    `bidirectional` int32 [T] or None: for models whose media spans attend to themselves in both
+    directions: one past the last context position that each token may see, where that is more than
+    the causal rule gives. No backend takes it yet; they refuse it.
+
+    `scratch`: what a backend derives from the rest once per step and reuses in every layer.
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_blocks: Tensor
+    slot_offsets: Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    num_decodes: int
+    block_size: int
+    bidirectional: Tensor | None = None
+    scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the step's tokens over all sequences."""
+        return sum(self.query_lens)
+
+
+class AttentionBackend(Protocol):
+    """Writes this step's keys and values into pages, and attends over pages.
+
+    An instance belongs to one engine and is called by one thread at a time.
+    """
+
+    name: str
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+    ) -> None:
+        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
+        ...
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv].
+
+        Hq is a multiple of Hkv; query head h reads key head h // (Hq // Hkv). The scores are
+        multiplied by `scale`, then bounded to `softcap * tanh(score / softcap)`, then masked.
+        `window`: a token sees the last `window` positions, its own included; earlier blocks are
+        never read. `sinks` [Hq]: a logit per head that takes part in the softmax and has no value.
+        Raises NotImplementedError where `meta.bidirectional` is given.
+        """
+        ...
+
+
+def build_metadata(
+    *,
+    block_size: int,
+    block_tables: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> AttentionMetadata:
+    """The metadata of a step that computes positions [starts[i], ends[i]) of sequence i.
+
+    `block_tables[i]` names at least the blocks of positions [0, ends[i]). Nothing is mutated.
+    """
+    assert len(block_tables) == len(starts) == len(ends)
+    assert all(0 <= start < end for start, end in zip(starts, ends, strict=True))
+    query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    blocks_used = [-(-end // block_size) for end in ends]
+    assert all(len(row) >= n for row, n in zip(block_tables, blocks_used, strict=True))
+
+    table = torch.zeros(len(ends), max(blocks_used, default=0), dtype=torch.int32)
+    for row, blocks, count in zip(table, block_tables, blocks_used, strict=True):
+        row[:count] = torch.tensor(list(blocks[:count]), dtype=torch.int32)
+    query_start = torch.zeros(len(ends) + 1, dtype=torch.int32)
+    query_start[1:] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
+
+    lens = torch.tensor(query_lens, dtype=torch.int64)
+    sequence = torch.repeat_interleave(torch.arange(len(ends)), lens)
+    shift = torch.tensor(list(starts), dtype=torch.int64) - query_start[:-1]
+    position = torch.arange(sequence.numel()) + shift[sequence]
+    slot_blocks = table[sequence, position // block_size].long()
+
+    target = torch.device(device)
+    return AttentionMetadata(
+        query_start=to_device(query_start, target),
+        seq_lens=to_device(torch.tensor(list(ends), dtype=torch.int32), target),
+        block_table=to_device(table, target),
+        slot_blocks=to_device(slot_blocks, target),
+        slot_offsets=to_device(position % block_size, target),
+        query_lens=query_lens,
+        context_lens=tuple(ends),
+        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
+        block_size=block_size,
+    )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`, without waiting for it."""
+    # From pinned memory the copy is queued and the host goes on.
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:
+    """Each sequence's [first, last) rows in the flat batch, on the host."""
+    bounds = [0]
+    for count in meta.query_lens:
+        bounds.append(bounds[-1] + count)
+    return list(pairwise(bounds))
+
+
+def refuse_bidirectional(meta: AttentionMetadata, name: str) -> None:
+    """Raise where a step asks for what backend `name` does not do."""
+    if meta.bidirectional is not None:
+        raise NotImplementedError(
+            f"attention backend {name!r} does not attend in both directions inside media spans"
+        )
+
+
+def _lazy(module: str, attribute: str) -> Callable[[], AttentionBackend]:
+    def create() -> AttentionBackend:
+        backend: AttentionBackend = getattr(import_module(module), attribute)()
+        return backend
+
+    return create
+
+
+_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
+    "gather": _lazy("aioengine.kernels.gather", "GatherBackend"),
+    "reference": _lazy("aioengine.kernels.reference", "ReferenceBackend"),
+}
+
+
+def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None:
+    """Make `factory` selectable as `name`; it is called when an engine selects it."""
+    _FACTORIES[name] = factory
+
+
+def list_backends() -> tuple[str, ...]:
+    """The names that `select_backend` takes, besides "auto"."""
+    return tuple(sorted(_FACTORIES))
+
+
+def select_backend(
+    name: str = "auto", device: torch.device | str | None = None
+) -> AttentionBackend:
+    """A new backend for one engine. "auto" takes the fastest that runs on `device`.
+
+    Raises ValueError for a name that is not registered.
+    """
+    # Plain PyTorch is the fastest there is on every device until a native kernel registers.
+    chosen = "gather" if name == "auto" else name
+    factory = _FACTORIES.get(chosen)
+    if factory is None:
+        raise ValueError(
+            f"attention backend must be auto, {', '.join(list_backends())}, not {name!r}"
+        )
+    return factory()

@@ -1,0 +1,320 @@
+"""Paged attention in plain PyTorch, fast: gather the pages' rows, then dense kernels.
+
+Sequences with one new token are batched: their context rows are gathered into one padded
+[sequences, length] batch (sorted by length and cut into buckets, so that little is padding and the
+gathered rows stay in the processor's cache) and attended to in one call. Other chunks run one
+sequence at a time. Query heads that share a key head ride along as a dimension of their own, so
+keys and values are never repeated.
+
+PyTorch's fused kernel does the arithmetic; logit soft-capping and attention sinks, which it does
+not know, are spelt out. Works on CPU and CUDA tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from aioengine.kernels.attention import (
+    AttentionMetadata,
+    refuse_bidirectional,
+    split_by_sequence,
+    to_device,
+)
+from aioengine.kernels.reference import causal_mask
+
+__all__ = ["GatherBackend"]
+
+# Bytes of keys gathered for one batched call: about a core's share of the last-level cache.
+MAX_BUCKET_BYTES_CPU = 8 << 20
+MAX_BUCKET_BYTES_DEVICE = 256 << 20
+# Rows of scores that exist at a time where attention is spelt out.
+MAX_EXPLICIT_QUERIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the arithmetic needs besides tensors."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Some one-token sequences, padded to one length.
+
+    `rows` int64 [m] on the device: their rows of the flat batch; None if these are [0, m) in order.
+    `blocks`, `offsets` int64 [m, length]: where their context lies; padding repeats the sequence's
+    own last position, so that nobody else's rows are ever read.
+    `mask` bool [m, 1, 1, length], False on padding; None if there is no padding.
+    """
+
+    rows: Tensor | None
+    blocks: Tensor
+    offsets: Tensor
+    mask: Tensor | None
+
+
+class GatherBackend:
+    """See `AttentionBackend`."""
+
+    name = "gather"
+
+    def __init__(self) -> None:
+        # Reused from call to call: fresh memory of this size costs more than filling it.
+        self._scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+    ) -> None:
+        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
+        key_cache[meta.slot_blocks, meta.slot_offsets] = key
+        value_cache[meta.slot_blocks, meta.slot_offsets] = value
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
+        refuse_bidirectional(meta, self.name)
+        shape = _Shape(scale, softcap, sinks)
+        out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+        row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
+        on_cpu = query.device.type == "cpu"
+        limit = MAX_BUCKET_BYTES_CPU if on_cpu else MAX_BUCKET_BYTES_DEVICE
+        for bucket in _decode_buckets(meta, window, limit // row_bytes):
+            self._decode(query, key_cache, value_cache, out, bucket, shape)
+        bounds = split_by_sequence(meta)
+        for i in range(meta.num_decodes, len(bounds)):
+            first, last = bounds[i]
+            out[first:last] = self._prefill(
+                query[first:last], key_cache, value_cache, meta, i, window, shape
+            )
+        return out
+
+    def _decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        out: Tensor,
+        bucket: _Bucket,
+        shape: _Shape,
+    ) -> None:
+        num_sequences = bucket.blocks.shape[0]
+        chosen = query[:num_sequences] if bucket.rows is None else query[bucket.rows]
+        # The heads of one group stand where a sequence's tokens would: one read of its keys.
+        grouped = _group_heads(chosen, key_cache.shape[2])
+        key = self._gather("key", key_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
+        value = self._gather("value", value_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
+        if shape.softcap is None and shape.sinks is None:
+            mask = bucket.mask
+            if mask is not None:
+                mask = mask.expand(*grouped.shape[:3], -1)
+            result = scaled_dot_product_attention(
+                grouped, key, value, attn_mask=mask, scale=shape.scale
+            )
+        else:
+            sinks = None if shape.sinks is None else shape.sinks.view(grouped.shape[1], -1, 1)
+            result = _attend_explicitly(grouped, key, value, bucket.mask, sinks, shape)
+        flat = result.flatten(1, 2)
+        if bucket.rows is None:
+            out[:num_sequences] = flat
+        else:
+            out[bucket.rows] = flat
+
+    def _prefill(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        index: int,
+        window: int | None,
+        shape: _Shape,
+    ) -> Tensor:
+        end = meta.context_lens[index]
+        start = end - query.shape[0]
+        if window is not None and window >= end:
+            window = None
+        begin = 0 if window is None else max(0, start - window + 1)
+        blocks, offsets = _context_slots(meta, index, begin, end)
+        key = self._gather("key", key_cache, blocks, offsets)
+        value = self._gather("value", value_cache, blocks, offsets)
+        # [Hkv, group, tokens, dim]: a whole group sees its keys and values without a copy.
+        grouped = _group_heads(query, key.shape[1]).permute(1, 2, 0, 3)
+        keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
+        values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
+        if shape.softcap is not None or shape.sinks is not None:
+            mask = _chunk_mask(meta, start, end, begin, window)
+            result = _attend_in_parts(grouped, keys, values, mask, shape)
+        elif start == 0 and window is None:
+            result = scaled_dot_product_attention(
+                grouped, keys, values, is_causal=True, scale=shape.scale
+            )
+        else:
+            mask = _chunk_mask(meta, start, end, begin, window)
+            result = scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=mask, scale=shape.scale
+            )
+        return result.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _gather(self, kind: str, cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """The cache's rows at `blocks`, `offsets` [...] -> [..., Hkv, D], valid until the next."""
+        num_blocks, block_size, num_heads, dim = cache.shape
+        width = num_heads * dim
+        if cache.stride(0) % width or not cache[0].is_contiguous():
+            return cache[blocks, offsets]
+        # Whole rows of one matrix are copied several times faster than indexed elements.
+        stride = cache.stride(0) // width
+        matrix = cache.as_strided(((num_blocks - 1) * stride + block_size, width), (width, 1))
+        index = (blocks * stride + offsets).flatten()
+        buffer = self._buffer(kind, index.numel() * width, cache).view(-1, width)
+        torch.index_select(matrix, 0, index, out=buffer)
+        return buffer.view(*blocks.shape, num_heads, dim)
+
+    def _buffer(self, kind: str, numel: int, like: Tensor) -> Tensor:
+        name = (kind, like.dtype, like.device)
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.numel() < numel:
+            # A tensor made in inference mode could not be written outside it.
+            with torch.inference_mode(False):
+                buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
+            self._scratch[name] = buffer
+        return buffer[:numel]
+
+
+def _group_heads(query: Tensor, num_kv_heads: int) -> Tensor:
+    """[T, Hq, D] as [T, Hkv, Hq // Hkv, D]: the heads that share a key head, side by side."""
+    num_tokens, num_heads, dim = query.shape
+    return query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, dim)
+
+
+def _attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shape: _Shape
+) -> Tensor:
+    """Spelt-out attention over [Hkv, group, tokens, dim], some of the tokens at a time."""
+    sinks = None if shape.sinks is None else shape.sinks.view(*query.shape[:2], 1, 1)
+    parts = zip(
+        torch.split(query, MAX_EXPLICIT_QUERIES, dim=2),
+        torch.split(mask, MAX_EXPLICIT_QUERIES),
+        strict=True,
+    )
+    return torch.cat(
+        [_attend_explicitly(part, key, value, seen, sinks, shape) for part, seen in parts], dim=2
+    )
+
+
+def _attend_explicitly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    shape: _Shape,
+) -> Tensor:
+    """softmax(cap(query key^T scale) | sinks) value, over [..., queries, dim], in float32 at least.
+
+    `mask` broadcasts to the scores; `sinks` to [..., queries, 1].
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = torch.matmul(query.to(dtype), key.to(dtype).transpose(-1, -2)) * shape.scale
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    length = scores.shape[-1]
+    if sinks is not None:
+        column = sinks.to(dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., :length]
+    return torch.matmul(weights, value.to(dtype)).to(query.dtype)
+
+
+def _decode_buckets(meta: AttentionMetadata, window: int | None, limit: int) -> list[_Bucket]:
+    """The step's one-token sequences in padded batches of at most `limit` rows."""
+    key = ("decode", window, limit)
+    if key not in meta.scratch:
+        lens = meta.context_lens[: meta.num_decodes]
+        seen = [n if window is None else min(n, window) for n in lens]
+        buckets = [_make_bucket(meta, rows, seen) for rows in _split_by_length(seen, limit)]
+        meta.scratch[key] = buckets
+    found: list[_Bucket] = meta.scratch[key]
+    return found
+
+
+def _split_by_length(lens: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of `lens`, alike in length within each part, each part padded within `limit` rows."""
+    order = sorted(range(len(lens)), key=lambda i: -lens[i])
+    parts: list[list[int]] = []
+    for i in order:
+        longest = lens[parts[-1][0]] if parts else 0
+        alike = lens[i] * 4 >= longest * 3 or longest - lens[i] <= 64
+        if not parts or not alike or (len(parts[-1]) + 1) * longest > limit:
+            parts.append([])
+        parts[-1].append(i)
+    # One part needs no reordering: its sequences stay where they are in the batch.
+    return [sorted(part) for part in parts]
+
+
+def _make_bucket(meta: AttentionMetadata, rows: list[int], seen: Sequence[int]) -> _Bucket:
+    """The bucket of sequences `rows`, each of which sees its last `seen[i]` positions."""
+    device = meta.seq_lens.device
+    length = max(seen[i] for i in rows)
+    whole = rows == list(range(len(rows)))
+    ids = to_device(torch.tensor(rows), device)
+    ends = meta.seq_lens[ids].long()[:, None]
+    counts = to_device(torch.tensor([seen[i] for i in rows]), device)[:, None]
+    steps = torch.arange(length, device=device)[None, :]
+    positions = torch.minimum(ends - counts + steps, ends - 1)
+    blocks = meta.block_table[ids].long().gather(1, positions // meta.block_size)
+    padded = any(seen[i] != length for i in rows)
+    return _Bucket(
+        rows=None if whole else ids,
+        blocks=blocks,
+        offsets=positions % meta.block_size,
+        mask=(steps < counts)[:, None, None, :] if padded else None,
+    )
+
+
+def _context_slots(
+    meta: AttentionMetadata, index: int, begin: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """Block and row of positions [begin, end) of sequence `index`: int64 [end - begin] each."""
+    key = ("slots", index, begin, end)
+    if key not in meta.scratch:
+        positions = torch.arange(begin, end, device=meta.block_table.device)
+        blocks = meta.block_table[index, positions // meta.block_size].long()
+        meta.scratch[key] = (blocks, positions % meta.block_size)
+    found: tuple[Tensor, Tensor] = meta.scratch[key]
+    return found
+
+
+def _chunk_mask(
+    meta: AttentionMetadata, start: int, end: int, begin: int, window: int | None
+) -> Tensor:
+    """`causal_mask`, once per step instead of once per layer."""
+    key = ("mask", start, end, begin, window)
+    if key not in meta.scratch:
+        meta.scratch[key] = causal_mask(start, end, begin, window, meta.seq_lens.device)
+    found: Tensor = meta.scratch[key]
+    return found

@@ -1,0 +1,106 @@
+"""Paged attention in plain PyTorch, one sequence at a time: the specification of every backend.
+
+It is written to be read and to be right, in any floating dtype and on any device. Scores, softmax
+and the weighted sum run in float32 at least (float64 stays float64).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.attention import AttentionMetadata, refuse_bidirectional, split_by_sequence
+
+__all__ = ["ReferenceBackend", "attend_dense", "causal_mask"]
+
+
+class ReferenceBackend:
+    """See `AttentionBackend`."""
+
+    name = "reference"
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+    ) -> None:
+        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
+        key_cache[meta.slot_blocks, meta.slot_offsets] = key
+        value_cache[meta.slot_blocks, meta.slot_offsets] = value
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
+        refuse_bidirectional(meta, self.name)
+        out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+        for i, (first, last) in enumerate(split_by_sequence(meta)):
+            context = meta.context_lens[i]
+            start = context - (last - first)
+            begin = 0 if window is None else max(0, start - window + 1)
+            positions = torch.arange(begin, context, device=query.device)
+            blocks = meta.block_table[i, positions // meta.block_size].long()
+            offsets = positions % meta.block_size
+            out[first:last] = attend_dense(
+                query[first:last],
+                key_cache[blocks, offsets],
+                value_cache[blocks, offsets],
+                causal_mask(start, context, begin, window, query.device),
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+        return out
+
+
+def causal_mask(
+    start: int, end: int, begin: int, window: int | None, device: torch.device
+) -> Tensor:
+    """Which keys [begin, end) the queries at positions [start, end) see: bool [queries, keys]."""
+    query = torch.arange(start, end, device=device)[:, None]
+    key = torch.arange(begin, end, device=device)[None, :]
+    visible = key <= query
+    return visible if window is None else visible & (key > query - window)
+
+
+def attend_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of `query` [T, Hq, Dk] over `key` [N, Hkv, Dk], `value` [N, Hkv, Dv], spelt out.
+
+    `mask` bool [T, N], True where a query sees a key. Returns [T, Hq, Dv] in the query's dtype.
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads = key.shape[1]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(dtype).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, -1)
+    scores = torch.einsum("thgd,nhd->hgtn", grouped, key.to(dtype)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        # A sink is one more key whose logit is given and whose value is zero.
+        column = sinks.to(dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_tokens, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[0]]
+    out = torch.einsum("hgtn,nhd->thgd", weights, value.to(dtype))
+    return out.flatten(1, 2).to(query.dtype)

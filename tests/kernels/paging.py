@@ -1,0 +1,117 @@
+"""A paged batch made by hand: shuffled blocks, poisoned rows, and the same keys, dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.attention import AttentionBackend, AttentionMetadata, build_metadata
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """`query` [T, Hq, Dk]; caches as a backend sees them; `keys[i]` [context, Hkv, Dk] in order."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    meta: AttentionMetadata
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def attend(self, backend: AttentionBackend, **options: object) -> Tensor:
+        return backend.attend(
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.meta,
+            **{"scale": self.query.shape[-1] ** -0.5, **options},  # type: ignore[arg-type]
+        )
+
+
+def make_batch(
+    chunks: Sequence[tuple[int, int]],
+    *,
+    backend: AttentionBackend,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    key_dim: int = 8,
+    value_dim: int = 8,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float64,
+    strided: bool = True,
+    seed: int = 0,
+) -> PagedBatch:
+    """Sequences computing [start, end) each; everything before `start` is in the pages already.
+
+    Rows that no sequence owns are NaN. `strided`: the layer's blocks lie in the pages of a pool
+    that also holds other tensors.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    counts = [-(-end // block_size) for _, end in chunks]
+    num_blocks = sum(counts) + 3
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    key_cache = _cache(num_blocks, block_size, num_kv_heads, key_dim, dtype, strided)
+    value_cache = _cache(num_blocks, block_size, num_kv_heads, value_dim, dtype, strided)
+    keys = [draw(end, num_kv_heads, key_dim) for _, end in chunks]
+    values = [draw(end, num_kv_heads, value_dim) for _, end in chunks]
+
+    past = [(i, start) for i, (start, _) in enumerate(chunks) if start]
+    if past:
+        _write(backend, key_cache, value_cache, block_size, tables, keys, values, past)
+    meta = build_metadata(
+        block_size=block_size,
+        block_tables=tables,
+        starts=[start for start, _ in chunks],
+        ends=[end for _, end in chunks],
+    )
+    if chunks:
+        new_keys = [key[start:] for key, (start, _) in zip(keys, chunks, strict=True)]
+        new_values = [value[start:] for value, (start, _) in zip(values, chunks, strict=True)]
+        backend.write_kv(torch.cat(new_keys), torch.cat(new_values), key_cache, value_cache, meta)
+    query = draw(meta.num_tokens, num_heads, key_dim)
+    return PagedBatch(query, key_cache, value_cache, meta, keys, values)
+
+
+def _cache(
+    num_blocks: int, block_size: int, num_heads: int, dim: int, dtype: torch.dtype, strided: bool
+) -> Tensor:
+    numel = block_size * num_heads * dim
+    # Another layer of the same shape before, and a few odd elements after.
+    pool = torch.full((num_blocks, 2 * numel + (0 if dim % 8 else dim)), torch.nan, dtype=dtype)
+    start = numel if strided else 0
+    view = pool[:, start : start + numel].view(num_blocks, block_size, num_heads, dim)
+    return view if strided else view.contiguous()
+
+
+def _write(
+    backend: AttentionBackend,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_size: int,
+    tables: Sequence[Sequence[int]],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    past: Sequence[tuple[int, int]],
+) -> None:
+    meta = build_metadata(
+        block_size=block_size,
+        block_tables=[tables[i] for i, _ in past],
+        starts=[0] * len(past),
+        ends=[end for _, end in past],
+    )
+    backend.write_kv(
+        torch.cat([keys[i][:end] for i, end in past]),
+        torch.cat([values[i][:end] for i, end in past]),
+        key_cache,
+        value_cache,
+        meta,
+    )

@@ -1,0 +1,205 @@
+"""Every backend against the reference, and the reference against transformers' eager attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as eager_sinks
+from transformers.models.llama.modeling_llama import eager_attention_forward as eager
+
+from aioengine.kernels import gather
+from aioengine.kernels.attention import split_by_sequence
+from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.reference import ReferenceBackend
+from tests.kernels.paging import PagedBatch, make_batch
+
+MIXED = [(9, 10), (3, 4), (16, 17), (0, 7), (5, 12), (6, 8), (0, 1), (4, 8)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+CHUNKS = {
+    "mixed": MIXED,
+    "decode": [(9, 10), (30, 31), (3, 4), (0, 1)],
+    "uneven decode": [(2, 3), (200, 201), (70, 71), (199, 200), (0, 1)],
+    "one decode": [(7, 8)],
+    "prefill": [(0, 5), (0, 8), (0, 9)],
+    "mid-block": [(2, 11)],
+    "boundaries": [(3, 4), (4, 5), (0, 4), (4, 8), (8, 16)],
+    "empty": [],
+}
+
+
+def assert_twins(batch: PagedBatch, **options: object) -> None:
+    expected = batch.attend(ReferenceBackend(), **options)
+    actual = batch.attend(GatherBackend(), **options)
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert torch.isfinite(expected).all()
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("window", [None, 1, 4, 5])
+@pytest.mark.parametrize("extras", ["", "softcap", "sinks", "both"])
+def test_gather_is_the_reference(name: str, window: int | None, extras: str) -> None:
+    batch = make_batch(CHUNKS[name], backend=GatherBackend())
+    options: dict[str, object] = {"window": window}
+    if extras in ("softcap", "both"):
+        options["softcap"] = 1.5
+    if extras in ("sinks", "both"):
+        options["sinks"] = torch.linspace(-2, 2, 4, dtype=torch.float64)
+    assert_twins(batch, **options)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (3, 3)])
+@pytest.mark.parametrize("dims", [(8, 8), (8, 4), (6, 12)])
+@pytest.mark.parametrize("strided", [True, False])
+def test_shapes(
+    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], strided: bool
+) -> None:
+    batch = make_batch(
+        MIXED,
+        backend=GatherBackend(),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        key_dim=dims[0],
+        value_dim=dims[1],
+        dtype=dtype,
+        strided=strided,
+    )
+    assert_twins(batch)
+
+
+@st.composite
+def chunk_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
+    decodes = draw(st.lists(st.integers(0, 300), max_size=6))
+    chunks = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=4))
+    return [(n, n + 1) for n in decodes] + [(start, start + n) for start, n in chunks]
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    chunks=chunk_lists(),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (8, 2), (6, 3)]),
+    dims=st.tuples(st.sampled_from([4, 8, 16]), st.sampled_from([4, 8, 16])),
+    block_size=st.sampled_from([1, 2, 4, 16, 32]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    strided=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 64)),
+    softcap=st.sampled_from([None, 2.0]),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_gather_is_the_reference_everywhere(
+    chunks: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    strided: bool,
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+    seed: int,
+) -> None:
+    batch = make_batch(
+        chunks,
+        backend=ReferenceBackend(),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        key_dim=dims[0],
+        value_dim=dims[1],
+        block_size=block_size,
+        dtype=dtype,
+        strided=strided,
+        seed=seed,
+    )
+    sinks = torch.linspace(-1, 3, heads[0], dtype=dtype) if with_sinks else None
+    assert_twins(batch, window=window, softcap=softcap, sinks=sinks)
+
+
+def oracle(batch: PagedBatch, window: int | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Each sequence alone, whole and dense, through transformers' eager attention."""
+    outputs = []
+    num_heads = batch.query.shape[1]
+    for i, (first, last) in enumerate(split_by_sequence(batch.meta)):
+        context = batch.meta.context_lens[i]
+        start = context - (last - first)
+        positions = torch.arange(context)
+        visible = positions[None, :] <= positions[start:, None]
+        if window is not None:
+            visible &= positions[start:, None] - positions[None, :] < window
+        mask = torch.zeros(visible.shape, dtype=batch.query.dtype)
+        mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)
+        module = nn.Module().eval()
+        module.num_key_value_groups = num_heads // batch.keys[i].shape[1]
+        module.sinks = sinks
+        out, _ = (eager if sinks is None else eager_sinks)(
+            module,
+            batch.query[first:last].transpose(0, 1)[None],
+            batch.keys[i].transpose(0, 1)[None],
+            batch.values[i].transpose(0, 1)[None],
+            mask[None, None],
+            scaling=0.3,
+        )
+        outputs.append(out[0])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_reference_is_dense_attention(
+    window: int | None, heads: tuple[int, int], with_sinks: bool
+) -> None:
+    batch = make_batch(
+        MIXED,
+        backend=ReferenceBackend(),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        value_dim=12,
+        dtype=torch.float32,
+    )
+    sinks = torch.linspace(-2, 2, heads[0]) if with_sinks else None
+    actual = batch.attend(ReferenceBackend(), scale=0.3, window=window, sinks=sinks)
+    torch.testing.assert_close(actual, oracle(batch, window, sinks), atol=1e-5, rtol=1e-5)
+
+
+def test_softcap_bounds_the_scores() -> None:
+    batch = make_batch([(2, 3)], backend=ReferenceBackend(), num_heads=1, num_kv_heads=1)
+    scores = (batch.keys[0][:, 0] @ batch.query[0, 0]) * 0.5
+    weights = (2.0 * torch.tanh(scores / 2.0)).softmax(0)
+    expected = weights @ batch.values[0][:, 0]
+    actual = batch.attend(ReferenceBackend(), scale=0.5, softcap=2.0)
+    torch.testing.assert_close(actual[0, 0], expected)
+
+
+def test_buckets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(n, n + 1) for n in (5, 90, 6, 88, 7)], backend=GatherBackend())
+    whole = batch.attend(GatherBackend())
+    monkeypatch.setattr(gather, "MAX_BUCKET_BYTES_CPU", 1)
+    monkeypatch.setattr(gather, "MAX_EXPLICIT_QUERIES", 2)
+    alone = replace(batch, meta=replace(batch.meta, scratch={}))
+    torch.testing.assert_close(alone.attend(GatherBackend()), whole, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", [GatherBackend(), ReferenceBackend()])
+def test_both_directions_are_refused(backend: GatherBackend | ReferenceBackend) -> None:
+    batch = make_batch([(0, 3)], backend=backend)
+    blocks = replace(batch.meta, bidirectional=torch.tensor([3, 3, 3], dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="both directions"):
+        replace(batch, meta=blocks).attend(backend)
+
+
+def test_a_backend_serves_inside_and_outside_inference_mode() -> None:
+    batch = make_batch(MIXED, backend=GatherBackend())
+    backend = GatherBackend()
+    with torch.inference_mode():
+        inside = batch.attend(backend)
+    torch.testing.assert_close(batch.attend(backend), inside)

@@ -1,0 +1,73 @@
+"""build_metadata and select_backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aioengine.kernels.attention import (
+    build_metadata,
+    list_backends,
+    register_backend,
+    select_backend,
+)
+from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.reference import ReferenceBackend
+
+
+def test_a_mixed_step() -> None:
+    meta = build_metadata(
+        block_size=4,
+        block_tables=[[7, 3], [5, 1, 2, 9], [8, 6]],
+        starts=[6, 12, 2],
+        ends=[7, 13, 7],
+    )
+    assert meta.query_start.tolist() == [0, 1, 2, 7]
+    assert meta.query_start.dtype == meta.seq_lens.dtype == meta.block_table.dtype == torch.int32
+    assert meta.seq_lens.tolist() == [7, 13, 7]
+    assert meta.block_table.tolist() == [[7, 3, 0, 0], [5, 1, 2, 9], [8, 6, 0, 0]]
+    assert meta.slot_blocks.tolist() == [3, 9, 8, 8, 6, 6, 6]
+    assert meta.slot_offsets.tolist() == [2, 0, 2, 3, 0, 1, 2]
+    assert meta.slot_blocks.dtype == meta.slot_offsets.dtype == torch.int64
+    assert meta.query_lens == (1, 1, 5)
+    assert meta.context_lens == (7, 13, 7)
+    assert meta.num_decodes == 2
+    assert meta.num_tokens == 7
+
+
+def test_blocks_beyond_the_step_are_left_out() -> None:
+    meta = build_metadata(block_size=4, block_tables=[[3, 2, 1]], starts=[0], ends=[4])
+    assert meta.block_table.tolist() == [[3]]
+
+
+def test_an_empty_step() -> None:
+    meta = build_metadata(block_size=4, block_tables=[], starts=[], ends=[])
+    assert meta.query_start.tolist() == [0]
+    assert meta.slot_blocks.shape == (0,)
+    assert meta.num_decodes == meta.num_tokens == 0
+
+
+def test_decodes_are_counted_from_the_front() -> None:
+    meta = build_metadata(
+        block_size=4, block_tables=[[0], [1], [2]], starts=[0, 0, 0], ends=[1, 2, 1]
+    )
+    assert meta.num_decodes == 1
+
+
+def test_backends_are_chosen_by_name() -> None:
+    assert isinstance(select_backend(), GatherBackend)
+    assert isinstance(select_backend("gather"), GatherBackend)
+    assert isinstance(select_backend("reference", "cpu"), ReferenceBackend)
+    assert select_backend() is not select_backend()
+    assert list_backends() == ("gather", "reference")
+
+
+def test_an_unknown_backend_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="gather, reference, not 'quick'"):
+        select_backend("quick")
+
+
+def test_a_backend_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.kernels.attention._FACTORIES", {})
+    register_backend("mine", ReferenceBackend)
+    assert isinstance(select_backend("mine"), ReferenceBackend)
