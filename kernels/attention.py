@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -136,25 +136,29 @@ def build_metadata(
     blocks_used = [-(-end // block_size) for end in ends]
     assert all(len(row) >= n for row, n in zip(block_tables, blocks_used, strict=True))
 
-    table = torch.zeros(len(ends), max(blocks_used, default=0), dtype=torch.int32)
-    for row, blocks, count in zip(table, block_tables, blocks_used, strict=True):
-        row[:count] = torch.tensor(list(blocks[:count]), dtype=torch.int32)
-    query_start = torch.zeros(len(ends) + 1, dtype=torch.int32)
-    query_start[1:] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
-
-    lens = torch.tensor(query_lens, dtype=torch.int64)
-    sequence = torch.repeat_interleave(torch.arange(len(ends)), lens)
-    shift = torch.tensor(list(starts), dtype=torch.int64) - query_start[:-1]
-    position = torch.arange(sequence.numel()) + shift[sequence]
-    slot_blocks = table[sequence, position // block_size].long()
-
     target = torch.device(device)
+    width = max(blocks_used, default=0)
+    table: list[int] = []
+    slot_blocks: list[int] = []
+    slot_offsets: list[int] = []
+    for blocks, used, start, end in zip(block_tables, blocks_used, starts, ends, strict=True):
+        table += blocks[:used]
+        table += [0] * (width - used)
+        for index in range(start // block_size, used):
+            first = max(start - index * block_size, 0)
+            last = min(end - index * block_size, block_size)
+            slot_blocks += [blocks[index]] * (last - first)
+            slot_offsets += range(first, last)
+
+    def move(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return to_device(torch.tensor(values, dtype=dtype), target)
+
     return AttentionMetadata(
-        query_start=to_device(query_start, target),
-        seq_lens=to_device(torch.tensor(list(ends), dtype=torch.int32), target),
-        block_table=to_device(table, target),
-        slot_blocks=to_device(slot_blocks, target),
-        slot_offsets=to_device(position % block_size, target),
+        query_start=move([0, *accumulate(query_lens)], torch.int32),
+        seq_lens=move(ends, torch.int32),
+        block_table=move(table, torch.int32).view(len(ends), width),
+        slot_blocks=move(slot_blocks, torch.int64),
+        slot_offsets=move(slot_offsets, torch.int64),
         query_lens=query_lens,
         context_lens=tuple(ends),
         num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
@@ -172,10 +176,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:
     """Each sequence's [first, last) rows in the flat batch, on the host."""
-    bounds = [0]
-    for count in meta.query_lens:
-        bounds.append(bounds[-1] + count)
-    return list(pairwise(bounds))
+    return list(pairwise([0, *accumulate(meta.query_lens)]))
 
 
 def refuse_bidirectional(meta: AttentionMetadata, name: str) -> None:
