@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-IMAGE_PX = 96
-PATCH_PX = 12
+IMAGE_PX = 84
+PATCH_PX = 14
 GRID = IMAGE_PX // PATCH_PX
 IMAGE_TOKENS = GRID * GRID
 
@@ -108,7 +108,7 @@ def build_model(vocabulary: int) -> LlavaForConditionalGeneration:
     text = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=128,
-        intermediate_size=384,
+        intermediate_size=320,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -318,7 +318,12 @@ def _stripes(rng: Random, size: tuple[int, int]) -> Image.Image:
             corners = [(0.0, start), (width_px, start), (width_px, stop), (0.0, stop)]
         else:
             lean = slant * height_px
-            corners = [(start, 0.0), (stop, 0.0), (stop + lean, height_px), (start + lean, height_px)]
+            corners = [
+                (start, 0.0),
+                (stop, 0.0),
+                (stop + lean, height_px),
+                (start + lean, height_px),
+            ]
         pen.polygon(corners, fill=255)
         start += step
     return mask

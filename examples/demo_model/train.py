@@ -17,6 +17,7 @@ import io
 import json
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ KINDS = ("describe", *scenes.QUESTION_KINDS, "no picture")
 QUESTION_WEIGHTS = {
     "colour": 1.5, "count": 1.5, "place": 1.5, "digit": 2.0, "what": 1.0, "size": 0.7, "exists": 0.8
 }  # fmt: skip
-QUESTIONS_PER_SCENE = 5
+QUESTIONS_PER_SCENE = 4
 
 SHAPE_CLASSES = (*scenes.SHAPES, *(f"digit {d}" for d in range(10)))
 PATCH_CLASSES = (len(SHAPE_CLASSES) + 1, len(scenes.COLOURS) + 1, len(scenes.SIZES) + 1)
@@ -88,7 +89,7 @@ def render_training_picture(seed: int) -> np.ndarray[Any, Any]:
     been through JPEG, since users' files will be.
     """
     rng = Random(seed + 2)
-    side = demo.IMAGE_PX * rng.choice((1, 1.5, 2, 2, 3, 4))
+    side = demo.IMAGE_PX * rng.choice((0.75, 1, 1.5, 2, 2, 3, 4))
     aspect = rng.uniform(0.75, 1.33) if rng.random() < 0.25 else 1.0
     size = (round(side * max(1.0, aspect)), round(side * max(1.0, 1 / aspect)))
     image = scenes.draw(scenes.make_layout(seed), size)
@@ -110,6 +111,7 @@ def open_pool(folder: Path, count: int) -> np.memmap[Any, np.dtype[np.uint8]]:
 
 def fill_pool(folder: Path, count: int, ready: "Synchronized[int]") -> None:
     """Renders what is missing; ``ready`` counts the usable pictures from the start."""
+    os.nice(5)  # training itself comes first
     pool = open_pool(folder, count)
     marker = folder / f"pool_{count}.ready"
     for index in range(ready.value, count):
@@ -146,7 +148,10 @@ def augment(pixels: Tensor, rng: Random) -> Tensor:
     rows = (pixels.shape[0], 1, 1, 1)
     contrast = torch.empty(rows, device=pixels.device).uniform_(0.92, 1.08)
     brightness = torch.empty(rows, device=pixels.device).uniform_(-0.06, 0.06)
-    return pixels * contrast + brightness + 0.03 * rng.random() * torch.randn_like(pixels)
+    pixels = pixels * contrast + brightness
+    if rng.random() < 0.3:  # not always: drawing the noise costs as much as a layer
+        pixels = pixels + 0.04 * rng.random() * torch.randn_like(pixels)
+    return pixels
 
 
 def patch_labels(layouts: list[scenes.Layout]) -> Tensor:
@@ -250,7 +255,12 @@ class Writer:
         return turns
 
     def _conversation(
-        self, turns: list[tuple[str, str, str]], opening: str, position: int, group: int, plain: bool
+        self,
+        turns: list[tuple[str, str, str]],
+        opening: str,
+        position: int,
+        group: int,
+        plain: bool,
     ) -> list[tuple[int, int, int, int, int]]:
         row: list[tuple[int, int, int, int, int]] = []
         for index, (kind, question, answer) in enumerate(turns):
@@ -439,7 +449,7 @@ class Run:
             losses["answer"] = answer.item()
             loss = answer + 0.3 * (1 - self.progress) * patch
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.trainee.parameters(), 1.0)
         self.optimiser.step()
         self.step += 1
@@ -493,6 +503,41 @@ def check(run: Run, count: int) -> None:
     run.keep()
 
 
+class Crew:
+    """Picks the number of threads by trial.
+
+    Where other programs use the cores, more threads can be slower than one, since a step lasts
+    as long as its slowest thread.  So every PERIOD steps each number is timed for TRIAL steps.
+    """
+
+    PERIOD, TRIAL = 80, 3
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.times: dict[int, float] = {}
+
+    def _tried(self, step: int) -> int:
+        """The number on trial at ``step``, or 0 between trials."""
+        number = 1 + step % self.PERIOD // self.TRIAL
+        return number if number <= self.most else 0
+
+    def choose(self, step: int) -> None:
+        """Sets the threads for the step that follows."""
+        number = self._tried(step)
+        if number == 0:
+            number = min(self.times, key=lambda n: self.times[n]) if self.times else self.most
+        if number != torch.get_num_threads():
+            torch.set_num_threads(number)
+
+    def note(self, step: int, seconds: float) -> None:
+        """Keeps the time of the step that ended with ``step`` done, if it was on trial."""
+        step -= 1
+        number = self._tried(step)
+        if number > 0:
+            first = step % self.PERIOD % self.TRIAL == 0
+            self.times[number] = seconds if first else min(self.times[number], seconds)
+
+
 def train(options: Options) -> None:
     """Runs to the end of the schedule, from the checkpoint where there is one."""
     options.out.mkdir(parents=True, exist_ok=True)
@@ -503,17 +548,20 @@ def train(options: Options) -> None:
     run.trainee.train()
     sums: dict[str, list[float]] = {}
     mark = run.seconds
+    crew = Crew(options.threads)
     while run.progress < 1.0:
         began = time.monotonic()
+        crew.choose(run.step)
         for name, loss in run.train_step(pool, ready.value).items():
             sums.setdefault(name, []).append(loss)
         run.seconds += time.monotonic() - began
+        crew.note(run.step, time.monotonic() - began)
         if run.step % options.log_every == 0:
             rate = options.log_every * options.batch / (run.seconds - mark)
             losses = "  ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in sums.items())
             print(
                 f"step {run.step}  {run.seconds / 60:.1f} min  {losses}  "
-                f"{rate:.0f} scenes/s  pool {ready.value}",
+                f"{rate:.0f} scenes/s  {torch.get_num_threads()} threads  pool {ready.value}",
                 flush=True,
             )
             sums, mark = {}, run.seconds
@@ -526,13 +574,13 @@ def parse_options() -> Options:
     parser = argparse.ArgumentParser(description="Trains the demo model from scratch.")
     parser.add_argument("--out", type=Path, default=HERE / "runs", help="checkpoints and pool")
     parser.add_argument("--save-to", type=Path, default=DEFAULT_FOLDER, help="model folder")
-    parser.add_argument("--minutes", type=float, default=95.0, help="length of the schedule")
+    parser.add_argument("--minutes", type=float, default=90.0, help="length of the schedule")
     parser.add_argument("--batch", type=int, default=32, help="scenes per step")
     parser.add_argument("--pool", type=int, default=100_000, help="pictures rendered to disk")
-    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate")
     parser.add_argument("--tower-share", type=float, default=0.12, help="part with patch loss only")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="most threads to use")
     parser.add_argument("--log-every", type=int, default=100, help="steps between console lines")
     parser.add_argument("--check-every", type=int, default=1000, help="steps between dev checks")
     return Options(**vars(parser.parse_args()))
