@@ -1,0 +1,123 @@
+"""What a model class promises, as protocols, and the merging of encoder rows into embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias, Union, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MultiModalEmbeddings",
+    "NestedTensors",
+    "SupportsEncoderDecoder",
+    "SupportsMultiModal",
+    "flatten_embeddings",
+    "merge_multimodal_embeddings",
+]
+
+NestedTensors: TypeAlias = Union[
+    Tensor, list[Tensor], tuple[Tensor, ...], "list[NestedTensors]", "tuple[NestedTensors, ...]"
+]
+"""A tensor, or tensors in lists or tuples of any depth, whose shapes may differ."""
+
+MultiModalEmbeddings: TypeAlias = Tensor | list[Tensor] | tuple[Tensor, ...]
+"""Encoder rows by item: [num_items, rows, hidden], or one [rows, hidden] per item."""
+
+
+@runtime_checkable
+class SupportsMultiModal(Protocol):
+    """A model that takes media.
+
+    The older names of the model guide, `get_multimodal_embeddings(**kwargs)` and
+    `get_input_embeddings(input_ids, multimodal_embeddings=None)`, are accepted on wrapper classes.
+    """
+
+    supports_multimodal: ClassVar[bool]
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
+        """The encoder's rows for the items in `kwargs`, item by item; None without items."""
+        ...
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """Embeddings [T, hidden] of `input_ids` [T].
+
+        The rows of `multimodal_embeddings`, in order, stand where `is_multimodal` (bool [T]) is
+        True.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsEncoderDecoder(Protocol):
+    """A model whose decoder attends to an encoder's output through cross-attention layers."""
+
+    supports_encoder_decoder: ClassVar[bool]
+
+    @property
+    def cross_attention_layers(self) -> Sequence[int]:
+        """Indices, among the attention layers, of those whose keys come from the encoder."""
+        ...
+
+    def encode_prompt(self, **kwargs: object) -> Tensor:
+        """The rows [length, dim] that the cross-attention layers read for one encoder prompt."""
+        ...
+
+    def decoder_start(self, generation_config: Any) -> Sequence[int]:
+        """The token ids that the decoder's own prompt begins with, where the caller gives none."""
+        ...
+
+
+def flatten_embeddings(embeddings: NestedTensors) -> Tensor:
+    """All rows [total, hidden] of `embeddings`, in order; the last dimension is kept."""
+    if isinstance(embeddings, Tensor):
+        return embeddings.flatten(0, -2)
+    return torch.cat([flatten_embeddings(part) for part in embeddings])
+
+
+def merge_multimodal_embeddings(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor,
+    multimodal_embeddings: NestedTensors,
+    placeholder_token_id: int | Sequence[int] | None = None,
+    *,
+    is_multimodal: Tensor | None = None,
+) -> Tensor:
+    """Write encoder rows over the placeholders of `inputs_embeds` [T, hidden], which it returns.
+
+    Where to: `is_multimodal` (bool [T]) if given, else wherever `input_ids` [T] is one of
+    `placeholder_token_id`. Rows go to placeholders in order and are cast to the embeddings' dtype.
+    Raises ValueError where the counts differ; a mask on an accelerator is not read back to check.
+    """
+    if is_multimodal is None:
+        if input_ids is None or placeholder_token_id is None:
+            raise ValueError("give is_multimodal, or input_ids and placeholder_token_id")
+        is_multimodal = _find(input_ids, placeholder_token_id)
+    if not isinstance(multimodal_embeddings, Tensor) and not multimodal_embeddings:
+        rows = inputs_embeds.new_empty(0, inputs_embeds.shape[-1])
+    else:
+        rows = flatten_embeddings(multimodal_embeddings).to(inputs_embeds)
+    if rows.shape[-1] != inputs_embeds.shape[-1]:
+        raise ValueError(
+            f"encoder rows are {rows.shape[-1]} wide, embeddings {inputs_embeds.shape[-1]}"
+        )
+    if is_multimodal.device.type == "cpu":
+        num_placeholders = int(is_multimodal.sum())
+        if num_placeholders != rows.shape[0]:
+            raise ValueError(f"{rows.shape[0]} encoder rows for {num_placeholders} placeholders")
+    # Unlike assignment through a mask, this needs no count, so nothing waits for a device.
+    mask = is_multimodal.to(inputs_embeds.device)[:, None]
+    return inputs_embeds.masked_scatter_(mask, rows)
+
+
+def _find(input_ids: Tensor, token_ids: int | Sequence[int]) -> Tensor:
+    if isinstance(token_ids, int):
+        return input_ids == token_ids
+    wanted = torch.tensor(list(token_ids), dtype=input_ids.dtype, device=input_ids.device)
+    return torch.isin(input_ids, wanted)

@@ -1,0 +1,155 @@
+"""Building and loading transformers' models without leaving marks on the process.
+
+While transformers loads, it sets PyTorch's default dtype and patches its initialisers for the whole
+process; one lock keeps loads of several engines apart, and what was changed is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from aioengine.errors import ModelLoadError
+
+__all__ = ["build_on_meta", "find_class", "load_pretrained", "pin_rotary"]
+
+_LOAD_LOCK = threading.RLock()
+
+
+def find_class(hf_config: Any) -> Any:
+    """transformers' own class for the config's first architecture that it has."""
+    names = getattr(hf_config, "architectures", None) or ()
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    raise ModelLoadError(
+        f"transformers {transformers.__version__} has no class for {', '.join(names) or 'nothing'}"
+    )
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    with _LOAD_LOCK:
+        dtype = torch.get_default_dtype()
+        # A bar on stderr is the application's to draw. Where the variable is set, it has chosen.
+        silence = (
+            transformers_logging.is_progress_bar_enabled()
+            and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+        )
+        if silence:
+            transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            if silence:
+                transformers_logging.enable_progress_bar()
+
+
+def build_on_meta(model_class: Any, hf_config: Any) -> Any:
+    """The model with shapes and without weights, ready to be probed."""
+    with _loading(), torch.device("meta"), torch.no_grad():
+        model = model_class(copy.deepcopy(hf_config)).eval()
+    for module in _rotary_modules(model):
+        # Frequencies do not matter to a probe, and choosing them would read data that is not there.
+        _set_static(module)
+    return model
+
+
+def load_pretrained(
+    model_class: Any,
+    path: str | os.PathLike[str],
+    *,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    revision: str | None = None,
+) -> Any:
+    """The model with its weights, from safetensors files only, in eval mode and without gradients.
+
+    Raises ModelLoadError where files or weights are missing or do not fit: transformers would draw
+    missing weights at random.
+    """
+    try:
+        with _loading():
+            model, report = model_class.from_pretrained(
+                path,
+                config=copy.deepcopy(hf_config),
+                dtype=dtype,
+                revision=revision or "main",
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        name = Path(path).name
+        raise ModelLoadError(f"weights of {name!r} could not be loaded: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{len(missing)} weights of {model_class.__name__} are not in the checkpoint: "
+            f"{', '.join(missing[:5])}"
+        )
+    model.eval().requires_grad_(False)
+    return model.to(device)
+
+
+def pin_rotary(root: nn.Module, max_model_len: int | None) -> None:
+    """Fix rotary frequencies that transformers would choose by a batch's longest sequence.
+
+    A flattened batch holds many requests, so one request's length would change another's output.
+    "longrope" takes the long factors if `max_model_len` exceeds the length the model was first
+    trained on, else the short ones, once and for all. "dynamic" is the plain rotation up to that
+    length; beyond it there is no choice that fits all requests, which raises ModelLoadError.
+    `max_model_len` None means the model's own maximum. Mutates the rotary modules.
+    """
+    for module in _rotary_modules(root):
+        layer_types = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
+        for layer_type in layer_types:
+            _pin(module, layer_type, max_model_len)
+        _set_static(module)
+
+
+def _rotary_modules(root: nn.Module) -> list[Any]:
+    return [module for module in root.modules() if hasattr(module, "rope_type")]
+
+
+def _set_static(module: Any) -> None:
+    """From now on the module's forward leaves its frequencies alone."""
+    if isinstance(module.rope_type, dict):
+        module.rope_type = dict.fromkeys(module.rope_type, "default")
+    else:
+        module.rope_type = "default"
+
+
+def _pin(module: Any, layer_type: str | None, max_model_len: int | None) -> None:
+    rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if "dynamic" not in rope_type and rope_type != "longrope":
+        return
+    longest = max_model_len or module.config.max_position_embeddings
+    if "dynamic" in rope_type:
+        if longest > module.original_max_seq_len:
+            raise ModelLoadError(
+                f"rope_type {rope_type!r} scales with the longest sequence of a batch beyond "
+                f"{module.original_max_seq_len} tokens: set max_model_len to that or less"
+            )
+        return
+    # The module chooses by the largest position it is shown: show it the largest there can be.
+    position = torch.tensor([[longest - 1]], device=module.inv_freq.device)
+    sample = torch.zeros(1, 1, 1, device=module.inv_freq.device)
+    with torch.no_grad():
+        if layer_type is None:
+            module(sample, position)
+        else:
+            module(sample, position, layer_type=layer_type)

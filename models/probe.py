@@ -1,0 +1,163 @@
+"""A model's attention layers, found by running its decoder without weights or memory.
+
+The model is built on PyTorch's `meta` device, where tensors have shapes and no data, and its
+decoder runs on three tokens while every attention layer that asks for our function reports what it
+was called with. This takes a fraction of a second at any size, happens before weights are read,
+and fails early and by name where a layer computes its attention some other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.attention import attach_slot, route_attention
+from aioengine.types import KVGroup
+
+__all__ = ["LayerSpec", "group_layers", "probe_layers"]
+
+NUM_PROBE_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One attention layer, as its own calls describe it.
+
+    `name`: its module's path under the decoder. `kind`: "self". `window`: how many past tokens a
+    query sees, its own included; None for all. `sinks`: whether it passes a sink logit per head.
+    """
+
+    name: str
+    kind: str
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recorder:
+    """A slot that notes how its module calls it."""
+
+    name: str
+    found: list[LayerSpec]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        num_tokens, num_heads, key_dim = query.shape
+        if key.shape[0] != num_tokens:
+            raise ModelLoadError(f"layer {self.name} attends to other tokens than its own")
+        spec = LayerSpec(
+            name=self.name,
+            kind="self",
+            num_heads=num_heads,
+            num_kv_heads=key.shape[1],
+            key_dim=key_dim,
+            value_dim=value.shape[2],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks is not None,
+        )
+        self.found.append(spec)
+        return query.new_empty(num_tokens, num_heads, value.shape[2])
+
+
+def probe_layers(
+    decoder: nn.Module, run: Callable[[nn.Module, Tensor, Tensor], Any], hidden_size: int
+) -> tuple[LayerSpec, ...]:
+    """The attention layers of `decoder`, in the order in which they run.
+
+    `decoder` lies on the meta device and is used up: its modules keep the probe's slots. `run`
+    calls it with embeddings [T, hidden] and positions [T]. Raises ModelLoadError where a layer
+    does not go through our attention function, or the decoder cannot be run this way.
+    """
+    found: list[LayerSpec] = []
+    route_attention(decoder)
+    for name, module in decoder.named_modules():
+        attach_slot(module, _Recorder(name, found))
+    embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=_dtype_of(decoder))
+    positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
+    try:
+        with torch.no_grad():
+            run(decoder, embeds, positions)
+    except ModelLoadError:
+        raise
+    # Whatever a model's own code raises here, the answer is the same: it does not run flattened.
+    except Exception as error:
+        raise ModelLoadError(
+            f"{type(decoder).__name__} cannot be run on a flattened batch: {error}"
+        ) from error
+    _require_routing(decoder, [spec.name for spec in found])
+    return tuple(found)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
+    """Every decoder layer, and every module that calls itself attention, must have reported."""
+    expected = [
+        name
+        for name, module in decoder.named_modules()
+        if name and _is_attention(module) and not any(map(_is_attention, _below(module)))
+    ]
+    num_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            expected += [f"{name}.{index}" for index in range(len(module))]
+    silent = [name for name in expected if not any(_is_within(path, name) for path in routed)]
+    if silent or not routed:
+        raise ModelLoadError(
+            f"{type(decoder).__name__} does not route attention through transformers' "
+            f"AttentionInterface in: {', '.join(silent[:8]) or 'any layer'}"
+        )
+    if len(set(routed)) != len(routed):
+        raise ModelLoadError(f"{type(decoder).__name__} runs an attention layer more than once")
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention")
+
+
+def _below(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.modules() if child is not module]
+
+
+def _is_within(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def group_layers(
+    specs: Sequence[LayerSpec],
+) -> tuple[tuple[KVGroup, ...], tuple[tuple[int, int], ...]]:
+    """The KV groups, in order of first appearance, and each layer's (group, index within it)."""
+    members: dict[tuple[str, int, int, int, int | None], int] = {}
+    places = []
+    order: dict[tuple[str, int, int, int, int | None], int] = {}
+    for spec in specs:
+        key = (spec.kind, spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.window)
+        group = order.setdefault(key, len(order))
+        places.append((group, members.get(key, 0)))
+        members[key] = members.get(key, 0) + 1
+    groups = tuple(KVGroup(*key, num_layers=count) for key, count in members.items())
+    return groups, tuple(places)

@@ -1,0 +1,68 @@
+"""Which class runs which architecture.
+
+A checkpoint's `architectures` are looked up by name; the first that is known wins. Families that
+ship with the engine are written down here and imported when one is asked for; an application adds
+its own with `register_model`, which also overrides a shipped one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
+
+from aioengine.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from aioengine.models.adapter import TransformersModel
+
+__all__ = ["known_architectures", "register_model", "resolve"]
+
+Model = TypeVar("Model", bound="type[TransformersModel]")
+
+# Architecture -> the module whose import registers it.
+_SHIPPED = {
+    "Gemma2ForCausalLM": "aioengine.models.text",
+    "LlamaForCausalLM": "aioengine.models.text",
+    "LlavaForConditionalGeneration": "aioengine.models.llava",
+    "MistralForCausalLM": "aioengine.models.text",
+    "Phi3ForCausalLM": "aioengine.models.text",
+    "Qwen2ForCausalLM": "aioengine.models.text",
+    "Qwen3ForCausalLM": "aioengine.models.text",
+}
+
+_CLASSES: dict[str, type[TransformersModel]] = {}
+
+
+def register_model(*architectures: str) -> Callable[[Model], Model]:
+    """Class decorator: this class runs checkpoints of these `architectures`."""
+    assert architectures, "name at least one architecture"
+
+    def register(model_class: Model) -> Model:
+        for name in architectures:
+            _CLASSES[name] = model_class
+        return model_class
+
+    return register
+
+
+def known_architectures() -> tuple[str, ...]:
+    """Every name that `resolve` knows, sorted."""
+    return tuple(sorted({*_SHIPPED, *_CLASSES}))
+
+
+def resolve(architectures: Sequence[str] | None) -> type[TransformersModel]:
+    """The class for a config's `architectures`: the first known entry's.
+
+    Raises ModelLoadError where none is known.
+    """
+    for name in architectures or ():
+        if name not in _CLASSES and name in _SHIPPED:
+            import_module(_SHIPPED[name])
+        if name in _CLASSES:
+            return _CLASSES[name]
+    given = ", ".join(architectures or ()) or "none"
+    raise ModelLoadError(
+        f"no model class for architectures: {given}. Known: {', '.join(known_architectures())}. "
+        "Others can be added with aioengine.models.register_model."
+    )
