@@ -1,0 +1,146 @@
+"""The pool of KV blocks and the prefix cache in it: who references which, which go first.
+
+Every block is unused, evictable (cached, unreferenced) or referenced, and is counted once. All KV
+groups draw from one pool; a request has one block table per group. A full block is cached under
+(group, digest of everything its content depends on), and a hit also checks the token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aioengine.prefix import extend_digests
+from aioengine.request import Request
+
+__all__ = ["BlockPool"]
+
+BlockKey = tuple[int, bytes]
+
+
+class BlockPool:
+    """`num_blocks` interchangeable blocks of `block_size` tokens, numbered from 0."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, num_groups: int = 1, caching: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self._caching = caching
+        self._unused = list(range(num_blocks - 1, -1, -1))
+        self._evictable: dict[int, None] = {}  # least recently used first
+        self._references = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation could get: unused and evictable ones."""
+        return len(self._unused) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks with reusable content, referenced or not."""
+        return len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill or begin, in one group."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- references
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks, each referenced once; evicts the least recently used where it must."""
+        assert count <= self.num_free
+        blocks = []
+        for _ in range(count):
+            if self._unused:
+                block = self._unused.pop()
+            else:
+                block = next(iter(self._evictable))
+                del self._evictable[block]
+                self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def reference(self, blocks: Iterable[int]) -> None:
+        """Use cached blocks once more."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """Let go of blocks; the last becomes evictable first, as a short prefix is shared more."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._keys[block] is None:
+                    self._unused.append(block)
+                else:
+                    self._evictable[block] = None
+
+    # ---- the prefix cache
+
+    def find_prefix(self, request: Request) -> list[list[int]]:
+        """The cached blocks of the longest known prefix: one table per group, equally long.
+
+        Takes no references. At least one token is left to compute.
+        """
+        tables: list[list[int]] = [[] for _ in range(self.num_groups)]
+        if not (self._caching and request.reads_prefix):
+            return tables
+        digests = extend_digests(request, self.block_size)
+        for index in range((request.num_known - 1) // self.block_size):
+            token_ids = self._token_ids(request, index)
+            found = [self._cached.get((group, digests[index])) for group in range(self.num_groups)]
+            column = [entry[0] for entry in found if entry is not None and entry[1] == token_ids]
+            if len(column) < self.num_groups:
+                break
+            for table, block in zip(tables, column, strict=True):
+                table.append(block)
+        return tables
+
+    def publish(self, request: Request) -> None:
+        """Offer the request's blocks that are computed in full to others."""
+        num_full = request.num_computed // self.block_size
+        if not self._caching or num_full == request.num_published:
+            return
+        digests = extend_digests(request, self.block_size)
+        for index in range(request.num_published, num_full):
+            token_ids = self._token_ids(request, index)
+            for group, table in enumerate(request.block_tables):
+                block, key = table[index], (group, digests[index])
+                if self._keys[block] is None and key not in self._cached:
+                    self._keys[block] = key
+                    self._cached[key] = (block, token_ids)
+        request.num_published = num_full
+
+    def clear(self) -> None:
+        """Forget all cached content; referenced blocks stay with their holders."""
+        for block in [block for block, _ in self._cached.values()]:
+            self._forget(block)
+        self._unused.extend(self._evictable)
+        self._evictable.clear()
+
+    def check(self) -> None:
+        """Assert that each block is counted once."""
+        referenced = {b for b in range(self.num_blocks) if self._references[b] > 0}
+        unused, evictable = set(self._unused), set(self._evictable)
+        assert len(unused) == len(self._unused)
+        assert not (unused & evictable or unused & referenced or evictable & referenced)
+        assert len(unused) + len(evictable) + len(referenced) == self.num_blocks
+        assert all(self._keys[b] is not None for b in evictable)
+        assert all(self._keys[b] is None for b in unused)
+        assert all(self._keys[b] == key for key, (b, _) in self._cached.items())
+
+    def _token_ids(self, request: Request, index: int) -> tuple[int, ...]:
+        return request.tokens(index * self.block_size, (index + 1) * self.block_size)
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        del self._cached[key]
+        self._keys[block] = None

@@ -1,0 +1,155 @@
+"""Which media are decoded and encoded next, and which positions still wait for their rows.
+
+Needs are ranked: first what running requests need soonest, then waiting requests by seniority.
+Media are asked for in that order while their rows fit `max_media_rows`, and encoded in that order
+while there is room; making room never evicts what is needed sooner than the item it is made for. A
+media item without pixels holds up nobody behind it. Equal media are one item, whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+from operator import itemgetter
+
+from aioengine.encoder_cache import EncoderCache
+from aioengine.plan import EncodePlan, Limits, MediaPlan
+from aioengine.request import Item, Request
+
+__all__ = ["MediaQueue"]
+
+Need = tuple[Request, Item]
+
+
+class MediaQueue:
+    """The life of media keys: asked for, decoded, encoded (then the encoder cache's business)."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.cache = EncoderCache(limits.encoder_cache_bytes)
+        self.counters: Counter[str] = Counter()
+        self._limits = limits
+        self._users: Counter[str] = Counter()  # live requests per key
+        self._decoded: dict[str, bool] = {}  # media asked for: whether the pixels are there
+
+    def add(self, request: Request) -> None:
+        """A request has come."""
+        self._users.update({item.key for item in request.items})
+
+    def remove(self, request: Request) -> None:
+        """A request has ended; media that nobody else has are forgotten."""
+        for key in {item.key for item in request.items}:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self._decoded.pop(key, None)
+
+    def is_needed(self, key: str) -> bool:
+        """Whether a live request has this item."""
+        return key in self._users
+
+    @property
+    def is_waiting_for_others(self) -> bool:
+        """Whether somebody's pixels or an encoder run are still to come."""
+        return self.cache.is_encoding or not all(self._decoded.values())
+
+    # ---- what a request waits for
+
+    def first_missing(self, request: Request, start: int, end: int) -> tuple[int, Item] | None:
+        """The first position in [start, end) whose encoder row is not there, and its item."""
+        for item in request.open_items(start):
+            if item.span.first_row_position >= end:
+                return None
+            if not self.cache.is_ready(item.key):
+                runs = item.span.row_runs(start, end)
+                if runs:
+                    return runs[0][0], item
+        return None
+
+    def has_pixels(self, item: Item) -> bool:
+        """Whether the item is decoded, being encoded, or encoded."""
+        return item.key in self.cache or self._decoded.get(item.key, False)
+
+    # ---- work for others, and their results
+
+    def schedule(
+        self, running: Iterable[Request], waiting: Iterable[Request], *, can_encode: bool
+    ) -> MediaPlan:
+        """What to decode now, and what to encode if the encoder `can_encode`."""
+        if not self._users:
+            return MediaPlan((), None)
+        needs = self._needs(running, waiting)
+        return MediaPlan(self._ask(needs), self._encode(needs) if can_encode else None)
+
+    def media_ready(self, key: str) -> None:
+        """The item is decoded and processed. Ignored if nobody needs it any more."""
+        if key in self._decoded:
+            self._decoded[key] = True
+
+    def encoded(self, key: str) -> None:
+        """The encoder has written the item's rows."""
+        self.cache.fill(key)
+        self._decoded.pop(key, None)
+
+    def encoding_failed(self, key: str) -> None:
+        """The encoder could not; those who need the item have to be ended."""
+        self.cache.cancel(key)
+        self._decoded.pop(key, None)
+
+    def _needs(self, running: Iterable[Request], waiting: Iterable[Request]) -> dict[str, Need]:
+        """The items that live requests have yet to compute, by rank; each once, at its soonest."""
+        soon = [
+            (max(0, request.needed_at(item) - request.num_scheduled), request, item)
+            for request in running
+            for item in request.open_items(request.num_scheduled)
+        ]
+        soon.sort(key=itemgetter(0))  # stable: by seniority where equally far
+        needs: dict[str, Need] = {}
+        for _, request, item in soon:
+            needs.setdefault(item.key, (request, item))
+        for request in waiting:
+            for item in request.open_items(request.hit_estimate):
+                needs.setdefault(item.key, (request, item))
+        return needs
+
+    def _ask(self, needs: dict[str, Need]) -> tuple[str, ...]:
+        num_rows = 0  # of media not encoded yet, this one and those needed sooner
+        asked = []
+        for key, (_, item) in needs.items():
+            if key in self.cache:
+                continue
+            num_rows += item.span.num_rows
+            if num_rows > self._limits.max_media_rows and num_rows > item.span.num_rows:
+                break
+            if key not in self._decoded:
+                self._decoded[key] = False
+                asked.append(key)
+        return tuple(asked)
+
+    def _encode(self, needs: dict[str, Need]) -> EncodePlan | None:
+        keys: list[str] = []
+        rows: list[int] = []
+        evicted: list[str] = []
+        modality = ""
+        for rank, (key, (request, item)) in enumerate(needs.items()):
+            if key in self.cache or not self._decoded.get(key, False):
+                continue
+            if keys and (
+                item.modality != modality
+                or len(keys) == self._limits.max_encode_items
+                or sum(rows) + item.span.num_rows > self._limits.max_num_encoder_input_tokens
+            ):
+                break
+            needed_sooner = frozenset(islice(needs, rank))
+            made = self.cache.reserve(key, item.num_bytes, keep=needed_sooner)
+            if made is None:
+                break
+            modality = item.modality
+            keys.append(key)
+            rows.append(item.span.num_rows)
+            evicted += made
+            request.encoded_keys.add(key)
+        if not keys:
+            return None
+        self.counters["encoder_misses"] += len(keys)
+        return EncodePlan(modality, tuple(keys), tuple(rows), tuple(evicted))

@@ -1,0 +1,125 @@
+"""What the scheduler tells the device to do, and what comes back: immutable data, no behaviour.
+
+A plan is a snapshot: the launch thread may read it while the event loop goes on changing requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "UNSAMPLED",
+    "Advance",
+    "EncodePlan",
+    "Limits",
+    "MediaPlan",
+    "RowSlice",
+    "SequencePlan",
+    "StepPlan",
+]
+
+UNSAMPLED = -1
+"""Stands for an input token that a step still in flight samples; the device fills it in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What there is to share. `max_model_len` tokens must fit the pool's blocks.
+
+    `max_encode_items` bounds one encoder batch (1 on a CPU); `max_media_rows` bounds, in encoder
+    rows, the media that are being decoded or lie decoded and not yet encoded.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    num_groups: int = 1
+    encoder_cache_bytes: int = 0
+    max_num_encoder_input_tokens: int = 0
+    max_encode_items: int = 1
+    max_media_rows: int = 1 << 16
+    disable_chunked_mm_input: bool = False
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """`count` encoder rows of `key`, from `row` on, go to positions from `position` on.
+
+    `position` counts from the start of the sequence's chunk.
+    """
+
+    key: str
+    position: int
+    row: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One request's part of a step: compute its token positions [start, end).
+
+    `token_ids` are the inputs at these positions (UNSAMPLED where the device knows better);
+    `block_tables` has one tuple of block ids per KV group and covers [0, end). If `samples`, the
+    last position's logits give output token number `output_index`. `sampling` is opaque to the
+    core; `logits_mask` is the seam for structured output.
+    """
+
+    request_id: str
+    epoch: int
+    start: int
+    end: int
+    token_ids: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
+    rows: tuple[RowSlice, ...]
+    samples: bool
+    output_index: int
+    sampling: Any = None
+    logits_mask: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass of the decoder over the chunks of several requests."""
+
+    step_id: int
+    sequences: tuple[SequencePlan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(sequence.end - sequence.start for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodePlan:
+    """One run of the encoder over whole items of one modality.
+
+    `evicted` are the keys whose rows make room: they are dropped before the run.
+    """
+
+    modality: str
+    keys: tuple[str, ...]
+    num_rows: tuple[int, ...]
+    evicted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """Media to decode and process now, soonest needed first, and what to encode."""
+
+    decode: tuple[str, ...]
+    encode: EncodePlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """A sampled token that a commit accepted, and whether it was the request's last."""
+
+    request_id: str
+    token_id: int
+    finish_reason: str | None
+    stop_reason: int | None

@@ -1,0 +1,155 @@
+"""A request as the scheduler sees it: counters, media items and stop rules.
+
+There is no phase: tokens are *scheduled* (some planned step computes them), then *computed* (that
+step has committed), and both counters chase `num_tokens`. A token that a step in flight will sample
+counts as a token already (`num_pending`), so that the next step can be planned before it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioengine.plan import UNSAMPLED
+from aioengine.types import FinishReason, Span
+
+__all__ = ["Item", "Request", "StopRule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One media item of a prompt. `key` is its content's identity, `num_bytes` its rows' size."""
+
+    key: str
+    modality: str
+    span: Span
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When a request ends by itself; stop strings are looked for where there is text."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def check(self, num_output: int, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Whether `token_id`, the `num_output`-th output token, ends the request, and by what."""
+        if num_output >= self.min_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.STOP, None
+            if token_id in self.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if num_output >= self.max_tokens:
+            return FinishReason.LENGTH, None
+        return None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One live request. Only the scheduler changes it.
+
+    `bidirectional` are the position ranges whose tokens see each other both ways: they are computed
+    whole, and their KV depends on all of their content.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    stop: StopRule
+    items: tuple[Item, ...] = ()
+    bidirectional: tuple[tuple[int, int], ...] = ()
+    priority: int = 0
+    cache_salt: str | None = None
+    reads_prefix: bool = True
+    sampling: Any = None
+
+    whole_ranges: tuple[tuple[int, int], ...] = ()
+    """Position ranges that one step must compute whole."""
+    arrival: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    num_scheduled: int = 0
+    num_computed: int = 0
+    num_pending: int = 0
+    last_step: int = -1
+    epoch: int = 0
+    """Raised at preemption; a commit for an older epoch moves no counters."""
+    block_tables: list[list[int]] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    hit_estimate: int = 0
+    """Prompt tokens that the prefix cache held when it was last asked."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the first admission found in the prefix cache."""
+    encoded_keys: set[str] = field(default_factory=set)
+    """Items that were encoded on this request's behalf."""
+    seen_keys: set[str] = field(default_factory=set)
+    has_slot: bool = False
+    taken_back: set[str] = field(default_factory=set)
+    """Items for whose pixels it waited when its blocks were taken; once for each."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Seniority: the smaller goes first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds block tables (they may be empty of blocks)."""
+        return bool(self.block_tables)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids are known on the host."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens there are, those in flight included."""
+        return self.num_known + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens there are, those in flight included."""
+        return len(self.output_token_ids) + self.num_pending
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the steps in flight already sample the last token that it may have."""
+        return self.num_output >= self.stop.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one token is all there is to compute."""
+        return self.num_tokens - self.num_scheduled == 1
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """The input ids at positions [start, end)."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        known = self.prompt_token_ids[start:] + tuple(
+            self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
+        )
+        return known + (UNSAMPLED,) * (end - start - len(known))
+
+    def cut_before_whole(self, start: int, end: int) -> int:
+        """The end of the chunk from `start` that does not end inside a whole range."""
+        for low, high in self.whole_ranges:
+            if low < end < high:
+                return max(low, start)
+        return end
+
+    def needed_at(self, item: Item) -> int:
+        """The position that cannot be computed without the item's rows."""
+        first = item.span.first_row_position
+        return min((low for low, high in self.whole_ranges if low <= first < high), default=first)
+
+    def open_items(self, position: int) -> Sequence[Item]:
+        """The items that take rows at `position` or later, in prompt order."""
+        for index, item in enumerate(self.items):
+            if item.span.last_row_position >= position:
+                return self.items[index:]
+        return ()

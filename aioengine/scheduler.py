@@ -1,0 +1,442 @@
+"""Decides, step by step, which tokens are computed and who gets the memory for it.
+
+A request's tokens are scheduled, then computed, and chase `num_tokens`; there is no prefill or
+decode phase. A step serves single tokens first, then the chunks of running requests by seniority,
+then waiting requests. A chunk ends before the first encoder row that is not there; a request at
+such an end is *parked* and holds no slot. Everything here is synchronous and deterministic, and
+`schedule()` may run ahead of `commit()`: blocks and rows are let go when the last step that uses
+them has committed.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from aioengine import errors
+from aioengine.block_pool import BlockPool
+from aioengine.media_queue import MediaQueue
+from aioengine.plan import Advance, Limits, MediaPlan, RowSlice, SequencePlan, StepPlan
+from aioengine.request import Item, Request
+from aioengine.types import Span
+
+__all__ = ["Scheduler"]
+
+_seniority = attrgetter("order")
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step being put together. `num_slots` counts the running requests that hold a slot."""
+
+    step_id: int
+    budget: int
+    num_slots: int
+    sequences: list[SequencePlan] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    is_short_of_blocks: bool = False
+
+
+class Scheduler:
+    """The pure core. `schedule*()` hand out work; `commit()` and `media`'s methods take results."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(
+            limits.num_blocks,
+            limits.block_size,
+            num_groups=limits.num_groups,
+            caching=limits.enable_prefix_caching,
+        )
+        assert self.pool.blocks_for(limits.max_model_len) * limits.num_groups <= limits.num_blocks
+        self.media = MediaQueue(limits)
+        self.counters: Counter[str] = Counter()
+        self._live: dict[str, Request] = {}
+        self._running: list[Request] = []  # both by seniority
+        self._waiting: list[Request] = []
+        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
+        self._limbo: deque[tuple[int, list[int]]] = deque()  # blocks let go when a step commits
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._last_committed = -1
+        self._urgent: Request | None = None
+
+    # ---- requests come and go
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises at once for one that could never be served."""
+        assert request.request_id not in self._live
+        request.whole_ranges = _whole_ranges(request, self.limits)
+        _refuse_impossible(request, self.limits)
+        room = self.limits.max_model_len - len(request.prompt_token_ids)
+        request.stop = replace(request.stop, max_tokens=min(request.stop.max_tokens, room))
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._live[request.request_id] = request
+        self.media.add(request)
+        request.hit_estimate = len(self.pool.find_prefix(request)[0]) * self.limits.block_size
+        insort(self._waiting, request, key=_seniority)
+
+    def end(self, request_id: str) -> None:
+        """End a live request, for whatever reason. Steps in flight go on without it."""
+        request = self._live.pop(request_id)
+        (self._running if request.is_running else self._waiting).remove(request)
+        self._release_blocks(request)
+        self.media.remove(request)
+        if self._urgent is request:
+            self._urgent = None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none."""
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not committed."""
+        return len(self._in_flight)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests are pending and nothing that could move them is under way."""
+        return bool(self._live) and not self._in_flight and not self.media.is_waiting_for_others
+
+    def schedule_media(self, *, can_encode: bool) -> MediaPlan:
+        """What to decode now, and what to encode if the encoder `can_encode`."""
+        return self.media.schedule(self._running, self._waiting, can_encode=can_encode)
+
+    # ---- one step of the decoder
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step, or None if there is nothing that can be computed now."""
+        for request in self._running:
+            request.has_slot &= self._blocker(request) is None
+        num_slots = sum(request.has_slot for request in self._running)
+        step = _Step(self._num_steps, self.limits.max_num_batched_tokens, num_slots)
+        self._serve_urgent(step)
+        for request in self._running_order():
+            self._plan_running(request, step)
+        if not step.is_short_of_blocks:
+            self._plan_waiting(step)
+        if not step.sequences:
+            return None
+        plan = StepPlan(step.step_id, tuple(step.sequences))
+        self._num_steps += 1
+        self._in_flight.append((plan, step.requests))
+        return plan
+
+    def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[Advance]:
+        """Take the oldest step's result: one token id for each sequence that samples.
+
+        A token of a request that has ended meanwhile is dropped; of one that was preempted, kept.
+        """
+        oldest, requests = self._in_flight.popleft()
+        assert oldest is plan
+        self._last_committed = plan.step_id
+        sampled = iter(token_ids)
+        advances = []
+        for sequence, request in zip(plan.sequences, requests, strict=True):
+            for key in {row.key for row in sequence.rows}:
+                self.media.cache.release(key)
+            token_id = next(sampled) if sequence.samples else None
+            if self._live.get(request.request_id) is not request:
+                continue
+            if token_id is not None:
+                request.num_pending -= 1
+                request.output_token_ids.append(token_id)
+            if request.epoch == sequence.epoch:
+                request.num_computed = sequence.end
+                self.pool.publish(request)
+            if token_id is not None:
+                advances.append(self._advance(request, token_id))
+        while self._limbo and self._limbo[0][0] <= self._last_committed:
+            self.pool.release(self._limbo.popleft()[1])
+        return advances
+
+    def _advance(self, request: Request, token_id: int) -> Advance:
+        verdict = request.stop.check(len(request.output_token_ids), token_id)
+        if verdict is None:
+            return Advance(request.request_id, token_id, None, None)
+        self.end(request.request_id)
+        return Advance(request.request_id, token_id, *verdict)
+
+    def _serve_urgent(self, step: _Step) -> None:
+        """A range that must be computed whole did not fit behind the others: it goes first."""
+        request, self._urgent = self._urgent, None
+        if request is None:
+            return
+        if request.is_running:
+            self._plan_running(request, step)
+        elif step.num_slots < self.limits.max_num_seqs:
+            self._admit(request, step)
+
+    def _running_order(self) -> list[Request]:
+        """Single tokens first, those longest without a step before others; then chunks by
+        seniority; last those who need a slot."""
+
+        def key(request: Request) -> tuple[int, int, tuple[int, int]]:
+            if not request.has_slot:
+                return 2, 0, request.order
+            return (
+                (0, request.last_step, request.order)
+                if request.is_decoding
+                else (1, 0, request.order)
+            )
+
+        return sorted(self._running, key=key)
+
+    def _plan_running(self, request: Request, step: _Step) -> None:
+        # One before it in this very step may have preempted it, or it was urgent.
+        if not request.is_running or request.last_step == step.step_id:
+            return
+        if request.is_exhausted or not step.budget:
+            return
+        if not request.has_slot and step.num_slots >= self.limits.max_num_seqs:
+            return
+        start = request.num_scheduled
+        end = self._chunk_end(request, start, step.budget)
+        if end > start:
+            end = self._fit_blocks(request, start, end, step)
+        if end > start:
+            self._take(request, start, end, step)
+        elif step.is_short_of_blocks and request.has_slot:
+            # A senior without a slot may be the one who can make room.
+            request.has_slot = False
+            step.num_slots -= 1
+
+    def _plan_waiting(self, step: _Step) -> None:
+        for request in list(self._waiting):
+            if not step.budget or step.num_slots >= self.limits.max_num_seqs:
+                return
+            if not self._admit(request, step):
+                return
+
+    def _admit(self, request: Request, step: _Step) -> bool:
+        """Start a waiting request if that gives it tokens now. False: nobody behind it may pass.
+
+        Only a shortage of blocks holds up those behind, and only for a request whose next picture,
+        if it has one, is encoded; all others are skipped. A request that lacks no rows starts when
+        the whole of it fits; one that does, when its first chunk fits.
+        """
+        if request.num_pending:
+            return True
+        hit = self.pool.find_prefix(request)
+        start = request.hit_estimate = len(hit[0]) * self.limits.block_size
+        missing = self.media.first_missing(request, start, request.num_tokens)
+        if (
+            missing
+            and missing[1].key in request.taken_back
+            and not self.media.has_pixels(missing[1])
+        ):
+            return True
+        end = self._chunk_end(request, start, step.budget)
+        if end <= start:
+            return True
+        for blocks in hit:
+            self.pool.reference(blocks)
+        goal = request.num_tokens if missing is None else end
+        num_new = self.pool.blocks_for(goal) * len(hit) - sum(map(len, hit))
+        self._make_room(num_new, step, None)
+        if num_new > self.pool.num_free:
+            for blocks in hit:
+                self.pool.release(blocks)
+            return missing is not None and missing[1] is request.open_items(start)[0]
+        self._start(request, hit, start)
+        self._take(request, start, end, step)
+        return True
+
+    def _start(self, request: Request, hit: list[list[int]], start: int) -> None:
+        self._waiting.remove(request)
+        insort(self._running, request, key=_seniority)
+        request.block_tables = hit
+        request.num_scheduled = request.num_computed = start
+        request.num_published = len(hit[0])
+        self.counters["prefix_query_tokens"] += request.num_tokens
+        self.counters["prefix_hit_tokens"] += start
+        if request.epoch == 0:
+            request.num_cached_tokens = start
+
+    def _take(self, request: Request, start: int, end: int, step: _Step) -> None:
+        """Put positions [start, end) into the step: blocks, encoder references, counters."""
+        for table in request.block_tables:
+            table += self.pool.allocate(self.pool.blocks_for(end) - len(table))
+        rows = tuple(_row_slices(request, start, end))
+        for key in {row.key for row in rows}:
+            self.media.cache.reference(key)
+            if key not in request.seen_keys:
+                request.seen_keys.add(key)
+                self.counters["encoder_hits"] += key not in request.encoded_keys
+        sequence = SequencePlan(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            start=start,
+            end=end,
+            token_ids=request.tokens(start, end),
+            block_tables=tuple(tuple(table) for table in request.block_tables),
+            rows=rows,
+            samples=end == request.num_tokens,
+            output_index=request.num_output,
+            sampling=request.sampling,
+        )
+        step.sequences.append(sequence)
+        step.requests.append(request)
+        step.budget -= end - start
+        step.num_slots += not request.has_slot
+        request.has_slot = True
+        request.num_scheduled = end
+        request.num_pending += sequence.samples
+        request.last_step = step.step_id
+
+    # ---- where a chunk ends
+
+    def _chunk_end(self, request: Request, start: int, budget: int) -> int:
+        """The end of the chunk from `start`: by tokens there are, budget, rows, whole ranges."""
+        end = min(start + budget, request.num_tokens)
+        missing = self.media.first_missing(request, start, end)
+        whole = request.cut_before_whole(start, missing[0] if missing else end)
+        if whole == start and missing is None and self._urgent is None:
+            self._urgent = request
+        return whole
+
+    def _blocker(self, request: Request) -> Item | None:
+        """The item whose missing rows park the request: without them not one token can follow."""
+        start = request.num_scheduled
+        end = min(start + self.limits.max_num_batched_tokens, request.num_tokens)
+        missing = self.media.first_missing(request, start, end)
+        if missing is None or request.cut_before_whole(start, missing[0]) > start:
+            return None
+        return missing[1]
+
+    def _unseen_blocker(self, request: Request) -> str | None:
+        """The key of the item that parks the request, if it is not even decoded."""
+        blocker = self._blocker(request)
+        return None if blocker is None or self.media.has_pixels(blocker) else blocker.key
+
+    # ---- blocks
+
+    def _fit_blocks(self, request: Request, start: int, end: int, step: _Step) -> int:
+        """Shorten [start, end) to the blocks that there are, after taking from juniors."""
+        groups, held = len(request.block_tables), len(request.block_tables[0])
+        needed = (self.pool.blocks_for(end) - held) * groups
+        self._make_room(needed, step, request)
+        if needed <= self.pool.num_free:
+            return end
+        step.is_short_of_blocks = True
+        limit = (held + self.pool.num_free // groups) * self.limits.block_size
+        return max(start, request.cut_before_whole(start, min(end, limit)))
+
+    def _make_room(self, needed: int, step: _Step, senior: Request | None) -> None:
+        """Preempt until `needed` blocks are free, or will be when the steps in flight commit.
+
+        First those who wait for pixels (once for each item, so that they get on in the end), then,
+        if a running request asks, its juniors; the newest of the lowest priority first.
+        """
+        if needed <= self.pool.num_free:
+            return
+        for victim in self._victims(step, senior):
+            if needed <= self.pool.num_free + sum(len(blocks) for _, blocks in self._limbo):
+                return
+            step.num_slots -= victim.has_slot
+            self._preempt(victim)
+
+    def _victims(self, step: _Step, senior: Request | None) -> list[Request]:
+        others = [
+            request
+            for request in reversed(self._running)
+            if request is not senior and request.last_step != step.step_id
+        ]
+        first = [r for r in others if self._unseen_blocker(r) not in {None, *r.taken_back}]
+        if senior is None:
+            return first
+        return first + [r for r in others if r.order > senior.order and r not in first]
+
+    def _preempt(self, request: Request) -> None:
+        """Take all blocks back; the request waits again and recomputes."""
+        unseen = self._unseen_blocker(request)
+        if unseen is not None:
+            request.taken_back.add(unseen)
+        self._running.remove(request)
+        insort(self._waiting, request, key=_seniority)
+        self._release_blocks(request)
+        request.block_tables = []
+        request.num_scheduled = request.num_computed = request.num_published = 0
+        request.hit_estimate = 0
+        request.has_slot = False
+        request.epoch += 1
+        self.counters["preemptions"] += 1
+
+    def _release_blocks(self, request: Request) -> None:
+        blocks = [block for table in request.block_tables for block in table]
+        if request.last_step > self._last_committed:
+            self._limbo.append((self._num_steps - 1, blocks))
+        else:
+            self.pool.release(blocks)
+
+
+def _row_slices(request: Request, start: int, end: int) -> Iterator[RowSlice]:
+    for item in request.open_items(start):
+        if item.span.first_row_position >= end:
+            return
+        for position, row, count in item.span.row_runs(start, end):
+            yield RowSlice(item.key, position - start, row, count)
+
+
+def _whole_ranges(request: Request, limits: Limits) -> tuple[tuple[int, int], ...]:
+    """What must not be cut: ranges that see each other both ways, and items, if so configured."""
+    spans = [item.span for item in request.items] if limits.disable_chunked_mm_input else []
+    inside = [(s.offset, s.end) for s in spans if not _covers(request.bidirectional, s)]
+    return tuple(sorted([*request.bidirectional, *inside]))
+
+
+def _covers(ranges: Sequence[tuple[int, int]], span: Span) -> bool:
+    return any(low <= span.offset and span.end <= high for low, high in ranges)
+
+
+def _refuse_impossible(request: Request, limits: Limits) -> None:
+    num_prompt = len(request.prompt_token_ids)
+    if num_prompt == 0:
+        raise errors.InvalidRequestError(
+            "prompt has no tokens; give it at least one", parameter="prompt", value=0
+        )
+    if num_prompt >= limits.max_model_len:
+        raise errors.PromptTooLongError(
+            f"prompt has {num_prompt} tokens, media included, but max_model_len is "
+            f"{limits.max_model_len} and one output token must fit too; shorten the prompt or "
+            f"raise max_model_len (and kv_cache_bytes)",
+            parameter="prompt",
+            value=num_prompt,
+        )
+    for item in request.items:
+        _refuse_bytes(item.num_bytes, limits)
+    for low, high in request.whole_ranges:
+        if high - low > limits.max_num_batched_tokens:
+            raise errors.PromptTooLongError(
+                f"prompt positions {low} to {high} must be computed in one step, but "
+                f"max_num_batched_tokens is {limits.max_num_batched_tokens}; raise it to "
+                f"{high - low} or more",
+                parameter="prompt",
+                value=high - low,
+            )
+        inside = {i.key: i.num_bytes for i in request.items if low <= i.span.offset < high}
+        _refuse_bytes(sum(inside.values()), limits)
+
+
+def _refuse_bytes(num_bytes: int, limits: Limits) -> None:
+    if num_bytes > limits.encoder_cache_bytes:
+        raise errors.MediaError(
+            f"media that must be encoded together need {num_bytes} bytes of encoder cache, but "
+            f"encoder_cache_bytes is {limits.encoder_cache_bytes}; raise it",
+            parameter="encoder_cache_bytes",
+            value=num_bytes,
+        )

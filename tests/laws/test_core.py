@@ -1,0 +1,149 @@
+"""The laws of the core, over random interleavings of submit, readiness, step, cancel and fault."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aioengine.plan import Limits
+from world import PICTURES, World, expected_output, make_request
+
+BLOCK_SIZE = 4
+
+
+@st.composite
+def all_limits(draw: st.DrawFn) -> Limits:
+    num_blocks = draw(st.integers(6, 14))
+    return Limits(
+        max_num_seqs=draw(st.integers(1, 4)),
+        max_num_batched_tokens=draw(st.sampled_from([5, 6, 9, 16, 64])),
+        max_model_len=6 * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        encoder_cache_bytes=draw(st.sampled_from([3, 6, 8])),
+        max_num_encoder_input_tokens=draw(st.sampled_from([3, 8])),
+        max_encode_items=draw(st.sampled_from([1, 3])),
+        max_media_rows=draw(st.sampled_from([3, 6, 100])),
+        disable_chunked_mm_input=draw(st.booleans()),
+        enable_prefix_caching=draw(st.booleans()),
+    )
+
+
+# Few different parts, so that prompts share prefixes and pictures.
+part = st.one_of(st.integers(0, 1), st.sampled_from(PICTURES))
+prompt = st.lists(part, min_size=1, max_size=6).filter(
+    lambda parts: sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE
+)
+submission = st.tuples(prompt, st.integers(1, 8), st.integers(0, 1), st.sampled_from([None, "s"]))
+operation = st.one_of(
+    st.tuples(st.just("submit"), submission),
+    st.tuples(
+        st.sampled_from(
+            ["plan", "plan", "plan", "media", "media", "commit", "commit", "pixels", "pixels"]
+            + ["pixels_fail", "encoded", "encoded", "encode_fails", "cancel", "clear"]
+        ),
+        st.integers(0, 7),
+    ),
+)
+
+
+def perform(world: World, depth: int, name: str, argument: object, count: int) -> None:
+    """One operation, where it is possible now; `depth` is the run-ahead."""
+    if name == "submit":
+        parts, max_tokens, priority, salt = argument  # type: ignore[misc]
+        world.submit(
+            make_request(
+                f"r{count}", parts, max_tokens=max_tokens, priority=priority, cache_salt=salt
+            )
+        )
+        return
+    pick = argument
+    assert isinstance(pick, int)
+    if name == "plan" and len(world.steps) <= depth:
+        world.plan()
+    elif name == "media":
+        world.plan_media()
+    elif name == "commit" and world.steps:
+        world.commit()
+    elif name in ("pixels", "pixels_fail") and world.decoding:
+        getattr(world, name)(world.decoding[pick % len(world.decoding)])
+    elif name == "encoded" and world.encodes:
+        world.encoded()
+    elif name == "encode_fails" and world.encodes and pick == 0:
+        world.encode_fails()
+    elif name == "cancel" and world.live:
+        world.end(world.live[pick % len(world.live)], "cancelled")
+    elif name == "clear":
+        world.scheduler.pool.clear()
+        if not world.encodes:
+            world.rows -= set(world.scheduler.media.cache.clear())
+    world.forget_unneeded()
+
+
+def drain(world: World, depth: int) -> None:
+    """Let everything outstanding happen until every request has ended."""
+    for _ in range(3000):
+        if not world.live and not world.steps and not world.encodes:
+            return
+        moved = len(world.steps) <= depth and world.plan() is not None
+        world.plan_media()
+        assert moved or world.steps or world.encodes or world.decoding or not world.live, "stalled"
+        assert not (world.scheduler.is_stalled and not world.steps)
+        if world.decoding:
+            world.pixels(world.decoding[0])
+        if world.encodes:
+            world.encoded()
+        if world.steps and (len(world.steps) > depth or not moved):
+            world.commit()
+        world.forget_unneeded()
+    raise AssertionError("not every request ended")
+
+
+def check_end(world: World) -> None:
+    """Every request ended once and right, and everything is back where it was."""
+    assert set(world.endings) == set(world.requests)
+    for name, ending in world.endings.items():
+        expected, reason = expected_output(world.requests[name])
+        if ending in ("failed", "cancelled"):
+            assert world.outputs[name] == expected[: len(world.outputs[name])]
+        else:
+            assert (world.outputs[name], ending) == (expected, reason)
+    scheduler = world.scheduler
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.media.cache.num_referenced == 0
+    assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
+    assert not scheduler.media._users and not scheduler.media._decoded
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(all_limits(), st.integers(0, 1), st.lists(operation, max_size=60))
+def test_every_interleaving_ends_well(
+    limits: Limits, depth: int, operations: list[tuple[str, object]]
+) -> None:
+    world = World(limits)
+    for count, (name, argument) in enumerate(operations):
+        perform(world, depth, name, argument, count)
+    drain(world, depth)
+    check_end(world)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    all_limits(),
+    st.integers(0, 1),
+    st.lists(submission, min_size=2, max_size=12),
+    st.integers(0, 2**32),
+)
+def test_a_crowd_ends_well(limits: Limits, depth: int, crowd: list, seed: int) -> None:
+    """Many requests at once, scarce everything, media that become ready in random order."""
+    world = World(limits)
+    for count, submitted in enumerate(crowd):
+        perform(world, depth, "submit", submitted, count)
+    random = Random(seed)
+    names = ["plan", "plan", "media", "commit", "commit", "pixels", "encoded", "encoded"]
+    for _ in range(120):
+        perform(world, depth, random.choice(names), random.randrange(8), 0)
+    drain(world, depth)
+    check_end(world)

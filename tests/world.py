@@ -1,0 +1,287 @@
+"""A hand-cranked world around the pure core: a fake device that notices every wrong read.
+
+KV content at a position is a hash of everything it may depend on, stored under (block, offset), so
+that a block reused too early, a wrong prefix hit or a missing encoder row shows as a wrong hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
+from aioengine.request import Item, Request, StopRule
+from aioengine.scheduler import Scheduler
+from aioengine.types import FinishReason, Span
+
+VOCABULARY = 11
+EOS = 10
+PLACEHOLDER = 9
+
+
+def digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True)
+class Picture:
+    key: str
+    length: int
+    embed_runs: tuple[tuple[int, int], ...]
+    num_bytes: int
+    bidirectional: bool = False
+
+
+PICTURES = (
+    Picture("a", 3, ((0, 3),), 3),
+    Picture("b", 5, ((0, 2), (3, 4)), 3),
+    Picture("c", 4, ((1, 4),), 3),
+    Picture("d", 2, ((0, 2),), 2),
+    Picture("e", 3, ((0, 3),), 3, bidirectional=True),
+)
+
+
+def make_request(
+    name: str, parts: list[int | Picture], *, max_tokens: int = 3, **options: object
+) -> Request:
+    """A request whose prompt is made of token ids and pictures."""
+    tokens: list[int] = []
+    items, bidirectional = [], []
+    for part in parts:
+        if isinstance(part, Picture):
+            span = Span(len(tokens), part.length, part.embed_runs)
+            items.append(Item(part.key, "image", span, part.num_bytes))
+            if part.bidirectional:
+                bidirectional.append((span.offset, span.end))
+            tokens += [PLACEHOLDER] * part.length
+        else:
+            tokens.append(part)
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(tokens),
+        items=tuple(items),
+        bidirectional=tuple(bidirectional),
+        stop=StopRule(max_tokens, eos_token_ids=frozenset({EOS})),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def chain(request: Request, token_ids: list[int]) -> list[str]:
+    """What the KV cache must hold at each position of the request, computed in one go."""
+    contents: list[object] = list(token_ids)
+    for item in request.items:
+        for position, row, count in item.span.row_runs(0, len(token_ids)):
+            for i in range(count):
+                contents[position + i] = (item.key, row + i)
+    states: list[str] = []
+    for position, content in enumerate(contents):
+        whole = [(lo, hi) for lo, hi in request.bidirectional if lo <= position < hi]
+        if whole:
+            lo, hi = whole[0]
+            before = states[lo - 1] if lo else ""
+            states.append(digest(before, contents[lo:hi], position - lo))
+        else:
+            states.append(digest(states[-1] if states else "", content))
+    return states
+
+
+def sample(state: str) -> int:
+    return int(state, 16) % VOCABULARY
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    """The tokens that the request must get, whatever else goes on."""
+    tokens = list(request.prompt_token_ids)
+    output: list[int] = []
+    while True:
+        token = sample(chain(request, tokens)[-1])
+        output.append(token)
+        tokens.append(token)
+        verdict = request.stop.check(len(output), token)
+        if verdict is not None:
+            return output, verdict[0]
+
+
+@dataclass
+class World:
+    """The scheduler, a device and a media pipeline, all moved by hand."""
+
+    limits: Limits
+    scheduler: Scheduler = field(init=False)
+    kv: dict[tuple[int, int], str] = field(default_factory=dict)
+    rows: set[str] = field(default_factory=set)
+    requests: dict[str, Request] = field(default_factory=dict)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    endings: dict[str, str] = field(default_factory=dict)
+    steps: list[StepPlan] = field(default_factory=list)
+    encodes: list[EncodePlan] = field(default_factory=list)
+    decoding: list[str] = field(default_factory=list)
+    last_token: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits)
+
+    # ---- what a caller does
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.submit(request)
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+
+    def end(self, name: str, ending: str) -> None:
+        assert name not in self.endings, "ended twice"
+        self.endings[name] = ending
+        self.scheduler.end(name)
+
+    @property
+    def live(self) -> list[str]:
+        return [name for name in self.requests if name not in self.endings]
+
+    # ---- what the shell does
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.check_plan(plan)
+            self.steps.append(plan)
+        self.check()
+        return plan
+
+    def plan_media(self) -> None:
+        ranks = self.needs()
+        media = self.scheduler.schedule_media(can_encode=not self.encodes)
+        self.decoding += media.decode
+        if media.encode is not None:
+            self.check_evictions(media.encode, ranks)
+            self.rows -= set(media.encode.evicted)
+            self.encodes.append(media.encode)
+        self.check()
+
+    def commit(self) -> None:
+        plan = self.steps.pop(0)
+        sampled = [self.run(s) for s in plan.sequences]
+        tokens = [token for token, s in zip(sampled, plan.sequences, strict=True) if s.samples]
+        for advance in self.scheduler.commit(plan, tokens):
+            assert advance.request_id not in self.endings, "a token after the end"
+            self.outputs[advance.request_id].append(advance.token_id)
+            if advance.finish_reason is not None:
+                self.endings[advance.request_id] = str(advance.finish_reason)
+        self.check()
+
+    def pixels(self, key: str) -> None:
+        self.decoding.remove(key)
+        self.scheduler.media.media_ready(key)
+        self.check()
+
+    def pixels_fail(self, key: str) -> None:
+        self.decoding.remove(key)
+        self.fail_users(key)
+
+    def encoded(self) -> None:
+        for key in self.encodes.pop(0).keys:
+            self.rows.add(key)
+            self.scheduler.media.encoded(key)
+        self.check()
+
+    def encode_fails(self) -> None:
+        for key in self.encodes.pop(0).keys:
+            self.scheduler.media.encoding_failed(key)
+            self.fail_users(key)
+        self.check()
+
+    def fail_users(self, key: str) -> None:
+        for name in self.live:
+            if any(item.key == key for item in self.requests[name].items):
+                self.end(name, "failed")
+
+    def forget_unneeded(self) -> None:
+        """The last waiter's leaving cancels a job."""
+        self.decoding = [key for key in self.decoding if self.scheduler.media.is_needed(key)]
+
+    # ---- the device
+
+    def run(self, sequence: SequencePlan) -> int:
+        request = self.requests[sequence.request_id]
+        given = [
+            self.last_token[sequence.request_id] if token == UNSAMPLED else token
+            for token in sequence.token_ids
+        ]
+        tokens = list(request.tokens(0, sequence.start)) + given
+        if UNSAMPLED in tokens[: sequence.start]:  # committed meanwhile in truth, not yet here
+            raise AssertionError("a chunk planned over two unknown tokens")
+        for row in sequence.rows:
+            assert row.key in self.rows, "an encoder row is read that is not there"
+        states = chain(request, tokens)
+        if sequence.request_id in self.live:
+            for position in range(sequence.start):
+                assert self.kv[self.slot(sequence, position)] == states[position], "wrong KV"
+        for position in range(sequence.start, sequence.end):
+            self.kv[self.slot(sequence, position)] = states[position]
+        token = sample(states[sequence.end - 1])
+        if sequence.samples:
+            self.last_token[sequence.request_id] = token
+        return token
+
+    def slot(self, sequence: SequencePlan, position: int) -> tuple[int, int]:
+        size = self.limits.block_size
+        return sequence.block_tables[0][position // size], position % size
+
+    # ---- what must hold all the time
+
+    def check(self) -> None:
+        self.scheduler.pool.check()
+        self.scheduler.media.cache.check()
+        cache = self.scheduler.media.cache
+        total = cache.free_bytes + cache.evictable_bytes + cache.referenced_bytes
+        assert total == self.limits.encoder_cache_bytes
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert len(plan.sequences) <= self.limits.max_num_seqs
+        assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
+        for s in plan.sequences:
+            assert s.start < s.end == s.start + len(s.token_ids)
+            request = self.requests[s.request_id]
+            whole = list(request.bidirectional)
+            if self.limits.disable_chunked_mm_input:
+                whole += [(i.span.offset, i.span.end) for i in request.items]
+            for low, high in whole:
+                assert not low < s.end < high, "a range that must stay whole was cut"
+            taken = {(r.key, r.row + i) for r in s.rows for i in range(r.count)}
+            due = {
+                (item.key, row + i)
+                for item in request.items
+                for _, row, count in item.span.row_runs(s.start, s.end)
+                for i in range(count)
+            }
+            assert taken == due
+        num_slots = sum(request.has_slot for request in self.scheduler._running)
+        assert num_slots <= self.limits.max_num_seqs
+
+    def needs(self) -> dict[str, tuple[int, int]]:
+        """Key -> how soon it is needed, written anew: (0, distance) running, (1, place) waiting."""
+        soonest: dict[str, tuple[int, int]] = {}
+        for request in self.scheduler._running:
+            for item in request.items:
+                if item.span.last_row_position >= request.num_scheduled:
+                    distance = max(0, self.needed_at(request, item) - request.num_scheduled)
+                    mine = (0, distance)
+                    soonest[item.key] = min(soonest.get(item.key, mine), mine)
+        for place, request in enumerate(self.scheduler._waiting):
+            for item in request.items:
+                if item.span.last_row_position >= request.hit_estimate:
+                    soonest.setdefault(item.key, (1, place))
+        return soonest
+
+    def needed_at(self, request: Request, item: Item) -> int:
+        if request.bidirectional or self.limits.disable_chunked_mm_input:
+            for low, high in request.bidirectional:
+                if low <= item.span.offset < high:
+                    return low
+            if self.limits.disable_chunked_mm_input:
+                return item.span.offset
+        return item.span.first_row_position
+
+    def check_evictions(self, plan: EncodePlan, needs: dict[str, tuple[int, int]]) -> None:
+        for victim in plan.evicted:
+            assert needs.get(victim, (2, 0)) >= needs[plan.keys[0]], "evicted what is needed sooner"
