@@ -1,1 +1,1 @@
-"""Placeholder docstring; see docs/architecture.md."""
+"""Media as they come: fetched, recognised, bounded, decoded."""

@@ -1,0 +1,149 @@
+"""LLaVA 1.5 and its kin: a CLIP or SigLIP tower, a projector, and any decoder.
+
+Liu et al., "Improved Baselines with Visual Instruction Tuning" (2023). Every picture is resized and
+cropped to the tower's square, so all pictures take the same number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.registry import register_model
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessingContext,
+    ProcessorInputs,
+)
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import (
+    EmbeddingItems,
+    ImageProcessorItems,
+    ImageSize,
+    MultiModalDataItems,
+)
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.updates import PromptReplacement, PromptUpdate
+
+__all__ = ["Llava", "LlavaDummyInputsBuilder", "LlavaMultiModalProcessor", "LlavaProcessingInfo"]
+
+# Vision tower -> rows that it has beside one for each patch (CLIP's class token).
+_EXTRA_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+
+
+class LlavaProcessingInfo(BaseProcessingInfo):
+    """Sizes and token counts. Raises ModelLoadError for towers that are not built."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        tower = self.get_hf_config().vision_config.model_type
+        if tower not in _EXTRA_ROWS:
+            raise ModelLoadError(
+                f"this architecture with a vision tower of type {tower!r} is not supported; "
+                f"supported towers: {', '.join(sorted(_EXTRA_ROWS))}"
+            )
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
+        """Encoder rows of one picture; its size plays no part."""
+        hf_config = self.get_hf_config()
+        vision_config = hf_config.vision_config
+        patches_per_side = vision_config.image_size // vision_config.patch_size
+        num_rows = int(patches_per_side) ** 2 + _EXTRA_ROWS[vision_config.model_type]
+        # "default" drops the first row, which is a patch where the tower has no class token.
+        return num_rows - int(hf_config.vision_feature_select_strategy == "default")
+
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """The tower's own input size."""
+        side = int(self.get_hf_config().vision_config.image_size)
+        return ImageSize(width=side, height=side)
+
+    def get_max_image_tokens(self) -> int:
+        """Encoder rows of the largest picture."""
+        width, height = self.get_image_size_with_most_features()
+        return self.get_num_image_tokens(image_width=width, image_height=height)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        return {"image": self.get_max_image_tokens()}
+
+
+class LlavaDummyInputsBuilder(BaseDummyInputsBuilder):
+    """A placeholder and a white picture for each item."""
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        image_token: str = self.info.get_hf_processor().image_token
+        return image_token * mm_counts.get("image", 0)
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        side = self.info.get_hf_config().vision_config.image_size
+        num_images = mm_counts.get("image", 0)
+        images = self._get_dummy_images(width=side, height=side, num_images=num_images)
+        return ProcessorInputs(
+            prompt_text=self.get_dummy_text(mm_counts), mm_data={"image": images}
+        )
+
+
+class LlavaMultiModalProcessor(BaseMultiModalProcessor):
+    """`<image>` becomes as many of itself as the picture has rows."""
+
+    info: LlavaProcessingInfo
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs)
+        width, height = self.info.get_image_size_with_most_features()
+        for pixels in outputs["pixel_values"]:
+            if tuple(pixels.shape[-2:]) != (height, width):
+                raise InvalidRequestError(
+                    f"the processor makes pictures of {pixels.shape[-1]} x {pixels.shape[-2]} "
+                    f"pixels, and the model takes {width} x {height} only; leave the sizes in "
+                    "mm_processor_kwargs as they are",
+                    parameter="mm_processor_kwargs",
+                )
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"pixel_values": MultiModalFieldConfig.batched("image")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        image_token_id = self.info.get_hf_config().image_token_id
+
+        def get_replacement(item_idx: int) -> list[int]:
+            images = mm_items.get_items("image", (ImageProcessorItems, EmbeddingItems))
+            if isinstance(images, EmbeddingItems):
+                return [image_token_id] * images.get_feature_size(item_idx)
+            width, height = images.get_image_size(item_idx)
+            num_tokens = self.info.get_num_image_tokens(image_width=width, image_height=height)
+            return [image_token_id] * num_tokens
+
+        return [
+            PromptReplacement(
+                modality="image", target=[image_token_id], replacement=get_replacement
+            )
+        ]
+
+
+@register_model("LlavaForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputsBuilder
+)
+class Llava(TransformersModel):
+    """The generic wrapper as it is: HF's `get_image_features` gives each picture's rows."""

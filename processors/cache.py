@@ -1,0 +1,87 @@
+"""The processor-output cache: item key -> what the encoder is given, bounded by bytes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+from aioengine.processors.inputs import MultiModalKwargsItem
+
+__all__ = ["ProcessorCache", "ProcessorCacheStatistics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorCacheStatistics:
+    """A snapshot: bytes, entries, and how many look-ups found their item."""
+
+    capacity_bytes: int
+    used_bytes: int
+    entries: int
+    hits: int
+    misses: int
+
+
+class ProcessorCache:
+    """Least recently used items go first. Thread-safe; no method waits for anything but the lock.
+
+    A capacity of 0 turns the cache off: nothing is stored, and every look-up is a miss. An item
+    larger than the whole cache is not stored.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._items: LRUCache[str, MultiModalKwargsItem] = LRUCache(
+            maxsize=capacity_bytes, getsizeof=_num_bytes
+        )
+        self._hits = 0
+        self._misses = 0
+
+    def get(self, key: str) -> MultiModalKwargsItem | None:
+        """The item, which becomes the most recently used one; None if it is not here."""
+        with self._lock:
+            item: MultiModalKwargsItem | None = self._items.get(key)
+            if item is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+            return item
+
+    def touch(self, key: str) -> bool:
+        """Makes the item the most recently used one, uncounted; whether it is here."""
+        with self._lock:
+            return self._items.get(key) is not None
+
+    def put(self, key: str, item: MultiModalKwargsItem) -> bool:
+        """Stores the item, in place of older ones where needed; whether it fits at all."""
+        with self._lock:
+            if _num_bytes(item) > self._items.maxsize:
+                return False
+            self._items[key] = item
+            return True
+
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            return key in self._items
+
+    def clear(self) -> None:
+        """Drops every item; the counters stay."""
+        with self._lock:
+            self._items.clear()
+
+    def statistics(self) -> ProcessorCacheStatistics:
+        """A snapshot of the counters."""
+        with self._lock:
+            return ProcessorCacheStatistics(
+                capacity_bytes=int(self._items.maxsize),
+                used_bytes=int(self._items.currsize),
+                entries=len(self._items),
+                hits=self._hits,
+                misses=self._misses,
+            )
+
+
+def _num_bytes(item: MultiModalKwargsItem) -> int:
+    # An item without tensors still takes room; without this, any number of them would fit.
+    return max(item.num_bytes, 1)

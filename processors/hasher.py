@@ -1,0 +1,143 @@
+"""Identity: what makes two media items the same, as full-width SHA-256 digests.
+
+Every value is framed by a tag and its length, so the hashed stream can be decoded in one way only:
+no two different values, and no value and its parts, hash alike by construction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from aioengine.errors import InvalidRequestError
+
+__all__ = ["ContentHasher", "item_key"]
+
+_DOMAIN = b"aioengine item 1"
+
+
+class ContentHasher:
+    """Feeds tagged, length-framed values into one SHA-256.
+
+    Large buffers are hashed where they lie, without a copy; hashlib lets other threads run
+    meanwhile.
+    """
+
+    def __init__(self, domain: str) -> None:
+        self._hash = hashlib.sha256()
+        self._frame(b"domain", domain.encode())
+
+    def _frame(self, tag: bytes, data: bytes | memoryview) -> None:
+        num_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
+        self._hash.update(struct.pack("<B", len(tag)) + tag + struct.pack("<Q", num_bytes))
+        self._hash.update(data)
+
+    def begin(self, tag: str, num_bytes: int) -> None:
+        """Opens a frame of exactly `num_bytes`, to be filled by calls of `fill`."""
+        self._hash.update(struct.pack("<B", len(tag)) + tag.encode() + struct.pack("<Q", num_bytes))
+
+    def fill(self, data: bytes | memoryview) -> None:
+        """The next bytes of the frame that `begin` opened."""
+        self._hash.update(data)
+
+    def update(self, value: Any, parameter: str = "value") -> None:
+        """Adds one value: None, bool, int, float, str, bytes, array, tensor, list, tuple, mapping.
+
+        Anything else raises InvalidRequestError that names `parameter`: an object is never pickled
+        or rendered to text to be hashed.
+        """
+        if isinstance(value, Mapping):
+            self._update_mapping(value, parameter)
+        elif isinstance(value, list | tuple):
+            self._frame(b"list", struct.pack("<Q", len(value)))
+            for index, element in enumerate(value):
+                self.update(element, f"{parameter}[{index}]")
+        elif isinstance(value, np.ndarray | torch.Tensor):
+            self._update_array(value, parameter)
+        else:
+            self._frame(*_leaf(value, parameter))
+
+    def _update_mapping(self, value: Mapping[Any, Any], parameter: str) -> None:
+        self._frame(b"map", struct.pack("<Q", len(value)))
+        if any(not isinstance(key, str) for key in value):
+            raise InvalidRequestError(f"{parameter} must have text keys", parameter=parameter)
+        for key in sorted(value):
+            self._frame(b"key", key.encode("utf-8", "surrogatepass"))
+            self.update(value[key], f"{parameter}[{key!r}]")
+
+    def _update_array(self, value: np.ndarray[Any, Any] | torch.Tensor, parameter: str) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+                raise InvalidRequestError(f"{parameter} must be dense", parameter=parameter)
+            dtype = str(value.dtype).removeprefix("torch.")
+            dense = value.detach().cpu().contiguous()
+            # numpy has no bfloat16: the same bytes under an integer type, the name kept apart.
+            array = dense.flatten().view(torch.uint8).numpy()
+        else:
+            if value.dtype.hasobject:
+                raise InvalidRequestError(f"{parameter} must hold numbers", parameter=parameter)
+            dtype = value.dtype.str.lstrip("<=|") if value.dtype.kind == "V" else value.dtype.name
+            array = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        self._frame(b"dtype", dtype.encode())
+        self._frame(b"shape", struct.pack(f"<{value.ndim}Q", *value.shape))
+        self._frame(b"data", array.data)
+
+    def digest(self) -> bytes:
+        """The 32 bytes."""
+        return self._hash.digest()
+
+    def hexdigest(self) -> str:
+        """The same as 64 hexadecimal characters."""
+        return self._hash.hexdigest()
+
+
+def _leaf(value: object, parameter: str) -> tuple[bytes, bytes | memoryview]:
+    if value is None:
+        return b"none", b""
+    if isinstance(value, bool | np.bool_):
+        return b"bool", b"\1" if value else b"\0"
+    if isinstance(value, int | np.integer):
+        return b"int", str(int(value)).encode()
+    if isinstance(value, float | np.floating):
+        number = float(value)
+        return b"float", b"nan" if math.isnan(number) else struct.pack("<d", number)
+    if isinstance(value, str):
+        return b"str", value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return b"bytes", memoryview(value).cast("B")
+    raise InvalidRequestError(
+        f"{parameter} cannot be part of a cache key: {type(value).__name__} is not a number, text, "
+        "bytes, array, list or mapping of these",
+        parameter=parameter,
+        value=type(value).__name__,
+    )
+
+
+def item_key(
+    *,
+    model_id: str,
+    modality: str,
+    identity: bytes | Sequence[Any],
+    mm_processor_kwargs: Mapping[str, Any],
+    cache_salt: str | None = None,
+    uuid: str | None = None,
+) -> str:
+    """The key under which one media item's features are shared, as 64 hexadecimal characters.
+
+    `identity` is what `ImageSource.identity()` returns. A caller's `uuid` replaces it, in a
+    namespace of its own: it can never stand for content, for another modality, for another model,
+    for other processor options or for another tenant's (`cache_salt`) item of the same name.
+    """
+    hasher = ContentHasher(_DOMAIN.decode())
+    hasher.update(cache_salt, "cache_salt")
+    hasher.update(model_id)
+    hasher.update(modality)
+    hasher.update(mm_processor_kwargs, "mm_processor_kwargs")
+    hasher.update({"uuid": uuid} if uuid is not None else {"content": identity})
+    return hasher.hexdigest()

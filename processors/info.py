@@ -1,0 +1,226 @@
+"""What a family knows about its HF processor, and where that processor comes from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from PIL import Image
+
+from aioengine.errors import ModelLoadError
+
+__all__ = [
+    "BaseDummyInputsBuilder",
+    "BaseProcessingInfo",
+    "ProcessingContext",
+    "ProcessorInputs",
+    "load_context",
+]
+
+
+class ProcessingContext:
+    """One worker's own tokenizer and HF processor, with what they were made from.
+
+    A fast tokenizer must not be used by two threads at once, so each worker takes a `clone()`.
+    `processor_factory` takes keyword arguments that override the processor's saved ones.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        hf_config: Any,
+        tokenizer_factory: Callable[[], Any],
+        processor_factory: Callable[..., Any],
+        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.hf_config = hf_config
+        self.limit_mm_per_prompt = dict(limit_mm_per_prompt or {})
+        self.mm_processor_kwargs = dict(mm_processor_kwargs or {})
+        self._tokenizer_factory = tokenizer_factory
+        self._processor_factory = processor_factory
+        self._tokenizer: Any = None
+        self._hf_processor: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """This worker's tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load("tokenizer", self._tokenizer_factory)
+        return self._tokenizer
+
+    @property
+    def hf_processor(self) -> Any:
+        """This worker's HF processor, loaded on first use."""
+        if self._hf_processor is None:
+            self._hf_processor = self._load("processor", self._processor_factory)
+        return self._hf_processor
+
+    def make_hf_processor(self, **kwargs: Any) -> Any:
+        """Another HF processor, with some of its saved settings overridden."""
+        return self._load("processor", lambda: self._processor_factory(**kwargs))
+
+    def clone(self) -> ProcessingContext:
+        """The same for another worker thread, with a tokenizer and an HF processor of its own."""
+        return ProcessingContext(
+            self.model,
+            hf_config=self.hf_config,
+            tokenizer_factory=self._tokenizer_factory,
+            processor_factory=self._processor_factory,
+            limit_mm_per_prompt=self.limit_mm_per_prompt,
+            mm_processor_kwargs=self.mm_processor_kwargs,
+        )
+
+    def _load(self, what: str, factory: Callable[[], Any]) -> Any:
+        try:
+            return factory()
+        # transformers raises OSError, ValueError, ImportError, KeyError and others for bad folders.
+        except Exception as error:
+            raise ModelLoadError(
+                f"the {what} of {self.model!r} could not be loaded: {type(error).__name__}"
+            ) from error
+
+
+def load_context(
+    model: str | PathLike[str],
+    *,
+    hf_config: Any,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    limit_mm_per_prompt: Mapping[str, int] | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+) -> ProcessingContext:
+    """The context of a local folder or hub id. Reads files; loads the tokenizer at once.
+
+    Raises ModelLoadError.
+    """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    source = str(model)
+
+    def make_tokenizer() -> Any:
+        return AutoTokenizer.from_pretrained(source, **options)
+
+    def make_processor(**kwargs: Any) -> Any:
+        return AutoProcessor.from_pretrained(source, **options, **kwargs)
+
+    context = ProcessingContext(
+        source,
+        hf_config=hf_config,
+        tokenizer_factory=make_tokenizer,
+        processor_factory=make_processor,
+        limit_mm_per_prompt=limit_mm_per_prompt,
+        mm_processor_kwargs=mm_processor_kwargs,
+    )
+    assert context.tokenizer is not None
+    return context
+
+
+class BaseProcessingInfo(ABC):
+    """What layout and admission need to know about a family's processing."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        self.ctx = ctx
+
+    @property
+    def model_id(self) -> str:
+        """The folder or hub id that the model came from."""
+        return self.ctx.model
+
+    def get_hf_config(self) -> Any:
+        """The model's HF configuration."""
+        return self.ctx.hf_config
+
+    def get_hf_processor(self, **kwargs: Any) -> Any:
+        """This worker's HF processor; with arguments, a new one that has these settings."""
+        return self.ctx.make_hf_processor(**kwargs) if kwargs else self.ctx.hf_processor
+
+    def get_image_processor(self, **kwargs: Any) -> Any:
+        """The HF image processor in it."""
+        return self.get_hf_processor(**kwargs).image_processor
+
+    def get_tokenizer(self) -> Any:
+        """This worker's tokenizer."""
+        return self.ctx.tokenizer
+
+    def get_hidden_size(self) -> int:
+        """The width of the rows that the encoder gives to the decoder."""
+        return int(self.get_hf_config().get_text_config().hidden_size)
+
+    @abstractmethod
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Modality -> items that one prompt may have (None: any number). Others are unsupported."""
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int] | None:
+        """Modality -> placeholder tokens of the largest item; None: to be found by a trial."""
+        return None
+
+    def get_allowed_mm_limits(self) -> dict[str, int | None]:
+        """The supported limits, lowered by `limit_mm_per_prompt`."""
+        allowed: dict[str, int | None] = {}
+        for modality, supported in self.get_supported_mm_limits().items():
+            limit = self.ctx.limit_mm_per_prompt.get(modality)
+            known = [number for number in (supported, limit) if number is not None]
+            allowed[modality] = min(known, default=None)
+        return allowed
+
+
+class TextOnlyInfo(BaseProcessingInfo):
+    """For models that take no media."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorInputs:
+    """A prompt text for the HF processor with the media that belong to it, by modality."""
+
+    prompt_text: str
+    mm_data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class BaseDummyInputsBuilder(ABC):
+    """Inputs without a request: to call the HF processor on media alone, and to measure memory."""
+
+    def __init__(self, info: BaseProcessingInfo) -> None:
+        self.info = info
+
+    @abstractmethod
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        """A prompt with that many items of each modality, each as large as they get."""
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        """The text that the HF processor wants beside that many items.
+
+        Worth overriding: this default makes the dummy media too.
+        """
+        return self.get_dummy_processor_inputs(0, mm_counts).prompt_text
+
+    def _get_dummy_images(self, *, width: int, height: int, num_images: int) -> list[Image.Image]:
+        # One picture, many times: nothing writes to it.
+        return [Image.new("RGB", (width, height), (255, 255, 255))] * num_images
+
+
+class TextOnlyDummyInputs(BaseDummyInputsBuilder):
+    """For models that take no media."""
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        return ProcessorInputs(prompt_text="")

@@ -1,0 +1,331 @@
+"""What the encoder is given for each media item, and where its rows go in the prompt.
+
+HF processors return one batch for all of a request's media; caches and single flight want items.
+A `MultiModalFieldConfig` says, for each output of the HF processor, how the batch is cut into
+items; `MultiModalKwargs.reduce` puts items together again, from one request or from many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from aioengine.types import Span
+
+__all__ = [
+    "FieldData",
+    "MultiModalFeatureSpec",
+    "MultiModalFieldConfig",
+    "MultiModalKwargs",
+    "MultiModalKwargsItem",
+    "PlaceholderRange",
+]
+
+FieldData: TypeAlias = torch.Tensor | list[torch.Tensor]
+"""One HF output for a batch of items: a tensor, or a list where the items' shapes differ."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceholderRange:
+    """Where one item lies in the prompt: positions [offset, offset + length).
+
+    `is_embed`: bool tensor `[length]`, True where a position takes an encoder row; None: all do.
+    """
+
+    offset: int
+    length: int
+    is_embed: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_embed is not None:
+            mask = self.is_embed
+            if mask.dtype != torch.bool or tuple(mask.shape) != (self.length,):
+                raise ValueError(f"is_embed must be a bool tensor of shape ({self.length},)")
+        if self.num_embeds == 0:
+            raise ValueError("a placeholder range must take at least one encoder row")
+
+    @cached_property
+    def num_embeds(self) -> int:
+        """How many encoder rows the range takes."""
+        return self.length if self.is_embed is None else int(self.is_embed.sum())
+
+    @cached_property
+    def embed_runs(self) -> tuple[tuple[int, int], ...]:
+        """The half-open runs of positions that take rows, relative to `offset`."""
+        if self.is_embed is None:
+            return ((0, self.length),)
+        mask = torch.nn.functional.pad(self.is_embed.to(torch.int8), (1, 1))
+        edges = mask.diff().nonzero().flatten().tolist()
+        return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+    def to_span(self) -> Span:
+        """The same range without torch, as the scheduler knows it."""
+        return Span(self.offset, self.length, self.embed_runs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlaceholderRange):
+            return NotImplemented
+        mine = (self.offset, self.length, self.embed_runs)
+        return mine == (other.offset, other.length, other.embed_runs)
+
+    def __hash__(self) -> int:
+        return hash((self.offset, self.length, self.embed_runs))
+
+
+@dataclass(frozen=True)
+class _Field:
+    """How one HF output is cut into items. `split` and `join` are inverses."""
+
+    modality: str
+    keep_on_cpu: bool
+
+    def split(self, data: FieldData) -> list[torch.Tensor]:
+        """One tensor per item; may be views of `data`."""
+        raise NotImplementedError
+
+    def join(self, items: Sequence[torch.Tensor]) -> FieldData:
+        """The batch of these items; a list where their shapes do not allow one tensor."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Batched(_Field):
+    """Item i is `data[i]`."""
+
+    def split(self, data: FieldData) -> list[torch.Tensor]:
+        return list(data)
+
+    def join(self, items: Sequence[torch.Tensor]) -> FieldData:
+        if len({item.shape for item in items}) > 1:
+            return list(items)
+        return items[0].unsqueeze(0) if len(items) == 1 else torch.stack(list(items))
+
+
+@dataclass(frozen=True)
+class _Flat(_Field):
+    """Item i is the i-th run of `sizes[i]` entries along `dim`."""
+
+    sizes: tuple[int, ...]
+    dim: int
+
+    def split(self, data: FieldData) -> list[torch.Tensor]:
+        tensor = data if isinstance(data, torch.Tensor) else torch.cat(data, dim=self.dim)
+        if tensor.shape[self.dim] != sum(self.sizes):
+            raise ValueError(
+                f"{tensor.shape[self.dim]} entries along dim {self.dim} cannot be cut into items "
+                f"of {sum(self.sizes)} in all"
+            )
+        return list(torch.split(tensor, list(self.sizes), dim=self.dim))
+
+    def join(self, items: Sequence[torch.Tensor]) -> FieldData:
+        shapes = {tuple(item.select(self.dim, 0).shape) for item in items if item.shape[self.dim]}
+        if len(shapes) > 1:
+            return list(items)
+        return items[0] if len(items) == 1 else torch.cat(list(items), dim=self.dim)
+
+
+@dataclass(frozen=True)
+class _Shared(_Field):
+    """Every one of `batch_size` items has the same data."""
+
+    batch_size: int
+
+    def split(self, data: FieldData) -> list[torch.Tensor]:
+        if not isinstance(data, torch.Tensor):
+            raise ValueError("a shared field must be one tensor")
+        return [data] * self.batch_size
+
+    def join(self, items: Sequence[torch.Tensor]) -> FieldData:
+        if any(not torch.equal(items[0], item) for item in items[1:]):
+            raise ValueError("items that differ in a shared field cannot be in one batch")
+        return items[0]
+
+
+class MultiModalFieldConfig:
+    """How one output of the HF processor belongs to the items of a modality.
+
+    `keep_on_cpu` marks small tensors that the host reads (grids, counts), so that they are not sent
+    to the device and back.
+    """
+
+    def __init__(self, field: _Field) -> None:
+        self.field = field
+
+    @property
+    def modality(self) -> str:
+        """The modality whose items the output belongs to."""
+        return self.field.modality
+
+    @staticmethod
+    def batched(modality: str, *, keep_on_cpu: bool = False) -> MultiModalFieldConfig:
+        """Item i is entry i of the first dimension (or of the list)."""
+        return MultiModalFieldConfig(_Batched(modality, keep_on_cpu))
+
+    @staticmethod
+    def flat(
+        modality: str, slices: Sequence[slice], dim: int = 0, *, keep_on_cpu: bool = False
+    ) -> MultiModalFieldConfig:
+        """Item i is `slices[i]` along `dim`; the slices must be consecutive and cover the data."""
+        sizes, end = [], 0
+        for part in slices:
+            if part.start != end or part.step not in (None, 1) or part.stop < end:
+                raise ValueError("slices must be consecutive, starting at 0, with step 1")
+            sizes.append(part.stop - end)
+            end = part.stop
+        return MultiModalFieldConfig(_Flat(modality, keep_on_cpu, tuple(sizes), dim))
+
+    @staticmethod
+    def flat_from_sizes(
+        modality: str,
+        size_per_item: Sequence[int] | torch.Tensor,
+        dim: int = 0,
+        *,
+        keep_on_cpu: bool = False,
+    ) -> MultiModalFieldConfig:
+        """Item i is the next `size_per_item[i]` entries along `dim`."""
+        sizes = tuple(int(size) for size in size_per_item)
+        return MultiModalFieldConfig(_Flat(modality, keep_on_cpu, sizes, dim))
+
+    @staticmethod
+    def shared(
+        modality: str, batch_size: int, *, keep_on_cpu: bool = False
+    ) -> MultiModalFieldConfig:
+        """Each of the `batch_size` items has all of the data."""
+        return MultiModalFieldConfig(_Shared(modality, keep_on_cpu, batch_size))
+
+
+class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
+    """What the encoder is given for one item: name -> contiguous CPU tensor that the item owns.
+
+    The tensors share no storage with the item's batch neighbours, so caching one item keeps only
+    that item's bytes alive.
+    """
+
+    __slots__ = ("_fields", "_tensors", "modality", "num_bytes")
+
+    def __init__(
+        self, modality: str, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, _Field]
+    ) -> None:
+        self.modality = modality
+        self._tensors = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        self._fields = {name: fields[name] for name in tensors}
+        self.num_bytes: int = sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @classmethod
+    def from_config(
+        cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, MultiModalFieldConfig]
+    ) -> MultiModalKwargsItem:
+        """One item from its own tensors, all of the one modality that `config` names."""
+        (modality,) = {config[name].modality for name in tensors}
+        return cls(modality, tensors, {name: config[name].field for name in tensors})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def field(self, name: str) -> _Field:
+        """How the tensor of that name is batched."""
+        return self._fields[name]
+
+    def keep_on_cpu(self, name: str) -> bool:
+        """Whether the host reads this tensor, so that it should stay in its memory."""
+        return self._fields[name].keep_on_cpu
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}={tuple(value.shape)}" for name, value in self.items())
+        return f"MultiModalKwargsItem({self.modality}: {shapes})"
+
+
+class MultiModalKwargs(Mapping[str, FieldData]):
+    """A batch of items as keyword arguments: name -> tensor, or list where the shapes differ.
+
+    Empty while a prompt is laid out from headers alone.
+    """
+
+    def __init__(self, items: Mapping[str, Sequence[MultiModalKwargsItem]] | None = None) -> None:
+        self._items = {modality: list(group) for modality, group in (items or {}).items() if group}
+        self._data: dict[str, FieldData] = {}
+        for group in self._items.values():
+            self._data.update(self.reduce(group))
+
+    @staticmethod
+    def build(
+        hf_outputs: Mapping[str, FieldData], config: Mapping[str, MultiModalFieldConfig]
+    ) -> dict[str, list[MultiModalKwargsItem]]:
+        """Cuts the outputs of one HF processor call into items: modality -> items in order.
+
+        Outputs that `config` does not name are left out. Raises ValueError where the outputs of one
+        modality do not agree on how many items there are.
+        """
+        columns: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for name, field_config in config.items():
+            if name in hf_outputs:
+                parts = field_config.field.split(hf_outputs[name])
+                columns.setdefault(field_config.modality, {})[name] = parts
+        fields = {name: field_config.field for name, field_config in config.items()}
+        items = {}
+        for modality, by_name in columns.items():
+            counts = {name: len(parts) for name, parts in by_name.items()}
+            if len(set(counts.values())) != 1:
+                raise ValueError(f"the HF outputs for {modality!r} disagree on the items: {counts}")
+            rows = zip(*by_name.values(), strict=True)
+            items[modality] = [
+                # A shared storage would keep all neighbours alive, so each item takes a copy.
+                MultiModalKwargsItem(modality, dict(zip(by_name, row, strict=True)), fields)
+                for row in rows
+            ]
+        return items
+
+    @staticmethod
+    def reduce(items: Sequence[MultiModalKwargsItem]) -> dict[str, FieldData]:
+        """The inverse of `build`, for items of one modality and the same names from any batches."""
+        if not items:
+            return {}
+        first = items[0]
+        if any(item.keys() != first.keys() or item.modality != first.modality for item in items):
+            raise ValueError("items of one batch must have the same modality and names")
+        return {name: first.field(name).join([item[name] for item in items]) for name in first}
+
+    def get_items(self, modality: str) -> list[MultiModalKwargsItem]:
+        """The items of one modality, in order."""
+        return self._items.get(modality, [])
+
+    def get_item(self, modality: str, item_idx: int) -> MultiModalKwargsItem:
+        """One item of one modality."""
+        return self._items[modality][item_idx]
+
+    def __getitem__(self, name: str) -> FieldData:
+        return self._data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MultiModalFeatureSpec:
+    """One media item of one request, ready to be encoded.
+
+    `data`: None once the encoder needs it no more. `identifier`: the key under which encoder rows
+    and prefix blocks are shared. `mm_hash`: the key of the processor cache.
+    """
+
+    data: MultiModalKwargsItem | None
+    modality: str
+    identifier: str
+    mm_position: PlaceholderRange
+    mm_hash: str | None = None

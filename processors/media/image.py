@@ -1,0 +1,317 @@
+"""Pictures, hostile until decoded: recognised, measured and bounded before a pixel is touched."""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageFile
+
+from aioengine.config import MediaConfig
+from aioengine.errors import MediaError
+from aioengine.processors.hasher import ContentHasher
+from aioengine.processors.items import ImageHeader, ImageSize
+from aioengine.processors.media.pixels import (
+    Array,
+    PixelError,
+    array_to_image,
+    hash_pixels,
+    orient,
+    to_rgb,
+)
+
+__all__ = ["ImageSource", "open_image"]
+
+ACCEPTED = (
+    "encoded bytes, a PIL.Image, or a numpy array or torch tensor of shape (height, width), "
+    "(height, width, channels) or (channels, height, width) holding uint8 or floats in [0, 1]"
+)
+
+# Pillow decodes a lazily opened picture on first use, and not safely from two threads at once. The
+# same object may be part of two requests, so its loading is guarded by one of a few locks.
+_LOAD_LOCKS = tuple(threading.Lock() for _ in range(64))
+
+
+class ImageSource(ABC):
+    """One picture of a request, not decoded yet.
+
+    Every failure is a MediaError that names the parameter and shows nothing of the data.
+    """
+
+    def __init__(self, config: MediaConfig, parameter: str) -> None:
+        self._config = config
+        self._parameter = parameter
+
+    @abstractmethod
+    def header(self) -> ImageHeader:
+        """Size, mode and format, without decoding; checked against the limits."""
+
+    @abstractmethod
+    def identity(self) -> bytes:
+        """32 bytes that are equal for equal pictures only.
+
+        Encoded pictures are told apart by their bytes; pixels by mode, shape, type and bytes.
+        """
+
+    @abstractmethod
+    def _pixels(self, header: ImageHeader) -> Image.Image:
+        """The decoded picture, in any mode, as stored."""
+
+    def decode(self) -> Image.Image:
+        """The picture in RGB as it is to be shown, of exactly the size that the header told.
+
+        EXIF orientation applied, transparency over white, first frame of an animation. Pixels that
+        were RGB in memory already are not copied.
+        """
+        header = self.header()
+        try:
+            image = to_rgb(orient(self._pixels(header), header.orientation))
+        except PixelError as error:
+            raise self._error(str(error)) from None
+        # Decoders raise whatever they meet in broken data, with pieces of it in the text.
+        except Exception as error:
+            raise self._error(
+                f"the {header.format or 'pixel'} data is corrupt or cut short",
+                value=type(error).__name__,
+            ) from None
+        if image.size != header.size:
+            raise self._error("its header and its pixels differ in size")
+        return image
+
+    def _check_size(self, width: int, height: int) -> ImageSize:
+        limit = self._config.max_image_pixels
+        if width < 1 or height < 1:
+            raise self._error(f"it is empty ({width} x {height} pixels)", value=(width, height))
+        if width * height > limit:
+            raise self._error(
+                f"its {width} x {height} pixels are more than media.max_image_pixels ({limit})",
+                value=(width, height),
+            )
+        return ImageSize(width, height)
+
+    def _error(self, reason: str, *, value: object = None) -> MediaError:
+        return MediaError(
+            f"{self._parameter} is not a usable picture: {reason}",
+            parameter=self._parameter,
+            value=value,
+        )
+
+
+def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSource:
+    """The source for one picture as the caller gave it, or as it was fetched.
+
+    Reads headers only. Raises MediaError for other types, formats that are not allowed, and
+    pictures over the limits of `config`.
+    """
+    source: ImageSource
+    if isinstance(item, bytes | bytearray | memoryview):
+        source = _EncodedImage(bytes(item), config, parameter)
+    elif isinstance(item, Image.Image):
+        source = _PillowImage(item, config, parameter)
+    elif isinstance(item, np.ndarray | torch.Tensor):
+        source = _ArrayImage(item, config, parameter)
+    else:
+        raise MediaError(
+            f"{parameter} must be {ACCEPTED}, not {type(item).__name__}",
+            parameter=parameter,
+            value=type(item).__name__,
+        )
+    source.header()
+    return source
+
+
+class _EncodedImage(ImageSource):
+    """A picture file in memory."""
+
+    def __init__(self, data: bytes, config: MediaConfig, parameter: str) -> None:
+        super().__init__(config, parameter)
+        self._data = data
+        self._header: ImageHeader | None = None
+        if len(data) > config.max_image_bytes:
+            limit = config.max_image_bytes
+            raise self._error(
+                f"its {len(data)} bytes are more than media.max_image_bytes ({limit})",
+                value=len(data),
+            )
+
+    def header(self) -> ImageHeader:
+        if self._header is None:
+            self._header = self._read_header()
+        return self._header
+
+    def identity(self) -> bytes:
+        hasher = ContentHasher("encoded image")
+        hasher.update(self._data)
+        return hasher.digest()
+
+    def _pixels(self, header: ImageHeader) -> Image.Image:
+        image = self._open()
+        image.load()
+        return image
+
+    def _read_header(self) -> ImageHeader:
+        if not self._data:
+            raise self._error("it is empty (0 bytes)", value=0)
+        canvas = _webp_canvas(self._data)
+        if canvas is not None:
+            # Pillow's WebP reader makes room for the whole canvas when it opens the file.
+            self._check_size(*canvas)
+        image = self._open()
+        width, height = image.size
+        self._check_size(width, height)
+        orientation = _orientation(image, self._data)
+        if orientation >= 5:
+            width, height = height, width
+        return ImageHeader(ImageSize(width, height), image.mode, image.format, orientation)
+
+    def _open(self) -> ImageFile.ImageFile:
+        # Not Image.open: its size limit is a global of the process that warns or raises by itself.
+        names = [name.upper() for name in self._config.image_formats]
+        if any(name not in Image.OPEN for name in names):
+            Image.init()
+        for name in names:
+            factory, accepts = Image.OPEN.get(name, (None, None))
+            if factory is None or accepts is None or accepts(self._data[:16]) is not True:
+                continue
+            try:
+                image = factory(io.BytesIO(self._data), "")
+            # Readers raise whatever they meet in a broken header, with pieces of it in the text.
+            except Exception as error:
+                raise self._error(
+                    f"its {name} header is corrupt or cut short", value=type(error).__name__
+                ) from None
+            assert isinstance(image, ImageFile.ImageFile)
+            return image
+        raise self._error(f"it is in none of the allowed formats ({', '.join(names)})")
+
+
+class _PillowImage(ImageSource):
+    """A picture of Pillow's, possibly opened and not loaded yet."""
+
+    def __init__(self, image: Image.Image, config: MediaConfig, parameter: str) -> None:
+        super().__init__(config, parameter)
+        self._image = image
+        # Read once: loading may apply the orientation, and must not change what was laid out.
+        self._orientation = _orientation(image, b"")
+        self._size = image.size
+        is_lazy = isinstance(image, ImageFile.ImageFile) and bool(image.tile)
+        allowed = {name.upper() for name in config.image_formats} | {"MPO"}
+        if is_lazy and image.format not in allowed:
+            raise self._error(
+                f"the format {image.format} is none of the allowed ones "
+                f"({', '.join(config.image_formats)})",
+                value=image.format,
+            )
+
+    def header(self) -> ImageHeader:
+        width, height = self._size
+        self._check_size(width, height)
+        if self._orientation >= 5:
+            width, height = height, width
+        return ImageHeader(ImageSize(width, height), self._image.mode, None, self._orientation)
+
+    def identity(self) -> bytes:
+        hasher = ContentHasher("pixels in memory")
+        hasher.update(self._image.mode)
+        # As shown: palette, transparency and orientation are in the pixels then.
+        hash_pixels(hasher, self.decode())
+        return hasher.digest()
+
+    def _pixels(self, header: ImageHeader) -> Image.Image:
+        with _LOAD_LOCKS[(id(self._image) >> 4) % len(_LOAD_LOCKS)]:
+            self._image.load()
+        return self._image
+
+
+class _ArrayImage(ImageSource):
+    """Pixels in a numpy array or a torch tensor."""
+
+    def __init__(self, array: Array | torch.Tensor, config: MediaConfig, parameter: str) -> None:
+        super().__init__(config, parameter)
+        prefers_chw = isinstance(array, torch.Tensor)
+        self._array = self._channels_last(self._as_numpy(array), prefers_chw=prefers_chw)
+
+    def header(self) -> ImageHeader:
+        height, width, channels = self._array.shape
+        size = self._check_size(width, height)
+        return ImageHeader(size, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
+
+    def identity(self) -> bytes:
+        hasher = ContentHasher("array")
+        hash_pixels(hasher, self._array)
+        return hasher.digest()
+
+    def _pixels(self, header: ImageHeader) -> Image.Image:
+        return array_to_image(self._array)
+
+    def _as_numpy(self, array: Array | torch.Tensor) -> Array:
+        if isinstance(array, torch.Tensor):
+            if array.layout is not torch.strided or array.is_meta or array.is_quantized:
+                raise self._error("a tensor of pixels must be dense")
+            tensor = array.detach().cpu()
+            # numpy has no bfloat16.
+            array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        if array.dtype != np.uint8 and array.dtype.kind != "f":
+            raise self._error(
+                f"its dtype is {array.dtype}, not uint8 or floating", value=str(array.dtype)
+            )
+        return array
+
+    def _channels_last(self, array: Array, *, prefers_chw: bool) -> Array:
+        if array.ndim == 2:
+            return array[..., None]
+        if array.ndim == 3:
+            first, last = array.shape[0] in (1, 3, 4), array.shape[2] in (1, 3, 4)
+            # Where both ends could be the channels, each library's own habit decides.
+            if first and (prefers_chw or not last):
+                return np.moveaxis(array, 0, -1)
+            if last:
+                return array
+        raise self._error(f"its shape is {array.shape}; accepted: {ACCEPTED}", value=array.shape)
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """The EXIF orientation, 1 to 8, still to be applied after loading."""
+    if image.format == "TIFF":
+        return 1  # Pillow applies it itself, in the size from the start, in the pixels on loading.
+    try:
+        # The base class's method: a PNG's own would decode the picture to look behind its pixels.
+        exif = Image.Image.getexif(image)
+        if image.format == "PNG" and "exif" not in image.info and (late := _late_exif(data)):
+            exif.load(late)
+        value: Any = exif.get(ExifTags.Base.Orientation, 1)
+    # Metadata is as hostile as pixels, but a picture without it is still a picture.
+    except Exception:
+        return 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _late_exif(data: bytes) -> bytes:
+    """The EXIF block of a PNG wherever it lies, found by walking the chunks; b"" without one."""
+    position = 8
+    while position + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, position)
+        if kind == b"eXIf":
+            return b"Exif\0\0" + data[position + 8 : position + 8 + length]
+        position += 12 + length
+    return b""
+
+
+def _webp_canvas(data: bytes) -> tuple[int, int] | None:
+    """Width and height from a WebP header, None for anything else."""
+    if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    kind = data[12:16]
+    if kind == b"VP8X":
+        width, height = data[24:27], data[27:30]
+        return int.from_bytes(width, "little") + 1, int.from_bytes(height, "little") + 1
+    if kind == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    width_bits, height_bits = struct.unpack_from("<HH", data, 26)
+    return width_bits & 0x3FFF, height_bits & 0x3FFF

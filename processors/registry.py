@@ -1,0 +1,72 @@
+"""Which processor belongs to which model class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessingContext,
+    TextOnlyDummyInputs,
+    TextOnlyInfo,
+)
+from aioengine.processors.processor import BaseMultiModalProcessor, TextOnlyProcessor
+
+__all__ = ["MULTIMODAL_REGISTRY", "MultiModalRegistry"]
+
+ModelT = TypeVar("ModelT", bound=type[Any])
+
+
+class MultiModalRegistry:
+    """Model class -> how its prompts are processed. Subclasses of a model class inherit it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[
+            type[Any],
+            tuple[
+                type[BaseMultiModalProcessor],
+                type[BaseProcessingInfo],
+                type[BaseDummyInputsBuilder],
+            ],
+        ] = {}
+
+    def register_processor(
+        self,
+        processor: type[BaseMultiModalProcessor],
+        *,
+        info: type[BaseProcessingInfo],
+        dummy_inputs: type[BaseDummyInputsBuilder],
+    ) -> Callable[[ModelT], ModelT]:
+        """Decorates a model class with its processor; the last registration counts."""
+
+        def register(model_cls: ModelT) -> ModelT:
+            self._entries[model_cls] = (processor, info, dummy_inputs)
+            return model_cls
+
+        return register
+
+    def is_multimodal(self, model_cls: type[Any]) -> bool:
+        """Whether a processor is registered for the class or one that it derives from."""
+        return any(base in self._entries for base in model_cls.__mro__)
+
+    def create_processor(
+        self, model_cls: type[Any], context: ProcessingContext
+    ) -> BaseMultiModalProcessor:
+        """A processor for one worker thread, which owns `context`; for text only if none is known.
+
+        Loads the HF processor. Raises ModelLoadError.
+        """
+        for base in model_cls.__mro__:
+            if base in self._entries:
+                processor, info, dummy_inputs = self._entries[base]
+                assert context.hf_processor is not None
+                break
+        else:
+            processor, info, dummy_inputs = TextOnlyProcessor, TextOnlyInfo, TextOnlyDummyInputs
+        family_info = info(context)
+        return processor(family_info, dummy_inputs(family_info))
+
+
+MULTIMODAL_REGISTRY = MultiModalRegistry()
