@@ -1,0 +1,332 @@
+"""Chat messages to a prompt: structure checked, media collected, template rendered, text kept text.
+
+A user who types `<image>` or an end-of-turn token means the letters. Where no text holds such a
+literal, the rendered template is tokenised as one string, as HF does; where one does, it is marked
+before rendering, cut out afterwards, and tokenised as ordinary letters, so that it never becomes
+the special token that it spells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from aioengine.errors import InvalidRequestError, UnsupportedModalityError
+from aioengine.processors.processor import BaseMultiModalProcessor
+
+__all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Private-use characters: no tokenizer gives them a meaning, and they are taken out of user text.
+_START, _END = "\ue0f0", "\ue0f1"
+_MARKED = re.compile(f"{_START}(.*?){_END}|[{_START}{_END}]", re.DOTALL)
+_PROBE = "aioengineprobe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMedia:
+    """One media item of a conversation, as the caller gave it.
+
+    `parameter` is its place in the caller's words; `trusted`: given as an object by the
+    application, not as a string that may have come from its users. `uuid`: the caller's own name.
+    """
+
+    item: Any
+    parameter: str
+    trusted: bool
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A conversation as token ids, placeholders not expanded; modality -> media in prompt order."""
+
+    token_ids: list[int]
+    media: dict[str, list[ChatMedia]] = field(default_factory=dict)
+
+
+class ChatRenderer:
+    """Renders conversations for one processor. Not thread-safe, as the processor is not."""
+
+    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+        self._processor = processor
+        self._tokenizer = processor.info.get_tokenizer()
+        self._is_multimodal = bool(processor.info.get_supported_mm_limits())
+        self._template = self._find_template()
+        self._takes: tuple[bool, bool] | None = None
+        self._literals = self._find_literals()
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+        """The prompt that the model's chat template makes of `messages`, ready for an answer.
+
+        Raises InvalidRequestError or UnsupportedModalityError with the exact place as parameter
+        (`messages[0].content[1]`).
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                "the model has no chat template; give a text prompt or token ids instead of "
+                "messages",
+                parameter="messages",
+            )
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            raise InvalidRequestError("messages must be a list of mappings", parameter="messages")
+        if not messages:
+            raise InvalidRequestError("messages must not be empty", parameter="messages")
+        media: dict[str, list[ChatMedia]] = {}
+        conversation = [
+            self._read_message(message, f"messages[{index}]", media)
+            for index, message in enumerate(messages)
+        ]
+        rendered = self._render(self._separated(conversation))
+        return ChatPrompt(token_ids=self._tokenize(rendered), media=media)
+
+    # Reading what the caller gave.
+
+    def _read_message(
+        self, message: object, path: str, media: dict[str, list[ChatMedia]]
+    ) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise _wrong(path, "a mapping with role and content", message)
+        role = message.get("role")
+        if role not in ROLES:
+            raise InvalidRequestError(
+                f"{path}.role must be one of {', '.join(ROLES)}", parameter=f"{path}.role"
+            )
+        unknown = sorted(str(key) for key in message if key not in ("role", "content", "name"))
+        if unknown:
+            raise InvalidRequestError(
+                f"{path} has keys that are not supported: {', '.join(unknown)[:80]}",
+                parameter=path,
+            )
+        read: dict[str, Any] = {"role": role}
+        if "name" in message:
+            read["name"] = self._mark(_text(message["name"], f"{path}.name"))
+        content = message.get("content")
+        if isinstance(content, str):
+            read["content"] = self._mark(content)
+            return read
+        if not isinstance(content, list | tuple):
+            raise _wrong(f"{path}.content", "text or a list of parts", content)
+        read["content"] = [
+            self._read_part(part, f"{path}.content[{index}]", media)
+            for index, part in enumerate(content)
+        ]
+        return read
+
+    def _read_part(
+        self, part: object, path: str, media: dict[str, list[ChatMedia]]
+    ) -> dict[str, str]:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, Mapping):
+            raise _wrong(path, "a mapping with a type", part)
+        kind = part.get("type")
+        if kind == "text":
+            return {"type": "text", "text": self._mark(_text(part.get("text"), f"{path}.text"))}
+        if kind not in ("image", "image_url"):
+            shown = kind if isinstance(kind, str) else type(kind).__name__
+            raise UnsupportedModalityError(
+                f"{path} has the type {shown!r:.40}; supported: text, image, image_url",
+                parameter=path,
+            )
+        if "image" not in self._processor.info.get_supported_mm_limits():
+            raise UnsupportedModalityError(f"{path}: the model takes no images", parameter=path)
+        item = self._image_of(part, path)
+        uuid = part.get("uuid")
+        if uuid is not None:
+            uuid = _text(uuid, f"{path}.uuid")
+        if item is None and uuid is None:
+            raise InvalidRequestError(f"{path} has neither a picture nor a uuid", parameter=path)
+        trusted = not isinstance(item, str | PurePath)
+        found = ChatMedia(item=item, parameter=path, trusted=trusted, uuid=uuid)
+        media.setdefault("image", []).append(found)
+        return {"type": "image"}
+
+    def _image_of(self, part: Mapping[Any, Any], path: str) -> Any:
+        if part["type"] == "image":
+            return part.get("image", part.get("url"))
+        item = part.get("image_url")
+        if isinstance(item, Mapping):
+            item = item.get("url")
+        if item is not None and not isinstance(item, str):
+            raise _wrong(f"{path}.image_url", "a mapping with a url", item)
+        return item
+
+    def _mark(self, text: str) -> str:
+        text = text.replace(_START, "").replace(_END, "")
+        if self._literals is None:
+            return text
+        return self._literals.sub(lambda found: f"{_START}{found[0]}{_END}", text)
+
+    def _separated(self, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation with its texts kept apart, if joined they would spell a literal."""
+        texts = [_MARKED.sub(r"\1", text) for text in _texts(conversation)]
+        if self._literals is None:
+            return conversation
+        apart = sum(len(self._literals.findall(text)) for text in texts)
+        if len(self._literals.findall("".join(texts))) == apart:
+            return conversation
+
+        def fence(content: Any) -> Any:
+            if isinstance(content, str):
+                return f"{_END}{content}{_END}"
+            return [
+                {**part, "text": fence(part["text"])} if "text" in part else part
+                for part in content
+            ]
+
+        return [{**message, "content": fence(message["content"])} for message in conversation]
+
+    # Rendering the template.
+
+    def _find_template(self) -> str | None:
+        template = None
+        if self._is_multimodal:
+            template = getattr(self._processor.info.get_hf_processor(), "chat_template", None)
+        template = template or getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        return template if isinstance(template, str) else None
+
+    def _render(self, conversation: list[dict[str, Any]]) -> str:
+        if self._takes is None:
+            text = self._survives(_PROBE)
+            parts = self._survives([{"type": "text", "text": _PROBE}])
+            self._takes = (text or not parts, parts)
+        conversation = [
+            {**message, "content": self._shape(message["content"])} for message in conversation
+        ]
+        try:
+            return self._apply_template(conversation)
+        # A template refuses a conversation (roles in the wrong order, ...) by raising from Jinja.
+        except Exception as error:
+            raise InvalidRequestError(
+                "the model's chat template does not take these messages: "
+                f"{type(error).__name__}: {_MARKED.sub('', str(error))[:200]}",
+                parameter="messages",
+            ) from None
+
+    def _apply_template(self, conversation: list[dict[str, Any]]) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            conversation,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        return str(rendered)
+
+    def _survives(self, content: str | list[dict[str, str]]) -> bool:
+        """Whether the template reads content of this kind."""
+        try:
+            rendered = self._apply_template([{"role": "user", "content": content}])
+        except Exception:  # A template for one kind may do anything with the other.
+            return False
+        # It may also lose the text, take it letter by letter, or print the list around it.
+        return _PROBE in rendered and "'type'" not in rendered
+
+    def _shape(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+        """The content as the template reads it: as it was given, if that can be."""
+        assert self._takes is not None
+        takes_text, takes_parts = self._takes
+        if isinstance(content, str):
+            return content if takes_text else [{"type": "text", "text": content}]
+        if takes_parts:
+            return content
+        return "\n".join(
+            part["text"] if part["type"] == "text" else self._placeholder(part["type"])
+            for part in content
+        )
+
+    def _placeholder(self, modality: str) -> str:
+        return self._processor.dummy_inputs.get_dummy_text({modality: 1})
+
+    # Tokenising what came out.
+
+    def _find_literals(self) -> re.Pattern[str] | None:
+        """What user text must not be able to say: special tokens, and what the family expands."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        literals = {token.content for token in added if token.special and token.content.strip()}
+        for modality in self._processor.info.get_supported_mm_limits():
+            literals.add(self._placeholder(modality))
+        literals.discard("")
+        longest_first = sorted(literals, key=lambda literal: (-len(literal), literal))
+        return re.compile("|".join(map(re.escape, longest_first))) if literals else None
+
+    def _tokenize(self, rendered: str) -> list[int]:
+        # As in HF: a tokenizer's template writes every special token itself, a processor's leaves
+        # them to the tokenizer unless it begins with the first one.
+        bos = getattr(self._tokenizer, "bos_token", None)
+        add_special_tokens = self._is_multimodal and not (bos and rendered.startswith(bos))
+        if _START not in rendered and _END not in rendered:
+            return self._processor.tokenize(rendered, add_special_tokens=add_special_tokens)
+        token_ids: list[int] = []
+        end = 0
+        for found in _MARKED.finditer(rendered):
+            token_ids += self._fragment(rendered[end : found.start()], at_start=end == 0)
+            if found[1]:
+                at_start = found.start() == 0
+                token_ids += self._fragment(found[1], at_start=at_start, as_text=True)
+            end = found.end()
+        token_ids += self._fragment(rendered[end:], at_start=False)
+        if not add_special_tokens:
+            return token_ids
+        prefix, suffix = self._surrounding()
+        return [*prefix, *token_ids, *suffix]
+
+    def _fragment(self, text: str, *, at_start: bool, as_text: bool = False) -> list[int]:
+        """The token ids of a piece of the prompt: unless `at_start`, no word begins with it."""
+        if not text:
+            return []
+        if at_start:
+            return self._encode(text, as_text=as_text)
+        lead = self._encode("\n", as_text=False)
+        token_ids = self._encode("\n" + text, as_text=as_text)
+        if token_ids[: len(lead)] == lead:
+            return token_ids[len(lead) :]
+        return self._encode(text, as_text=as_text)
+
+    def _encode(self, text: str, *, as_text: bool) -> list[int]:
+        token_ids = list(
+            self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=as_text)
+        )
+        added = self._tokenizer.added_tokens_decoder
+        if as_text and len(text) > 1 and any(token_id in added for token_id in token_ids):
+            # An added token that is not special is matched all the same; halves cannot spell it.
+            middle = (len(text) + 1) // 2
+            return [
+                *self._encode(text[:middle], as_text=True),
+                *self._encode(text[middle:], as_text=True),
+            ]
+        return token_ids
+
+    def _surrounding(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after every text."""
+        bare = list(self._tokenizer.encode("a", add_special_tokens=False))
+        full = list(self._tokenizer.encode("a", add_special_tokens=True))
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        return [], []
+
+
+def _texts(conversation: list[dict[str, Any]]) -> Iterator[str]:
+    for message in conversation:
+        content = message["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content if "text" in part)
+
+
+def _text(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(path, "text", value)
+    return value
+
+
+def _wrong(path: str, wanted: str, value: object) -> InvalidRequestError:
+    kind = type(value).__name__
+    return InvalidRequestError(f"{path} must be {wanted}, not {kind}", parameter=path, value=kind)

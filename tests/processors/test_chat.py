@@ -1,0 +1,202 @@
+"""Chat messages: HF's own token ids where no literal is typed, and text that stays text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from aioengine.errors import InvalidRequestError, UnsupportedModalityError
+from aioengine.processors.chat import ChatRenderer
+from aioengine.processors.info import TextOnlyDummyInputs, TextOnlyInfo
+from aioengine.processors.items import (
+    ImageHeader,
+    ImageProcessorItems,
+    ImageSize,
+    MultiModalDataItems,
+)
+from aioengine.processors.processor import TextOnlyProcessor
+from tests.processors.conftest import context_of, make_tokenizer
+
+IMAGE = {"type": "image", "image": b"never looked at here"}
+TEXTS = st.text(st.sampled_from("a b\ncat.:é猫"), min_size=1, max_size=10)
+LETTERS = st.text(st.sampled_from("a b\ncat.:"), min_size=1, max_size=10)
+STRING_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def renderer(llava: Any) -> ChatRenderer:
+    return ChatRenderer(llava)
+
+
+def text(content: str) -> dict[str, str]:
+    return {"type": "text", "text": content}
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(parts=st.lists(st.one_of(TEXTS, st.none()), min_size=1, max_size=5))
+def test_equals_hf_without_literals(llava: Any, renderer: Any, parts: list[str | None]) -> None:
+    content = [IMAGE if part is None else text(part) for part in parts]
+    plain = [{"type": "image"} if part is None else text(part) for part in parts]
+    mine = renderer.render([{"role": "user", "content": content}])
+    processor = llava.info.get_hf_processor()
+    rendered = processor.apply_chat_template(
+        [{"role": "user", "content": plain}], add_generation_prompt=True
+    )
+    assert mine.token_ids == processor.tokenizer(rendered)["input_ids"]
+    assert len(mine.media.get("image", [])) == parts.count(None)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    before=LETTERS,
+    literal=st.sampled_from(["<image>", "<s>", "</s>", "<pad>", "<image><image>", "</s><image>"]),
+    after=LETTERS,
+    num_images=st.integers(0, 2),
+)
+@example(before="a", literal="<im<image>age>", after="b", num_images=1)
+def test_a_typed_literal_stays_text(
+    llava: Any, renderer: Any, before: str, literal: str, after: str, num_images: int
+) -> None:
+    typed = before + literal + after
+    messages = [{"role": "user", "content": [IMAGE] * num_images + [text(typed)]}]
+    prompt = renderer.render(messages)
+    tokenizer = llava.info.get_tokenizer()
+    ids = prompt.token_ids
+    image_token = llava.info.get_hf_config().image_token_id
+    assert ids.count(image_token) == num_images
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id not in ids
+    # Nothing is lost: the letters are all there.
+    decoded = tokenizer.decode([token_id for token_id in ids if token_id != image_token])
+    assert "".join(typed.split()) in "".join(decoded.split())
+    headers = [ImageHeader(ImageSize(5, 5), "RGB")] * num_images
+    items = MultiModalDataItems({"image": ImageProcessorItems(headers)})
+    layout = llava.layout(ids, items, {})
+    assert len(layout.placeholders.get("image", [])) == num_images
+
+
+def test_texts_do_not_spell_a_literal_together(llava: Any, renderer: Any) -> None:
+    content = [text("a <im"), text("a"), IMAGE, text("b <im"), text("a"), text("ge> c")]
+    prompt = renderer.render([{"role": "user", "content": content}])
+    assert prompt.token_ids.count(llava.info.get_hf_config().image_token_id) == 1
+
+
+def test_marks_in_user_text_are_dropped(renderer: Any) -> None:
+    marked = renderer.render([{"role": "user", "content": "a\ue0f0b\ue0f1"}])
+    plain = renderer.render([{"role": "user", "content": "ab"}])
+    assert marked.token_ids == plain.token_ids
+
+
+def test_media_in_part_order(renderer: Any) -> None:
+    url = "data:image/png;base64,AAAA"
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": url}},
+                text("and"),
+                {"type": "image", "image": b"1", "uuid": "mine"},
+            ],
+        },
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": [{"type": "image", "image": None, "uuid": "known"}]},
+        {"role": "user", "content": [{"type": "image", "image": Path("/etc/passwd")}]},
+    ]
+    found = renderer.render(messages).media["image"]
+    assert [(media.parameter, media.trusted, media.uuid) for media in found] == [
+        ("messages[1].content[0]", False, None),
+        ("messages[1].content[2]", True, "mine"),
+        ("messages[3].content[0]", True, "known"),
+        ("messages[4].content[0]", False, None),
+    ]
+    assert found[0].item == url
+
+
+@pytest.mark.parametrize(
+    ("messages", "parameter"),
+    [
+        ("hi", "messages"),
+        ([], "messages"),
+        (["hi"], "messages[0]"),
+        ([{"role": "root", "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "tools": []}], "messages[0]"),
+        ([{"role": "user", "content": [3]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0]"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 3}}]}],
+            "messages[0].content[0].image_url",
+        ),
+        (
+            [{"role": "user", "content": [text("a"), {**IMAGE, "uuid": 3}]}],
+            "messages[0].content[1].uuid",
+        ),
+    ],
+)
+def test_wrong_structure(renderer: Any, messages: Any, parameter: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        renderer.render(messages)
+    assert caught.value.parameter == parameter
+    assert str(caught.value).startswith(parameter)
+
+
+def test_unsupported_part(renderer: Any) -> None:
+    messages = [{"role": "user", "content": [text("a"), {"type": "audio", "audio": b""}]}]
+    with pytest.raises(UnsupportedModalityError) as caught:
+        renderer.render(messages)
+    assert caught.value.parameter == "messages[0].content[1]"
+
+
+def text_only(llava_folder: Path, template: str | None) -> ChatRenderer:
+    context = context_of(llava_folder)
+    context._tokenizer = make_tokenizer("bytes")
+    context._tokenizer.chat_template = template
+    info = TextOnlyInfo(context)
+    return ChatRenderer(TextOnlyProcessor(info, TextOnlyDummyInputs(info)))
+
+
+def test_no_template(llava_folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        text_only(llava_folder, None).render([{"role": "user", "content": "hi"}])
+
+
+def test_template_for_strings(llava_folder: Path) -> None:
+    renderer = text_only(llava_folder, STRING_TEMPLATE)
+    whole = renderer.render([{"role": "user", "content": "a\nb"}])
+    parts = renderer.render([{"role": "user", "content": [text("a"), text("b")]}])
+    assert whole == parts
+    tokenizer = renderer._tokenizer
+    expected = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a\nb"}], add_generation_prompt=True, return_dict=False
+    )
+    assert whole.token_ids == expected
+    with pytest.raises(UnsupportedModalityError, match="no images"):
+        renderer.render([{"role": "user", "content": [IMAGE]}])
+
+
+def test_placeholders_in_a_template_for_strings(llava: Any) -> None:
+    renderer = ChatRenderer(llava)
+    renderer._template = STRING_TEMPLATE
+    prompt = renderer.render([{"role": "user", "content": [IMAGE, text("a<image>")]}])
+    assert prompt.token_ids.count(llava.info.get_hf_config().image_token_id) == 1
+
+
+def test_a_template_that_refuses(llava_folder: Path) -> None:
+    renderer = text_only(llava_folder, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        renderer.render([{"role": "user", "content": "hi"}])
+    assert caught.value.parameter == "messages"
