@@ -1,0 +1,133 @@
+"""Layer specs from the meta device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    CLIPVisionConfig,
+    FalconConfig,
+    GptOssConfig,
+    LlamaConfig,
+    LlavaConfig,
+)
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.probe import LayerSpec, group_layers
+from aioengine.types import KVGroup
+from tests.tiny import llava_config
+
+
+def full_size_llava() -> LlavaConfig:
+    """The shapes of LLaVA 1.5 7B."""
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            image_size=336,
+            patch_size=14,
+        ),
+        text_config=LlamaConfig(vocab_size=32064, max_position_embeddings=4096),
+    )
+    config.architectures = ["LlavaForConditionalGeneration"]
+    return config
+
+
+def test_a_full_size_model_is_probed_at_once() -> None:
+    config = full_size_llava()
+    TransformersModel.probe(llava_config())
+    start = time.process_time()
+    specs = TransformersModel.probe(config)
+    assert time.process_time() - start < 2
+    assert len(specs) == 32
+    assert specs[0].name == "layers.0.self_attn"
+    assert {(s.num_heads, s.num_kv_heads, s.key_dim, s.value_dim) for s in specs} == {
+        (32, 32, 128, 128)
+    }
+    assert specs[0].scale == pytest.approx(128**-0.5)
+    groups, places = group_layers(specs)
+    assert groups == (KVGroup("self", 32, 128, 128, None, 32),)
+    assert places == tuple((0, i) for i in range(32))
+
+
+def test_windows_and_sinks_are_seen_and_make_groups() -> None:
+    config = GptOssConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=16,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    config.architectures = ["GptOssForCausalLM"]
+    specs = TransformersModel.probe(config)
+    assert all(spec.sinks for spec in specs)
+    assert [spec.window for spec in specs] == [16, None, 16, None]
+    groups, places = group_layers(specs)
+    assert groups == (KVGroup("self", 2, 8, 8, 16, 2), KVGroup("self", 2, 8, 8, None, 2))
+    assert places == ((0, 0), (1, 0), (0, 1), (1, 1))
+
+
+def test_a_decoder_that_does_not_route_is_refused_by_name() -> None:
+    config = FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    config.architectures = ["FalconForCausalLM"]
+    with pytest.raises(ModelLoadError, match="Falcon"):
+        TransformersModel.probe(config)
+
+
+class OwnAttention(nn.Module):
+    """A layer's attention that never asks for ours."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+class OneLayerOfItsOwn(TransformersModel):
+    def decoder(self) -> nn.Module:
+        decoder: Any = super().decoder()
+        decoder.layers[1].self_attn = OwnAttention()
+        return decoder  # type: ignore[no-any-return]
+
+
+def test_one_layer_that_does_not_route_is_refused_by_name() -> None:
+    with pytest.raises(ModelLoadError, match=r"layers\.1"):
+        OneLayerOfItsOwn.probe(llava_config())
+
+
+def test_an_unknown_class_is_refused() -> None:
+    config = llava_config()
+    config.architectures = ["NoSuchModel"]
+    with pytest.raises(ModelLoadError, match="NoSuchModel"):
+        TransformersModel.probe(config)
+
+
+def test_the_config_is_left_alone() -> None:
+    config = llava_config()
+    before = config.to_json_string()
+    TransformersModel.probe(config)
+    assert config.to_json_string() == before
+    assert config.text_config._attn_implementation != "aioengine_paged"
+
+
+def test_layers_of_one_shape_share_a_group() -> None:
+    def spec(name: str, window: int | None, key_dim: int = 8) -> LayerSpec:
+        return LayerSpec(name, "self", 4, 2, key_dim, 8, 1.0, window, None, False)
+
+    groups, places = group_layers([spec("a", None), spec("b", 4), spec("c", None), spec("d", 4, 6)])
+    assert [group.num_layers for group in groups] == [2, 1, 1]
+    assert places == ((0, 0), (1, 0), (0, 1), (2, 0))
