@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioengine import errors as errors
-    from aioengine.cli import demo_model as demo_model
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import MediaConfig as MediaConfig
     from aioengine.config import SamplingParams as SamplingParams
     from aioengine.engine import AsyncEngine as AsyncEngine
+    from aioengine.samples import demo_model as demo_model
     from aioengine.streams.tokens import TokenStream as TokenStream
     from aioengine.types import CompletionOutput as CompletionOutput
     from aioengine.types import Delta as Delta
@@ -39,7 +39,7 @@ _HOMES = {
     "RequestOutput": "aioengine.types",
     "SamplingParams": "aioengine.config",
     "TokenStream": "aioengine.streams.tokens",
-    "demo_model": "aioengine.cli",
+    "demo_model": "aioengine.samples",
 }
 
 __all__ = ["__version__", "errors", *_HOMES]

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.plan import Limits
-from world import PICTURES, World, expected_output, make_request
+from tests.world import PICTURES, World, expected_output, make_request
 
 BLOCK_SIZE = 4
 

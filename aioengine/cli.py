@@ -1,0 +1,194 @@
+"""The command line: `aioengine demo` describes pictures side by side and shows how it went."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from aioengine import AsyncEngine, SamplingParams, errors
+from aioengine.instruments import StageSpan, TraceRecorder
+from aioengine.samples import demo_model, demo_pictures
+from aioengine.timeline import draw_timeline
+from aioengine.types import EngineStatistics, RequestOutput
+
+__all__ = ["main"]
+
+DESCRIBE = "Describe the picture."
+QUESTION = "How many objects are there?"
+NEXT_STAGE = {"fetch": "decode", "decode": "process", "process": "encode", "encode": "prefill"}
+
+
+@dataclass
+class Row:
+    """One request on the display."""
+
+    picture: Path
+    stage: str = "fetch"
+    num_tokens: int = 0
+    text: str = ""
+    output: RequestOutput | None = None
+    inter_token_s: list[float] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="aioengine", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="describe pictures with the demo model, all at once")
+    demo.add_argument("pictures", nargs="*", type=Path, help="picture files (default: the shipped)")
+    demo.add_argument("--model", type=Path, default=None, help="a model folder")
+    demo.add_argument("--out", type=Path, default=Path("out"), help="where the timeline goes")
+    demo.add_argument("--max-tokens", type=int, default=96)
+    options = parser.parse_args(arguments)
+    with suppress(KeyboardInterrupt):
+        try:
+            asyncio.run(run_demo(options))
+        except errors.AioEngineError as error:
+            sys.stderr.write(f"aioengine: {error}\n")
+            return 1
+    return 0
+
+
+async def run_demo(options: argparse.Namespace) -> None:
+    """Describe all pictures at once, ask one more question about each, and report."""
+    console = Console()
+    pictures = options.pictures or demo_pictures()
+    console.print(
+        "The demo model is a small LLaVA trained on rendered shapes and digits. It is real, and it "
+        "knows nothing of photographs."
+    )
+    trace = TraceRecorder()
+    begin = time.perf_counter()
+    async with AsyncEngine.from_pretrained(options.model or demo_model()) as engine:
+        console.print(f"loaded in {time.perf_counter() - begin:.2f} s")
+        engine.instruments.listeners.append(trace)
+        described = await _round(engine, console, pictures, DESCRIBE, options.max_tokens)
+        console.print(f"\nOne more question about each: {QUESTION!r}")
+        asked = await _round(engine, console, pictures, QUESTION, options.max_tokens)
+        _report(console, {"describe": described, "ask": asked}, engine.statistics())
+    options.out.mkdir(parents=True, exist_ok=True)
+    trace.write(options.out / "trace.json")
+    console.print(f"timeline: {options.out / 'trace.json'} (open it in Perfetto)")
+    picture = draw_timeline(trace.spans, options.out / "timeline.png")
+    console.print(
+        f"          {picture}" if picture else "          (no PNG: matplotlib is missing)"
+    )
+
+
+async def _round(
+    engine: AsyncEngine,
+    console: Console,
+    pictures: Sequence[Path],
+    question: str,
+    max_tokens: int,
+) -> tuple[list[Row], float]:
+    """One request for each picture, all at once; the rows and the seconds that it took."""
+    rows = [Row(picture) for picture in pictures]
+    names = {f"{question}#{index}": row for index, row in enumerate(rows)}
+
+    def listen(span: StageSpan) -> None:
+        for name in span.requests:
+            row = names.get(name)
+            if row is not None and not row.num_tokens:
+                row.stage = NEXT_STAGE.get(span.stage, row.stage)
+
+    engine.instruments.listeners.append(listen)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    begin = time.perf_counter()
+    try:
+        with _display(console, rows):
+            async with asyncio.TaskGroup() as tasks:
+                for name, row in names.items():
+                    tasks.create_task(_describe(engine, console, name, row, question, params))
+    except* errors.AioEngineError as group:
+        raise group.exceptions[0] from None
+    finally:
+        engine.instruments.listeners.remove(listen)
+    return rows, time.perf_counter() - begin
+
+
+async def _describe(
+    engine: AsyncEngine,
+    console: Console,
+    name: str,
+    row: Row,
+    question: str,
+    params: SamplingParams,
+) -> None:
+    content = [{"type": "image", "image": row.picture}, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
+    async with engine.stream(messages, params, request_id=name) as stream:
+        before = time.perf_counter()
+        async for delta in stream:
+            now = time.perf_counter()
+            if row.num_tokens:
+                row.inter_token_s.append((now - before) / max(1, len(delta.token_ids)))
+            before = now
+            row.stage = "decode tokens"
+            row.num_tokens += len(delta.token_ids)
+            row.text += delta.text
+        row.output = await stream.result()
+    row.stage = "done"
+    if not console.is_terminal:
+        console.print(f"{row.picture.name}: {row.text.strip()}", soft_wrap=True)
+
+
+@contextmanager
+def _display(console: Console, rows: Sequence[Row]) -> Iterator[None]:
+    """A table that follows the rows, where there is a terminal."""
+    if not console.is_terminal:
+        yield
+        return
+    with Live(get_renderable=lambda: _live_table(rows), console=console, refresh_per_second=12):
+        yield
+
+
+def _live_table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("picture", no_wrap=True)
+    table.add_column("stage", no_wrap=True, min_width=13)
+    table.add_column("tokens", justify="right")
+    table.add_column("text")
+    for row in rows:
+        table.add_row(row.picture.name, row.stage, str(row.num_tokens), row.text.strip())
+    return table
+
+
+def _report(
+    console: Console, rounds: dict[str, tuple[list[Row], float]], statistics: EngineStatistics
+) -> None:
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    for column in ("", "requests", "first token (median / last)", "between tokens", "tokens/s"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, (rows, took) in rounds.items():
+        first = sorted(
+            row.output.timings.first_token or 0.0 for row in rows if row.output is not None
+        )
+        between = sorted(gap for row in rows for gap in row.inter_token_s) or [0.0]
+        num_tokens = sum(row.num_tokens for row in rows)
+        table.add_row(
+            name,
+            str(len(rows)),
+            f"{first[len(first) // 2] * 1e3:.0f} / {first[-1] * 1e3:.0f} ms",
+            f"{between[len(between) // 2] * 1e3:.1f} ms",
+            f"{num_tokens / took:.0f}",
+        )
+    console.print()
+    console.print(table)
+    encoded = statistics.encoder_cache_hits + statistics.encoder_cache_misses
+    console.print(
+        f"\nencoder cache: {statistics.encoder_cache_hits} of {encoded} items found, "
+        f"{statistics.encoder_items_run} encoded\n"
+        f"prefix cache:  {statistics.prefix_hit_tokens} of {statistics.prefix_query_tokens} "
+        f"prompt tokens found"
+    )

@@ -1,0 +1,129 @@
+"""Tokens to text, piece by piece: no half characters, stop strings found where they straddle.
+
+A token's text depends on its neighbours, so a short window of tokens is decoded anew with each
+token, and what was not there before is new. A replacement character at the end may be the first
+bytes of a longer character and waits. Text that may be the beginning of a stop string waits too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Detokenizer", "Piece"]
+
+REPLACEMENT = "\ufffd"
+WINDOW = 8
+"""Tokens kept for context; a character takes four bytes, so four tokens, at most."""
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = ...) -> str:
+        """The text of `token_ids`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text that may be shown, and the stop string that it ran into, if any."""
+
+    text: str
+    stop: str | None = None
+
+
+class Detokenizer:
+    """One completion's text. `min_tokens`: stop strings must not be complete before so many."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._skip_special_tokens = skip_special_tokens
+        self._window = list(prompt_token_ids[-WINDOW:])
+        self._num_read = len(self._decode(self._window))  # characters of the window that are out
+        self._num_tokens = 0
+        self._held = ""  # decoded, not yet shown: it may begin a stop string
+        self._shown: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        return "".join(self._shown)
+
+    def add(self, token_id: int) -> Piece:
+        """The text that one more token makes certain. After a stop, nothing may be added."""
+        self._num_tokens += 1
+        self._window.append(token_id)
+        fresh = self._decode_fresh()
+        if not self._stop:
+            return self._show(fresh)
+        text = self._held + fresh
+        found = self._find_stop(text, len(fresh))
+        if found is not None:
+            stop, end = found
+            self._held = ""
+            return self._show(text[: end if self._include_stop else end - len(stop)], stop)
+        keep = self._possible_beginning(text)
+        self._held = text[len(text) - keep :]
+        return self._show(text[: len(text) - keep])
+
+    def flush(self) -> Piece:
+        """What was held back for a stop string that did not come. Half a character stays out."""
+        held, self._held = self._held, ""
+        return self._show(held)
+
+    def _show(self, text: str, stop: str | None = None) -> Piece:
+        if text:
+            self._shown.append(text)
+        return Piece(text, stop)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _decode_fresh(self) -> str:
+        whole = self._decode(self._window)
+        end = len(whole) - whole.endswith(REPLACEMENT)
+        fresh = whole[self._num_read : end]
+        self._num_read = max(self._num_read, end)
+        if len(self._window) >= 2 * WINDOW:
+            num_unread = len(whole) - self._num_read
+            del self._window[:-WINDOW]
+            self._num_read = len(self._decode(self._window)) - num_unread
+        return fresh
+
+    def _find_stop(self, text: str, num_fresh: int) -> tuple[str, int] | None:
+        """The stop string that is complete first, and where it ends; it must end in fresh text."""
+        if self._num_tokens <= self._min_tokens:
+            return None
+        ends = []
+        for stop in self._stop:
+            at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
+            if at >= 0:
+                ends.append((at + len(stop), -len(stop), stop))
+        if not ends:
+            return None
+        end, _, stop = min(ends)
+        return stop, end
+
+    def _possible_beginning(self, text: str) -> int:
+        """How many last characters of `text` begin a stop string, at most."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

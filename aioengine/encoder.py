@@ -1,0 +1,147 @@
+"""The async face of the encoder cache: one job for each item, whoever waits for it.
+
+The scheduler says which items to decode and which to encode; here are the tasks that do it, the
+features between the two, and the failures, which end the requests that have the item and no others.
+Jobs belong to the engine: a waiter may leave, and the last one's leaving cancels the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aioengine.errors import EngineError, InvalidRequestError, MediaError
+from aioengine.instruments import Instruments, StageSpan, timed
+from aioengine.plan import EncodePlan, MediaPlan
+from aioengine.scheduler import Scheduler
+from aioengine.streams.device import Device
+from aioengine.ticket import MediaInput, Ticket
+
+if TYPE_CHECKING:
+    from aioengine.intake import Intake
+    from aioengine.runner import Runner
+
+__all__ = ["Encoder"]
+
+
+class Encoder:
+    """One engine's. Everything runs on the loop; the device does the encoding."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        intake: Intake,
+        runner: Runner,
+        device: Device,
+        instruments: Instruments,
+        *,
+        spawn: Callable[[Any], asyncio.Task[None]],
+        changed: Callable[[], object],
+        tickets: Callable[[], Iterable[Ticket]],
+        fail: Callable[[Ticket, BaseException], object],
+    ) -> None:
+        """`spawn` starts a task in the engine's scope, `changed` wakes the step loop, `tickets`
+        are the live requests, `fail` ends one."""
+        self.num_items_run = 0
+        self._scheduler = scheduler
+        self._intake = intake
+        self._runner = runner
+        self._device = device
+        self._instruments = instruments
+        self._spawn = spawn
+        self._changed = changed
+        self._tickets = tickets
+        self._fail = fail
+        self._features: dict[str, Any] = {}
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._is_encoding = False
+
+    @property
+    def can_encode(self) -> bool:
+        """Whether the encoder takes another batch."""
+        return not self._is_encoding
+
+    def start(self, plan: MediaPlan) -> None:
+        """Begin what the scheduler has decided."""
+        for key in plan.decode:
+            self._jobs[key] = self._spawn(self._decode(key, *self._waiters(key)[0]))
+        if plan.encode is not None:
+            self._is_encoding = True
+            features = [self._features[key] for key in plan.encode.keys]
+            self._spawn(self._encode(plan.encode, features))
+
+    def forget(self, ticket: Ticket) -> None:
+        """A request has ended: stop the work that nobody else waits for."""
+        for media in ticket.media:
+            if media.key and not self._scheduler.media.is_needed(media.key):
+                self._features.pop(media.key, None)
+                job = self._jobs.pop(media.key, None)
+                if job is not None:
+                    job.cancel()
+
+    async def drop(self, keys: tuple[str, ...]) -> None:
+        """Have the device forget the rows of `keys`, after the encoder runs before it."""
+        await self._device.submit_encode(partial(self._runner.drop, keys))
+
+    def _waiters(self, key: str) -> list[tuple[Ticket, MediaInput]]:
+        """The admitted requests that have the item, and what they call it."""
+        admitted = (ticket for ticket in self._tickets() if ticket.request is not None)
+        found = ((ticket, ticket.media_with(key)) for ticket in admitted)
+        return [(ticket, media) for ticket, media in found if media is not None]
+
+    async def _decode(self, key: str, ticket: Ticket, media: MediaInput) -> None:
+        try:
+            features = await self._intake.features(ticket, media)
+        except (InvalidRequestError, EngineError) as error:
+            self._jobs.pop(key, None)
+            self._fail_waiters(key, error)
+        except Exception as error:  # a processor may raise anything; its text may hold payload
+            self._jobs.pop(key, None)
+            wrapped = MediaError(
+                f"{media.parameter} could not be processed: {type(error).__name__}",
+                parameter=media.parameter,
+            )
+            wrapped.__cause__ = error
+            self._fail_waiters(key, wrapped)
+        else:
+            self._jobs.pop(key, None)
+            self._features[key] = features
+            self._scheduler.media.media_ready(key)
+            for waiter, _ in self._waiters(key):
+                waiter.stamp("decoded")
+                waiter.stamp("processed")
+        self._changed()
+
+    async def _encode(self, plan: EncodePlan, features: list[Any]) -> None:
+        requests = tuple({t.request_id for key in plan.keys for t, _ in self._waiters(key)})
+        outcomes, start, end = await self._device.submit_encode(
+            partial(timed, self._runner.encode, plan, features)
+        )
+        self._is_encoding = False
+        self.num_items_run += len(plan.keys)
+        self._instruments.record(
+            StageSpan("encode", start, end, requests, f"{sum(plan.num_rows)} rows")
+        )
+        for key, error in outcomes:
+            self._features.pop(key, None)
+            if error is None:
+                self._scheduler.media.encoded(key)
+                for waiter, _ in self._waiters(key):
+                    waiter.stamp("encoded")
+                continue
+            self._scheduler.media.encoding_failed(key)
+            failure = MediaError(f"the item could not be encoded: {error!s:.200}")
+            failure.__cause__ = error
+            self._fail_waiters(key, failure)
+        self._changed()
+
+    def _fail_waiters(self, key: str, error: Exception) -> None:
+        """Each waiter gets an error of its own, naming its own parameter."""
+        for ticket, media in self._waiters(key):
+            own: BaseException = error
+            if isinstance(error, InvalidRequestError):
+                own = error.for_parameter(media.parameter)
+                own.__cause__ = error.__cause__ or error
+            self._fail(ticket, own)

@@ -1,0 +1,484 @@
+"""The engine in the application's own event loop: public calls on top, one step loop below.
+
+All state lives on the loop's thread. Tasks belong to the engine's scope; work that takes long runs
+on the device's launch thread and on worker threads, and comes back through futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aioengine.config import EngineConfig, SamplingParams
+from aioengine.encoder import Encoder
+from aioengine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestAbortedError,
+    WrongLoopError,
+)
+from aioengine.instruments import Instruments, StageSpan, timed
+from aioengine.plan import StepPlan
+from aioengine.scheduler import Scheduler
+from aioengine.streams.cpu import CpuDevice
+from aioengine.streams.device import Device
+from aioengine.streams.tokens import TokenStream, open_stream
+from aioengine.ticket import Ticket
+from aioengine.types import EngineStatistics, Prompt, RequestOutput
+
+if TYPE_CHECKING:
+    from aioengine.intake import Intake
+    from aioengine.loading import Loaded
+
+__all__ = ["AsyncEngine"]
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
+
+
+class AsyncEngine:
+    """Generates from text and media with one model, inside the running event loop.
+
+    Use as `async with AsyncEngine.from_pretrained(...) as engine`. An engine belongs to the loop
+    that started it and is started once.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
+        self.config = config
+        self.instruments = Instruments()
+        self._model = model
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._was_started = False
+        self._is_open = False
+        self._dead: BaseException | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._parts: Loaded
+        self._counters: Counter[str] = Counter()
+        self._tickets: dict[str, Ticket] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> Self:
+        """An engine for a local folder or hub id. Cheap: nothing is loaded before `start()`.
+
+        `options` are fields of EngineConfig, in place of `config` or on top of it. Raises
+        InvalidRequestError for options that are unknown or out of range.
+        """
+        unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
+        if unknown:
+            raise InvalidRequestError(
+                f"EngineConfig has no option {unknown[0]!r:.60}", parameter=unknown[0]
+            )
+        return cls(model, replace(config or EngineConfig(), **options))
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Load the model in worker threads and begin to serve. Raises ModelLoadError."""
+        if self._loop is not None:
+            raise EngineClosedError("an engine is started once; make a new one")
+        self._loop = asyncio.get_running_loop()
+        self._device: Device = CpuDevice(self._loop)
+        try:
+            loaded: Loaded = await self._device.submit_step(
+                partial(_load, self._model, self.config)
+            )
+        except BaseException:
+            await self._device.aclose()
+            raise
+        self._assemble(loaded)
+        started = self._loop.create_future()
+        self._main = asyncio.create_task(self._serve(started), name="aioengine")
+        await started
+        self._was_started = self._is_open = True
+
+    def _assemble(self, loaded: Loaded) -> None:
+        # Not at the top of the file: intake needs torch, which is imported at start.
+        intake_module = import_module("aioengine.intake")
+        self._parts = loaded
+        self._scheduler = Scheduler(loaded.limits)
+        self._intake: Intake = intake_module.Intake(
+            loaded, self.config, os.fspath(self._model), self.instruments
+        )
+        self._changed = asyncio.Event()
+        self._encoder = Encoder(
+            self._scheduler,
+            self._intake,
+            loaded.runner,
+            self._device,
+            self.instruments,
+            spawn=self._spawn,
+            changed=self._changed.set,
+            tickets=self._tickets.values,
+            fail=self._fail,
+        )
+
+    async def aclose(self) -> None:
+        """End all requests with RequestAbortedError, free everything. Idempotent."""
+        if self._loop is None:
+            return
+        self._check_loop()
+        self._is_open = False
+        for ticket in list(self._tickets.values()):
+            self._fail(ticket, RequestAbortedError("the engine was closed"))
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.wait([self._main])
+            self._main = None
+            await self._intake.aclose()
+        await self._device.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # ---- requests
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """The whole output for one prompt. Cancelling the awaiting task ends the request.
+
+        `prompt`: text, token ids, chat messages or a `Prompt`; `images` fill its placeholders in
+        order. A smaller `priority` goes first. Raises the errors of `aioengine.errors`.
+        """
+        stream = self.stream(
+            prompt,
+            params,
+            images=images,
+            videos=videos,
+            audios=audios,
+            request_id=request_id,
+            priority=priority,
+        )
+        try:
+            return await stream.result()
+        finally:
+            stream.close()
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> TokenStream:
+        """The same as a stream of deltas; use it with `async with`. The request begins at once.
+
+        What the arguments alone show is raised here; everything else when the stream is read.
+        """
+        self._check_open()
+        media = {"image": images, "video": videos, "audio": audios}
+        read = _read_prompt(prompt, media)
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"params must be SamplingParams, not {type(params).__name__}", parameter="params"
+            )
+        if not isinstance(priority, int):
+            raise InvalidRequestError("priority must be an integer", parameter="priority")
+        name = request_id if request_id is not None else uuid.uuid4().hex
+        if name in self._tickets:
+            raise InvalidRequestError(
+                f"request_id {name!r:.80} is in use by a live request", parameter="request_id"
+            )
+        self._refuse_overload()
+        sink, stream = open_stream(name, partial(self._abandon, name))
+        ticket = Ticket(name, sink, params or SamplingParams(), priority=priority)
+        self._tickets[name] = ticket
+        ticket.intake = self._spawn(self._admit(ticket, read))
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        """End a live request with RequestAbortedError; an unknown or ended one is left alone."""
+        self._check_open()
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            self._fail(ticket, RequestAbortedError("the request was aborted"))
+        await asyncio.sleep(0)
+
+    async def reset_caches(self) -> None:
+        """Forget all prefixes, encoder outputs and processed media that no live request holds."""
+        self._check_open()
+        self._scheduler.pool.clear()
+        self._intake.cache.clear()
+        evicted = self._scheduler.media.cache.clear()
+        if evicted:
+            await self._encoder.drop(evicted)
+        self._changed.set()
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot of all counters. Raises EngineClosedError before the first start."""
+        if not self._was_started:
+            raise EngineClosedError("the engine has not been started")
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        cache, processed = scheduler.media.cache, self._intake.cache.statistics()
+        in_intake = sum(ticket.request is None for ticket in self._tickets.values())
+        return EngineStatistics(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + in_intake,
+            finished=self._counters["finished"],
+            aborted=self._counters["aborted"],
+            failed=self._counters["failed"],
+            preemptions=counters["preemptions"],
+            kv_blocks_total=scheduler.pool.num_blocks,
+            kv_blocks_free=scheduler.pool.num_free,
+            kv_blocks_cached=scheduler.pool.num_cached,
+            prefix_query_tokens=counters["prefix_query_tokens"],
+            prefix_hit_tokens=counters["prefix_hit_tokens"],
+            encoder_cache_capacity_bytes=cache.capacity_bytes,
+            encoder_cache_used_bytes=cache.capacity_bytes - cache.free_bytes,
+            encoder_cache_entries=len(cache),
+            encoder_cache_referenced=cache.num_referenced,
+            encoder_cache_hits=counters["encoder_hits"],
+            encoder_cache_misses=scheduler.media.counters["encoder_misses"],
+            encoder_cache_evictions=cache.num_evictions,
+            encoder_items_run=self._encoder.num_items_run,
+            processor_cache_capacity_bytes=processed.capacity_bytes,
+            processor_cache_used_bytes=processed.used_bytes,
+            processor_cache_entries=processed.entries,
+            processor_cache_hits=processed.hits,
+            processor_cache_misses=processed.misses,
+            stages=self.instruments.stages(),
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. The engine uses it on another thread: copy it for heavy use."""
+        self._check_open()
+        return self._parts.front.info.get_tokenizer()
+
+    @property
+    def processor(self) -> Any:
+        """The model's multimodal processor (`BaseMultiModalProcessor`)."""
+        self._check_open()
+        return self._parts.front
+
+    # ---- checks
+
+    def _check_loop(self) -> None:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not self._loop:
+            raise WrongLoopError(
+                "an engine belongs to the event loop that started it; call it from there, or start "
+                "another engine in this loop"
+            )
+
+    def _check_open(self) -> None:
+        if self._loop is not None:
+            self._check_loop()
+        if self._dead is not None:
+            raise EngineDeadError("the engine has died; start a new one") from self._dead
+        if not self._is_open:
+            raise EngineClosedError("the engine is not running; use it inside 'async with'")
+
+    def _refuse_overload(self) -> None:
+        most = self.config.max_queued_requests
+        queued = len(self._tickets) - self._scheduler.num_running
+        if most is not None and queued >= most:
+            raise OverloadedError(
+                f"{queued} requests are waiting already (max_queued_requests={most}); try later"
+            )
+
+    # ---- a request's way
+
+    async def _admit(self, ticket: Ticket, prompt: Prompt) -> None:
+        try:
+            request = await self._intake.prepare(ticket, prompt)
+            self._scheduler.submit(request)
+        except Exception as error:
+            # The step loop is not concerned: whatever it is, it is this request's error.
+            ticket.intake = None
+            if not ticket.has_ended:
+                self._fail(ticket, error)
+            return
+        ticket.request = request
+        ticket.stamp("admitted")
+        self._changed.set()
+
+    def _fail(self, ticket: Ticket, error: BaseException) -> None:
+        """End a request with an error."""
+        self._counters["aborted" if isinstance(error, RequestAbortedError) else "failed"] += 1
+        ticket.fail(error)
+        self._release(ticket)
+
+    def _abandon(self, request_id: str) -> None:
+        """The reader has closed the stream before the end."""
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            self._fail(ticket, RequestAbortedError("the stream was closed"))
+
+    def _release(self, ticket: Ticket) -> None:
+        """Give back all that an ended request held."""
+        del self._tickets[ticket.request_id]
+        if ticket.request_id in self._scheduler:
+            self._scheduler.end(ticket.request_id)
+        if ticket.intake is not None:
+            ticket.intake.cancel()
+        self._encoder.forget(ticket)
+        self._changed.set()
+
+    # ---- the step loop
+
+    async def _serve(self, started: asyncio.Future[None]) -> None:
+        async with asyncio.TaskGroup() as self._tasks:
+            started.set_result(None)
+            try:
+                await self._step_loop()
+            except Exception as error:
+                self._die(error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.create_task(self._guard(work))
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """The device or the engine itself is broken: every open stream says so."""
+        self._dead = self._dead or error
+        for ticket in list(self._tickets.values()):
+            dead = EngineDeadError("the engine has died; start a new one")
+            dead.__cause__ = error
+            self._fail(ticket, dead)
+
+    async def _step_loop(self) -> None:
+        scheduler, device, runner = self._scheduler, self._device, self._parts.runner
+        in_flight: list[tuple[StepPlan, asyncio.Future[Any]]] = []
+        while True:
+            self._changed.clear()
+            if in_flight and in_flight[0][1].done():
+                self._commit(*in_flight.pop(0))
+            plan = scheduler.schedule() if len(in_flight) <= device.run_ahead else None
+            if plan is not None:
+                handle = device.submit_step(partial(timed, runner.step, plan))
+                handle.add_done_callback(lambda _: self._changed.set())
+                in_flight.append((plan, handle))
+                if len(in_flight) <= device.run_ahead:
+                    self._changed.set()
+            elif not in_flight:
+                device.rest()
+            media = scheduler.schedule_media(can_encode=self._encoder.can_encode)
+            self._encoder.start(media)
+            if scheduler.is_stalled:
+                raise RuntimeError("requests are pending and nothing can move them")
+            await self._changed.wait()
+
+    def _commit(self, plan: StepPlan, handle: asyncio.Future[Any]) -> None:
+        """Take a step's result and hand its tokens to their streams."""
+        result, start, end = handle.result()
+        self.instruments.record(
+            StageSpan(
+                "step",
+                start,
+                end,
+                tuple(s.request_id for s in plan.sequences),
+                f"{plan.num_tokens} tokens",
+            )
+        )
+        for advance in self._scheduler.commit(plan, result.token_ids):
+            ticket = self._tickets[advance.request_id]
+            ticket.deliver(advance)
+            if ticket.has_ended:
+                self._counters["finished"] += 1
+                self._release(ticket)
+
+
+def _load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
+    loaded: Loaded = import_module("aioengine.loading").load(model, config)
+    import_module("aioengine.intake")  # so that nothing is left to import on the loop
+    return loaded
+
+
+def _read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Prompt:
+    """Any accepted form of a prompt as a `Prompt`, with `media` added to its own.
+
+    Raises InvalidRequestError.
+    """
+    read = _as_prompt(prompt)
+    given = [n for n in ("text", "token_ids", "messages") if getattr(read, n) is not None]
+    if len(given) != 1:
+        raise InvalidRequestError(
+            f"a prompt has exactly one of text, token_ids and messages, not {len(given)}",
+            parameter="prompt",
+            value=len(given),
+        )
+    for name in ("encoder_text", "encoder_token_ids", "decoder_text", "decoder_token_ids"):
+        if getattr(read, name) is not None:
+            raise InvalidRequestError(
+                f"{name} is for encoder-decoder models, which are not built yet", parameter=name
+            )
+    merged: dict[str, list[Any]] = {}
+    for source in (read.media, media):
+        for modality, items in source.items():
+            if not isinstance(items, list | tuple):
+                raise InvalidRequestError(
+                    f"{modality}s must be a list, not {type(items).__name__}",
+                    parameter=f"{modality}s",
+                    value=type(items).__name__,
+                )
+            merged.setdefault(modality, []).extend(items)
+    merged = {modality: items for modality, items in merged.items() if items}
+    if merged and read.messages is not None:
+        raise InvalidRequestError(
+            "chat messages carry their media in their parts; give none beside them",
+            parameter=f"{next(iter(merged))}s",
+        )
+    return replace(read, media=merged)
+
+
+def _as_prompt(prompt: Any) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if hasattr(prompt, "tolist"):  # an array or a tensor of ids
+        return Prompt(token_ids=prompt.tolist())
+    if isinstance(prompt, list | tuple):
+        if prompt and isinstance(prompt[0], Mapping):
+            return Prompt(messages=prompt)
+        return Prompt(token_ids=prompt)
+    raise InvalidRequestError(
+        f"prompt must be text, token ids, chat messages or a Prompt, not {type(prompt).__name__}",
+        parameter="prompt",
+        value=type(prompt).__name__,
+    )

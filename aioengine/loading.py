@@ -1,0 +1,144 @@
+"""From a folder to a running model: everything that needs torch before the first request.
+
+Runs on the device's launch thread. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from aioengine.config import EngineConfig
+from aioengine.errors import EngineError, ModelLoadError
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.registry import resolve
+from aioengine.plan import Limits
+from aioengine.processors.info import ProcessingContext, load_context
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.runner import Runner
+from aioengine.sizing import resolve_limits
+
+__all__ = ["Loaded", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine is made of.
+
+    `processors`: one for each media worker; `front`: the one that tokenises and lays out.
+    `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows.
+    """
+
+    runner: Runner
+    limits: Limits
+    front: BaseMultiModalProcessor
+    processors: tuple[BaseMultiModalProcessor, ...]
+    eos_token_ids: frozenset[int]
+    row_bytes: int
+    num_embeddings: int
+
+
+def load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
+    """Load weights, tokenizer and processors. Blocks for seconds. Raises ModelLoadError."""
+    try:
+        return _load(model, config)
+    except EngineError:
+        raise
+    except Exception as error:  # whatever a checkpoint can make transformers raise
+        raise ModelLoadError(
+            f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
+        ) from error
+
+
+def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
+    hf_config = transformers.AutoConfig.from_pretrained(
+        path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    model_class = resolve(hf_config.architectures)
+    device = _device(config.device)
+    context = load_context(
+        path,
+        hf_config=hf_config,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        limit_mm_per_prompt=config.limit_mm_per_prompt,
+        mm_processor_kwargs=config.mm_processor_kwargs,
+    )
+    front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
+    model = model_class.load(
+        path,
+        hf_config=hf_config,
+        dtype=_dtype(config.dtype, hf_config),
+        device=device,
+        revision=config.revision,
+        max_model_len=config.max_model_len,
+    )
+    limits = resolve_limits(
+        config,
+        kv_groups=model.kv_groups,
+        itemsize=model.dtype.itemsize,
+        hidden_size=model.hidden_size,
+        max_position_embeddings=model.max_position_embeddings,
+        max_item_rows=_max_item_rows(front, config),
+        device=device,
+    )
+    return Loaded(
+        runner=Runner(model, limits),
+        limits=limits,
+        front=front,
+        processors=tuple(_clone(model_class, context) for _ in range(config.num_processor_workers)),
+        eos_token_ids=_eos_token_ids(model),
+        row_bytes=model.hidden_size * model.dtype.itemsize,
+        num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
+    )
+
+
+def _clone(
+    model_class: type[TransformersModel], context: ProcessingContext
+) -> BaseMultiModalProcessor:
+    return MULTIMODAL_REGISTRY.create_processor(model_class, context.clone())
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelLoadError(f"device {name!r:.40} is not known; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError(f"device {name!r:.40} was asked for, but there is no CUDA device")
+    return device
+
+
+def _dtype(name: str, hf_config: Any) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    for config in (hf_config, hf_config.get_text_config()):
+        found = getattr(config, "dtype", None)
+        if isinstance(found, str):
+            found = getattr(torch, found, None)
+        if isinstance(found, torch.dtype):
+            return found
+    return torch.float32
+
+
+def _max_item_rows(processor: BaseMultiModalProcessor, config: EngineConfig) -> int:
+    info = processor.info
+    counts = {modality: 1 for modality in info.get_supported_mm_limits()}
+    largest = info.get_mm_max_tokens_per_item(config.max_model_len or 0, counts) or {}
+    return max(largest.values(), default=0)
+
+
+def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
+    for config in (model.model.generation_config, model.text_config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()

@@ -1,0 +1,159 @@
+"""From plans to tensors: owns the model, the KV pages and the encoder rows on the device.
+
+Every method runs on the device's launch thread, one at a time, so nothing here is locked. The
+runner follows plans to the letter and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.attention import AttentionMetadata, build_metadata, select_backend
+from aioengine.models.adapter import TransformersModel
+from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
+from aioengine.sampler import sample
+
+__all__ = ["Runner", "StepResult"]
+
+Features = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One token id for each sequence of the plan that samples, in the plan's order."""
+
+    token_ids: list[int]
+
+
+class Runner:
+    """One engine's hands on the device."""
+
+    def __init__(self, model: TransformersModel, limits: Limits) -> None:
+        self.model = model
+        self._limits = limits
+        self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
+        model.bind(_allocate_pages(model, limits), select_backend("auto", model.device))
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one step of the decoder and sample."""
+        # Attention takes single tokens as one batch, and wants them first.
+        sequences = sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
+        starts = [s.start for s in sequences]
+        ends = [s.end for s in sequences]
+        metadata = self._metadata(sequences, starts, ends)
+        positions = self.model.positions_for(starts, ends).to(self.model.device)
+        hidden = self.model.forward(self._embed(sequences), positions, metadata)
+        sampling = [(i, s) for i, s in enumerate(sequences) if s.samples]
+        if not sampling:
+            return StepResult([])
+        last = [sum(metadata[0].query_lens[: i + 1]) - 1 for i, _ in sampling]
+        logits = self.model.compute_logits(hidden[torch.tensor(last, device=hidden.device)])
+        chosen = [s for _, s in sampling]
+        token_ids = sample(logits, [s.sampling for s in chosen], [s.output_index for s in chosen])
+        by_request = dict(zip((s.request_id for s in chosen), token_ids.tolist(), strict=True))
+        return StepResult([by_request[s.request_id] for s in plan.sequences if s.samples])
+
+    @torch.inference_mode()
+    def encode(
+        self, plan: EncodePlan, features: Sequence[Features]
+    ) -> list[tuple[str, Exception | None]]:
+        """Run the encoder over the plan's items and keep their rows.
+
+        Returns each key with None or what went wrong with that item; the others are unharmed.
+        """
+        self.drop(plan.evicted)
+        try:
+            encoded: list[Tensor | Exception] = list(self.model.encode(plan.modality, features))
+        except Exception:
+            encoded = [self._encode_alone(plan.modality, item) for item in features]
+        outcomes: list[tuple[str, Exception | None]] = []
+        for key, num_rows, rows in zip(plan.keys, plan.num_rows, encoded, strict=True):
+            error = rows if isinstance(rows, Exception) else _check_rows(rows, num_rows)
+            if isinstance(rows, Tensor) and error is None:
+                self._rows[key] = rows
+            outcomes.append((key, error))
+        return outcomes
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget the rows of evicted items."""
+        for key in keys:
+            self._rows.pop(key, None)
+
+    def _encode_alone(self, modality: str, item: Features) -> Tensor | Exception:
+        """One item of a batch that failed: the fault has to be told from its neighbours."""
+        try:
+            return self.model.encode(modality, [item])[0]
+        except Exception as error:
+            return error
+
+    def _metadata(
+        self, sequences: Sequence[SequencePlan], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[AttentionMetadata]:
+        return [
+            build_metadata(
+                block_size=self._limits.block_size,
+                block_tables=[s.block_tables[group] for s in sequences],
+                starts=starts,
+                ends=ends,
+                device=self.model.device,
+            )
+            for group in range(self._limits.num_groups)
+        ]
+
+    def _embed(self, sequences: Sequence[SequencePlan]) -> Tensor:
+        """Embeddings [T, hidden] of the step's tokens, encoder rows in their places."""
+        device = self.model.device
+        token_ids = [token for s in sequences for token in s.token_ids]
+        ids = torch.tensor(token_ids, device=device)
+        pieces: list[Tensor] = []
+        is_row = torch.zeros(len(token_ids), dtype=torch.bool)
+        base = 0
+        for sequence in sequences:
+            for piece in sequence.rows:
+                pieces.append(self._rows[piece.key][piece.row : piece.row + piece.count])
+                is_row[base + piece.position : base + piece.position + piece.count] = True
+            base += len(sequence.token_ids)
+        if not pieces:
+            return self.model.embed_input_ids(ids)
+        return self.model.embed_input_ids(ids, pieces, is_row.to(device))
+
+
+def _check_rows(rows: Tensor, num_rows: int) -> Exception | None:
+    if len(rows) == num_rows:
+        return None
+    return ValueError(f"the encoder gave {len(rows)} rows where the layout has {num_rows}")
+
+
+def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tensor, Tensor]]:
+    """Key and value pages per layer, views of one pool of bytes.
+
+    A block is one page, which holds the block's keys and values of all layers of its group; all
+    groups draw pages from the same pool.
+    """
+    itemsize = model.dtype.itemsize
+    page_bytes = max(g.block_bytes(limits.block_size, itemsize) for g in model.kv_groups)
+    page_numbers = page_bytes // itemsize
+    pool = torch.empty(limits.num_blocks * page_numbers, dtype=model.dtype, device=model.device)
+
+    def view(offset: int, heads: int, dim: int) -> Tensor:
+        size = (limits.num_blocks, limits.block_size, heads, dim)
+        return pool.as_strided(size, (page_numbers, heads * dim, dim, 1), offset)
+
+    pages = []
+    for group, index in model.layer_groups:
+        spec = model.kv_groups[group]
+        keys = limits.block_size * spec.num_kv_heads * spec.key_dim
+        values = limits.block_size * spec.num_kv_heads * spec.value_dim
+        offset = index * (keys + values)
+        pages.append(
+            (
+                view(offset, spec.num_kv_heads, spec.key_dim),
+                view(offset + keys, spec.num_kv_heads, spec.value_dim),
+            )
+        )
+    return pages

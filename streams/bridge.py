@@ -1,0 +1,66 @@
+"""The one door from other threads into an event loop.
+
+Calls queue up under one lock and wake the loop once per batch. The closed-check and the enqueueing
+happen under the same lock, so that a call that returns True is certain to run as long as the loop
+does; after `close()`, or when the loop itself is closed, calls return False. Method: trio's entry
+queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["LoopBridge"]
+
+
+class LoopBridge:
+    """Runs callables on `loop`, in the order in which threads hand them in."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = threading.Lock()
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_awake = False
+        self._is_closed = False
+
+    def call(self, function: Callable[..., object], *args: Any) -> bool:
+        """Have `function(*args)` run on the loop soon. From any thread; never blocks.
+
+        Returns whether it will run. An exception in it goes to the loop's exception handler.
+        """
+        with self._lock:
+            if self._is_closed:
+                return False
+            self._calls.append((function, args))
+            if self._is_awake:
+                return True
+            try:
+                self.loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:  # the loop is closed
+                self._is_closed = True
+                self._calls.clear()
+                return False
+            self._is_awake = True
+            return True
+
+    def close(self) -> None:
+        """Refuse further calls; those already accepted still run. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+
+    def _drain(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, deque()
+            self._is_awake = False
+        while calls:
+            function, args = calls.popleft()
+            try:
+                function(*args)
+            except Exception as error:
+                self.loop.call_exception_handler(
+                    {"message": "a call from another thread failed", "exception": error}
+                )

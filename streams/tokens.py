@@ -1,0 +1,203 @@
+"""Token streams: a mailbox between the engine, which never waits, and a reader, who may.
+
+A reader who falls behind gets merged deltas: nothing is lost and nobody is slowed. An error comes
+after the tokens before it. A stream is a resource: closing it early ends the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from aioengine.errors import RequestAbortedError
+from aioengine.types import Delta, RequestOutput
+
+__all__ = ["StreamStatistics", "TokenSink", "TokenStream", "open_stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatistics:
+    """`deltas_pushed` by the engine, `deltas_received` by the reader: the rest were merged."""
+
+    deltas_pushed: int
+    deltas_received: int
+    is_closed: bool
+
+
+class _Mailbox:
+    """What sink and stream share."""
+
+    def __init__(self, close_request: Callable[[], object]) -> None:
+        self.close_request = close_request
+        self.pending: dict[int, Delta] = {}
+        self.output: RequestOutput | None = None
+        self.error: BaseException | None = None
+        self.is_closed = False
+        self.num_pushed = 0
+        self.num_received = 0
+        self.waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_closed or self.output is not None or self.error is not None
+
+    def wake(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait for the next change."""
+        waiter = asyncio.get_running_loop().create_future()
+        self.waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self.waiters.discard(waiter)
+
+
+class TokenSink:
+    """The engine's end. No method waits; after the end, further calls do nothing."""
+
+    def __init__(self, mailbox: _Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def push(self, delta: Delta) -> None:
+        """Hand over new text and tokens."""
+        box = self._mailbox
+        if box.has_ended:
+            return
+        waiting = box.pending.get(delta.index)
+        box.pending[delta.index] = delta if waiting is None else _merge(waiting, delta)
+        box.num_pushed += 1
+        box.wake()
+
+    def finish(self, output: RequestOutput) -> None:
+        """The request has ended well."""
+        if not self._mailbox.has_ended:
+            self._mailbox.output = output
+            self._mailbox.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The request has ended with an error."""
+        if not self._mailbox.has_ended:
+            self._mailbox.error = error
+            self._mailbox.wake()
+
+
+class TokenStream:
+    """The reader's end: `async for delta in stream`, then `await stream.result()`."""
+
+    def __init__(self, request_id: str, mailbox: _Mailbox) -> None:
+        self.request_id = request_id
+        self._mailbox = mailbox
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self.receive()
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
+
+    async def receive(self) -> Delta | None:
+        """The next delta, or None at the end. Raises the request's error, once all tokens are out.
+
+        Several tokens that came since the last call are one delta.
+        """
+        box = self._mailbox
+        while not box.pending and not box.has_ended:
+            await box.wait()
+        return self._take()
+
+    def receive_nowait(self) -> Delta | None:
+        """What is there now, or None. Raises the request's error, once all tokens are out."""
+        return self._take()
+
+    def _take(self) -> Delta | None:
+        box = self._mailbox
+        if box.pending and not box.is_closed:
+            box.num_received += 1
+            return box.pending.pop(next(iter(box.pending)))
+        if box.error is not None:
+            raise box.error
+        return None
+
+    async def result(self) -> RequestOutput:
+        """Wait for the end and return the whole output; deltas need not have been read.
+
+        Raises the request's error; RequestAbortedError if the stream was closed before the end.
+        """
+        box = self._mailbox
+        while not box.has_ended:
+            await box.wait()
+        if box.output is not None:
+            return box.output
+        if box.error is not None:
+            raise box.error
+        raise RequestAbortedError(f"the stream of request {self.request_id!r} was closed")
+
+    def close(self) -> None:
+        """Stop reading; a request that has not ended is ended at once. Idempotent."""
+        box = self._mailbox
+        if not box.has_ended:
+            box.is_closed = True
+            box.close_request()
+            box.wake()
+        box.pending.clear()
+
+    async def aclose(self) -> None:
+        """`close()`, for those who expect to await it."""
+        self.close()
+        await asyncio.sleep(0)
+
+    def statistics(self) -> StreamStatistics:
+        """A snapshot of the stream's counters."""
+        box = self._mailbox
+        return StreamStatistics(box.num_pushed, box.num_received, box.is_closed)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._mailbox.has_ended:
+            warnings.warn(
+                f"a TokenStream (request {self.request_id!r}) was dropped before its end; use "
+                f"'async with' or close() it",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+
+def open_stream(
+    request_id: str, close_request: Callable[[], object]
+) -> tuple[TokenSink, TokenStream]:
+    """The two ends of a new stream. `close_request()` is called if the reader closes it early."""
+    mailbox = _Mailbox(close_request)
+    return TokenSink(mailbox), TokenStream(request_id, mailbox)
+
+
+def _merge(first: Delta, second: Delta) -> Delta:
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = (first.logprobs or ()) + (second.logprobs or ())
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=logprobs,
+    )
