@@ -1,0 +1,123 @@
+"""How much faster the gather backend is than the reference, on shapes of a small served model.
+
+    python benchmarks/attention.py [--pairs 15] [--dtype float32] [--heads 16 --kv-heads 8 --dim 64]
+
+Both backends run in turn in one process, so a busy machine slows both: the ratios hold where the
+milliseconds do not. The last line is JSON; times are medians in milliseconds, ratios are medians
+over the pairs of reference time / gather time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.attention import AttentionMetadata, build_metadata, select_backend
+
+BLOCK_SIZE = 32
+CASES: dict[str, list[tuple[int, int]]] = {
+    "decode_16x300": [(299, 300)] * 16,
+    "decode_16x100to500": [(100 + 25 * i, 101 + 25 * i) for i in range(16)],
+    "prefill_512_of_1536": [(1024, 1536)],
+    "prefill_512_first": [(0, 512)],
+    "mixed": [(299, 300)] * 8 + [(0, 256)],
+}
+
+
+def make_step(
+    chunks: Sequence[tuple[int, int]], args: argparse.Namespace
+) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, Tensor, Tensor]:
+    """Query, new keys, new values, metadata and the caches of one layer, shuffled blocks."""
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    counts = [-(-end // BLOCK_SIZE) for _, end in chunks]
+    blocks = list(range(sum(counts)))
+    random.Random(0).shuffle(blocks)
+    numel = BLOCK_SIZE * args.kv_heads * args.dim
+    # Four layers in a page, as in a pool: a layer's blocks are not next to each other.
+    pool = torch.randn(len(blocks), 8 * numel).to(dtype).to(device)
+    shape = (len(blocks), BLOCK_SIZE, args.kv_heads, args.dim)
+    meta = build_metadata(
+        block_size=BLOCK_SIZE,
+        block_tables=[[blocks.pop() for _ in range(count)] for count in counts],
+        starts=[start for start, _ in chunks],
+        ends=[end for _, end in chunks],
+        device=device,
+    )
+    new = torch.randn(3, meta.num_tokens, args.heads, args.dim).to(dtype).to(device)
+    return (
+        new[0],
+        new[1, :, : args.kv_heads].contiguous(),
+        new[2, :, : args.kv_heads].contiguous(),
+        meta,
+        pool[:, :numel].view(shape),
+        pool[:, numel : 2 * numel].view(shape),
+    )
+
+
+def elapsed_ms(run: Callable[[], object], device: str) -> float:
+    start = time.perf_counter()
+    run()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict[str, float]:
+    """One case: layers of a step through both backends, in alternating order."""
+    query, key, value, meta, key_cache, value_cache = make_step(chunks, args)
+    scale = args.dim**-0.5
+
+    def step(name: str) -> Callable[[], None]:
+        backend = select_backend(name)
+
+        def run() -> None:
+            # What is derived once a step is derived again, for four layers.
+            fresh = replace(meta, scratch={})
+            for _ in range(4):
+                backend.write_kv(key, value, key_cache, value_cache, fresh)
+                backend.attend(query, key_cache, value_cache, fresh, scale=scale)
+
+        return run
+
+    runs = {name: step(name) for name in ("gather", "reference")}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for pair in range(-2, args.pairs):
+        for name in sorted(runs, reverse=pair % 2 == 0):
+            spent = elapsed_ms(runs[name], args.device) / 4
+            if pair >= 0:
+                times[name].append(spent)
+    ratios = [r / g for r, g in zip(times["reference"], times["gather"], strict=True)]
+    return {
+        "gather_ms": round(statistics.median(times["gather"]), 3),
+        "reference_ms": round(statistics.median(times["reference"]), 3),
+        "ratio": round(statistics.median(ratios), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        results = {name: compare(chunks, args) for name, chunks in CASES.items()}
+    for name, result in results.items():
+        print(f"{name:22s} {result}")
+    print(json.dumps({"settings": vars(args), "per_layer": results}))
+
+
+if __name__ == "__main__":
+    main()
