@@ -211,10 +211,7 @@ class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
         self, modality: str, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, _Field]
     ) -> None:
         self.modality = modality
-        self._tensors = {
-            name: tensor.detach().clone(memory_format=torch.contiguous_format)
-            for name, tensor in tensors.items()
-        }
+        self._tensors = {name: _copy(tensor) for name, tensor in tensors.items()}
         self._fields = {name: fields[name] for name in tensors}
         self.num_bytes: int = sum(tensor.nbytes for tensor in self._tensors.values())
 
@@ -246,6 +243,14 @@ class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}={tuple(value.shape)}" for name, value in self.items())
         return f"MultiModalKwargsItem({self.modality}: {shapes})"
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:  # numpy has no such type.
+        return tensor.clone(memory_format=torch.contiguous_format)
+    # Not clone(): it wakes torch's whole thread pool for a copy of a megabyte.
+    return torch.from_numpy(tensor.numpy().copy(order="C"))
 
 
 class MultiModalKwargs(Mapping[str, FieldData]):

@@ -20,6 +20,7 @@ from aioengine.processors.media.pixels import (
     Array,
     PixelError,
     array_to_image,
+    blank,
     hash_pixels,
     orient,
     to_rgb,
@@ -35,6 +36,11 @@ ACCEPTED = (
 # Pillow decodes a lazily opened picture on first use, and not safely from two threads at once. The
 # same object may be part of two requests, so its loading is guarded by one of a few locks.
 _LOAD_LOCKS = tuple(threading.Lock() for _ in range(64))
+
+
+# Their readers decode a picture in one go into the memory that they find.
+_PLAIN_FORMATS = {"JPEG", "MPO", "PNG", "BMP", "WEBP"}
+_PLAIN_MODES = {"RGB", "RGBA", "L", "CMYK"}
 
 
 class ImageSource(ABC):
@@ -151,6 +157,9 @@ class _EncodedImage(ImageSource):
 
     def _pixels(self, header: ImageHeader) -> Image.Image:
         image = self._open()
+        if image.format in _PLAIN_FORMATS and image.mode in _PLAIN_MODES:
+            # Pillow's reader would make room itself, and hold the GIL while it clears it.
+            image.im = blank(image.mode, image.size).im
         image.load()
         return image
 

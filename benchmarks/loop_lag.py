@@ -1,0 +1,214 @@
+"""How long the event loop is held up while pictures are decoded and processed on worker threads.
+
+32 JPEGs of 3840 x 2160 go through the engine's own stages (header, identity, decode, HF processor)
+on two worker threads, while a probe on the main thread's asyncio loop sleeps a millisecond at a
+time and notes how late it wakes. A control process beside it does the same without a GIL to share:
+what it suffers is the machine's doing, so "quiet" lags leave out those that overlap a control lag
+of 2 ms or more. The last line is JSON: milliseconds, and pictures per second.
+
+    python benchmarks/loop_lag.py [--images 32] [--workers 2] [--stage all] [--image-size 336]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from aioengine.config import MediaConfig
+from aioengine.processors.info import load_context
+from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
+from aioengine.processors.media.image import open_image
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+
+TICK_S = 0.001
+Lag = tuple[float, float]
+"""When a sleep was due to end, and when it did, on the monotonic clock."""
+
+CONTROL = """
+import sys, threading, time
+stop = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+while not stop.is_set():
+    due = time.perf_counter() + 0.001
+    time.sleep(0.001)
+    now = time.perf_counter()
+    if now - due >= 0.002:
+        print(due, now)
+"""
+
+
+def make_jpeg(seed: int, size: tuple[int, int] = (3840, 2160)) -> bytes:
+    """A photograph's worth of detail: smooth noise in several octaves."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (135, 240, 3), dtype=np.uint8))
+    picture = small.resize(size, Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def save_model(folder: Path, image_size: int) -> None:
+    """The processing files of a LLaVA with a full-size tower, without weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    tokenizer_object = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer_object.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_object, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=image_size, patch_size=14),
+        text_config=LlamaConfig(),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        architectures=["LlavaForConditionalGeneration"],
+    )
+    side = {"height": image_size, "width": image_size}
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=side),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_worker(folder: Path) -> Any:
+    """One worker's own processor."""
+    from transformers import AutoConfig
+
+    from aioengine.models.llava import Llava
+
+    context = load_context(folder, hf_config=AutoConfig.from_pretrained(folder))
+    return MULTIMODAL_REGISTRY.create_processor(Llava, context)
+
+
+def run_stages(data: bytes, stage: str, processor: Any) -> None:
+    """One picture through the stages; "hf" calls the HF processor on Pillow's own decoding."""
+    if stage == "hf":
+        image = Image.open(io.BytesIO(data))
+        hf_processor = processor.info.get_hf_processor()
+        hf_processor(text="<image>", images=[image], return_tensors="pt")
+        return
+    source = open_image(data, MediaConfig(), parameter="images[0]")
+    source.identity()
+    if stage == "header":
+        return
+    picture = source.decode()
+    if stage == "decode":
+        return
+    processor.process(MultiModalDataItems({"image": ImageProcessorItems([picture])}), {})
+
+
+async def probe(lags: list[Lag]) -> None:
+    """Notes how late each of many short sleeps ends, until cancelled."""
+    while True:
+        due = time.perf_counter() + TICK_S
+        await asyncio.sleep(TICK_S)
+        lags.append((due, time.perf_counter()))
+
+
+async def measure(jobs: list[Callable[[], None]], workers: int) -> tuple[list[Lag], float]:
+    """Runs the jobs on the workers; the probe's lags and the seconds that all took."""
+    loop = asyncio.get_running_loop()
+    lags: list[Lag] = []
+    with ThreadPoolExecutor(workers) as pool:
+        task = asyncio.create_task(probe(lags))
+        await asyncio.sleep(0.05)
+        lags.clear()
+        start = time.perf_counter()
+        await asyncio.gather(*(loop.run_in_executor(pool, job) for job in jobs))
+        seconds = time.perf_counter() - start
+        task.cancel()
+    return lags, seconds
+
+
+def measure_beside_control(
+    jobs: list[Callable[[], None]], workers: int
+) -> tuple[list[Lag], list[Lag], float]:
+    """The probe's lags, the control process's, and the seconds that all took."""
+    command = [sys.executable, "-c", CONTROL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as control:
+        time.sleep(0.2)
+        lags, seconds = asyncio.run(measure(jobs, workers))
+        output, _ = control.communicate()
+    pairs = [line.split() for line in output.decode().splitlines()]
+    return lags, [(float(due), float(now)) for due, now in pairs], seconds
+
+
+def milliseconds(lags: list[Lag]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """How late each sleep ended."""
+    return np.array([now - due for due, now in lags] or [0.0]) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--images", type=int, default=32)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--image-size", type=int, default=336)
+    parser.add_argument("--stage", choices=["all", "header", "decode", "hf", "idle"], default="all")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_model(folder, arguments.image_size)
+        idle_workers = [make_worker(folder) for _ in range(arguments.workers)]
+    pictures = [make_jpeg(seed) for seed in range(min(arguments.images, 8))]
+
+    def job(index: int) -> Callable[[], None]:
+        def run() -> None:
+            worker = idle_workers.pop()
+            try:
+                if arguments.stage == "idle":
+                    time.sleep(0.1)
+                else:
+                    run_stages(pictures[index % len(pictures)], arguments.stage, worker)
+            finally:
+                idle_workers.append(worker)
+
+        return run
+
+    warm_up = [job(index) for index in range(arguments.workers)]
+    asyncio.run(measure(warm_up, arguments.workers))
+    jobs = [job(index) for index in range(arguments.images)]
+    lags, control, seconds = measure_beside_control(jobs, arguments.workers)
+    quiet = [lag for lag in lags if not any(due < lag[1] and lag[0] < now for due, now in control)]
+    lags_ms, quiet_ms = milliseconds(lags), milliseconds(quiet)
+    result = {
+        "benchmark": "loop_lag",
+        "stage": arguments.stage,
+        "images": arguments.images,
+        "workers": arguments.workers,
+        "lag_ms_p50": round(float(np.percentile(lags_ms, 50)), 2),
+        "lag_ms_p99": round(float(np.percentile(lags_ms, 99)), 2),
+        "lag_ms_max": round(float(lags_ms.max()), 2),
+        "quiet_lag_ms_p99": round(float(np.percentile(quiet_ms, 99)), 2),
+        "quiet_lag_ms_max": round(float(quiet_ms.max()), 2),
+        "control_lag_ms_max": round(float(milliseconds(control).max()), 2),
+        "images_per_s": round(arguments.images / seconds, 2),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
