@@ -1,10 +1,9 @@
 """Paged attention in plain PyTorch, fast: gather the pages' rows, then dense kernels.
 
 Sequences with one new token are batched: their context rows are gathered into one padded
-[sequences, length] batch (sorted by length and cut into buckets, so that little is padding and the
-gathered rows stay in the processor's cache) and attended to in one call. Other chunks run one
-sequence at a time. Query heads that share a key head ride along as a dimension of their own, so
-keys and values are never repeated.
+[sequences, length] batch (by length, in a few buckets, so that little of it is padding) and
+attended to in one call. Other chunks run one sequence at a time. Query heads that share a key head
+ride along as a dimension of their own, so keys and values are never repeated.
 
 PyTorch's fused kernel does the arithmetic; logit soft-capping and attention sinks, which it does
 not know, are spelt out. Works on CPU and CUDA tensors.
@@ -29,8 +28,9 @@ from aioengine.kernels.reference import causal_mask
 
 __all__ = ["GatherBackend"]
 
-# Bytes of keys gathered for one batched call: about a core's share of the last-level cache.
-MAX_BUCKET_BYTES_CPU = 8 << 20
+# Bytes of keys gathered for one batched call. Smaller pieces would stay in a core's cache, but
+# every call costs a meeting of all threads, which on a busy machine is dearer.
+MAX_BUCKET_BYTES_CPU = 16 << 20
 MAX_BUCKET_BYTES_DEVICE = 256 << 20
 # Rows of scores that exist at a time where attention is spelt out.
 MAX_EXPLICIT_QUERIES = 256

@@ -161,11 +161,16 @@ class TransformersModel:
 
         `pixel_values` [n, 3, height, width] and whatever else transformers' `get_image_features`
         takes (and so for videos and audio); or `image_embeds`, rows that are there already, which
-        are passed through in the model's dtype.
+        are passed through in the model's dtype. A subclass may define the older
+        `get_multimodal_embeddings(**kwargs)` instead.
         """
         found = encoding.passed_through(kwargs, self.dtype, self.device)
         if found is not None:
             return found
+        older = getattr(self, "get_multimodal_embeddings", None)
+        if older is not None:
+            rows: MultiModalEmbeddings | None = older(**kwargs)
+            return [] if rows is None else rows
         return encoding.encode_batch(self.model, kwargs, self.dtype, self.device)
 
     def embed_input_ids(
@@ -176,8 +181,14 @@ class TransformersModel:
     ) -> Tensor:
         """Embeddings [T, hidden] of `input_ids` [T], encoder rows where `is_multimodal` [T].
 
-        Ids under the mask may lie outside the embedding table.
+        Ids under the mask may lie outside the embedding table. A subclass may define the older
+        `get_input_embeddings(input_ids, multimodal_embeddings=None)` instead, which finds the
+        placeholders by their ids.
         """
+        older = getattr(self, "get_input_embeddings", None)
+        if older is not None:
+            embeds: Tensor = older(input_ids, multimodal_embeddings)
+            return embeds
         return self.embed(input_ids, multimodal_embeddings, is_multimodal)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -111,8 +111,8 @@ def encode_items(
     for members in batches.values():
         names = items[members[0]].keys()
         stacked = {name: torch.stack([items[i][name] for i in members]) for name in names}
-        rows.update(zip(members, embed_multimodal(**stacked), strict=True))
-    for found in rows.values():
-        if found.dim() != 2:
-            raise EngineError(f"an encoder gave {found.dim()}-D rows; they must be 2-D")
+        found = rows_by_item(embed_multimodal(**stacked), len(members))
+        if found is None:
+            raise EngineError(f"embed_multimodal gave no rows for each of {len(members)} items")
+        rows.update(zip(members, found, strict=True))
     return [rows[i] for i in range(len(items))]

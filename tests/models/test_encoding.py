@@ -12,7 +12,11 @@ from torch import Tensor
 from aioengine.errors import EngineError
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.encoding import encode_batch, encode_items, rows_by_item
-from aioengine.models.interfaces import SupportsMultiModal, merge_multimodal_embeddings
+from aioengine.models.interfaces import (
+    NestedTensors,
+    SupportsMultiModal,
+    merge_multimodal_embeddings,
+)
 from tests.tiny import IMAGE, NUM_IMAGE_TOKENS, tiny_llava, tiny_pixels
 
 ROWS = torch.arange(24.0).view(2, 3, 4)
@@ -120,6 +124,52 @@ def test_embeddings_by_mask() -> None:
     assert (embeds[1] == 7).all()
     assert (embeds[4] == 8).all()
     assert torch.equal(model.embed_input_ids(ids[:1]), table[1:2])
+
+
+class Guided(TransformersModel):
+    """A wrapper that speaks the older names of the model guide."""
+
+    def get_multimodal_embeddings(self, **kwargs: Tensor) -> Tensor | None:
+        pixels = kwargs.get("pixel_values")
+        return (
+            None
+            if pixels is None
+            else torch.stack(self.model.get_image_features(pixels).pooler_output)
+        )
+
+    def get_input_embeddings(
+        self, input_ids: Tensor, multimodal_embeddings: NestedTensors | None = None
+    ) -> Tensor:
+        embeds: Tensor = self.model.get_input_embeddings()(input_ids)
+        if multimodal_embeddings is not None:
+            embeds = merge_multimodal_embeddings(
+                input_ids=input_ids,
+                inputs_embeds=embeds,
+                multimodal_embeddings=multimodal_embeddings,
+                placeholder_token_id=IMAGE,
+            )
+        return embeds
+
+
+def test_the_older_names_are_accepted() -> None:
+    guided, plain = Guided(tiny_llava()), TransformersModel(tiny_llava())
+    items = [{"pixel_values": p.double()} for p in tiny_pixels(2)]
+    ids = torch.tensor([1, 5, *[IMAGE] * NUM_IMAGE_TOKENS, 6])
+    expected, actual = plain.encode("image", items), guided.encode("image", items)
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(
+        guided.embed_input_ids(ids, actual[:1], ids == IMAGE),
+        plain.embed_input_ids(ids, expected[:1], ids == IMAGE),
+    )
+    assert guided.embed_multimodal() == []
+
+
+@pytest.mark.parametrize("rows", [[], [torch.ones(2, 3)], torch.ones(3, 2, 3)])
+def test_a_wrong_number_of_items_is_the_encoders_fault(rows: Any) -> None:
+    items = [{"pixel_values": torch.zeros(1)}] * 2
+    with pytest.raises(EngineError, match="each of 2 items"):
+        encode_items(lambda **_: rows, items)
 
 
 def test_merging_by_placeholder_id() -> None:
