@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aioengine.kernels.attention import AttentionMetadata, build_metadata, select_backend
 from aioengine.models.adapter import TransformersModel
-from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
+from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.sampler import sample
 
 __all__ = ["Runner", "StepResult"]
@@ -36,6 +36,7 @@ class Runner:
         self.model = model
         self._limits = limits
         self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
+        self._sampled: dict[str, int] = {}  # request -> the token of the step before
         model.bind(_allocate_pages(model, limits), select_backend("auto", model.device))
 
     @torch.inference_mode()
@@ -49,14 +50,15 @@ class Runner:
         positions = self.model.positions_for(starts, ends).to(self.model.device)
         hidden = self.model.forward(self._embed(sequences), positions, metadata)
         sampling = [(i, s) for i, s in enumerate(sequences) if s.samples]
+        self._sampled = {}
         if not sampling:
             return StepResult([])
         last = [sum(metadata[0].query_lens[: i + 1]) - 1 for i, _ in sampling]
         logits = self.model.compute_logits(hidden[torch.tensor(last, device=hidden.device)])
         chosen = [s for _, s in sampling]
         token_ids = sample(logits, [s.sampling for s in chosen], [s.output_index for s in chosen])
-        by_request = dict(zip((s.request_id for s in chosen), token_ids.tolist(), strict=True))
-        return StepResult([by_request[s.request_id] for s in plan.sequences if s.samples])
+        self._sampled = dict(zip((s.request_id for s in chosen), token_ids.tolist(), strict=True))
+        return StepResult([self._sampled[s.request_id] for s in plan.sequences if s.samples])
 
     @torch.inference_mode()
     def encode(
@@ -108,7 +110,11 @@ class Runner:
     def _embed(self, sequences: Sequence[SequencePlan]) -> Tensor:
         """Embeddings [T, hidden] of the step's tokens, encoder rows in their places."""
         device = self.model.device
-        token_ids = [token for s in sequences for token in s.token_ids]
+        token_ids = [
+            self._sampled[s.request_id] if token == UNSAMPLED else token
+            for s in sequences
+            for token in s.token_ids
+        ]
         ids = torch.tensor(token_ids, device=device)
         pieces: list[Tensor] = []
         is_row = torch.zeros(len(token_ids), dtype=torch.bool)

@@ -1,0 +1,61 @@
+"""The host application of every test: one torch thread, and an eye on whoever holds the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aioengine
+
+PACKAGE = str(Path(aioengine.__file__).parent)
+ROOMS = ("processors", "models", "kernels", "streams")
+MAX_HELD_S = 0.050
+"""CPU time that one callback of ours may take on the loop's thread. Generous: machines differ, and
+the exact bound is the business of tests/aioengine/test_loop_free.py."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test in which one of our callbacks held the event loop."""
+    held: list[tuple[str, float]] = []
+    run = asyncio.events.Handle._run
+
+    def timed_run(handle: asyncio.events.Handle) -> None:
+        begin = time.thread_time()
+        run(handle)
+        took = time.thread_time() - begin
+        if took > MAX_HELD_S:
+            name = _owner(handle)
+            if name is not None:
+                held.append((name, took))
+
+    monkeypatch.setattr(asyncio.events.Handle, "_run", timed_run)
+    yield
+    assert not held, f"held the event loop: {held}"
+
+
+def _owner(handle: asyncio.events.Handle) -> str | None:
+    """Where the callback's code lies, if it is ours."""
+    callback: Any = handle._callback
+    task = getattr(callback, "__self__", None)
+    if isinstance(task, asyncio.Task):
+        coroutine: Any = task.get_coro()
+        code = getattr(coroutine, "cr_code", None)
+    else:
+        code = getattr(callback, "__code__", None)
+    if code is None:
+        return None
+    path = Path(code.co_filename)
+    ours = str(path).startswith(PACKAGE) or path.parent.name in ROOMS
+    return f"{path.name}:{code.co_firstlineno} {code.co_name}" if ours else None
