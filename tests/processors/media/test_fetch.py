@@ -1,0 +1,177 @@
+"""Fetching: every way in, every refusal typed, nothing read that should not be."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from aioengine.config import MediaConfig
+from aioengine.errors import MediaError
+from aioengine.processors.media.fetch import fetch
+
+CONFIG = MediaConfig()
+
+
+async def get(item: Any, config: MediaConfig = CONFIG, *, trusted: bool = True) -> object:
+    return await fetch(item, config, parameter="images[2]", trusted=trusted)
+
+
+async def refuse(item: Any, config: MediaConfig = CONFIG, *, trusted: bool = True) -> MediaError:
+    with pytest.raises(MediaError) as caught:
+        await get(item, config, trusted=trusted)
+    assert caught.value.parameter == "images[2]"
+    assert str(caught.value).startswith("images[2]")
+    return caught.value
+
+
+def data_url(data: bytes, head: str = "image/png;base64") -> str:
+    return f"data:{head},{base64.b64encode(data).decode()}"
+
+
+async def test_objects_pass_through() -> None:
+    for item in (b"bytes", Image.new("RGB", (1, 1)), None, 3):
+        assert await get(item, trusted=False) is item
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 1000, 49_150, 49_153, 300_001])
+async def test_data_urls(size: int) -> None:
+    data = os.urandom(size)
+    assert await get(data_url(data), trusted=False) == data
+    assert await get(data_url(data, "IMAGE/PNG;charset=x;BASE64")) == data
+    assert await get(data_url(data).replace("+", "%2B").replace("=", "%3D")) == data
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["data:image/png,abc", "data:;base64", "data:;base64,abc", "data:;base64,ab=c", "data:",
+     "data:;base64,a b\n", "data:;base64,\u00e9\u00e9\u00e9\u00e9", "data:" + "x" * 999 + ";base64,AA==",
+     "data:;base64," + "A" * 65532 + "AAA=" + "AAAA", "DATA:;base64,====="],
+)  # fmt: skip
+async def test_wrong_data_urls(url: str) -> None:
+    error = await refuse(url)
+    assert "AAAA" not in str(error)
+
+
+async def test_data_url_over_the_limit() -> None:
+    config = MediaConfig(max_image_bytes=10)
+    assert await get(data_url(b"x" * 10), config) == b"x" * 10
+    for size in (11, 12, 13, 100_000):
+        assert "max_image_bytes" in str(await refuse(data_url(b"x" * size), config))
+
+
+async def test_paths(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"data")
+    assert await get(file) == b"data"
+    assert await get(str(file)) == b"data"
+    for item in (file, str(file), "relative.png", "C:\\a.png"):
+        error = await refuse(item, trusted=False)
+        assert str(tmp_path) not in str(error)
+    for item in (tmp_path / "none", str(tmp_path / "none"), tmp_path, "\0", Path("\0")):
+        error = await refuse(item)
+        assert error.__cause__ is not None
+        assert str(tmp_path) not in str(error)
+    assert "max_image_bytes" in str(await refuse(file, MediaConfig(max_image_bytes=3)))
+
+
+async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    async with asyncio.timeout(5):
+        await refuse(tmp_path / "pipe")
+
+
+async def test_file_urls(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "a b.png").write_bytes(b"inside")
+    (outside / "secret.png").write_bytes(b"outside")
+    (root / "link.png").symlink_to(outside / "secret.png")
+    (root / "folder").symlink_to(outside)
+    config = MediaConfig(local_roots=(root,))
+    url = (root / "a b.png").as_uri()
+    assert await get(url, config, trusted=False) == b"inside"
+    assert await get(url.replace("file://", "file://localhost"), config) == b"inside"
+    assert "local_roots" in str(await refuse(url, trusted=True))
+    texts = set()
+    for bad in (
+        (outside / "secret.png").as_uri(),
+        (root / "link.png").as_uri(),
+        (root / "folder" / "secret.png").as_uri(),
+        f"{root.as_uri()}/../outside/secret.png",
+        f"{root.as_uri()}/%2e%2e/outside/secret.png",
+        (root / "missing.png").as_uri(),
+        "file://elsewhere/etc/passwd",
+        f"{url}?query",
+        "file:///%00",
+        "file://[",
+    ):
+        error = await refuse(bad, config, trusted=True)
+        assert error.__cause__ is not None
+        texts.add(str(error))
+    # One text for all: it does not tell which files there are.
+    assert len(texts) == 1
+    await refuse(root.as_uri(), config)
+
+
+async def test_http_needs_a_fetcher() -> None:
+    for url in ("http://127.0.0.1/", "HTTPS://example.org/a.png"):
+        assert "MediaConfig(fetcher=" in str(await refuse(url, trusted=True))
+
+
+async def test_http_through_the_fetcher() -> None:
+    async def fetcher(url: str) -> bytes:
+        assert url == "https://example.org/a.png"
+        return b"body"
+
+    config = MediaConfig(fetcher=fetcher)
+    assert await get("https://example.org/a.png", config, trusted=False) == b"body"
+    small = MediaConfig(fetcher=fetcher, max_image_bytes=3)
+    assert "max_image_bytes" in str(await refuse("https://example.org/a.png", small))
+
+
+async def test_a_failing_fetcher() -> None:
+    async def fails(url: str) -> bytes:
+        raise ConnectionError("password=secret")
+
+    async def wrong(url: str) -> Any:
+        return "text"
+
+    async def own(url: str) -> bytes:
+        raise MediaError("url refused: not global", parameter="url")
+
+    async def hangs(url: str) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    error = await refuse("http://a/", MediaConfig(fetcher=fails))
+    assert isinstance(error.__cause__, ConnectionError)
+    assert "secret" not in str(error)
+    assert "str" in str(await refuse("http://a/", MediaConfig(fetcher=wrong)))
+    with pytest.raises(MediaError, match="not global") as caught:
+        await get("http://a/", MediaConfig(fetcher=own))
+    assert caught.value.parameter == "images[2]"
+    error = await refuse("http://a/", MediaConfig(fetcher=hangs, fetch_timeout_s=0.01))
+    assert "fetch_timeout_s" in str(error)
+    assert isinstance(error.__cause__, TimeoutError)
+
+
+async def test_cancellation_passes_through() -> None:
+    started = asyncio.Event()
+
+    async def hangs(url: str) -> bytes:
+        started.set()
+        await asyncio.Event().wait()
+        return b""
+
+    task = asyncio.create_task(get("http://a/", MediaConfig(fetcher=hangs)))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
