@@ -52,7 +52,7 @@ class _Bucket:
     `rows` int64 [m] on the device: their rows of the flat batch; None if these are [0, m) in order.
     `blocks`, `offsets` int64 [m, length]: where their context lies; padding repeats the sequence's
     own last position, so that nobody else's rows are ever read.
-    `mask` bool [m, 1, 1, length], False on padding; None if there is no padding.
+    `mask` [m, 1, 1, length], -inf on padding, else 0; None if there is no padding.
     """
 
     rows: Tensor | None
@@ -101,7 +101,7 @@ class GatherBackend:
         row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
         on_cpu = query.device.type == "cpu"
         limit = MAX_BUCKET_BYTES_CPU if on_cpu else MAX_BUCKET_BYTES_DEVICE
-        for bucket in _decode_buckets(meta, window, limit // row_bytes):
+        for bucket in _decode_buckets(meta, window, limit // row_bytes, query.dtype):
             self._decode(query, key_cache, value_cache, out, bucket, shape)
         bounds = split_by_sequence(meta)
         for i in range(meta.num_decodes, len(bounds)):
@@ -127,11 +127,8 @@ class GatherBackend:
         key = self._gather("key", key_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
         value = self._gather("value", value_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
         if shape.softcap is None and shape.sinks is None:
-            mask = bucket.mask
-            if mask is not None:
-                mask = mask.expand(*grouped.shape[:3], -1)
             result = scaled_dot_product_attention(
-                grouped, key, value, attn_mask=mask, scale=shape.scale
+                grouped, key, value, attn_mask=bucket.mask, scale=shape.scale
             )
         else:
             sinks = None if shape.sinks is None else shape.sinks.view(grouped.shape[1], -1, 1)
@@ -165,14 +162,14 @@ class GatherBackend:
         keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         if shape.softcap is not None or shape.sinks is not None:
-            mask = _chunk_mask(meta, start, end, begin, window)
+            mask = _chunk_mask(meta, start, end, begin, window, query.dtype)
             result = _attend_in_parts(grouped, keys, values, mask, shape)
         elif start == 0 and window is None:
             result = scaled_dot_product_attention(
                 grouped, keys, values, is_causal=True, scale=shape.scale
             )
         else:
-            mask = _chunk_mask(meta, start, end, begin, window)
+            mask = _chunk_mask(meta, start, end, begin, window, query.dtype)
             result = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=mask, scale=shape.scale
             )
@@ -234,14 +231,14 @@ def _attend_explicitly(
 ) -> Tensor:
     """softmax(cap(query key^T scale) | sinks) value, over [..., queries, dim], in float32 at least.
 
-    `mask` broadcasts to the scores; `sinks` to [..., queries, 1].
+    `mask` is added to the scores and broadcasts to them; `sinks` to [..., queries, 1].
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query.to(dtype), key.to(dtype).transpose(-1, -2)) * shape.scale
     if shape.softcap is not None:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     length = scores.shape[-1]
     if sinks is not None:
         column = sinks.to(dtype).expand(*scores.shape[:-1], 1)
@@ -250,14 +247,17 @@ def _attend_explicitly(
     return torch.matmul(weights, value.to(dtype)).to(query.dtype)
 
 
-def _decode_buckets(meta: AttentionMetadata, window: int | None, limit: int) -> list[_Bucket]:
+def _decode_buckets(
+    meta: AttentionMetadata, window: int | None, limit: int, dtype: torch.dtype
+) -> list[_Bucket]:
     """The step's one-token sequences in padded batches of at most `limit` rows."""
-    key = ("decode", window, limit)
+    key = ("decode", window, limit, dtype)
     if key not in meta.scratch:
         lens = meta.context_lens[: meta.num_decodes]
         seen = [n if window is None else min(n, window) for n in lens]
-        buckets = [_make_bucket(meta, rows, seen) for rows in _split_by_length(seen, limit)]
-        meta.scratch[key] = buckets
+        meta.scratch[key] = [
+            _make_bucket(meta, rows, seen, dtype) for rows in _split_by_length(seen, limit)
+        ]
     found: list[_Bucket] = meta.scratch[key]
     return found
 
@@ -276,7 +276,9 @@ def _split_by_length(lens: Sequence[int], limit: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def _make_bucket(meta: AttentionMetadata, rows: list[int], seen: Sequence[int]) -> _Bucket:
+def _make_bucket(
+    meta: AttentionMetadata, rows: list[int], seen: Sequence[int], dtype: torch.dtype
+) -> _Bucket:
     """The bucket of sequences `rows`, each of which sees its last `seen[i]` positions."""
     device = meta.seq_lens.device
     length = max(seen[i] for i in rows)
@@ -292,7 +294,7 @@ def _make_bucket(meta: AttentionMetadata, rows: list[int], seen: Sequence[int]) 
         rows=None if whole else ids,
         blocks=blocks,
         offsets=positions % meta.block_size,
-        mask=(steps < counts)[:, None, None, :] if padded else None,
+        mask=_additive(steps < counts, dtype)[:, None, None, :] if padded else None,
     )
 
 
@@ -310,11 +312,23 @@ def _context_slots(
 
 
 def _chunk_mask(
-    meta: AttentionMetadata, start: int, end: int, begin: int, window: int | None
+    meta: AttentionMetadata,
+    start: int,
+    end: int,
+    begin: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """`causal_mask`, once per step instead of once per layer."""
-    key = ("mask", start, end, begin, window)
+    """`causal_mask` as numbers to add to scores, once per step instead of once per layer."""
+    key = ("mask", start, end, begin, window, dtype)
     if key not in meta.scratch:
-        meta.scratch[key] = causal_mask(start, end, begin, window, meta.seq_lens.device)
+        visible = causal_mask(start, end, begin, window, meta.seq_lens.device)
+        meta.scratch[key] = _additive(visible, dtype)
     found: Tensor = meta.scratch[key]
     return found
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `visible`, -inf elsewhere: what the fused kernels would make of it in every layer."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf"))
