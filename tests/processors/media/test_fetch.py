@@ -50,7 +50,8 @@ async def test_data_urls(size: int) -> None:
 @pytest.mark.parametrize(
     "url",
     ["data:image/png,abc", "data:;base64", "data:;base64,abc", "data:;base64,ab=c", "data:",
-     "data:;base64,a b\n", "data:;base64,\u00e9\u00e9\u00e9\u00e9", "data:" + "x" * 999 + ";base64,AA==",
+     "data:;base64,a b\n", "data:;base64,\u00e9\u00e9\u00e9\u00e9",
+     "data:" + "x" * 999 + ";base64,AA==",
      "data:;base64," + "A" * 65532 + "AAA=" + "AAAA", "DATA:;base64,====="],
 )  # fmt: skip
 async def test_wrong_data_urls(url: str) -> None:

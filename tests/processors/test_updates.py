@@ -1,0 +1,174 @@
+"""Matching prompt updates on token ids, against a plain statement of the rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.errors import PlaceholderMismatchError
+from aioengine.processors.updates import (
+    PromptIndexTargets,
+    PromptInsertion,
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+    apply_updates,
+)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def run(prompt: str, updates: list[PromptUpdate], **counts: int) -> tuple[str, Any]:
+    tokens, ranges = apply_updates(ids(prompt), updates, counts, Letters())
+    places = {
+        modality: [(placed.offset, placed.length, placed.embed_runs) for placed in group]
+        for modality, group in ranges.items()
+    }
+    return Letters().decode(tokens), places
+
+
+def whole(offset: int, length: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    return (offset, length, ((0, length),))
+
+
+def replace(target: Any, replacement: Any, modality: str = "image") -> PromptReplacement:
+    return PromptReplacement(modality=modality, target=target, replacement=replacement)
+
+
+def insert(target: Any, insertion: Any, modality: str = "image") -> PromptInsertion:
+    return PromptInsertion(modality=modality, target=target, insertion=insertion)
+
+
+@given(pieces=st.lists(st.text("abc", max_size=4), min_size=1, max_size=5), sizes=st.data())
+def test_replacements_are_leftmost_and_in_order(pieces: list[str], sizes: st.DataObject) -> None:
+    lengths = [sizes.draw(st.integers(1, 5)) for _ in pieces[1:]]
+    prompt = "X".join(pieces)
+    update = replace("X", lambda index: [1000 + index] * lengths[index])
+    tokens, ranges = apply_updates(ids(prompt), [update], {"image": len(lengths)}, Letters())
+    expected = ids(pieces[0])
+    places = []
+    for index, (length, piece) in enumerate(zip(lengths, pieces[1:], strict=True)):
+        places.append((len(expected), length))
+        expected += [1000 + index] * length + ids(piece)
+    assert tokens == expected
+    assert [(placed.offset, placed.length) for placed in ranges["image"]] == places
+
+
+@given(st.text("ab", max_size=14))
+def test_targets_of_several_tokens_do_not_overlap(prompt: str) -> None:
+    count = prompt.count("aba")
+    result, places = run(prompt, [replace(ids("aba"), "XY")], image=count)
+    assert result == prompt.replace("aba", "XY")
+    assert len(places["image"]) == count
+
+
+def test_targets_and_contents_of_every_kind() -> None:
+    for target in ("X", ids("X"), lambda index: "X", lambda index: ids("X")):
+        for content in ("YY", ids("YY"), lambda index: "YY", PromptUpdateDetails.from_seq("YY")):
+            assert run("aXb", [replace(target, content)], image=1) == (
+                "aYYb", {"image": [whole(1, 2)]},
+            )  # fmt: skip
+    by_item = replace(lambda index: "XZ"[index], lambda index: "12"[index])
+    assert run("aXbZ", [by_item], image=2)[0] == "a1b2"
+
+
+def test_insertions_follow_their_target() -> None:
+    assert run("aXb", [insert("X", "12")], image=1) == ("aX12b", {"image": [whole(2, 2)]})
+    # The target stays, so several items can follow it, in order.
+    several = insert("X", lambda index: str(index))
+    assert run("aXb", [several], image=3)[0] == "aX012b"
+
+
+def test_index_targets() -> None:
+    start, end = PromptIndexTargets.start(), PromptIndexTargets.end()
+    numbered = lambda index: str(index)  # noqa: E731
+    assert run("ab", [insert(start, numbered)], image=2) == (
+        "01ab", {"image": [whole(0, 1), whole(1, 1)]},
+    )  # fmt: skip
+    assert run("ab", [insert(end, numbered)], image=2)[0] == "ab01"
+    assert run("", [insert(end, numbered)], image=1)[0] == "0"
+    prefix = PromptIndexTargets.prefix("ab")
+    assert run("abab", [insert(prefix, numbered)], image=2)[0] == "ab01ab"
+    assert run("abab", [replace(prefix, "X")], image=1)[0] == "Xab"
+    with pytest.raises(PlaceholderMismatchError):
+        run("babab", [insert(prefix, numbered)], image=1)
+
+
+def test_alternatives_in_order() -> None:
+    updates = [replace("XX", "1"), replace("X", "2")]
+    assert run("aXXb", updates, image=1)[0] == "a1b"
+    assert run("aXb", updates, image=1)[0] == "a2b"
+    # The first alternative that is found anywhere wins for an item; the rest stay for the next.
+    assert run("aXXbX", updates, image=2)[0] == "a1b2"
+
+
+def test_modalities_share_a_prompt() -> None:
+    updates = [replace("X", "11"), replace("Y", "222", "video")]
+    result, places = run("YaXbY", updates, image=1, video=2)
+    assert result == "222a11b222"
+    assert places == {"image": [whole(4, 2)], "video": [whole(0, 3), whole(7, 3)]}
+
+
+def test_a_stretch_serves_one_modality() -> None:
+    updates = [replace("XY", "1"), replace("Y", "2", "video")]
+    assert run("XYY", updates, image=1, video=1)[0] == "12"
+    with pytest.raises(PlaceholderMismatchError, match="video"):
+        run("XY", updates, image=1, video=1)
+    # An insertion's target must not have been replaced either.
+    with pytest.raises(PlaceholderMismatchError, match="video"):
+        run("XY", [replace("XY", "1"), insert("Y", "2", "video")], image=1, video=1)
+
+
+def test_features_and_masks() -> None:
+    framed = PromptUpdateDetails(full="[..]", features="..")
+    assert run("aX", [replace("X", framed)], image=1) == ("a[..]", {"image": [whole(2, 2)]})
+    rows = "..|..|"
+    expected = {"image": [(1, 6, ((0, 2), (3, 5)))]}
+    for details in (
+        PromptUpdateDetails.select_token_id(rows, ord(".")),
+        PromptUpdateDetails.select_token_ids(ids(rows), [ord("."), ord("!")]),
+        PromptUpdateDetails.select_text(rows, ".."),
+    ):
+        assert run("aX", [replace("X", details)], image=1) == ("a" + rows, expected)
+    both = PromptUpdateDetails(
+        full="[.|.]", features=".|.", is_embed=lambda _, ids: torch.tensor(ids) == ord(".")
+    )
+    assert run("X", [replace("X", both)], image=1)[1] == {"image": [(1, 3, ((0, 1), (2, 3)))]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"),
+    [
+        ("aXb", 2, "1 `X` placeholder(s) but 2 images were given"),
+        ("ab", 1, "0 `X` placeholder(s) but 1 image was given"),
+        ("XaX", 1, "2 `X` placeholder(s) but 1 image was given"),
+        ("XaX", 0, "2 `X` placeholder(s) but 0 images were given"),
+    ],
+)
+def test_mismatches_say_how_many(prompt: str, count: int, message: str) -> None:
+    with pytest.raises(PlaceholderMismatchError) as caught:
+        run(prompt, [replace("X", "YY")], image=count)
+    assert message in str(caught.value)
+    assert caught.value.parameter == "prompt"
+
+
+def test_a_modality_without_updates() -> None:
+    with pytest.raises(PlaceholderMismatchError, match="0 placeholder"):
+        run("ab", [], image=1)
