@@ -37,7 +37,7 @@ class Encoder:
         device: Device,
         instruments: Instruments,
         *,
-        spawn: Callable[[Any], asyncio.Task[None]],
+        spawn: Callable[..., asyncio.Task[None]],
         changed: Callable[[], object],
         tickets: Callable[[], Iterable[Ticket]],
         fail: Callable[[Ticket, BaseException], object],
@@ -66,11 +66,11 @@ class Encoder:
     def start(self, plan: MediaPlan) -> None:
         """Begin what the scheduler has decided."""
         for key in plan.decode:
-            self._jobs[key] = self._spawn(self._decode(key, *self._waiters(key)[0]))
+            self._jobs[key] = self._spawn(self._decode, key, *self._waiters(key)[0])
         if plan.encode is not None:
             self._is_encoding = True
             features = [self._features[key] for key in plan.encode.keys]
-            self._spawn(self._encode(plan.encode, features))
+            self._spawn(self._encode, plan.encode, features)
 
     def forget(self, ticket: Ticket) -> None:
         """A request has ended: stop the work that nobody else waits for."""
@@ -132,9 +132,12 @@ class Encoder:
                     waiter.stamp("encoded")
                 continue
             self._scheduler.media.encoding_failed(key)
-            failure = MediaError(f"the item could not be encoded: {error!s:.200}")
-            failure.__cause__ = error
-            self._fail_waiters(key, failure)
+            if not isinstance(error, MediaError):
+                kind = type(error).__name__  # its text may hold anything
+                failure = MediaError(f"item could not be encoded: {kind}", parameter="item")
+                failure.__cause__ = error
+                error = failure
+            self._fail_waiters(key, error)
         self._changed()
 
     def _fail_waiters(self, key: str, error: Exception) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -29,6 +29,7 @@ from aioengine.errors import (
 )
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.plan import StepPlan
+from aioengine.prompts import PromptLike, read_prompt
 from aioengine.scheduler import Scheduler
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.device import Device
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine"]
 
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
+Task = asyncio.Task[None]
 
 
 class AsyncEngine:
@@ -203,7 +204,7 @@ class AsyncEngine:
         """
         self._check_open()
         media = {"image": images, "video": videos, "audio": audios}
-        read = _read_prompt(prompt, media)
+        read = read_prompt(prompt, media)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"params must be SamplingParams, not {type(params).__name__}", parameter="params"
@@ -219,7 +220,7 @@ class AsyncEngine:
         sink, stream = open_stream(name, partial(self._abandon, name))
         ticket = Ticket(name, sink, params or SamplingParams(), priority=priority)
         self._tickets[name] = ticket
-        ticket.intake = self._spawn(self._admit(ticket, read))
+        ticket.intake = self._spawn(self._admit, ticket, read)
         return stream
 
     async def abort(self, request_id: str) -> None:
@@ -277,15 +278,15 @@ class AsyncEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer. The engine uses it on another thread: copy it for heavy use."""
+        """The model's tokenizer, for use on the event loop's thread."""
         self._check_open()
-        return self._parts.front.info.get_tokenizer()
+        return self._parts.home.info.get_tokenizer()
 
     @property
     def processor(self) -> Any:
-        """The model's multimodal processor (`BaseMultiModalProcessor`)."""
+        """The model's `BaseMultiModalProcessor`, for use on the event loop's thread."""
         self._check_open()
-        return self._parts.front
+        return self._parts.home
 
     # ---- checks
 
@@ -364,12 +365,16 @@ class AsyncEngine:
             except Exception as error:
                 self._die(error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._tasks.create_task(self._guard(work))
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
+        """Run `work(*args)` in the engine's scope. What it raises is the engine's end."""
+        return self._tasks.create_task(self._guard(work, args))
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(
+        self, work: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]
+    ) -> None:
+        # The coroutine is made in here: a task cancelled before its first step makes none.
         try:
-            await work
+            await work(*args)
         except Exception as error:
             self._die(error)
 
@@ -427,58 +432,3 @@ def _load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     loaded: Loaded = import_module("aioengine.loading").load(model, config)
     import_module("aioengine.intake")  # so that nothing is left to import on the loop
     return loaded
-
-
-def _read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Prompt:
-    """Any accepted form of a prompt as a `Prompt`, with `media` added to its own.
-
-    Raises InvalidRequestError.
-    """
-    read = _as_prompt(prompt)
-    given = [n for n in ("text", "token_ids", "messages") if getattr(read, n) is not None]
-    if len(given) != 1:
-        raise InvalidRequestError(
-            f"a prompt has exactly one of text, token_ids and messages, not {len(given)}",
-            parameter="prompt",
-            value=len(given),
-        )
-    for name in ("encoder_text", "encoder_token_ids", "decoder_text", "decoder_token_ids"):
-        if getattr(read, name) is not None:
-            raise InvalidRequestError(
-                f"{name} is for encoder-decoder models, which are not built yet", parameter=name
-            )
-    merged: dict[str, list[Any]] = {}
-    for source in (read.media, media):
-        for modality, items in source.items():
-            if not isinstance(items, list | tuple):
-                raise InvalidRequestError(
-                    f"{modality}s must be a list, not {type(items).__name__}",
-                    parameter=f"{modality}s",
-                    value=type(items).__name__,
-                )
-            merged.setdefault(modality, []).extend(items)
-    merged = {modality: items for modality, items in merged.items() if items}
-    if merged and read.messages is not None:
-        raise InvalidRequestError(
-            "chat messages carry their media in their parts; give none beside them",
-            parameter=f"{next(iter(merged))}s",
-        )
-    return replace(read, media=merged)
-
-
-def _as_prompt(prompt: Any) -> Prompt:
-    if isinstance(prompt, Prompt):
-        return prompt
-    if isinstance(prompt, str):
-        return Prompt(text=prompt)
-    if hasattr(prompt, "tolist"):  # an array or a tensor of ids
-        return Prompt(token_ids=prompt.tolist())
-    if isinstance(prompt, list | tuple):
-        if prompt and isinstance(prompt[0], Mapping):
-            return Prompt(messages=prompt)
-        return Prompt(token_ids=prompt)
-    raise InvalidRequestError(
-        f"prompt must be text, token ids, chat messages or a Prompt, not {type(prompt).__name__}",
-        parameter="prompt",
-        value=type(prompt).__name__,
-    )

@@ -137,6 +137,11 @@ class Intake:
         self, ticket: Ticket, media: MediaInput, fetched: object, cache_salt: str | None
     ) -> None:
         """Read the header and hash the content, without decoding."""
+        if fetched is None:
+            raise MediaError(
+                f"{media.parameter} has no content, and nothing is cached under its uuid",
+                parameter=media.parameter,
+            )
         if isinstance(fetched, Embeddings):
             items = EmbeddingItems(
                 [fetched],
@@ -162,7 +167,6 @@ class Intake:
             identity=identity,
             mm_processor_kwargs=self._loaded.front.merged_kwargs(ticket.mm_processor_kwargs),
             cache_salt=cache_salt,
-            uuid=media.uuid,
         )
 
     def _lay_out(
@@ -180,10 +184,9 @@ class Intake:
         core_items.sort(key=lambda item: item.span.offset)
         self._check_ids(layout.token_ids, core_items)
         params = ticket.params
-        tokenizer = front.info.get_tokenizer()
         if params.detokenize:
             ticket.detokenizer = Detokenizer(
-                tokenizer,
+                self._loaded.home.info.get_tokenizer(),
                 layout.token_ids,
                 stop=params.stop_strings,
                 include_stop=params.include_stop_str_in_output,

@@ -30,13 +30,16 @@ __all__ = ["Loaded", "load"]
 class Loaded:
     """What an engine is made of.
 
-    `processors`: one for each media worker; `front`: the one that tokenises and lays out.
+    Tokenizers and HF processors must not be shared between threads, so there are several:
+    `processors` for the media workers, `front` for the thread that tokenises and lays out, `home`
+    for the event loop's own thread, which detokenises and lends it to the application.
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows.
     """
 
     runner: Runner
     limits: Limits
     front: BaseMultiModalProcessor
+    home: BaseMultiModalProcessor
     processors: tuple[BaseMultiModalProcessor, ...]
     eos_token_ids: frozenset[int]
     row_bytes: int
@@ -91,6 +94,7 @@ def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         runner=Runner(model, limits),
         limits=limits,
         front=front,
+        home=_clone(model_class, context),
         processors=tuple(_clone(model_class, context) for _ in range(config.num_processor_workers)),
         eos_token_ids=_eos_token_ids(model),
         row_bytes=model.hidden_size * model.dtype.itemsize,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aioengine.errors import MediaError
 from aioengine.kernels.attention import AttentionMetadata, build_metadata, select_backend
 from aioengine.models.adapter import TransformersModel
 from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
@@ -132,7 +133,11 @@ class Runner:
 def _check_rows(rows: Tensor, num_rows: int) -> Exception | None:
     if len(rows) == num_rows:
         return None
-    return ValueError(f"the encoder gave {len(rows)} rows where the layout has {num_rows}")
+    return MediaError(
+        f"item was encoded to {len(rows)} rows, but its placeholders take {num_rows}",
+        parameter="item",
+        value=len(rows),
+    )
 
 
 def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tensor, Tensor]]:

@@ -16,12 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from aioengine import errors
+from aioengine.admission import refuse_impossible, whole_ranges
 from aioengine.block_pool import BlockPool
 from aioengine.media_queue import MediaQueue
 from aioengine.plan import Advance, Limits, MediaPlan, RowSlice, SequencePlan, StepPlan
 from aioengine.request import Item, Request
-from aioengine.types import Span
 
 __all__ = ["Scheduler"]
 
@@ -69,8 +68,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises at once for one that could never be served."""
         assert request.request_id not in self._live
-        request.whole_ranges = _whole_ranges(request, self.limits)
-        _refuse_impossible(request, self.limits)
+        request.whole_ranges = whole_ranges(request, self.limits)
+        refuse_impossible(request, self.limits)
         room = self.limits.max_model_len - len(request.prompt_token_ids)
         request.stop = replace(request.stop, max_tokens=min(request.stop.max_tokens, room))
         request.arrival = self._num_arrivals
@@ -390,53 +389,3 @@ def _row_slices(request: Request, start: int, end: int) -> Iterator[RowSlice]:
             return
         for position, row, count in item.span.row_runs(start, end):
             yield RowSlice(item.key, position - start, row, count)
-
-
-def _whole_ranges(request: Request, limits: Limits) -> tuple[tuple[int, int], ...]:
-    """What must not be cut: ranges that see each other both ways, and items, if so configured."""
-    spans = [item.span for item in request.items] if limits.disable_chunked_mm_input else []
-    inside = [(s.offset, s.end) for s in spans if not _covers(request.bidirectional, s)]
-    return tuple(sorted([*request.bidirectional, *inside]))
-
-
-def _covers(ranges: Sequence[tuple[int, int]], span: Span) -> bool:
-    return any(low <= span.offset and span.end <= high for low, high in ranges)
-
-
-def _refuse_impossible(request: Request, limits: Limits) -> None:
-    num_prompt = len(request.prompt_token_ids)
-    if num_prompt == 0:
-        raise errors.InvalidRequestError(
-            "prompt has no tokens; give it at least one", parameter="prompt", value=0
-        )
-    if num_prompt >= limits.max_model_len:
-        raise errors.PromptTooLongError(
-            f"prompt has {num_prompt} tokens, media included, but max_model_len is "
-            f"{limits.max_model_len} and one output token must fit too; shorten the prompt or "
-            f"raise max_model_len (and kv_cache_bytes)",
-            parameter="prompt",
-            value=num_prompt,
-        )
-    for item in request.items:
-        _refuse_bytes(item.num_bytes, limits)
-    for low, high in request.whole_ranges:
-        if high - low > limits.max_num_batched_tokens:
-            raise errors.PromptTooLongError(
-                f"prompt positions {low} to {high} must be computed in one step, but "
-                f"max_num_batched_tokens is {limits.max_num_batched_tokens}; raise it to "
-                f"{high - low} or more",
-                parameter="prompt",
-                value=high - low,
-            )
-        inside = {i.key: i.num_bytes for i in request.items if low <= i.span.offset < high}
-        _refuse_bytes(sum(inside.values()), limits)
-
-
-def _refuse_bytes(num_bytes: int, limits: Limits) -> None:
-    if num_bytes > limits.encoder_cache_bytes:
-        raise errors.MediaError(
-            f"media that must be encoded together need {num_bytes} bytes of encoder cache, but "
-            f"encoder_cache_bytes is {limits.encoder_cache_bytes}; raise it",
-            parameter="encoder_cache_bytes",
-            value=num_bytes,
-        )

@@ -10,6 +10,7 @@ import asyncio
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
@@ -33,7 +34,7 @@ class _Mailbox:
 
     def __init__(self, close_request: Callable[[], object]) -> None:
         self.close_request = close_request
-        self.pending: dict[int, Delta] = {}
+        self.pending: dict[int, list[Delta]] = {}  # by completion
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
         self.is_closed = False
@@ -71,8 +72,7 @@ class TokenSink:
         box = self._mailbox
         if box.has_ended:
             return
-        waiting = box.pending.get(delta.index)
-        box.pending[delta.index] = delta if waiting is None else _merge(waiting, delta)
+        box.pending.setdefault(delta.index, []).append(delta)
         box.num_pushed += 1
         box.wake()
 
@@ -123,7 +123,7 @@ class TokenStream:
         box = self._mailbox
         if box.pending and not box.is_closed:
             box.num_received += 1
-            return box.pending.pop(next(iter(box.pending)))
+            return _merge(box.pending.pop(next(iter(box.pending))))
         if box.error is not None:
             raise box.error
         return None
@@ -191,13 +191,14 @@ def open_stream(
     return TokenSink(mailbox), TokenStream(request_id, mailbox)
 
 
-def _merge(first: Delta, second: Delta) -> Delta:
-    logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = (first.logprobs or ()) + (second.logprobs or ())
+def _merge(deltas: list[Delta]) -> Delta:
+    """Successive deltas of one completion as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    logprobs = [delta.logprobs for delta in deltas]
     return replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=logprobs,
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=None if None in logprobs else tuple(chain.from_iterable(filter(None, logprobs))),
     )

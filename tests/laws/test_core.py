@@ -41,8 +41,23 @@ operation = st.one_of(
     st.tuples(st.just("submit"), submission),
     st.tuples(
         st.sampled_from(
-            ["plan", "plan", "plan", "media", "media", "commit", "commit", "pixels", "pixels"]
-            + ["pixels_fail", "encoded", "encoded", "encode_fails", "cancel", "clear"]
+            [
+                "plan",
+                "plan",
+                "plan",
+                "media",
+                "media",
+                "commit",
+                "commit",
+                "pixels",
+                "pixels",
+                "pixels_fail",
+                "encoded",
+                "encoded",
+                "encode_fails",
+                "cancel",
+                "clear",
+            ]
         ),
         st.integers(0, 7),
     ),
