@@ -1,0 +1,30 @@
+"""Many pictures at once: one batch on the device, one `await` here."""
+
+import asyncio
+from pathlib import Path
+
+from aioengine import AsyncEngine, SamplingParams, demo_model
+from aioengine.samples import demo_pictures
+
+
+async def ask(engine: AsyncEngine, picture: Path, question: str) -> str:
+    output = await engine.generate(
+        f"USER: <image>\n{question} ASSISTANT:",
+        SamplingParams(temperature=0, max_tokens=96),
+        images=[picture],
+    )
+    return output.text
+
+
+async def main() -> None:
+    pictures = demo_pictures()
+    async with AsyncEngine.from_pretrained(demo_model()) as engine:
+        for question in ("Describe the picture.", "How many objects are there?"):
+            answers = await asyncio.gather(*(ask(engine, p, question) for p in pictures))
+            for picture, answer in zip(pictures, answers, strict=True):
+                print(f"{picture.name}: {answer}")
+        print(f"{engine.statistics().encoder_items_run} pictures were encoded")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

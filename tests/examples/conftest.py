@@ -1,0 +1,40 @@
+"""What `demo_model()` and `demo_pictures()` give while the examples run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aioengine import samples
+from tests.tiny import save_tiny_llava, tiny_image
+
+SHIPPED = samples.ASSETS
+
+
+def skip_unless_shipped() -> None:
+    """The weights and the pictures come with the repository once they are trained and rendered."""
+    if not (SHIPPED / "demo_llava" / "model.safetensors").exists() or not samples.demo_pictures():
+        pytest.skip("the demo model and its pictures are not in aioengine/assets")
+
+
+@pytest.fixture(scope="session")
+def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like the shipped one, with a tiny random model in it."""
+    folder = tmp_path_factory.mktemp("assets")
+    save_tiny_llava(folder / "demo_llava")
+    (folder / "pictures").mkdir()
+    for seed in range(3):
+        tiny_image(seed).save(folder / "pictures" / f"{seed}.png")
+    return folder
+
+
+@pytest.fixture(params=["tiny", "shipped"])
+def assets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny model in place of the demo model, and then the demo model itself."""
+    if request.param == "shipped":
+        skip_unless_shipped()
+        return SHIPPED
+    folder: Path = request.getfixturevalue("tiny_assets")
+    monkeypatch.setattr(samples, "ASSETS", folder)
+    return folder

@@ -1,0 +1,105 @@
+"""Every example runs as it is and says what it promises."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioengine import samples
+from tests.examples.conftest import skip_unless_shipped
+
+FOLDER = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+WANTED = ["cancel", "chat", "embed_in_fastapi", "hello", "many", "stream", "two_engines"]
+MAX_LINES = 40
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run `examples/<name>.py` as a script; the lines it prints."""
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_all_are_there() -> None:
+    assert SCRIPTS == WANTED
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_is_short_and_uses_public_names_only(name: str) -> None:
+    source = (FOLDER / f"{name}.py").read_text()
+    assert len(source.splitlines()) < MAX_LINES
+    imports = [line for line in source.splitlines() if "aioengine" in line and "import" in line]
+    assert imports
+    for line in imports:
+        assert line.startswith(("from aioengine import ", "from aioengine.samples import "))
+    assert "#" not in source, "an example that needs a comment shows a fault of the API"
+    assert "._" not in source
+
+
+def test_hello(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "".join(run("hello", capsys)).strip()
+
+
+def test_stream(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    *text, usage, first_token = run("stream", capsys)
+    assert "".join(text).strip()
+    assert usage.endswith("out") and " tokens in, " in usage
+    assert first_token.startswith("first token after ")
+
+
+def test_stream_and_hello_agree(tiny_assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "ASSETS", tiny_assets)
+        assert run("hello", capsys) == run("stream", capsys)[:-2]
+
+
+def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("many", capsys)
+    pictures = samples.demo_pictures()
+    for picture in pictures:
+        assert sum(line.startswith(f"{picture.name}: ") for line in lines) == 2
+    assert lines[-1] == f"{len(pictures)} pictures were encoded"
+
+
+def test_cancel(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cancelled, following, requests, blocks, outputs = run("cancel", capsys)
+    assert cancelled == "cancelled"
+    assert following == "the next request got 4 tokens"
+    assert requests == "0 running, 0 waiting"
+    free, _, total, *_ = blocks.split()
+    assert free == total != "0"
+    assert outputs == "0 encoder outputs in use"
+
+
+def test_chat(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = run("chat", capsys)[-1]
+    cached, _, total, *_ = last.split()
+    assert 0 < int(cached) < int(total)
+
+
+def test_two_engines(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(run("two_engines", capsys))
+    assert text.startswith("float32: ")
+    assert "\nbfloat16: " in text
+
+
+def test_from_a_shell(tmp_path: Path) -> None:
+    """In a process of its own, from another folder."""
+    skip_unless_shipped()
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "hello.py")],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert not list(tmp_path.iterdir())
