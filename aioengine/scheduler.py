@@ -181,19 +181,12 @@ class Scheduler:
             self._admit(request, step)
 
     def _running_order(self) -> list[Request]:
-        """Single tokens first, those longest without a step before others; then chunks by
-        seniority; last those who need a slot."""
+        """Single tokens first, then chunks, last those who need a slot; each by seniority."""
 
-        def key(request: Request) -> tuple[int, int, tuple[int, int]]:
-            if not request.has_slot:
-                return 2, 0, request.order
-            return (
-                (0, request.last_step, request.order)
-                if request.is_decoding
-                else (1, 0, request.order)
-            )
+        def turn(request: Request) -> int:
+            return (0 if request.is_decoding else 1) if request.has_slot else 2
 
-        return sorted(self._running, key=key)
+        return sorted(self._running, key=turn)
 
     def _plan_running(self, request: Request, step: _Step) -> None:
         # One before it in this very step may have preempted it, or it was urgent.

@@ -42,9 +42,14 @@ PICTURES = (
 
 
 def make_request(
-    name: str, parts: list[int | Picture], *, max_tokens: int = 3, **options: object
+    name: str,
+    parts: list[int | Picture],
+    *,
+    max_tokens: int = 3,
+    eos: bool = True,
+    **options: object,
 ) -> Request:
-    """A request whose prompt is made of token ids and pictures."""
+    """A request whose prompt is made of token ids and pictures; `eos`: whether EOS ends it."""
     tokens: list[int] = []
     items, bidirectional = [], []
     for part in parts:
@@ -61,7 +66,7 @@ def make_request(
         prompt_token_ids=tuple(tokens),
         items=tuple(items),
         bidirectional=tuple(bidirectional),
-        stop=StopRule(max_tokens, eos_token_ids=frozenset({EOS})),
+        stop=StopRule(max_tokens, eos_token_ids=frozenset({EOS} if eos else ())),
         **options,  # type: ignore[arg-type]
     )
 

@@ -1,0 +1,285 @@
+"""The scheduler's decisions, one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from aioengine.errors import InvalidRequestError, MediaError, PromptTooLongError
+from aioengine.plan import Limits
+from tests.world import PICTURES, Picture, World, make_request
+
+A, B, C, D, E = PICTURES
+LIMITS = Limits(
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=40,
+    block_size=4,
+    num_blocks=10,
+    encoder_cache_bytes=6,
+    max_num_encoder_input_tokens=8,
+    enable_prefix_caching=False,
+)
+
+
+def world(**changes: object) -> World:
+    return World(replace(LIMITS, **changes))  # type: ignore[arg-type]
+
+
+def names(plan: object) -> list[str]:
+    assert plan is not None
+    return [sequence.request_id for sequence in plan.sequences]  # type: ignore[attr-defined]
+
+
+def encode_all(world: World) -> None:
+    """Pixels and rows for everything that is asked for."""
+    for _ in range(10):
+        world.plan_media()
+        for key in list(world.decoding):
+            world.pixels(key)
+        while world.encodes:
+            world.encoded()
+
+
+# ---- nobody starves
+
+
+def test_text_passes_a_picture_without_pixels() -> None:
+    w = world()
+    w.submit(make_request("picture", [A, 1]))
+    w.submit(make_request("text", [1, 1]))
+    w.plan_media()
+    assert names(w.plan()) == ["text"]
+
+
+def test_the_text_before_a_picture_is_computed_while_it_decodes() -> None:
+    w = world()
+    w.submit(make_request("r", [1, 0, 1, A, 1]))
+    w.plan_media()
+    plan = w.plan()
+    assert plan is not None
+    assert (plan.sequences[0].start, plan.sequences[0].end, plan.sequences[0].samples) == (
+        0,
+        3,
+        False,
+    )
+
+
+def test_a_parked_request_holds_no_slot() -> None:
+    w = world(max_num_seqs=1)
+    w.submit(make_request("picture", [1, A]))
+    w.submit(make_request("text", [1, 1], max_tokens=2))
+    w.plan_media()
+    assert names(w.plan()) == ["picture"]  # its text
+    w.commit()
+    assert names(w.plan()) == ["text"]
+    w.commit()
+
+
+def test_blocks_of_a_request_that_waits_for_pixels_are_taken_first() -> None:
+    w = world(num_blocks=10, max_num_batched_tokens=64)
+    w.submit(make_request("picture", [1] * 24 + [A]))
+    w.plan_media()
+    w.plan()
+    w.commit()
+    w.submit(make_request("text", [0] * 30, max_tokens=1))
+    assert names(w.plan()) == ["text"]
+    assert w.scheduler.counters["preemptions"] == 1
+    # It does not come back before its pixels do: it would only be in the way again.
+    w.commit()
+    assert w.plan() is None
+    w.pixels("a")
+    assert names(w.plan()) == ["picture"]
+
+
+def test_text_waits_for_blocks_in_line_not_behind_pixels() -> None:
+    """A shortage of blocks holds up those behind; else many small ones would starve a large one."""
+    w = world(max_num_batched_tokens=64)
+    w.submit(make_request("running", [1] * 20, max_tokens=8, eos=False))
+    w.plan()
+    w.commit()
+    w.submit(make_request("large", [0] * 28, max_tokens=8))
+    w.submit(make_request("small", [1], max_tokens=8))
+    for _ in range(3):
+        assert names(w.plan()) == ["running"]
+        w.commit()
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_computed() -> None:
+    w = world(max_num_batched_tokens=6, num_blocks=20)
+    for name in ("one", "two"):
+        w.submit(make_request(name, [1, 0], max_tokens=20, eos=False))
+    w.plan()
+    w.commit()
+    w.submit(make_request("long", [0] * 30, max_tokens=1))
+    for _ in range(5):
+        plan = w.plan()
+        assert {"one", "two"} <= set(names(plan))
+        w.commit()
+
+
+def test_a_range_kept_whole_gets_its_step_in_spite_of_decoding() -> None:
+    w = world(max_num_batched_tokens=5, disable_chunked_mm_input=True, num_blocks=20)
+    for i in range(2):
+        w.submit(make_request(f"stream{i}", [1, 0], max_tokens=12, eos=False))
+    w.plan()
+    w.commit()
+    w.submit(make_request("picture", [B], max_tokens=1))
+    encode_all(w)
+    for _ in range(3):
+        w.plan()
+        w.commit()
+        if "picture" in w.endings:
+            return
+    raise AssertionError("the picture never got a step of its own")
+
+
+def test_a_smaller_priority_goes_first() -> None:
+    w = world(max_num_seqs=1)
+    w.submit(make_request("late", [1], priority=1))
+    w.submit(make_request("soon", [1], priority=0))
+    assert names(w.plan()) == ["soon"]
+
+
+# ---- the encoder cache
+
+
+def test_encoding_ahead_is_bounded_by_room_and_goes_by_need() -> None:
+    w = world(max_encode_items=4, max_num_encoder_input_tokens=100)
+    w.submit(make_request("r", [1, A, B, C]))
+    w.plan_media()
+    for key in list(w.decoding):
+        w.pixels(key)
+    w.plan_media()
+    assert w.encodes[0].keys == ("a", "b")
+
+
+def test_two_items_that_fit_only_one_after_the_other() -> None:
+    w = world(encoder_cache_bytes=3)
+    w.submit(make_request("r", [A, B], max_tokens=1))
+    for _ in range(4):
+        encode_all(w)
+        if w.plan():
+            w.commit()
+    assert "r" in w.endings
+    assert w.scheduler.media.cache.num_evictions == 1
+
+
+def test_a_chunk_of_separators_needs_no_rows() -> None:
+    """C begins with a position that takes none."""
+    w = world()
+    w.submit(make_request("r", [1, C]))
+    plan = w.plan()
+    assert plan is not None
+    assert plan.sequences[0].end == 2 and not plan.sequences[0].rows
+
+
+def test_waiting_requests_hold_no_references() -> None:
+    w = world(num_blocks=10, max_num_batched_tokens=64)
+    w.submit(make_request("running", [1] * 36, max_tokens=4))
+    w.plan()
+    for i in range(5):
+        w.submit(make_request(f"r{i}", [A, 1]))
+    encode_all(w)
+    assert w.scheduler.media.cache.num_referenced == 0
+    assert w.scheduler.media.cache.is_ready("a")
+
+
+def test_equal_pictures_are_asked_for_and_encoded_once() -> None:
+    w = world()
+    for i in range(3):
+        w.submit(make_request(f"r{i}", [A, i % 2, A]))
+    w.plan_media()
+    assert w.decoding == ["a"]
+    w.pixels("a")
+    w.plan_media()
+    assert [plan.keys for plan in w.encodes] == [("a",)]
+
+
+def test_the_last_waiter_leaving_forgets_the_item() -> None:
+    w = world()
+    w.submit(make_request("one", [A]))
+    w.submit(make_request("two", [A]))
+    w.plan_media()
+    w.end("one", "cancelled")
+    assert w.scheduler.media.is_needed("a")
+    w.end("two", "cancelled")
+    assert not w.scheduler.media.is_needed("a")
+    assert not w.scheduler.media.is_waiting_for_others
+
+
+def test_media_are_asked_for_while_their_rows_fit() -> None:
+    w = world(max_media_rows=6)
+    w.submit(make_request("r", [A, B, C]))
+    w.plan_media()
+    assert w.decoding == ["a", "b"]
+
+
+# ---- what can never be served
+
+
+def test_refused_at_once() -> None:
+    w = world(disable_chunked_mm_input=True, max_num_batched_tokens=4)
+    with pytest.raises(InvalidRequestError, match="no tokens"):
+        w.submit(make_request("r", []))
+    with pytest.raises(PromptTooLongError, match="max_model_len is 40"):
+        w.submit(make_request("r", [1] * 40))
+    with pytest.raises(PromptTooLongError, match="max_num_batched_tokens is 4"):
+        w.submit(make_request("r", [B]))
+    with pytest.raises(MediaError, match="encoder_cache_bytes is 6"):
+        w.submit(make_request("r", [Picture("big", 2, ((0, 2),), 7)]))
+    assert w.scheduler.num_waiting == 0 and w.scheduler.schedule() is None
+
+
+def test_a_prompt_that_just_fits_gets_one_token() -> None:
+    w = world(max_num_batched_tokens=64)
+    w.submit(make_request("r", [1] * 39, max_tokens=9, eos=False))
+    w.plan()
+    w.commit()
+    assert w.endings == {"r": "length"} and len(w.outputs["r"]) == 1
+
+
+# ---- run-ahead
+
+
+def test_run_ahead_plans_over_a_token_in_flight() -> None:
+    w = world()
+    w.submit(make_request("r", [1, 0], max_tokens=3))
+    first, second = w.plan(), w.plan()
+    assert first is not None and second is not None
+    assert second.sequences[0].token_ids == (-1,)
+    assert w.scheduler.num_in_flight == 2
+
+
+def test_run_ahead_stops_at_the_last_token() -> None:
+    w = world()
+    w.submit(make_request("r", [1, 0], max_tokens=1))
+    w.plan()
+    assert w.plan() is None
+
+
+def test_blocks_are_let_go_when_the_last_step_that_uses_them_has_committed() -> None:
+    w = world()
+    w.submit(make_request("r", [1, 0], max_tokens=3))
+    w.plan()
+    w.plan()
+    w.end("r", "cancelled")
+    assert w.scheduler.pool.num_free < w.scheduler.pool.num_blocks
+    w.commit()
+    assert w.scheduler.pool.num_free < w.scheduler.pool.num_blocks
+    w.commit()
+    assert w.scheduler.pool.num_free == w.scheduler.pool.num_blocks
+
+
+# ---- stalls
+
+
+def test_a_stall_is_told_from_waiting() -> None:
+    w = world()
+    assert not w.scheduler.is_stalled
+    w.submit(make_request("r", [A]))
+    w.plan_media()
+    assert not w.scheduler.is_stalled  # somebody decodes
+    w.scheduler.media._decoded["a"] = True  # and now nobody does, nor encodes
+    assert w.scheduler.is_stalled
