@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -162,3 +163,51 @@ def test_a_crowd_ends_well(limits: Limits, depth: int, crowd: list, seed: int) -
         perform(world, depth, random.choice(names), random.randrange(8), 0)
     drain(world, depth)
     check_end(world)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shard", range(4))
+def test_many_crowds(shard: int) -> None:
+    """The same with plain random numbers: hundreds of worlds a second, none of them minimal."""
+    for seed in range(shard * 500, shard * 500 + 500):
+        random = Random(seed)
+        world, depth, count = World(random_limits(random)), random.randint(0, 1), 0
+        for _ in range(random.randint(2, 12) + random.randint(0, 150)):
+            if count < 2 or random.random() < 0.15:
+                perform(world, depth, "submit", random_submission(random), count)
+                count += 1
+            else:
+                perform(world, depth, random.choice(COMMON + RARE), random.randrange(8), 0)
+        drain(world, depth)
+        check_end(world)
+
+
+COMMON = ["plan", "plan", "media", "commit", "commit", "pixels", "encoded", "encoded"] * 6
+RARE = ["pixels_fail", "encode_fails", "cancel", "clear"]
+
+
+def random_limits(random: Random) -> Limits:
+    return Limits(
+        max_num_seqs=random.randint(1, 4),
+        max_num_batched_tokens=random.choice([5, 6, 9, 16, 64]),
+        max_model_len=6 * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        num_blocks=random.randint(6, 14),
+        encoder_cache_bytes=random.choice([3, 6, 8]),
+        max_num_encoder_input_tokens=random.choice([3, 8]),
+        max_encode_items=random.choice([1, 3]),
+        max_media_rows=random.choice([3, 6, 100]),
+        disable_chunked_mm_input=random.random() < 0.5,
+        enable_prefix_caching=random.random() < 0.5,
+    )
+
+
+def random_submission(random: Random) -> object:
+    while True:
+        parts = [
+            random.choice(PICTURES) if random.random() < 0.5 else random.randint(0, 1)
+            for _ in range(random.randint(1, 6))
+        ]
+        if sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE:
+            return parts, random.randint(1, 8), random.randint(0, 1), random.choice([None, "s"])
