@@ -105,6 +105,7 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
         width, height = self.info.get_image_size_with_most_features()
         for pixels in outputs["pixel_values"]:
             if tuple(pixels.shape[-2:]) != (height, width):
+                # The tower has a position for each of its own patches, and no others.
                 raise InvalidRequestError(
                     f"the processor makes pictures of {pixels.shape[-1]} x {pixels.shape[-2]} "
                     f"pixels, and the model takes {width} x {height} only; leave the sizes in "
@@ -112,6 +113,11 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
                     parameter="mm_processor_kwargs",
                 )
         return outputs
+
+    def _preprocess_resizes_first(self, image_processor: Any, options: Mapping[str, Any]) -> bool:
+        # LLaVA's own image processor differs from the stock one only in padding to a square first.
+        own = type(image_processor).__name__ == "LlavaImageProcessorPil"
+        return own and not options.get("do_pad", image_processor.do_pad)
 
     def _get_mm_fields_config(
         self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]

@@ -106,7 +106,7 @@ class ChatRenderer:
             read["name"] = self._mark(_text(message["name"], f"{path}.name"))
         content = message.get("content")
         if isinstance(content, str):
-            read["content"] = self._mark(content)
+            read["content"] = self._mark(_text(content, f"{path}.content"))
             return read
         if not isinstance(content, list | tuple):
             raise _wrong(f"{path}.content", "text or a list of parts", content)
@@ -324,6 +324,12 @@ def _texts(conversation: list[dict[str, Any]]) -> Iterator[str]:
 def _text(value: object, path: str) -> str:
     if not isinstance(value, str):
         raise _wrong(path, "text", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            f"{path} is not valid Unicode (it has lone surrogates)", parameter=path
+        ) from None
     return value
 
 

@@ -98,11 +98,19 @@ class BaseMultiModalProcessor(ABC):
     ) -> Mapping[str, Any]:
         """Calls the HF processor. `mm_data` has its plural keywords (`images=[...]`)."""
         processor = self.info.get_hf_processor()
-        ready = resize_ahead(processor, mm_data, mm_kwargs)
+        ready = resize_ahead(processor, mm_data, mm_kwargs, self._preprocess_resizes_first)
         outputs: Mapping[str, Any] = processor(
             text=prompt, **ready, **mm_kwargs, return_tensors="pt"
         )
         return outputs
+
+    def _preprocess_resizes_first(self, image_processor: Any, options: Mapping[str, Any]) -> bool:
+        """Whether the image processor's own `_preprocess` begins by resizing each picture.
+
+        Then large pictures are resized before they become arrays, which is faster and changes no
+        bit. Not asked where `_preprocess` is transformers' stock one.
+        """
+        return False
 
     # What the engine calls.
 
@@ -111,7 +119,17 @@ class BaseMultiModalProcessor(ABC):
         return _merge(self.info.ctx.mm_processor_kwargs, mm_kwargs)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text prompt, with the special tokens that the HF processor adds."""
+        """The token ids of a text prompt, with the special tokens that the HF processor adds.
+
+        Raises InvalidRequestError for text that is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the prompt's text is not valid Unicode (it has lone surrogates)",
+                parameter="prompt",
+            ) from None
         encoding = self.info.get_tokenizer()(text, add_special_tokens=add_special_tokens)
         return list(encoding["input_ids"])
 
@@ -206,11 +224,11 @@ class BaseMultiModalProcessor(ABC):
                     and content.placeholder(placed.offset - content.start) == placed
                     for content in alternatives
                 ):
+                    name = f"{modality}s[{item_idx}]"
                     raise MediaError(
-                        f"{modality} {item_idx} was processed to another number or order of "
-                        f"placeholders than the {placed.length} that its header promised",
-                        parameter=modality,
-                        value=item_idx,
+                        f"{name} was processed to another number or order of placeholders than "
+                        f"the {placed.length} that its header promised",
+                        parameter=name,
                     )
 
     def apply(

@@ -9,13 +9,16 @@ other threads run; the processor then finds a picture of the wanted size and lea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
 
 __all__ = ["resize_ahead", "resizes_first"]
+
+OwnStep: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
+"""Whether an image processor's own `_preprocess`, given these options, begins by resizing."""
 
 # The steps between a picture and its resizing. One that a processor overrides may do anything.
 _STOCK_STEPS = (
@@ -26,22 +29,24 @@ _STOCK_STEPS = (
     "_prepare_images_structure",
     "process_image",
     "convert_to_rgb",
-    "_preprocess",
     "resize",
 )
 
 
 def resize_ahead(
-    hf_processor: Any, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    hf_processor: Any,
+    mm_data: Mapping[str, object],
+    mm_kwargs: Mapping[str, object],
+    own_preprocess_resizes_first: OwnStep = lambda image_processor, options: False,
 ) -> dict[str, object]:
     """`mm_data` with its pictures resized, where the HF processor's result stays bit-identical."""
     images = mm_data.get("images")
     image_processor = getattr(hf_processor, "image_processor", None)
     if not isinstance(images, list) or not _hands_images_on(hf_processor):
         return dict(mm_data)
-    if not resizes_first(image_processor):
-        return dict(mm_data)
     options = hf_processor._merge_kwargs(**mm_kwargs)["images_kwargs"]
+    if not resizes_first(image_processor, options, own_preprocess_resizes_first):
+        return dict(mm_data)
     return {**mm_data, "images": [_resize(image, image_processor, options) for image in images]}
 
 
@@ -57,7 +62,7 @@ def _hands_images_on(hf_processor: Any) -> bool:
     )
 
 
-def resizes_first(image_processor: Any) -> bool:
+def resizes_first(image_processor: Any, options: Mapping[str, Any], own: OwnStep) -> bool:
     """Whether an HF image processor is a stock Pillow one up to and including its resizing."""
     try:
         from transformers.image_processing_backends import PilBackend
@@ -66,7 +71,9 @@ def resizes_first(image_processor: Any) -> bool:
     if not isinstance(image_processor, PilBackend):
         return False
     cls = type(image_processor)
-    return all(getattr(cls, step, None) is getattr(PilBackend, step) for step in _STOCK_STEPS)
+    if any(getattr(cls, step, None) is not getattr(PilBackend, step) for step in _STOCK_STEPS):
+        return False
+    return cls._preprocess is PilBackend._preprocess or own(image_processor, options)
 
 
 def _resize(image: object, image_processor: Any, options: Mapping[str, Any]) -> object:

@@ -61,14 +61,23 @@ def make_tokenizer(style: str) -> Any:
 
 
 def save_llava(
-    folder: Path, *, style: str = "bytes", strategy: str = "default", tower: str = "clip"
+    folder: Path,
+    *,
+    style: str = "bytes",
+    strategy: str = "default",
+    tower: str = "clip",
+    pads: bool | None = None,
 ) -> Path:
-    """The folder of a LLaVA with pictures of 28 x 28 pixels in patches of 14."""
+    """The folder of a LLaVA with pictures of 28 x 28 pixels in patches of 14.
+
+    `pads`: with LLaVA's own image processor instead of CLIP's, which pads to a square or not.
+    """
     from transformers import (
         CLIPImageProcessorPil,
         CLIPVisionConfig,
         LlamaConfig,
         LlavaConfig,
+        LlavaImageProcessorPil,
         LlavaProcessor,
         SiglipImageProcessorPil,
         SiglipVisionConfig,
@@ -95,6 +104,10 @@ def save_llava(
         if tower == "clip"
         else SiglipImageProcessorPil(size={"height": 28, "width": 28})
     )
+    if pads is not None:
+        image_processor = LlavaImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, do_pad=pads
+        )
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,

@@ -133,6 +133,7 @@ def test_media_in_part_order(renderer: Any) -> None:
         ([{"role": ["user"], "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": "\udcff"}], "messages[0].content"),
         ([{"role": "user", "content": "x", "tools": []}], "messages[0]"),
         ([{"role": "user", "content": [3]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),

@@ -121,6 +121,39 @@ def test_towers_and_strategies(tmp_path: Path, tower: str, strategy: str) -> Non
     assert [placed.length for placed in mine.placeholders["image"]] == [rows, rows]
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_its_own_image_processor(tmp_path: Path, pads: bool) -> None:
+    context = context_of(save_llava(tmp_path, pads=pads))
+    processor = MULTIMODAL_REGISTRY.create_processor(Llava, context)
+    hf_processor = context.hf_processor
+    assert hf_processor.image_processor.do_pad is pads
+    for size in ((40, 30), (30, 170), (28, 28), (5, 3)):
+        for options in ({}, {"do_pad": not pads}):
+            mine = processor.process(items_of(picture(size)), options)["image"][0]
+            theirs = hf_processor(
+                text="<image>", images=[picture(size)], return_tensors="pt", **options
+            )
+            assert torch.equal(mine["pixel_values"], theirs["pixel_values"][0])
+
+
+def test_text_that_is_no_text(llava: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="Unicode"):
+        llava.layout("a\ud800b", MultiModalDataItems(), {})
+
+
+def test_a_layout_that_does_not_hold(llava: Any) -> None:
+    width = llava.info.get_hidden_size()
+
+    def items(rows: int) -> MultiModalDataItems:
+        given = [Embeddings(torch.zeros(rows, width))]
+        embeddings = EmbeddingItems(given, modality="image", hidden_size=width)
+        return MultiModalDataItems({"image": embeddings})
+
+    layout = llava.layout("<image>", items(3), {})
+    with pytest.raises(MediaError, match=r"^images\[0\] was processed to another"):
+        llava.verify_layout(layout, items(4), llava.process(items(4), {}), {})
+
+
 def test_another_tower_is_refused(tmp_path: Path) -> None:
     context = context_of(save_llava(tmp_path))
     context.hf_config.vision_config.model_type = "pixtral"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
+from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil, SiglipImageProcessorPil
 
 from aioengine.processors.media.resize import resize_ahead, resizes_first
 
@@ -30,11 +30,21 @@ PROCESSORS = [
     SiglipImageProcessorPil(size={"height": 16, "width": 16}, resample=Image.Resampling.LANCZOS),
     SiglipImageProcessorPil(do_resize=False),
     CLIPImageProcessorPil(size={"shortest_edge": 30, "longest_edge": 50}, do_center_crop=False),
+    LlavaImageProcessorPil(size={"shortest_edge": 30}, crop_size={"height": 30, "width": 30}),
 ]
 
 
+def never(image_processor: Any, options: Any) -> bool:
+    return False
+
+
+def own_step(image_processor: Any, options: Any) -> bool:
+    return isinstance(image_processor, LlavaImageProcessorPil)
+
+
 def ahead(image_processor: Any, picture: Image.Image, **options: Any) -> Image.Image:
-    result = resize_ahead(processor_of(image_processor), {"images": [picture]}, options)["images"]
+    processor = processor_of(image_processor)
+    result = resize_ahead(processor, {"images": [picture]}, options, own_step)["images"]
     assert isinstance(result, list)
     picture = result[0]
     assert isinstance(picture, Image.Image)
@@ -70,7 +80,8 @@ def test_shrinks_where_it_may() -> None:
     picture = Image.new("RGB", (200, 100))
     assert ahead(PROCESSORS[0], picture).size == (60, 30)
     assert ahead(PROCESSORS[2], picture).size == (44, 30)
-    for image_processor in PROCESSORS[4:]:
+    assert ahead(PROCESSORS[6], picture).size == (60, 30)
+    for image_processor in PROCESSORS[4:6]:
         assert ahead(image_processor, picture) is picture
     assert ahead(PROCESSORS[0], picture, do_resize=False) is picture
     assert ahead(PROCESSORS[0], picture, input_data_format="channels_last") is picture
@@ -92,8 +103,9 @@ def test_an_overridden_step_ends_the_promise() -> None:
         def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
             return super()._preprocess(*args, **kwargs)
 
-    assert resizes_first(PROCESSORS[0])
-    assert not resizes_first(Pads())
-    assert not resizes_first(object())
+    assert resizes_first(PROCESSORS[0], {}, never)
+    assert not resizes_first(Pads(), {}, never)
+    assert not resizes_first(object(), {}, own_step)
+    assert not resizes_first(PROCESSORS[6], {}, never)
     picture = Image.new("RGB", (200, 100))
     assert ahead(Pads(), picture) is picture
