@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
-__all__ = ["Detokenizer", "Piece"]
+__all__ = ["Detokenizer", "Piece", "fast_tokenizer"]
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
@@ -24,6 +24,17 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = ...) -> str:
         """The text of `token_ids`."""
         ...
+
+
+def fast_tokenizer(tokenizer: Any) -> Tokenizer:
+    """What decodes for a transformers tokenizer, without its Python layers where they do nothing.
+
+    They take most of the time, once for each token of each stream.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return cast("Tokenizer", tokenizer)
+    return cast("Tokenizer", backend)
 
 
 @dataclass(frozen=True, slots=True)

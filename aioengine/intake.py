@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from aioengine.config import EngineConfig, SamplingParams
-from aioengine.detokenizer import Detokenizer
+from aioengine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.errors import (
     InvalidRequestError,
     MediaError,
@@ -58,6 +58,7 @@ class Intake:
         self._model_id = model_id
         self._instruments = instruments
         self._renderer: ChatRenderer | None = None
+        self._decoder = fast_tokenizer(loaded.home.info.get_tokenizer())
         self._fetches = _SharedJobs()
         self._processors: SimpleQueue[Any] = SimpleQueue()
         for processor in loaded.processors:
@@ -186,7 +187,7 @@ class Intake:
         params = ticket.params
         if params.detokenize:
             ticket.detokenizer = Detokenizer(
-                self._loaded.home.info.get_tokenizer(),
+                self._decoder,
                 layout.token_ids,
                 stop=params.stop_strings,
                 include_stop=params.include_stop_str_in_output,

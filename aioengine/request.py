@@ -149,6 +149,8 @@ class Request:
 
     def open_items(self, position: int) -> Sequence[Item]:
         """The items that take rows at `position` or later, in prompt order."""
+        if not self.items or self.items[-1].span.last_row_position < position:
+            return ()  # the usual case: all pictures are behind
         for index, item in enumerate(self.items):
             if item.span.last_row_position >= position:
                 return self.items[index:]

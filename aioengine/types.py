@@ -51,12 +51,12 @@ class Span:
         """How many encoder rows the span takes."""
         return sum(stop - start for start, stop in self.embed_runs)
 
-    @property
+    @cached_property
     def first_row_position(self) -> int:
         """The first prompt position that takes an encoder row."""
         return self.offset + self.embed_runs[0][0]
 
-    @property
+    @cached_property
     def last_row_position(self) -> int:
         """The last prompt position that takes an encoder row."""
         return self.offset + self.embed_runs[-1][1] - 1

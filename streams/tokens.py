@@ -40,25 +40,34 @@ class _Mailbox:
         self.is_closed = False
         self.num_pushed = 0
         self.num_received = 0
-        self.waiters: set[asyncio.Future[None]] = set()
+        self.readers: set[asyncio.Future[None]] = set()
+        self.result_waiters: set[asyncio.Future[None]] = set()
 
     @property
     def has_ended(self) -> bool:
         return self.is_closed or self.output is not None or self.error is not None
 
-    def wake(self) -> None:
-        for waiter in self.waiters:
+    def wake_readers(self) -> None:
+        """There is a new delta."""
+        for waiter in self.readers:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Wait for the next change."""
-        waiter = asyncio.get_running_loop().create_future()
-        self.waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self.waiters.discard(waiter)
+    def wake_all(self) -> None:
+        """The stream has ended."""
+        self.wake_readers()
+        for waiter in self.result_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+async def _wait(waiters: set[asyncio.Future[None]]) -> None:
+    waiter = asyncio.get_running_loop().create_future()
+    waiters.add(waiter)
+    try:
+        await waiter
+    finally:
+        waiters.discard(waiter)
 
 
 class TokenSink:
@@ -74,19 +83,19 @@ class TokenSink:
             return
         box.pending.setdefault(delta.index, []).append(delta)
         box.num_pushed += 1
-        box.wake()
+        box.wake_readers()
 
     def finish(self, output: RequestOutput) -> None:
         """The request has ended well."""
         if not self._mailbox.has_ended:
             self._mailbox.output = output
-            self._mailbox.wake()
+            self._mailbox.wake_all()
 
     def fail(self, error: BaseException) -> None:
         """The request has ended with an error."""
         if not self._mailbox.has_ended:
             self._mailbox.error = error
-            self._mailbox.wake()
+            self._mailbox.wake_all()
 
 
 class TokenStream:
@@ -112,7 +121,7 @@ class TokenStream:
         """
         box = self._mailbox
         while not box.pending and not box.has_ended:
-            await box.wait()
+            await _wait(box.readers)
         return self._take()
 
     def receive_nowait(self) -> Delta | None:
@@ -135,7 +144,7 @@ class TokenStream:
         """
         box = self._mailbox
         while not box.has_ended:
-            await box.wait()
+            await _wait(box.result_waiters)
         if box.output is not None:
             return box.output
         if box.error is not None:
@@ -148,7 +157,7 @@ class TokenStream:
         if not box.has_ended:
             box.is_closed = True
             box.close_request()
-            box.wake()
+            box.wake_all()
         box.pending.clear()
 
     async def aclose(self) -> None:
