@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,11 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with suppress(KeyboardInterrupt):
         try:
-            asyncio.run(run_demo(options))
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(run_demo(options))
         except errors.AioEngineError as error:
             sys.stderr.write(f"aioengine: {error}\n")
             return 1
     return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's loop where it is installed, else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 async def run_demo(options: argparse.Namespace) -> None:

@@ -100,4 +100,5 @@ def _invert(weights: Tensor, picks: Tensor) -> Tensor:
     index = torch.searchsorted(cumulated, picks * cumulated[:, -1:], right=True)[:, 0]
     # Rounding may point past the last token that has a weight.
     last = (weights > 0).long().mul(torch.arange(1, weights.shape[-1] + 1, device=weights.device))
-    return torch.minimum(index, last.amax(-1) - 1)
+    # Logits that are not numbers leave no weight at all: any token will do, but it must be one.
+    return torch.minimum(index, last.amax(-1) - 1).clamp_min(0)
