@@ -130,7 +130,9 @@ class BaseMultiModalProcessor(ABC):
                 "the prompt's text is not valid Unicode (it has lone surrogates)",
                 parameter="prompt",
             ) from None
-        encoding = self.info.get_tokenizer()(text, add_special_tokens=add_special_tokens)
+        encoding = self.info.get_tokenizer()(
+            text, add_special_tokens=add_special_tokens, verbose=False
+        )
         return list(encoding["input_ids"])
 
     def validate_num_items(self, counts: Mapping[str, int]) -> None:

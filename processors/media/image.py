@@ -33,6 +33,10 @@ ACCEPTED = (
     "(height, width, channels) or (channels, height, width) holding uint8 or floats in [0, 1]"
 )
 
+# Processors scale the short side to the model's size and the long side with it, then crop: at 8000
+# pixels by 1 that would be gigabytes.
+MAX_ASPECT_RATIO = 200
+
 # Pillow decodes a lazily opened picture on first use, and not safely from two threads at once. The
 # same object may be part of two requests, so its loading is guarded by one of a few locks.
 _LOAD_LOCKS = tuple(threading.Lock() for _ in range(64))
@@ -96,6 +100,12 @@ class ImageSource(ABC):
         if width * height > limit:
             raise self._error(
                 f"its {width} x {height} pixels are more than media.max_image_pixels ({limit})",
+                value=(width, height),
+            )
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise self._error(
+                f"one side of its {width} x {height} pixels is more than {MAX_ASPECT_RATIO} times "
+                "the other",
                 value=(width, height),
             )
         return ImageSize(width, height)

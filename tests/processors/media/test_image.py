@@ -250,6 +250,14 @@ def test_limits_hold_for_every_kind(encode: Encode) -> None:
     assert decode(Image.new("RGB", (9, 11)), config).size == (9, 11)
 
 
+def test_thin_pictures_are_refused(encode: Encode) -> None:
+    for size in ((8000, 1), (1, 8000), (201, 1), (64_000_000, 1)):
+        picture = Image.new("1", size)
+        assert "200 times" in str(refuse(picture))
+    assert "200 times" in str(refuse(encode(Image.new("L", (3, 700)), "PNG")))
+    assert decode(Image.new("L", (1, 200))).size == (1, 200)
+
+
 def test_only_allowed_formats(encode: Encode, noise: Noise) -> None:
     data = encode(noise(5, 5), "PPM")
     assert "none of the allowed formats" in str(refuse(data))
