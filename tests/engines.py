@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+import itertools
+import threading
+import types
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,13 @@ def encoded(image: Image.Image, image_format: str = "PNG", **options: Any) -> by
 @asynccontextmanager
 async def running_engine(folder: Path, **options: Any) -> AsyncIterator[AsyncEngine]:
     """A started engine of small sizes; at the end it has to be at rest."""
-    sizes = {"device": "cpu", "max_model_len": 512, "kv_cache_bytes": 4 << 20, "block_size": 16}
+    sizes = {
+        "device": "cpu",
+        "dtype": "float64",  # so that company changes no rounding, and equal means equal
+        "max_model_len": 512,
+        "kv_cache_bytes": 8 << 20,
+        "block_size": 16,
+    }
     async with AsyncEngine.from_pretrained(folder, **{**sizes, **options}) as engine:
         yield engine
         await settled(engine)
@@ -93,3 +102,35 @@ class Spans:
             while len(self.of(request_id)) < count:
                 self._changed.clear()
                 await self._changed.wait()
+
+
+@types.coroutine
+def cancelled_at(coroutine: Coroutine[Any, Any, Any], index: int) -> Generator[Any, Any, Any]:
+    """Await `coroutine`, cancelling the current task when it waits for the `index`-th time."""
+    resume: Callable[[Any], Any] = coroutine.send
+    value: Any = None
+    for number in itertools.count():
+        try:
+            waited_for = resume(value)
+        except StopIteration as end:
+            return end.value
+        if number == index:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        try:
+            resume, value = coroutine.send, (yield waited_for)
+        except BaseException as error:
+            resume, value = coroutine.throw, error
+    raise AssertionError
+
+
+def engine_threads() -> list[str]:
+    """The names of the engines' own threads that are alive."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("aioengine")]
+
+
+def other_tasks() -> set[asyncio.Task[Any]]:
+    """The running loop's tasks beside the current one."""
+    return asyncio.all_tasks() - {asyncio.current_task()}

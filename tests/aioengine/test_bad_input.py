@@ -474,7 +474,7 @@ async def test_pictures_and_embeddings_do_not_mix(
 
 
 async def test_an_item_larger_than_the_encoder_cache(folder: Path) -> None:
-    row_bytes = HIDDEN_SIZE * 4
+    row_bytes = HIDDEN_SIZE * 8
     async with running_engine(folder, encoder_cache_bytes=(NUM_IMAGE_TOKENS - 1) * row_bytes) as e:
         expected = await e.generate([1, 20], greedy())
         text, _ = await asyncio.gather(
