@@ -89,7 +89,7 @@ def test_ground_floor_needs_the_standard_library_only() -> None:
         ("streams", set()),
         ("processors", {"torch", "transformers", "numpy", "PIL", "anyio", "cachetools"}),
         ("models", {"torch", "transformers", "safetensors"}),
-        ("aioengine", {"torch", "transformers", "anyio", "rich", "matplotlib"}),
+        ("aioengine", {"torch", "transformers", "anyio", "rich", "matplotlib", "uvloop"}),
     ],
 )
 def test_rooms_import_few_distributions(folder: str, allowed: set[str]) -> None:

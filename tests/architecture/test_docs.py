@@ -1,0 +1,55 @@
+"""The documents say what is so."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT, files
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAX_EXAMPLE_LINES = 15
+
+
+def test_every_module_has_its_sentence() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^- `(\S+\.py)`: (.+)$", text, re.MULTILINE)
+    assert sorted(path for path, _ in listed) == [str(p.relative_to(ROOT)) for p in files()]
+    for path, sentence in listed:
+        assert sentence.endswith("."), path
+        assert ". " not in sentence, f"{path}: one sentence"
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
+    assert script["PICTURE"].read_text() == script["draw"](), "run docs/draw_architecture.py"
+
+
+def test_readme_begins_with_a_tested_example() -> None:
+    shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    example = (ROOT / "examples" / "hello.py").read_text()
+    assert shown[1] == example.partition('"""\n\n')[2]
+    assert len([line for line in shown[1].splitlines() if line]) <= MAX_EXAMPLE_LINES
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if not target.startswith("https://"):
+            assert (path.parent / target).exists(), target
+
+
+def test_readme_names_every_example() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"examples/{path.name}" in readme
+
+
+def test_readme_shows_commands_that_exist() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in re.findall(r"`?\bmake (\w+)", (ROOT / "README.md").read_text()):
+        assert command in targets
