@@ -56,11 +56,17 @@ class LoopBridge:
         with self._lock:
             calls, self._calls = self._calls, deque()
             self._is_awake = False
-        while calls:
-            function, args = calls.popleft()
-            try:
-                function(*args)
-            except Exception as error:
-                self.loop.call_exception_handler(
-                    {"message": "a call from another thread failed", "exception": error}
-                )
+        try:
+            while calls:
+                function, args = calls.popleft()
+                try:
+                    function(*args)
+                except Exception as error:
+                    self.loop.call_exception_handler(
+                        {"message": "a call from another thread failed", "exception": error}
+                    )
+        finally:
+            if calls:  # an interrupt: it ends the loop's run, and the loop may run again
+                with self._lock:
+                    self._calls.extendleft(reversed(calls))
+                self.loop.call_soon(self._drain)

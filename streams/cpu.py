@@ -85,7 +85,7 @@ class CpuDevice:
             try:
                 result, error = function(), None
             except BaseException as caught:  # whatever it is, the waiter has to know
-                result, error = None, caught
+                result, error = None, _for_waiter(caught)
             if not self._bridge.call(_settle, future, result, error):
                 break  # nobody is left to tell
             del job, function, future, result, error
@@ -111,7 +111,17 @@ class CpuDevice:
                     self._step_may_follow = False
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _for_waiter(error: BaseException) -> Exception:
+    """The error, or one in its place if it would not be a failure of the job to whoever awaits it:
+    a future takes no StopIteration, and the others would cancel the waiter or end its loop."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    failure = RuntimeError(f"a job ended with {type(error).__name__}")
+    failure.__cause__ = error
+    return failure
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():  # its waiter has been cancelled
         return
     if error is None:
