@@ -53,14 +53,17 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]
         if index < sampling.min_tokens and sampling.banned:
             logits[row, list(sampling.banned)] = -torch.inf
     token_ids = logits.argmax(dim=-1)
-    rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    if rows:
-        chosen = [(samplings[row], indices[row]) for row in rows]
-        token_ids[rows] = _draw(logits[rows], chosen)
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    # Apart, for one number picks different tokens from sorted and from unsorted weights.
+    for is_filtered in (False, True):
+        rows = [row for row in drawn if samplings[row].is_filtered is is_filtered]
+        if rows:
+            chosen = [(samplings[row], indices[row]) for row in rows]
+            token_ids[rows] = _draw(logits[rows], chosen, is_filtered=is_filtered)
     return token_ids
 
 
-def _draw(logits: Tensor, chosen: Sequence[tuple[Sampling, int]]) -> Tensor:
+def _draw(logits: Tensor, chosen: Sequence[tuple[Sampling, int]], *, is_filtered: bool) -> Tensor:
     """Random token ids [m] of `logits` [m, vocab], all with a positive temperature."""
 
     def column(values: list[float]) -> Tensor:
@@ -71,7 +74,7 @@ def _draw(logits: Tensor, chosen: Sequence[tuple[Sampling, int]]) -> Tensor:
     scores = logits.double() - logits.double().amax(dim=-1, keepdim=True)
     weights = torch.exp(scores / temperature)
     picks = column([uniform(sampling.seed, index) for sampling, index in chosen])
-    if not any(sampling.is_filtered for sampling, _ in chosen):
+    if not is_filtered:
         return _invert(weights, picks)
     weights, order = weights.sort(dim=-1, descending=True, stable=True)
     weights = _cut(weights, [sampling for sampling, _ in chosen])
