@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aioengine.config import SamplingParams as SamplingParams
     from aioengine.engine import AsyncEngine as AsyncEngine
     from aioengine.samples import demo_model as demo_model
+    from aioengine.samples import demo_pictures as demo_pictures
     from aioengine.streams.tokens import TokenStream as TokenStream
     from aioengine.types import CompletionOutput as CompletionOutput
     from aioengine.types import Delta as Delta
@@ -40,6 +41,7 @@ _HOMES = {
     "SamplingParams": "aioengine.config",
     "TokenStream": "aioengine.streams.tokens",
     "demo_model": "aioengine.samples",
+    "demo_pictures": "aioengine.samples",
 }
 
 __all__ = ["__version__", "errors", *_HOMES]

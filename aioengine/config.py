@@ -170,7 +170,7 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends. vLLM's names and defaults."""
 
     n: int = 1
-    """Completions of one prompt."""
+    """Completions of one prompt. Only 1 is built."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -180,8 +180,11 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this fraction as probable as the most probable one."""
     presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has already. Not built yet."""
     frequency_penalty: float = 0.0
+    """Subtracted once for each time that the output has the token. Not built yet."""
     repetition_penalty: float = 1.0
+    """Divides the logits of tokens that prompt or output have already. Not built yet."""
     seed: int | None = None
     """The same seed gives the same tokens, alone or in company; None draws one."""
     stop: str | Sequence[str] | None = None
@@ -191,6 +194,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Whether the stop string, or the stop token, stays in the output text."""
     bad_words: Sequence[str] | None = None
+    """Words that must not come. Not built yet."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
     max_tokens: int | None = 16
@@ -198,9 +202,13 @@ class SamplingParams:
     min_tokens: int = 0
     """Output tokens before end-of-sequence and stop tokens may be chosen."""
     logprobs: int | None = None
+    """Log probabilities of so many tokens at each position. Not built yet."""
     prompt_logprobs: int | None = None
+    """The same for the prompt. Not built yet."""
     logit_bias: Mapping[int, float] | None = None
+    """Token id -> what is added to its logit. Not built yet."""
     allowed_token_ids: Sequence[int] | None = None
+    """The only token ids that may come. Not built yet."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True

@@ -200,7 +200,8 @@ class AsyncEngine:
     ) -> TokenStream:
         """The same as a stream of deltas; use it with `async with`. The request begins at once.
 
-        What the arguments alone show is raised here; everything else when the stream is read.
+        What the arguments alone show is raised here; what headers and layout show, when the stream
+        is entered; all else when it is read.
         """
         self._check_open()
         media = {"image": images, "video": videos, "audio": audios}
@@ -329,8 +330,7 @@ class AsyncEngine:
             if not ticket.has_ended:
                 self._fail(ticket, error)
             return
-        ticket.request = request
-        ticket.stamp("admitted")
+        ticket.admit(request)
         self._changed.set()
 
     def _fail(self, ticket: Ticket, error: BaseException) -> None:

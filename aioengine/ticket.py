@@ -75,6 +75,12 @@ class Ticket:
         """Note that the stage is complete, as far as one knows now."""
         self._times[stage] = time.perf_counter() - self._submitted
 
+    def admit(self, request: Request) -> None:
+        """The scheduler has taken the request."""
+        self.request = request
+        self.stamp("admitted")
+        self._sink.admit()
+
     def media_with(self, key: str) -> MediaInput | None:
         """The first of its items with this content key."""
         return next((media for media in self.media if media.key == key), None)

@@ -20,8 +20,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from aioengine import AsyncEngine, SamplingParams, demo_model
-from aioengine.samples import demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 
 QUESTION = "Describe the picture."
 

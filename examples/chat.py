@@ -3,13 +3,12 @@
 import asyncio
 from typing import Any
 
-from aioengine import AsyncEngine, SamplingParams, demo_model
-from aioengine.samples import demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 
 
 async def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=96)
-    picture = {"type": "image", "image": demo_pictures()[0].read_bytes()}
+    picture = {"type": "image", "image": demo_pictures()[0]}
     question = {"type": "text", "text": "Describe the picture."}
     messages: list[dict[str, Any]] = [{"role": "user", "content": [picture, question]}]
     async with AsyncEngine.from_pretrained(demo_model()) as engine:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
 from aioengine import AsyncEngine, SamplingParams, TokenStream, demo_model, errors
@@ -19,16 +19,16 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def ask(request: Request, messages: list[dict[str, Any]]) -> AsyncIterator[TokenStream]:
     params = SamplingParams(temperature=0, max_tokens=96)
-    async with request.app.state.engine.stream(messages, params) as stream:
-        yield stream
+    try:
+        async with request.app.state.engine.stream(messages, params) as stream:
+            yield stream
+    except errors.InvalidRequestError as error:
+        raise HTTPException(400, str(error)) from error
 
 
 async def events(stream: TokenStream) -> AsyncIterator[str]:
-    try:
-        async for delta in stream:
-            yield f"data: {json.dumps({'text': delta.text})}\n\n"
-    except errors.AioEngineError as error:
-        yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
+    async for delta in stream:
+        yield f"data: {json.dumps({'text': delta.text})}\n\n"
 
 
 app = FastAPI(lifespan=lifespan)

@@ -3,8 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from aioengine import AsyncEngine, SamplingParams, demo_model
-from aioengine.samples import demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 
 
 async def ask(engine: AsyncEngine, picture: Path, question: str) -> str:

@@ -2,8 +2,7 @@
 
 import asyncio
 
-from aioengine import AsyncEngine, SamplingParams, demo_model
-from aioengine.samples import demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 
 
 async def main() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
@@ -140,7 +139,7 @@ class ChatRenderer:
             uuid = _text(uuid, f"{path}.uuid")
         if item is None and uuid is None:
             raise InvalidRequestError(f"{path} has neither a picture nor a uuid", parameter=path)
-        trusted = not isinstance(item, str | PurePath)
+        trusted = not isinstance(item, str)  # a path object cannot come out of JSON
         found = ChatMedia(item=item, parameter=path, trusted=trusted, uuid=uuid)
         media.setdefault("image", []).append(found)
         return {"type": "image"}

@@ -1,7 +1,8 @@
 """Token streams: a mailbox between the engine, which never waits, and a reader, who may.
 
 A reader who falls behind gets merged deltas: nothing is lost and nobody is slowed. An error comes
-after the tokens before it. A stream is a resource: closing it early ends the request.
+after the tokens before it. A stream is a resource: closing it early ends the request, and entering
+it waits until the request is admitted, so that what is wrong with it is raised there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class _Mailbox:
         self.pending: dict[int, list[Delta]] = {}  # by completion
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
+        self.is_admitted = False
         self.is_closed = False
         self.num_pushed = 0
         self.num_received = 0
@@ -85,6 +87,11 @@ class TokenSink:
         box.num_pushed += 1
         box.wake_readers()
 
+    def admit(self) -> None:
+        """The request is laid out and queued."""
+        self._mailbox.is_admitted = True
+        self._mailbox.wake_all()
+
     def finish(self, output: RequestOutput) -> None:
         """The request has ended well."""
         if not self._mailbox.has_ended:
@@ -113,6 +120,17 @@ class TokenStream:
         if delta is None:
             raise StopAsyncIteration
         return delta
+
+    async def admitted(self) -> None:
+        """Wait until the request is laid out and queued.
+
+        Raises what arguments, headers and layout show to be wrong.
+        """
+        box = self._mailbox
+        while not (box.is_admitted or box.has_ended):
+            await _wait(box.result_waiters)
+        if box.error is not None and not box.is_admitted:
+            raise box.error
 
     async def receive(self) -> Delta | None:
         """The next delta, or None at the end. Raises the request's error, once all tokens are out.
@@ -171,6 +189,11 @@ class TokenStream:
         return StreamStatistics(box.num_pushed, box.num_received, box.is_closed)
 
     async def __aenter__(self) -> Self:
+        try:
+            await self.admitted()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     async def __aexit__(

@@ -75,13 +75,12 @@ async def test_streams_events(app: FastAPI, messages: list[Message]) -> None:
     assert app.state.engine.statistics().finished == 1
 
 
-async def test_what_comes_too_late_for_a_status_is_an_event(app: FastAPI) -> None:
+async def test_what_cannot_be_a_picture_is_a_bad_request(app: FastAPI) -> None:
     url = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
     part = {"type": "image_url", "image_url": {"url": url}}
     response = await post(app, [{"role": "user", "content": [part]}])
-    assert response.text.startswith("event: error\n")
-    (event,) = data(response)
-    assert "content[0]" in event["message"]
+    assert response.status_code == 400
+    assert "content[0]" in response.json()["detail"]
     await at_rest(app.state.engine)
 
 

@@ -111,14 +111,14 @@ def test_media_in_part_order(renderer: Any) -> None:
         },
         {"role": "assistant", "content": "ok"},
         {"role": "user", "content": [{"type": "image", "image": None, "uuid": "known"}]},
-        {"role": "user", "content": [{"type": "image", "image": Path("/etc/passwd")}]},
+        {"role": "user", "content": [{"type": "image", "image": Path("one.png")}]},
     ]
     found = renderer.render(messages).media["image"]
     assert [(media.parameter, media.trusted, media.uuid) for media in found] == [
         ("messages[1].content[0]", False, None),
         ("messages[1].content[2]", True, "mine"),
         ("messages[3].content[0]", True, "known"),
-        ("messages[4].content[0]", False, None),
+        ("messages[4].content[0]", True, None),
     ]
     assert found[0].item == url
 
