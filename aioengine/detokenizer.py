@@ -109,10 +109,11 @@ class Detokenizer:
         end = len(whole) - whole.endswith(REPLACEMENT)
         fresh = whole[self._num_read : end]
         self._num_read = max(self._num_read, end)
-        if len(self._window) >= 2 * WINDOW:
-            num_unread = len(whole) - self._num_read
+        num_unread = len(whole) - self._num_read
+        # Special tokens leave no text: many of them may come between the bytes of one character.
+        if len(self._window) >= (8 if num_unread else 2) * WINDOW:
             del self._window[:-WINDOW]
-            self._num_read = len(self._decode(self._window)) - num_unread
+            self._num_read = max(0, len(self._decode(self._window)) - num_unread)
         return fresh
 
     def _find_stop(self, text: str, num_fresh: int) -> tuple[str, int] | None:
