@@ -137,6 +137,7 @@ async def test_closing_early_ends_the_request_once(
     ends: tuple[TokenSink, TokenStream], closings: Closings
 ) -> None:
     sink, stream = ends
+    sink.admit()
     sink.push(delta(0))
     async with stream:
         stream.close()
@@ -228,3 +229,49 @@ def test_a_stream_dropped_before_its_end_warns(
     messages = [str(w.message) for w in recwarn if w.category is ResourceWarning]
     assert len(messages) == warns
     assert not warns or "dropped" in messages[0]
+
+
+async def test_entering_waits_for_admission(ends: tuple[TokenSink, TokenStream]) -> None:
+    sink, stream = ends
+    entering = asyncio.ensure_future(stream.__aenter__())
+    await asyncio.sleep(0)
+    assert not entering.done()
+    sink.admit()
+    assert await entering is stream
+    sink.finish(output())
+
+
+async def test_entering_raises_what_kept_the_request_out(
+    ends: tuple[TokenSink, TokenStream], closings: Closings
+) -> None:
+    sink, stream = ends
+    sink.fail(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        async with stream:
+            raise AssertionError("entered")
+    assert closings.count == 0
+
+
+async def test_an_error_after_admission_is_for_the_reader(
+    ends: tuple[TokenSink, TokenStream],
+) -> None:
+    sink, stream = ends
+    sink.admit()
+    sink.push(delta(0))
+    sink.fail(ValueError("later"))
+    async with stream:
+        assert (await stream.receive()) is not None
+        with pytest.raises(ValueError, match="later"):
+            await stream.receive()
+
+
+async def test_a_reader_who_gives_up_entering_ends_the_request(
+    ends: tuple[TokenSink, TokenStream], closings: Closings
+) -> None:
+    _, stream = ends
+    entering = asyncio.ensure_future(stream.__aenter__())
+    await asyncio.sleep(0)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert closings.count == 1
