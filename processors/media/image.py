@@ -79,16 +79,18 @@ class ImageSource(ABC):
         were RGB in memory already are not copied.
         """
         header = self.header()
+        image, reason, kind = None, "", None
         try:
             image = to_rgb(orient(self._pixels(header), header.orientation))
         except PixelError as error:
-            raise self._error(str(error)) from None
+            reason = str(error)
         # Decoders raise whatever they meet in broken data, with pieces of it in the text.
         except Exception as error:
-            raise self._error(
-                f"the {header.format or 'pixel'} data is corrupt or cut short",
-                value=type(error).__name__,
-            ) from None
+            reason = f"the {header.format or 'pixel'} data is corrupt or cut short"
+            kind = type(error).__name__
+        if image is None:
+            # Out here, so that the decoder's error, which holds on to the pixels, is gone.
+            raise self._error(reason, value=kind)
         if image.size != header.size:
             raise self._error("its header and its pixels differ in size")
         return image
@@ -197,13 +199,14 @@ class _EncodedImage(ImageSource):
             factory, accepts = Image.OPEN.get(name, (None, None))
             if factory is None or accepts is None or accepts(self._data[:16]) is not True:
                 continue
+            kind = ""
             try:
                 image = factory(io.BytesIO(self._data), "")
             # Readers raise whatever they meet in a broken header, with pieces of it in the text.
             except Exception as error:
-                raise self._error(
-                    f"its {name} header is corrupt or cut short", value=type(error).__name__
-                ) from None
+                kind = type(error).__name__
+            if kind:
+                raise self._error(f"its {name} header is corrupt or cut short", value=kind)
             assert isinstance(image, ImageFile.ImageFile)
             return image
         raise self._error(f"it is in none of the allowed formats ({', '.join(names)})")

@@ -44,7 +44,7 @@ def refuse(item: Any, config: MediaConfig = CONFIG) -> MediaError:
     text = f"{error} {error.value!r}"
     assert text.startswith("images[3]")
     assert "0x" not in text and "<_io" not in text and " at " not in text
-    assert error.__cause__ is None
+    assert error.__cause__ is None and error.__context__ is None
     return error
 
 
