@@ -146,7 +146,7 @@ class BaseMultiModalProcessor(ABC):
                     f"the model takes no {modality} items, only {takes}"
                     if supported
                     else f"the model takes no {modality} items: it is for text only",
-                    parameter=modality,
+                    parameter=f"{modality}s",
                     value=count,
                 )
             limit = allowed.get(modality)
@@ -157,7 +157,7 @@ class BaseMultiModalProcessor(ABC):
             way_out = f"; raise limit_mm_per_prompt[{modality!r}]" if raises_it else ""
             raise UnsupportedModalityError(
                 f"{count} {modality} items in one prompt are more than {limit}{way_out}",
-                parameter=modality,
+                parameter=f"{modality}s",
                 value=count,
             )
 
@@ -317,11 +317,11 @@ class BaseMultiModalProcessor(ABC):
         config = self.info.get_hf_config().get_text_config()
         vocab_size = max(len(self.info.get_tokenizer()), int(config.vocab_size))
         try:
-            token_ids = [operator.index(token_id) for token_id in prompt]
+            token_ids = [_as_id(token_id) for token_id in prompt]
         except TypeError:
-            raise InvalidRequestError(
-                "a token prompt must hold integers only", parameter="prompt"
-            ) from None
+            token_ids = None
+        if token_ids is None or bool in set(map(type, prompt)):
+            raise InvalidRequestError("a token prompt must hold integers only", parameter="prompt")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             outside = min(token_ids) if min(token_ids) < 0 else max(token_ids)
             raise InvalidRequestError(
@@ -347,6 +347,12 @@ class TextOnlyProcessor(BaseMultiModalProcessor):
         out_mm_kwargs: MultiModalKwargs,
     ) -> Sequence[PromptUpdate]:
         return []
+
+
+def _as_id(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,12 @@ async def _fetch_http(url: str, config: MediaConfig, parameter: str) -> bytes:
             f"({config.fetch_timeout_s:g} s)",
             parameter=parameter,
         ) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this task: the fetcher let some inner cancellation of its own escape.
+        raise MediaError(f"{parameter} could not be fetched", parameter=parameter) from error
     except MediaError as error:
         raise error.for_parameter(parameter) from error
     # The fetcher is the application's: whatever it raises is this one item's failure.

@@ -185,8 +185,9 @@ def test_limits(llava_folder: Path) -> None:
     header = ImageHeader(ImageSize(5, 5), "RGB")
     with pytest.raises(UnsupportedModalityError, match=r"raise limit_mm_per_prompt\['image'\]"):
         processor.layout("<image><image>", items_of(header, header), {})
-    with pytest.raises(UnsupportedModalityError, match="takes no audio"):
+    with pytest.raises(UnsupportedModalityError, match="takes no audio") as caught:
         processor.validate_num_items({"audio": 1})
+    assert caught.value.parameter == "audios"
 
 
 def test_embeddings_take_as_many_places_as_they_have_rows(llava: Any) -> None:
@@ -226,9 +227,9 @@ def test_a_failing_processor_is_a_media_error_without_payload(llava: Any) -> Non
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("bad", [-1, 512, 10**9])
-def test_token_ids_outside_the_vocabulary(llava: Any, bad: int) -> None:
-    with pytest.raises(InvalidRequestError, match="token id"):
+@pytest.mark.parametrize("bad", [-1, 512, 10**9, True, 1.0, "1", None])
+def test_token_ids_outside_the_vocabulary(llava: Any, bad: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="token"):
         llava.layout([1, bad], MultiModalDataItems(), {})
 
 

@@ -147,10 +147,14 @@ async def test_a_failing_fetcher() -> None:
     async def own(url: str) -> bytes:
         raise MediaError("url refused: not global", parameter="url")
 
+    async def mixes_up(url: str) -> bytes:
+        raise asyncio.CancelledError
+
     async def hangs(url: str) -> bytes:
         await asyncio.Event().wait()
         return b""
 
+    await refuse("http://a/", MediaConfig(fetcher=mixes_up))
     error = await refuse("http://a/", MediaConfig(fetcher=fails))
     assert isinstance(error.__cause__, ConnectionError)
     assert "secret" not in str(error)
