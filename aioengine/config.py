@@ -256,6 +256,11 @@ class SamplingParams:
         )
 
     def _check_stops(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(
+                value is None or isinstance(value, Sequence), name, value, "a sequence or None"
+            )
         strings = self.stop_strings
         _require(
             len(strings) <= 64 and all(isinstance(s, str) and 0 < len(s) <= 1024 for s in strings),

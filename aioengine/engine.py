@@ -11,6 +11,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -62,6 +63,8 @@ class AsyncEngine:
         self._is_open = False
         self._dead: BaseException | None = None
         self._main: asyncio.Task[None] | None = None
+        self._resources = AsyncExitStack()  # closed in the reverse order of their beginning
+        self._intake: Intake
         self._parts: Loaded
         self._counters: Counter[str] = Counter()
         self._tickets: dict[str, Ticket] = {}
@@ -94,17 +97,16 @@ class AsyncEngine:
             raise EngineClosedError("an engine is started once; make a new one")
         self._loop = asyncio.get_running_loop()
         self._device: Device = CpuDevice(self._loop)
+        self._resources.push_async_callback(self._device.aclose)
         try:
-            loaded: Loaded = await self._device.submit_step(
-                partial(_load, self._model, self.config)
-            )
+            self._assemble(await self._device.submit_step(partial(_load, self._model, self.config)))
+            started = self._loop.create_future()
+            self._main = asyncio.create_task(self._serve(started), name="aioengine")
+            self._resources.push_async_callback(self._stop_serving)
+            await started
         except BaseException:
-            await self._device.aclose()
+            await self._resources.aclose()
             raise
-        self._assemble(loaded)
-        started = self._loop.create_future()
-        self._main = asyncio.create_task(self._serve(started), name="aioengine")
-        await started
         self._was_started = self._is_open = True
 
     def _assemble(self, loaded: Loaded) -> None:
@@ -112,9 +114,10 @@ class AsyncEngine:
         intake_module = import_module("aioengine.intake")
         self._parts = loaded
         self._scheduler = Scheduler(loaded.limits)
-        self._intake: Intake = intake_module.Intake(
+        self._intake = intake_module.Intake(
             loaded, self.config, os.fspath(self._model), self.instruments
         )
+        self._resources.push_async_callback(self._intake.aclose)
         self._changed = asyncio.Event()
         self._encoder = Encoder(
             self._scheduler,
@@ -136,12 +139,12 @@ class AsyncEngine:
         self._is_open = False
         for ticket in list(self._tickets.values()):
             self._fail(ticket, RequestAbortedError("the engine was closed"))
-        if self._main is not None:
-            self._main.cancel()
-            await asyncio.wait([self._main])
-            self._main = None
-            await self._intake.aclose()
-        await self._device.aclose()
+        await self._resources.aclose()
+
+    async def _stop_serving(self) -> None:
+        assert self._main is not None
+        self._main.cancel()
+        await asyncio.wait([self._main])
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -210,6 +213,8 @@ class AsyncEngine:
             raise InvalidRequestError(
                 f"params must be SamplingParams, not {type(params).__name__}", parameter="params"
             )
+        if not isinstance(request_id, str | None):
+            raise InvalidRequestError("request_id must be text", parameter="request_id")
         if not isinstance(priority, int):
             raise InvalidRequestError("priority must be an integer", parameter="priority")
         name = request_id if request_id is not None else uuid.uuid4().hex

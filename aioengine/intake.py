@@ -111,6 +111,12 @@ class Intake:
                     tasks.create_task(self._fetch_one(ticket, media, cache_salt))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+        for media in ticket.media:
+            if not media.key:  # a fetcher may raise CancelledError, which no task group reports
+                raise MediaError(
+                    f"{media.parameter} could not be fetched: the fetcher was cancelled",
+                    parameter=media.parameter,
+                )
 
     async def _fetch_one(self, ticket: Ticket, media: MediaInput, cache_salt: str | None) -> None:
         start = time.perf_counter()

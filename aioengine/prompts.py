@@ -32,17 +32,8 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
             raise InvalidRequestError(
                 f"{name} is for encoder-decoder models, which are not built yet", parameter=name
             )
-    merged: dict[str, list[Any]] = {}
-    for source in (read.media, media):
-        for modality, items in source.items():
-            if not isinstance(items, list | tuple):
-                raise InvalidRequestError(
-                    f"{modality}s must be a list, not {type(items).__name__}",
-                    parameter=f"{modality}s",
-                    value=type(items).__name__,
-                )
-            merged.setdefault(modality, []).extend(items)
-    merged = {modality: items for modality, items in merged.items() if items}
+    _check_fields(read)
+    merged = _merge(read.media, media)
     if merged and read.messages is not None:
         raise InvalidRequestError(
             "chat messages carry their media in their parts; give none beside them",
@@ -53,17 +44,56 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
 
 def _as_prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, Prompt):
-        return prompt
+        token_ids: Any = prompt.token_ids
+        # An array or a tensor of ids.
+        return replace(prompt, token_ids=token_ids.tolist()) if _is_array(token_ids) else prompt
     if isinstance(prompt, str):
         return Prompt(text=prompt)
-    if hasattr(prompt, "tolist"):  # an array or a tensor of ids
+    if _is_array(prompt):
         return Prompt(token_ids=prompt.tolist())
     if isinstance(prompt, list | tuple):
         if prompt and isinstance(prompt[0], Mapping):
             return Prompt(messages=prompt)
         return Prompt(token_ids=prompt)
-    raise InvalidRequestError(
-        f"prompt must be text, token ids, chat messages or a Prompt, not {type(prompt).__name__}",
-        parameter="prompt",
-        value=type(prompt).__name__,
+    raise _wrong("prompt", "text, token ids, chat messages or a Prompt", prompt)
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "tolist")
+
+
+def _check_fields(prompt: Prompt) -> None:
+    """Refuse fields of the wrong kind, which would surface later and further from the caller."""
+    checks: tuple[tuple[str, str, Any, str], ...] = (
+        ("text", "prompt", str | None, "made of text"),
+        ("token_ids", "prompt", Sequence | None, "made of a sequence of token ids"),
+        ("messages", "prompt", Sequence | None, "made of a list of messages"),
+        ("media", "media", Mapping, "a mapping from modality to a list"),
+        ("uuids", "uuids", Mapping, "a mapping from modality to a list"),
+        ("cache_salt", "cache_salt", str | None, "text"),
+        ("mm_processor_kwargs", "mm_processor_kwargs", Mapping, "a mapping"),
+    )
+    for name, parameter, kind, wanted in checks:
+        if not isinstance(getattr(prompt, name), kind):
+            raise _wrong(parameter, wanted, getattr(prompt, name))
+    for modality, uuids in prompt.uuids.items():
+        if not isinstance(uuids, list | tuple) or not all(isinstance(u, str | None) for u in uuids):
+            raise _wrong("uuids", f"a list of text or None for {modality!r:.40}", uuids)
+
+
+def _merge(*sources: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Modality -> items of all sources; modalities without items are left out."""
+    merged: dict[str, list[Any]] = {}
+    for source in sources:
+        for modality, items in source.items():
+            if not isinstance(items, list | tuple):
+                raise _wrong(f"{modality}s", "a list", items)
+            merged.setdefault(modality, []).extend(items)
+    return {modality: items for modality, items in merged.items() if items}
+
+
+def _wrong(parameter: str, wanted: str, value: object) -> InvalidRequestError:
+    kind = type(value).__name__
+    return InvalidRequestError(
+        f"{parameter} must be {wanted}, not {kind}", parameter=parameter, value=kind
     )

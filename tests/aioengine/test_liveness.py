@@ -379,7 +379,6 @@ async def test_calls_before_the_start_and_after_the_end(folder: Path) -> None:
         await engine.start()
 
 
-@pytest.mark.xfail(strict=True, reason="cancelled while it waits for its own task, it leaves it")
 async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:
     before = other_tasks()
     for index in itertools.count():
