@@ -25,7 +25,14 @@ __all__ = ["main"]
 
 DESCRIBE = "Describe the picture."
 QUESTION = "How many objects are there?"
-NEXT_STAGE = {"fetch": "decode", "decode": "process", "process": "encode", "encode": "prefill"}
+NEXT_STAGE = {
+    "fetch": "lay out",
+    "decode": "process",
+    "process": "encode",
+    "encode": "prefill",
+    "step": "prefill",
+}
+"""What a request waits for once a stage has worked for it, until its first token."""
 
 
 @dataclass
@@ -83,9 +90,11 @@ async def run_demo(options: argparse.Namespace) -> None:
     async with AsyncEngine.from_pretrained(options.model or demo_model()) as engine:
         console.print(f"loaded in {time.perf_counter() - begin:.2f} s")
         engine.instruments.listeners.append(trace)
-        described = await _round(engine, console, pictures, DESCRIBE, options.max_tokens)
+        described = await _round(
+            engine, console, pictures, "describe", DESCRIBE, options.max_tokens
+        )
         console.print(f"\nOne more question about each: {QUESTION!r}")
-        asked = await _round(engine, console, pictures, QUESTION, options.max_tokens)
+        asked = await _round(engine, console, pictures, "ask", QUESTION, options.max_tokens)
         _report(console, {"describe": described, "ask": asked}, engine.statistics())
     options.out.mkdir(parents=True, exist_ok=True)
     trace.write(options.out / "trace.json")
@@ -100,12 +109,13 @@ async def _round(
     engine: AsyncEngine,
     console: Console,
     pictures: Sequence[Path],
+    title: str,
     question: str,
     max_tokens: int,
 ) -> tuple[list[Row], float]:
     """One request for each picture, all at once; the rows and the seconds that it took."""
     rows = [Row(picture) for picture in pictures]
-    names = {f"{question}#{index}": row for index, row in enumerate(rows)}
+    names = {f"{title} {row.picture.stem}": row for row in rows}
 
     def listen(span: StageSpan) -> None:
         for name in span.requests:

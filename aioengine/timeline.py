@@ -14,40 +14,48 @@ COLOURS = {
     "decode": "#2980b9",
     "process": "#16a085",
     "encode": "#c0392b",
-    "step": "#8e44ad",
+    "step": "#b39ddb",
+}
+MEANINGS = {
+    "fetch": "fetch the file",
+    "decode": "decode the picture",
+    "process": "resize and normalise",
+    "encode": "vision encoder",
+    "step": "part of a decoder step",
 }
 
 
 def draw_timeline(spans: Sequence[StageSpan], path: Path) -> Path | None:
-    """Draw one lane a stage into a PNG file; None if matplotlib is not installed."""
+    """Draw one lane a request into a PNG file; None if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         return None
-    stages = [stage for stage in STAGES if any(span.stage == stage for span in spans)]
+    requests = list(dict.fromkeys(name for span in spans for name in span.requests))
     zero = min((span.start for span in spans), default=0.0)
-    figure = Figure(figsize=(10, 1.2 + 0.55 * len(stages)), layout="constrained")
+    figure = Figure(figsize=(11, 1.6 + 0.26 * len(requests)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for lane, stage in enumerate(stages):
-        bars = [
-            ((span.start - zero) * 1e3, max((span.end - span.start) * 1e3, 0.05))
-            for span in spans
-            if span.stage == stage
-        ]
-        axes.broken_barh(
-            bars, (lane - 0.4, 0.8), facecolors=COLOURS[stage], edgecolors="white", linewidth=0.3
-        )
-    axes.set_yticks(range(len(stages)), [f"{s} ({_count(spans, s)})" for s in stages])
-    axes.invert_yaxis()
+    # Steps first: what went on at the same time lies over them.
+    order = sorted(STAGES, key="step".__ne__)
+    for lane, request in enumerate(requests):
+        for stage in order:
+            bars = [
+                ((span.start - zero) * 1e3, (span.end - span.start) * 1e3)
+                for span in spans
+                if span.stage == stage and request in span.requests
+            ]
+            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=COLOURS[stage])
+    axes.set_yticks(range(len(requests)), requests, fontsize=8)
+    axes.set_ylim(len(requests) - 0.4, -0.6)
+    axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds")
-    axes.set_title("Stages of all requests, side by side", loc="left", fontsize=10)
+    axes.set_title("What was done for each request, and when", loc="left", fontsize=11)
+    handles = [Patch(color=COLOURS[stage], label=MEANINGS[stage]) for stage in STAGES]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(STAGES), fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=130)
     return path
-
-
-def _count(spans: Sequence[StageSpan], stage: str) -> int:
-    return sum(span.stage == stage for span in spans)
