@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--uvloop", action="store_true")
     parser.add_argument("--model", type=Path, default=demo_model())
     arguments = parser.parse_args()
-    # The application's choice, never the engine's; more than one suits larger models, idle machines.
+    # The application chooses, never the engine; more suit larger models and idle machines.
     torch.set_num_threads(arguments.torch_threads)
     run = uvloop.run if arguments.uvloop else asyncio.run
     print(json.dumps(run(compare(arguments))))
