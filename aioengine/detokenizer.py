@@ -1,8 +1,9 @@
 """Tokens to text, piece by piece: no half characters, stop strings found where they straddle.
 
 A token's text depends on its neighbours, so a short window of tokens is decoded anew with each
-token, and what was not there before is new. A replacement character at the end may be the first
-bytes of a longer character and waits. Text that may be the beginning of a stop string waits too.
+token, and what was not there before is new. Replacement characters at the end may be the first
+bytes of a longer character and wait (some tokenizers show all bytes in a row as unknown until the
+last of them is there). Text that may be the beginning of a stop string waits too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ __all__ = ["Detokenizer", "Piece", "fast_tokenizer"]
 REPLACEMENT = "\ufffd"
 WINDOW = 8
 """Tokens kept for context; a character takes four bytes, so four tokens, at most."""
+MAX_UNREAD = 64
+"""Tokens that may wait for a whole character. More of them are not text, and are shown as such."""
 
 
 class Tokenizer(Protocol):
@@ -63,8 +66,10 @@ class Detokenizer:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
-        self._window = list(prompt_token_ids[-WINDOW:])
-        self._num_read = len(self._decode(self._window))  # characters of the window that are out
+        self._prompt_tail = tuple(prompt_token_ids[-WINDOW - 3 :])
+        self._window: list[int] = []
+        self._whole = 0  # tokens of the window that end with a character
+        self._num_read = 0  # characters of the window that are out
         self._num_tokens = 0
         self._held = ""  # decoded, not yet shown: it may begin a stop string
         self._shown: list[str] = []
@@ -76,6 +81,8 @@ class Detokenizer:
 
     def add(self, token_id: int) -> Piece:
         """The text that one more token makes certain. After a stop, nothing may be added."""
+        if not self._num_tokens:
+            self._begin()
         self._num_tokens += 1
         self._window.append(token_id)
         fresh = self._decode_fresh()
@@ -104,16 +111,27 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
+    def _begin(self) -> None:
+        """Take the prompt's last tokens for context, from where a character begins."""
+        for length in range(WINDOW, WINDOW + 4):
+            self._window = list(self._prompt_tail[-length:])
+            text = self._decode(self._window)
+            if not text.startswith(REPLACEMENT):
+                break
+        self._whole, self._num_read = len(self._window), len(text)
+
     def _decode_fresh(self) -> str:
         whole = self._decode(self._window)
-        end = len(whole) - whole.endswith(REPLACEMENT)
+        num_unread = len(self._window) - self._whole
+        is_whole = not whole.endswith(REPLACEMENT) or num_unread >= MAX_UNREAD
+        end = len(whole) if is_whole else len(whole.rstrip(REPLACEMENT))
         fresh = whole[self._num_read : end]
         self._num_read = max(self._num_read, end)
-        num_unread = len(whole) - self._num_read
-        # Special tokens leave no text: many of them may come between the bytes of one character.
-        if len(self._window) >= (8 if num_unread else 2) * WINDOW:
-            del self._window[:-WINDOW]
-            self._num_read = max(0, len(self._decode(self._window)) - num_unread)
+        if is_whole and num_unread >= WINDOW:
+            # The window begins where a character does, and so it does after this.
+            del self._window[: self._whole]
+            self._whole = len(self._window)
+            self._num_read = len(self._decode(self._window))
         return fresh
 
     def _find_stop(self, text: str, num_fresh: int) -> tuple[str, int] | None:

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from aioengine.detokenizer import REPLACEMENT, Detokenizer
 from tests.tiny import tiny_tokenizer
@@ -45,8 +46,8 @@ def byte_ids(data: bytes) -> list[int]:
 
 
 def without_tail(text: str) -> str:
-    """The text without a last character that may be incomplete."""
-    return text.removesuffix(REPLACEMENT)
+    """The text without what may be an incomplete character at its end."""
+    return text.rstrip(REPLACEMENT)
 
 
 def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> tuple[list[str], str | None]:
@@ -214,3 +215,39 @@ def test_two_stops_in_one_token() -> None:
     first = min([text[3], text[1:3]], key=lambda stop: text.index(stop) + len(stop))
     assert piece.stop == first
     assert piece.text == text[: text.index(first)]
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama's: what is not in the vocabulary comes as one token a byte."""
+    letters = [chr(code) for code in range(33, 127)]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {letter: 256 + number for number, letter in enumerate(["\u2581", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+@given(prompt=texts, text=texts)
+@settings(deadline=None, max_examples=200)
+def test_tokenizers_that_fall_back_to_bytes(prompt: str, text: str) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    prompt_ids, ids = tokenizer.encode(prompt).ids, tokenizer.encode(text).ids
+    pieces, _ = stream(Detokenizer(tokenizer, prompt_ids), ids)
+    assert "".join(pieces) == without_tail(text)
+
+
+@pytest.mark.parametrize("text", ["hello \U0001f642 b", "\u4f60\u597d\u5417 today", "\u00e9\u00e9"])
+def test_long_runs_of_bytes(text: str) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    pieces, _ = stream(Detokenizer(tokenizer, ()), tokenizer.encode(text * 40).ids)
+    assert "".join(pieces) == text * 40
+
+
+def test_bytes_that_never_become_text_do_not_pile_up() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ())
+    pieces = [detokenizer.add(by_byte()[0x80]).text for _ in range(1000)]
+    assert len("".join(pieces)) > 900
+    assert len(detokenizer._window) < 200
