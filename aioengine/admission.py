@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from aioengine import errors
 from aioengine.plan import Limits
-from aioengine.request import Request
+from aioengine.request import Item, Request
 from aioengine.types import Span
 
 __all__ = ["refuse_impossible", "whole_ranges"]
@@ -39,7 +39,7 @@ def refuse_impossible(request: Request, limits: Limits) -> None:
             value=num_prompt,
         )
     for item in request.items:
-        _refuse_bytes(item.num_bytes, limits)
+        _refuse_bytes([item], limits)
     for low, high in request.whole_ranges:
         if high - low > limits.max_num_batched_tokens:
             raise errors.PromptTooLongError(
@@ -49,15 +49,18 @@ def refuse_impossible(request: Request, limits: Limits) -> None:
                 parameter="prompt",
                 value=high - low,
             )
-        inside = {i.key: i.num_bytes for i in request.items if low <= i.span.offset < high}
-        _refuse_bytes(sum(inside.values()), limits)
+        inside = {i.key: i for i in request.items if low <= i.span.offset < high}
+        _refuse_bytes(list(inside.values()), limits)
 
 
-def _refuse_bytes(num_bytes: int, limits: Limits) -> None:
+def _refuse_bytes(items: Sequence[Item], limits: Limits) -> None:
+    """Items that one step needs must fit the encoder cache side by side."""
+    num_bytes = sum(item.num_bytes for item in items)
     if num_bytes > limits.encoder_cache_bytes:
+        names = " and ".join(item.name for item in items)
         raise errors.MediaError(
-            f"media that must be encoded together need {num_bytes} bytes of encoder cache, but "
-            f"encoder_cache_bytes is {limits.encoder_cache_bytes}; raise it",
-            parameter="encoder_cache_bytes",
+            f"{names}: the encoder's output takes {num_bytes} bytes, but encoder_cache_bytes is "
+            f"{limits.encoder_cache_bytes}; raise it",
+            parameter=items[0].name,
             value=num_bytes,
         )

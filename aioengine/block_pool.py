@@ -32,6 +32,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
+        self._version = 0  # raised whenever the cached content changes
 
     @property
     def num_free(self) -> int:
@@ -87,8 +88,14 @@ class BlockPool:
     def find_prefix(self, request: Request) -> list[list[int]]:
         """The cached blocks of the longest known prefix: one table per group, equally long.
 
-        Takes no references. At least one token is left to compute.
+        Takes no references. At least one token is left to compute. A request that waits asks at
+        every step, so the answer is remembered while the cached content stays the same.
         """
+        if request.known_prefix is None or request.known_prefix[0] != self._version:
+            request.known_prefix = (self._version, self._search(request))
+        return [list(table) for table in request.known_prefix[1]]
+
+    def _search(self, request: Request) -> list[list[int]]:
         tables: list[list[int]] = [[] for _ in range(self.num_groups)]
         if not (self._caching and request.reads_prefix):
             return tables
@@ -116,6 +123,7 @@ class BlockPool:
                 if self._keys[block] is None and key not in self._cached:
                     self._keys[block] = key
                     self._cached[key] = (block, token_ids)
+                    self._version += 1
         request.num_published = num_full
 
     def clear(self) -> None:
@@ -144,3 +152,4 @@ class BlockPool:
         assert key is not None
         del self._cached[key]
         self._keys[block] = None
+        self._version += 1

@@ -56,19 +56,12 @@ class Encoder:
         self._fail = fail
         self._features: dict[str, Any] = {}
         self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._is_encoding = False
-
-    @property
-    def can_encode(self) -> bool:
-        """Whether the encoder takes another batch."""
-        return not self._is_encoding
 
     def start(self, plan: MediaPlan) -> None:
         """Begin what the scheduler has decided."""
         for key in plan.decode:
             self._jobs[key] = self._spawn(self._decode, key, *self._waiters(key)[0])
         if plan.encode is not None:
-            self._is_encoding = True
             features = [self._features[key] for key in plan.encode.keys]
             self._spawn(self._encode, plan.encode, features)
 
@@ -119,7 +112,6 @@ class Encoder:
         outcomes, start, end = await self._device.submit_encode(
             partial(timed, self._runner.encode, plan, features)
         )
-        self._is_encoding = False
         self.num_items_run += len(plan.keys)
         self._instruments.record(
             StageSpan("encode", start, end, requests, f"{sum(plan.num_rows)} rows")

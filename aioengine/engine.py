@@ -407,8 +407,7 @@ class AsyncEngine:
                     self._changed.set()
             elif not in_flight:
                 device.rest()
-            media = scheduler.schedule_media(can_encode=self._encoder.can_encode)
-            self._encoder.start(media)
+            self._encoder.start(scheduler.schedule_media())
             if scheduler.is_stalled:
                 raise RuntimeError("requests are pending and nothing can move them")
             await self._changed.wait()

@@ -187,7 +187,7 @@ class Intake:
         for media in ticket.media:
             span = layout.placeholders[media.modality][media.index].to_span()
             num_bytes = span.num_rows * self._loaded.row_bytes
-            core_items.append(Item(media.key, media.modality, span, num_bytes))
+            core_items.append(Item(media.key, media.modality, span, num_bytes, media.parameter))
         core_items.sort(key=lambda item: item.span.offset)
         self._check_ids(layout.token_ids, core_items)
         params = ticket.params

@@ -2,14 +2,15 @@
 
 Needs are ranked: first what running requests need soonest, then waiting requests by seniority.
 Media are asked for in that order while their rows fit `max_media_rows`, and encoded in that order
-while there is room; making room never evicts what is needed sooner than the item it is made for. A
-media item without pixels holds up nobody behind it. Equal media are one item, whoever asks.
+while there is room; making room never evicts what is needed sooner than the item it is made for.
+Items behind one without pixels, in the same prompt, come last. Equal media are one item, whoever
+asks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 
@@ -72,14 +73,12 @@ class MediaQueue:
 
     # ---- work for others, and their results
 
-    def schedule(
-        self, running: Iterable[Request], waiting: Iterable[Request], *, can_encode: bool
-    ) -> MediaPlan:
-        """What to decode now, and what to encode if the encoder `can_encode`."""
+    def schedule(self, running: Iterable[Request], waiting: Iterable[Request]) -> MediaPlan:
+        """What to decode now, and what to encode, if the encoder is free."""
         if not self._users:
             return MediaPlan((), None)
         needs = self._needs(running, waiting)
-        return MediaPlan(self._ask(needs), self._encode(needs) if can_encode else None)
+        return MediaPlan(self._ask(needs), None if self.cache.is_encoding else self._encode(needs))
 
     def media_ready(self, key: str) -> None:
         """The item is decoded and processed. Ignored if nobody needs it any more."""
@@ -97,33 +96,46 @@ class MediaQueue:
         self._decoded.pop(key, None)
 
     def _needs(self, running: Iterable[Request], waiting: Iterable[Request]) -> dict[str, Need]:
-        """The items that live requests have yet to compute, by rank; each once, at its soonest."""
-        soon = [
-            (max(0, request.needed_at(item) - request.num_scheduled), request, item)
-            for request in running
-            for item in request.open_items(request.num_scheduled)
-        ]
+        """The items that live requests have yet to compute, by rank; each once, at its soonest.
+
+        An item behind one that has no pixels yet comes last: its rows could not be used before.
+        """
+        soon: list[tuple[int, Request, Item]] = []
+        later: list[tuple[int, Request, Item]] = []
+        behind: list[tuple[int, Request, Item]] = []
+        for request in running:
+            for item, is_next in self._open(request, request.num_scheduled):
+                distance = max(0, request.needed_at(item) - request.num_scheduled)
+                (soon if is_next else behind).append((distance, request, item))
         soon.sort(key=itemgetter(0))  # stable: by seniority where equally far
-        needs: dict[str, Need] = {}
-        for _, request, item in soon:
-            needs.setdefault(item.key, (request, item))
         for request in waiting:
-            for item in request.open_items(request.hit_estimate):
-                needs.setdefault(item.key, (request, item))
+            for item, is_next in self._open(request, request.hit_estimate):
+                (later if is_next else behind).append((0, request, item))
+        needs: dict[str, Need] = {}
+        for _, request, item in (*soon, *later, *behind):
+            needs.setdefault(item.key, (request, item))
         return needs
 
+    def _open(self, request: Request, position: int) -> Iterator[tuple[Item, bool]]:
+        """The items from `position` on, and whether all those before each have their pixels."""
+        is_next = True
+        for item in request.open_items(position):
+            yield item, is_next
+            is_next = is_next and self.has_pixels(item)
+
     def _ask(self, needs: dict[str, Need]) -> tuple[str, ...]:
-        num_rows = 0  # of media not encoded yet, this one and those needed sooner
+        """Ask for media while their rows fit; for the one needed first in any case."""
+        missing = {key: item for key, (_, item) in needs.items() if key not in self.cache}
+        num_rows = sum(item.span.num_rows for key, item in missing.items() if key in self._decoded)
         asked = []
-        for key, (_, item) in needs.items():
-            if key in self.cache:
+        for rank, (key, item) in enumerate(missing.items()):
+            if key in self._decoded:
                 continue
-            num_rows += item.span.num_rows
-            if num_rows > self._limits.max_media_rows and num_rows > item.span.num_rows:
+            if rank and num_rows + item.span.num_rows > self._limits.max_media_rows:
                 break
-            if key not in self._decoded:
-                self._decoded[key] = False
-                asked.append(key)
+            num_rows += item.span.num_rows
+            self._decoded[key] = False
+            asked.append(key)
         return tuple(asked)
 
     def _encode(self, needs: dict[str, Need]) -> EncodePlan | None:

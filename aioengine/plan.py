@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from aioengine.types import FinishReason
+
 __all__ = [
     "UNSAMPLED",
     "Advance",
@@ -121,5 +123,5 @@ class Advance:
 
     request_id: str
     token_id: int
-    finish_reason: str | None
-    stop_reason: int | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None

@@ -19,12 +19,16 @@ __all__ = ["Item", "Request", "StopRule"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One media item of a prompt. `key` is its content's identity, `num_bytes` its rows' size."""
+    """One media item of a prompt. `key` is its content's identity, `num_bytes` its rows' size.
+
+    `name` is what the caller calls it, for errors.
+    """
 
     key: str
     modality: str
     span: Span
     num_bytes: int
+    name: str = "media"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     reads_prefix: bool = True
+    """The seam for requests that must compute every token (log probabilities of the prompt)."""
     sampling: Any = None
 
     whole_ranges: tuple[tuple[int, int], ...] = ()
@@ -79,8 +84,10 @@ class Request:
     block_tables: list[list[int]] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    known_prefix: tuple[int, list[list[int]]] | None = None
+    """The cached blocks found last, and the version of the pool's content then."""
     hit_estimate: int = 0
-    """Prompt tokens that the prefix cache held when it was last asked."""
+    """Tokens that the prefix cache held when it was last asked."""
     num_cached_tokens: int = 0
     """Prompt tokens that the first admission found in the prefix cache."""
     encoded_keys: set[str] = field(default_factory=set)

@@ -111,9 +111,9 @@ class Scheduler:
         """Whether requests are pending and nothing that could move them is under way."""
         return bool(self._live) and not self._in_flight and not self.media.is_waiting_for_others
 
-    def schedule_media(self, *, can_encode: bool) -> MediaPlan:
-        """What to decode now, and what to encode if the encoder `can_encode`."""
-        return self.media.schedule(self._running, self._waiting, can_encode=can_encode)
+    def schedule_media(self) -> MediaPlan:
+        """What to decode now, and what to encode, if the encoder is free."""
+        return self.media.schedule(self._running, self._waiting)
 
     # ---- one step of the decoder
 
@@ -166,7 +166,7 @@ class Scheduler:
     def _advance(self, request: Request, token_id: int) -> Advance:
         verdict = request.stop.check(len(request.output_token_ids), token_id)
         if verdict is None:
-            return Advance(request.request_id, token_id, None, None)
+            return Advance(request.request_id, token_id)
         self.end(request.request_id)
         return Advance(request.request_id, token_id, *verdict)
 
@@ -208,11 +208,26 @@ class Scheduler:
             step.num_slots -= 1
 
     def _plan_waiting(self, step: _Step) -> None:
+        """Start waiting requests by seniority, until one of them holds up those behind it.
+
+        A request with media does not pass another whose next picture has its pixels: running ones
+        are encoded for first, so that it could be passed for ever. Text passes it.
+        """
+        media_wait = False
         for request in list(self._waiting):
             if not step.budget or step.num_slots >= self.limits.max_num_seqs:
                 return
+            if self._urgent is not None:
+                return  # it has to find a slot in the next step
+            if media_wait and request.items:
+                continue
             if not self._admit(request, step):
                 return
+            media_wait |= not request.is_running and self._waits_for_the_encoder(request)
+
+    def _waits_for_the_encoder(self, request: Request) -> bool:
+        missing = self.media.first_missing(request, request.hit_estimate, request.num_tokens)
+        return missing is not None and self.media.has_pixels(missing[1])
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a waiting request if that gives it tokens now. False: nobody behind it may pass.

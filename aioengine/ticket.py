@@ -88,7 +88,7 @@ class Ticket:
     def deliver(self, advance: Advance) -> None:
         """Turn an accepted token into a delta, and into the end where it is one."""
         self._times.setdefault("first_token", time.perf_counter() - self._submitted)
-        reason = FinishReason(advance.finish_reason) if advance.finish_reason else None
+        reason = advance.finish_reason
         text, stop = self._text(advance, reason)
         stop_reason: int | str | None = advance.stop_reason
         if stop is not None:

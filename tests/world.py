@@ -113,7 +113,7 @@ class World:
 
     limits: Limits
     scheduler: Scheduler = field(init=False)
-    kv: dict[tuple[int, int], str] = field(default_factory=dict)
+    kv: dict[tuple[int, int, int], str] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
     requests: dict[str, Request] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class World:
 
     def plan_media(self) -> None:
         ranks = self.needs()
-        media = self.scheduler.schedule_media(can_encode=not self.encodes)
+        media = self.scheduler.schedule_media()
         self.decoding += media.decode
         if media.encode is not None:
             self.check_evictions(media.encode, ranks)
@@ -219,17 +219,23 @@ class World:
         states = chain(request, tokens)
         if sequence.request_id in self.live:
             for position in range(sequence.start):
-                assert self.kv[self.slot(sequence, position)] == states[position], "wrong KV"
+                for slot in self.slots(sequence, position):
+                    assert self.kv[slot] == states[position], "wrong KV"
         for position in range(sequence.start, sequence.end):
-            self.kv[self.slot(sequence, position)] = states[position]
+            for slot in self.slots(sequence, position):
+                self.kv[slot] = states[position]
         token = sample(states[sequence.end - 1])
         if sequence.samples:
             self.last_token[sequence.request_id] = token
         return token
 
-    def slot(self, sequence: SequencePlan, position: int) -> tuple[int, int]:
+    def slots(self, sequence: SequencePlan, position: int) -> list[tuple[int, int, int]]:
+        """Where the position lies: group, block and row, for each group."""
         size = self.limits.block_size
-        return sequence.block_tables[0][position // size], position % size
+        return [
+            (group, table[position // size], position % size)
+            for group, table in enumerate(sequence.block_tables)
+        ]
 
     # ---- what must hold all the time
 
@@ -264,18 +270,27 @@ class World:
         assert num_slots <= self.limits.max_num_seqs
 
     def needs(self) -> dict[str, tuple[int, int]]:
-        """Key -> how soon it is needed, written anew: (0, distance) running, (1, place) waiting."""
+        """Key -> how soon it is needed, written anew.
+
+        (0, distance) for running requests, (1, place) for waiting ones, and (2, 0) for items behind
+        one without pixels.
+        """
         soonest: dict[str, tuple[int, int]] = {}
-        for request in self.scheduler._running:
+        media = self.scheduler.media
+        waiting = enumerate(self.scheduler._waiting)
+        for kind, place, request in [
+            *((0, 0, request) for request in self.scheduler._running),
+            *((1, place, request) for place, request in waiting),
+        ]:
+            at = request.hit_estimate if kind else request.num_scheduled
+            is_behind = False
             for item in request.items:
-                if item.span.last_row_position >= request.num_scheduled:
-                    distance = max(0, self.needed_at(request, item) - request.num_scheduled)
-                    mine = (0, distance)
-                    soonest[item.key] = min(soonest.get(item.key, mine), mine)
-        for place, request in enumerate(self.scheduler._waiting):
-            for item in request.items:
-                if item.span.last_row_position >= request.hit_estimate:
-                    soonest.setdefault(item.key, (1, place))
+                if item.span.last_row_position < at:
+                    continue
+                distance = max(0, self.needed_at(request, item) - at)
+                mine = (2, 0) if is_behind else (kind, place if kind else distance)
+                soonest[item.key] = min(soonest.get(item.key, mine), mine)
+                is_behind |= item.key not in media.cache and not media._decoded.get(item.key)
         return soonest
 
     def needed_at(self, request: Request, item: Item) -> int:
@@ -289,4 +304,4 @@ class World:
 
     def check_evictions(self, plan: EncodePlan, needs: dict[str, tuple[int, int]]) -> None:
         for victim in plan.evicted:
-            assert needs.get(victim, (2, 0)) >= needs[plan.keys[0]], "evicted what is needed sooner"
+            assert needs.get(victim, (3, 0)) >= needs[plan.keys[0]], "evicted what is needed sooner"

@@ -142,6 +142,41 @@ def test_a_smaller_priority_goes_first() -> None:
     assert names(w.plan()) == ["soon"]
 
 
+def test_a_senior_picture_is_not_passed_for_ever_by_juniors_with_pictures() -> None:
+    """Each junior begins with a token of text, runs at once, and so is encoded for first."""
+    w = world(encoder_cache_bytes=3, num_blocks=60, max_num_batched_tokens=64)
+    w.submit(make_request("senior", [B, *[1] * 14], max_tokens=1))
+    for turn in range(60):
+        while len(w.live) < 5:
+            w.submit(make_request(f"junior{turn}-{len(w.requests)}", [1, A, 0], max_tokens=2))
+        encode_all(w)
+        if w.plan():
+            w.commit()
+        if "senior" in w.endings:
+            return
+    raise AssertionError("the senior starved")
+
+
+def test_a_whole_range_is_not_starved_of_a_slot() -> None:
+    w = world(max_num_seqs=2, max_num_batched_tokens=6, num_blocks=40, encoder_cache_bytes=9)
+    w.submit(make_request("one", [1, 1], max_tokens=12, eos=False))
+    w.plan()
+    w.commit()
+    six = Picture("six", 6, ((0, 6),), 3, bidirectional=True)
+    w.submit(make_request("picture", [six], max_tokens=1))
+    encode_all(w)
+    for turn in range(60):
+        while len(w.live) < 4:
+            w.submit(
+                make_request(f"text{turn}-{len(w.requests)}", [1, 1], max_tokens=12, eos=False)
+            )
+        if w.plan():
+            w.commit()
+        if "picture" in w.endings:
+            return
+    raise AssertionError("the picture starved")
+
+
 # ---- the encoder cache
 
 

@@ -104,11 +104,7 @@ async def settle(engine: AsyncEngine) -> None:
     """Wait until the steps and jobs in flight have committed."""
     for _ in range(10_000):
         now = engine.statistics()
-        if not (
-            engine._scheduler.num_in_flight
-            or now.encoder_cache_referenced
-            or engine._encoder._is_encoding
-        ):
+        if not (engine._scheduler.num_in_flight or now.encoder_cache_referenced):
             return
         await asyncio.sleep(0.001)
     raise AssertionError("the engine does not come to rest")

@@ -16,13 +16,14 @@ BLOCK_SIZE = 4
 
 @st.composite
 def all_limits(draw: st.DrawFn) -> Limits:
-    num_blocks = draw(st.integers(6, 14))
+    num_groups = draw(st.integers(1, 2))
     return Limits(
         max_num_seqs=draw(st.integers(1, 4)),
         max_num_batched_tokens=draw(st.sampled_from([5, 6, 9, 16, 64])),
         max_model_len=6 * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
+        num_blocks=draw(st.integers(6, 14)) * num_groups,
+        num_groups=num_groups,
         encoder_cache_bytes=draw(st.sampled_from([3, 6, 8])),
         max_num_encoder_input_tokens=draw(st.sampled_from([3, 8])),
         max_encode_items=draw(st.sampled_from([1, 3])),
@@ -188,12 +189,14 @@ RARE = ["pixels_fail", "encode_fails", "cancel", "clear"]
 
 
 def random_limits(random: Random) -> Limits:
+    num_groups = random.randint(1, 2)
     return Limits(
         max_num_seqs=random.randint(1, 4),
         max_num_batched_tokens=random.choice([5, 6, 9, 16, 64]),
         max_model_len=6 * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
-        num_blocks=random.randint(6, 14),
+        num_blocks=random.randint(6, 14) * num_groups,
+        num_groups=num_groups,
         encoder_cache_bytes=random.choice([3, 6, 8]),
         max_num_encoder_input_tokens=random.choice([3, 8]),
         max_encode_items=random.choice([1, 3]),
