@@ -142,36 +142,65 @@ def test_a_smaller_priority_goes_first() -> None:
     assert names(w.plan()) == ["soon"]
 
 
+def turn(w: World) -> None:
+    """A step, and all that media can do meanwhile."""
+    w.plan()
+    w.plan_media()
+    for key in list(w.decoding):
+        w.pixels(key)
+    while w.encodes:
+        w.encoded()
+    if w.steps:
+        w.commit()
+
+
 def test_a_senior_picture_is_not_passed_for_ever_by_juniors_with_pictures() -> None:
-    """Each junior begins with a token of text, runs at once, and so is encoded for first."""
-    w = world(encoder_cache_bytes=3, num_blocks=60, max_num_batched_tokens=64)
-    w.submit(make_request("senior", [B, *[1] * 14], max_tokens=1))
-    for turn in range(60):
-        while len(w.live) < 5:
-            w.submit(make_request(f"junior{turn}-{len(w.requests)}", [1, A, 0], max_tokens=2))
-        encode_all(w)
-        if w.plan():
-            w.commit()
+    """Each junior begins with a token of text, so it runs at once, and is encoded for first."""
+    w = world(encoder_cache_bytes=3, num_blocks=200, max_model_len=24)
+
+    def crowd() -> None:
+        while sum(name != "senior" for name in w.live) < 8:
+            picture = Picture(f"p{len(w.requests)}", 3, ((0, 3),), 3)
+            w.submit(make_request(f"r{len(w.requests)}", [1, picture, 0], eos=False))
+
+    crowd()
+    for _ in range(3):
+        turn(w)
+    w.submit(make_request("senior", [A, *[1] * 18], max_tokens=2, eos=False))
+    for _ in range(100):
+        crowd()
+        turn(w)
         if "senior" in w.endings:
             return
     raise AssertionError("the senior starved")
 
 
-def test_a_whole_range_is_not_starved_of_a_slot() -> None:
-    w = world(max_num_seqs=2, max_num_batched_tokens=6, num_blocks=40, encoder_cache_bytes=9)
-    w.submit(make_request("one", [1, 1], max_tokens=12, eos=False))
-    w.plan()
-    w.commit()
-    six = Picture("six", 6, ((0, 6),), 3, bidirectional=True)
-    w.submit(make_request("picture", [six], max_tokens=1))
-    encode_all(w)
-    for turn in range(60):
-        while len(w.live) < 4:
-            w.submit(
-                make_request(f"text{turn}-{len(w.requests)}", [1, 1], max_tokens=12, eos=False)
-            )
-        if w.plan():
-            w.commit()
+@pytest.mark.parametrize("disable", [False, True])
+def test_a_whole_range_is_not_starved_of_a_slot(disable: bool) -> None:
+    """It does not fit behind a stream's token, and the other slot goes to a junior, in turn."""
+    w = world(
+        max_num_seqs=2,
+        max_num_batched_tokens=6,
+        max_model_len=24,
+        num_blocks=48,
+        encoder_cache_bytes=100,
+        disable_chunked_mm_input=disable,
+    )
+
+    def text() -> None:
+        w.submit(make_request(f"r{len(w.requests)}", [1], max_tokens=12, eos=False))
+
+    text()
+    for _ in range(6):
+        turn(w)
+    text()
+    turn(w)
+    six = Picture("six", 6, ((0, 6),), 3, bidirectional=not disable)
+    w.submit(make_request("picture", [six], max_tokens=1, eos=False))
+    for _ in range(100):
+        while len(w.live) < 5:
+            text()
+        turn(w)
         if "picture" in w.endings:
             return
     raise AssertionError("the picture starved")
