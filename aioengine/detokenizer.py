@@ -8,6 +8,7 @@ last of them is there). Text that may be the beginning of a stop string waits to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -62,7 +63,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._matchers = [_Matcher(string) for string in stop]
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
@@ -86,15 +87,16 @@ class Detokenizer:
         self._num_tokens += 1
         self._window.append(token_id)
         fresh = self._decode_fresh()
-        if not self._stop:
+        if not self._matchers:
             return self._show(fresh)
         text = self._held + fresh
-        found = self._find_stop(text, len(fresh))
+        found = self._find_stop(fresh)
         if found is not None:
             stop, end = found
+            end += len(self._held)
             self._held = ""
             return self._show(text[: end if self._include_stop else end - len(stop)], stop)
-        keep = self._possible_beginning(text)
+        keep = max(matcher.matched for matcher in self._matchers)
         self._held = text[len(text) - keep :]
         return self._show(text[: len(text) - keep])
 
@@ -113,12 +115,17 @@ class Detokenizer:
 
     def _begin(self) -> None:
         """Take the prompt's last tokens for context, from where a character begins."""
+        fewest = math.inf
         for length in range(WINDOW, WINDOW + 4):
-            self._window = list(self._prompt_tail[-length:])
-            text = self._decode(self._window)
+            window = list(self._prompt_tail[-length:])
+            text = self._decode(window)
+            # A replacement character may also stand in the prompt as such.
+            if text.count(REPLACEMENT) < fewest:
+                fewest = text.count(REPLACEMENT)
+                self._window, self._num_read = window, len(text)
             if not text.startswith(REPLACEMENT):
                 break
-        self._whole, self._num_read = len(self._window), len(text)
+        self._whole = len(self._window)
 
     def _decode_fresh(self) -> str:
         whole = self._decode(self._window)
@@ -134,26 +141,40 @@ class Detokenizer:
             self._num_read = len(self._decode(self._window))
         return fresh
 
-    def _find_stop(self, text: str, num_fresh: int) -> tuple[str, int] | None:
-        """The stop string that is complete first, and where it ends; it must end in fresh text."""
-        if self._num_tokens <= self._min_tokens:
-            return None
-        ends = []
-        for stop in self._stop:
-            at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
-            if at >= 0:
-                ends.append((at + len(stop), -len(stop), stop))
-        if not ends:
-            return None
-        end, _, stop = min(ends)
-        return stop, end
+    def _find_stop(self, fresh: str) -> tuple[str, int] | None:
+        """The stop string that is complete first, the longest of several, and where in `fresh` it
+        ends. Those complete before `min_tokens` are passed over."""
+        for end, character in enumerate(fresh, 1):
+            complete = [m.stop for m in self._matchers if m.is_complete_with(character)]
+            if complete and self._num_tokens > self._min_tokens:
+                return max(complete, key=len), end
+        return None
 
-    def _possible_beginning(self, text: str) -> int:
-        """How many last characters of `text` begin a stop string, at most."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+class _Matcher:
+    """Follows one stop string through a text in constant time per character, on average.
+
+    `matched`: how many last characters of the text begin the string. Method: Knuth, Morris and
+    Pratt, "Fast pattern matching in strings" (1977).
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        self._shorter = [0]  # matched - 1 -> the next shorter beginning that matches too
+        length = 0
+        for character in stop[1:]:
+            while length and stop[length] != character:
+                length = self._shorter[length - 1]
+            length += stop[length] == character
+            self._shorter.append(length)
+
+    def is_complete_with(self, character: str) -> bool:
+        """Take the next character."""
+        while self.matched and self.stop[self.matched] != character:
+            self.matched = self._shorter[self.matched - 1]
+        self.matched += self.stop[self.matched] == character
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._shorter[-1]
+        return True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -231,6 +232,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 @given(prompt=texts, text=texts)
+@example(prompt="\u200d\ufffd\u200d\u200d", text="\u00e9")
 @settings(deadline=None, max_examples=200)
 def test_tokenizers_that_fall_back_to_bytes(prompt: str, text: str) -> None:
     tokenizer = byte_fallback_tokenizer()
@@ -251,3 +253,14 @@ def test_bytes_that_never_become_text_do_not_pile_up() -> None:
     pieces = [detokenizer.add(by_byte()[0x80]).text for _ in range(1000)]
     assert len("".join(pieces)) > 900
     assert len(detokenizer._window) < 200
+
+
+def test_hostile_stop_strings_take_no_time() -> None:
+    """A mismatch after a long match must not try all shorter ones, for each of 64 strings."""
+    stops = ["a" * 1023 + "z"] + ["b" + "a" * 1000 + chr(99 + number) for number in range(63)]
+    detokenizer = Detokenizer(TOKENIZER, [], stop=stops)
+    stream(detokenizer, byte_ids(b"a" * 900))
+    begin = time.thread_time()
+    detokenizer.add(byte_ids(b"!")[0])
+    assert time.thread_time() - begin < 0.005
+    assert detokenizer.text == "a" * 900 + "!"
