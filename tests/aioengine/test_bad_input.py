@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt
+from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt, SamplingParams
 from aioengine.errors import (
     AioEngineError,
     InvalidRequestError,
@@ -614,3 +614,59 @@ async def test_a_placeholder_in_chat_text_is_text(engine: AsyncEngine) -> None:
     output = await engine.generate(messages, greedy())
     assert IMAGE not in output.prompt_token_ids
     await settled(engine)
+
+
+# ---- requests that try to be somebody else, or everybody's end
+
+
+async def test_a_ban_on_all_tokens_harms_nobody(
+    engine: AsyncEngine, expected: tuple[int, ...]
+) -> None:
+    for temperature in (0, 1):
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=6,
+            min_tokens=5,
+            stop_token_ids=list(range(VOCAB_SIZE)),
+        )
+        good, odd = await asyncio.gather(
+            engine.generate(GOOD_PROMPT, **GOOD), engine.generate("a", params)
+        )
+        assert good.token_ids == expected
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in odd.token_ids)
+    await settled(engine)
+
+
+async def test_a_uuid_never_brings_another_pictures_rows(engine: AsyncEngine) -> None:
+    def prompt(picture: Any) -> Prompt:
+        return Prompt(text="<image>", media={"image": [picture]}, uuids={"image": ["mine"]})
+
+    outputs = [await engine.generate(prompt(tiny_image(n)), greedy()) for n in (30, 31)]
+    plain = [await engine.generate("<image>", greedy(), images=[tiny_image(n)]) for n in (30, 31)]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert outputs[0].token_ids != outputs[1].token_ids
+
+
+async def test_tenants_share_nothing_cached(engine: AsyncEngine) -> None:
+    async def ask(salt: str | None) -> tuple[int, int]:
+        text = "Some text that fills a block or two before it. <image>"
+        prompt = Prompt(text=text, media={"image": [tiny_image(32)]}, cache_salt=salt)
+        usage = (await engine.generate(prompt, greedy())).usage
+        return usage.cached_tokens, usage.encoder_cached_items
+
+    await engine.reset_caches()
+    for salt in ("one", "two", None):
+        assert await ask(salt) == (0, 0)
+    cached_tokens, cached_items = await ask("two")
+    assert cached_tokens > 0 and cached_items == 1
+
+
+async def test_equal_bytes_of_another_shape_are_another_picture(engine: AsyncEngine) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 150, 3), dtype=np.uint8)
+    before = engine.statistics().encoder_items_run
+    outputs = [
+        await engine.generate("<image>", greedy(), images=[image])
+        for image in (pixels, pixels.reshape(150, 30, 3), pixels.reshape(150, 90))
+    ]
+    assert len({output.token_ids for output in outputs}) == 3
+    assert engine.statistics().encoder_items_run == before + 3
