@@ -7,7 +7,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,13 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("out"), help="where the timeline goes")
     demo.add_argument("--max-tokens", type=int, default=96)
     options = parser.parse_args(arguments)
-    with suppress(KeyboardInterrupt):
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(run_demo(options))
-        except errors.AioEngineError as error:
-            sys.stderr.write(f"aioengine: {error}\n")
-            return 1
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run_demo(options))
+    except errors.AioEngineError as error:
+        sys.stderr.write(f"aioengine: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -109,7 +109,7 @@ class EngineConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
     """Limits, allow-lists and the fetcher."""
     max_queued_requests: int | None = None
-    """Requests that may wait; one more raises OverloadedError."""
+    """Requests that may be live beyond `max_num_seqs`; one more raises OverloadedError."""
     tensor_parallel_size: int = 1
     """Only 1 is built."""
     mm_encoder_tp_mode: str = "tensor"
@@ -290,11 +290,6 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
-        return self.temperature == 0
 
 
 _UNBUILT = (

@@ -74,9 +74,9 @@ class Encoder:
                 if job is not None:
                     job.cancel()
 
-    async def drop(self, keys: tuple[str, ...]) -> None:
+    def drop(self, keys: tuple[str, ...]) -> asyncio.Future[None]:
         """Have the device forget the rows of `keys`, after the encoder runs before it."""
-        await self._device.submit_encode(partial(self._runner.drop, keys))
+        return self._device.submit_encode(partial(self._runner.drop, keys))
 
     def _waiters(self, key: str) -> list[tuple[Ticket, MediaInput]]:
         """The admitted requests that have the item, and what they call it."""

@@ -30,8 +30,9 @@ from aioengine.errors import (
 )
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.plan import StepPlan
-from aioengine.prompts import PromptLike, read_prompt
+from aioengine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.scheduler import Scheduler
+from aioengine.snapshot import take_snapshot
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
@@ -61,6 +62,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_started = False
         self._is_open = False
+        self._closing: asyncio.Task[None] | None = None
         self._dead: BaseException | None = None
         self._main: asyncio.Task[None] | None = None
         self._resources = AsyncExitStack()  # closed in the reverse order of their beginning
@@ -99,14 +101,19 @@ class AsyncEngine:
         self._device: Device = CpuDevice(self._loop)
         self._resources.push_async_callback(self._device.aclose)
         try:
-            self._assemble(await self._device.submit_step(partial(_load, self._model, self.config)))
-            started = self._loop.create_future()
-            self._main = asyncio.create_task(self._serve(started), name="aioengine")
-            self._resources.push_async_callback(self._stop_serving)
-            await started
+            loaded = await self._device.submit_step(partial(_load, self._model, self.config))
+            if self._closing is None:
+                self._assemble(loaded)
+                started = self._loop.create_future()
+                self._main = asyncio.create_task(self._serve(started), name="aioengine")
+                self._resources.push_async_callback(self._stop_serving)
+                await started
         except BaseException:
             await self._resources.aclose()
             raise
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            raise EngineClosedError("the engine was closed while it was starting")
         self._was_started = self._is_open = True
 
     def _assemble(self, loaded: Loaded) -> None:
@@ -132,14 +139,18 @@ class AsyncEngine:
         )
 
     async def aclose(self) -> None:
-        """End all requests with RequestAbortedError, free everything. Idempotent."""
+        """End all requests with RequestAbortedError, free everything. Idempotent.
+
+        Whoever calls it while it is under way waits for the same end.
+        """
         if self._loop is None:
             return
         self._check_loop()
         self._is_open = False
-        for ticket in list(self._tickets.values()):
-            self._fail(ticket, RequestAbortedError("the engine was closed"))
-        await self._resources.aclose()
+        self._fail_all(lambda: RequestAbortedError("the engine was closed"))
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._resources.aclose())
+        await asyncio.shield(self._closing)
 
     async def _stop_serving(self) -> None:
         assert self._main is not None
@@ -209,21 +220,14 @@ class AsyncEngine:
         self._check_open()
         media = {"image": images, "video": videos, "audio": audios}
         read = read_prompt(prompt, media)
-        if params is not None and not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"params must be SamplingParams, not {type(params).__name__}", parameter="params"
-            )
-        if not isinstance(request_id, str | None):
-            raise InvalidRequestError("request_id must be text", parameter="request_id")
-        if not isinstance(priority, int):
-            raise InvalidRequestError("priority must be an integer", parameter="priority")
+        check_arguments(params, request_id, priority)
         name = request_id if request_id is not None else uuid.uuid4().hex
         if name in self._tickets:
             raise InvalidRequestError(
                 f"request_id {name!r:.80} is in use by a live request", parameter="request_id"
             )
         self._refuse_overload()
-        sink, stream = open_stream(name, partial(self._abandon, name))
+        sink, stream = open_stream(name, partial(self._abandon, name), self._loop)
         ticket = Ticket(name, sink, params or SamplingParams(), priority=priority)
         self._tickets[name] = ticket
         ticket.intake = self._spawn(self._admit, ticket, read)
@@ -243,43 +247,23 @@ class AsyncEngine:
         self._scheduler.pool.clear()
         self._intake.cache.clear()
         evicted = self._scheduler.media.cache.clear()
-        if evicted:
-            await self._encoder.drop(evicted)
         self._changed.set()
+        if evicted:
+            await asyncio.wait([self._encoder.drop(evicted)])
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of all counters. Raises EngineClosedError before the first start."""
         if not self._was_started:
             raise EngineClosedError("the engine has not been started")
-        scheduler, counters = self._scheduler, self._scheduler.counters
-        cache, processed = scheduler.media.cache, self._intake.cache.statistics()
+        self._check_loop()
         in_intake = sum(ticket.request is None for ticket in self._tickets.values())
-        return EngineStatistics(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting + in_intake,
-            finished=self._counters["finished"],
-            aborted=self._counters["aborted"],
-            failed=self._counters["failed"],
-            preemptions=counters["preemptions"],
-            kv_blocks_total=scheduler.pool.num_blocks,
-            kv_blocks_free=scheduler.pool.num_free,
-            kv_blocks_cached=scheduler.pool.num_cached,
-            prefix_query_tokens=counters["prefix_query_tokens"],
-            prefix_hit_tokens=counters["prefix_hit_tokens"],
-            encoder_cache_capacity_bytes=cache.capacity_bytes,
-            encoder_cache_used_bytes=cache.capacity_bytes - cache.free_bytes,
-            encoder_cache_entries=len(cache),
-            encoder_cache_referenced=cache.num_referenced,
-            encoder_cache_hits=counters["encoder_hits"],
-            encoder_cache_misses=scheduler.media.counters["encoder_misses"],
-            encoder_cache_evictions=cache.num_evictions,
+        return take_snapshot(
+            self._scheduler,
+            self._intake.cache.statistics(),
+            self.instruments.stages(),
+            endings=self._counters,
+            in_intake=in_intake,
             encoder_items_run=self._encoder.num_items_run,
-            processor_cache_capacity_bytes=processed.capacity_bytes,
-            processor_cache_used_bytes=processed.used_bytes,
-            processor_cache_entries=processed.entries,
-            processor_cache_hits=processed.hits,
-            processor_cache_misses=processed.misses,
-            stages=self.instruments.stages(),
         )
 
     @property
@@ -317,10 +301,11 @@ class AsyncEngine:
 
     def _refuse_overload(self) -> None:
         most = self.config.max_queued_requests
-        queued = len(self._tickets) - self._scheduler.num_running
+        queued = len(self._tickets) - self.config.max_num_seqs
         if most is not None and queued >= most:
             raise OverloadedError(
-                f"{queued} requests are waiting already (max_queued_requests={most}); try later"
+                f"{len(self._tickets)} requests are live already (max_num_seqs="
+                f"{self.config.max_num_seqs}, max_queued_requests={most}); try later"
             )
 
     # ---- a request's way
@@ -340,9 +325,12 @@ class AsyncEngine:
 
     def _fail(self, ticket: Ticket, error: BaseException) -> None:
         """End a request with an error."""
+        self._end(ticket, error)
+        self._release(ticket)
+
+    def _end(self, ticket: Ticket, error: BaseException) -> None:
         self._counters["aborted" if isinstance(error, RequestAbortedError) else "failed"] += 1
         ticket.fail(error)
-        self._release(ticket)
 
     def _abandon(self, request_id: str) -> None:
         """The reader has closed the stream before the end."""
@@ -363,12 +351,17 @@ class AsyncEngine:
     # ---- the step loop
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
-        async with asyncio.TaskGroup() as self._tasks:
-            started.set_result(None)
-            try:
-                await self._step_loop()
-            except Exception as error:
-                self._die(error)
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                started.set_result(None)
+                try:
+                    await self._step_loop()
+                except Exception as error:
+                    self._die(error)
+        finally:
+            # Somebody may have cancelled every task of the loop.
+            self._is_open = False
+            self._fail_all(lambda: RequestAbortedError("the engine was stopped"))
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
         """Run `work(*args)` in the engine's scope. What it raises is the engine's end."""
@@ -386,17 +379,28 @@ class AsyncEngine:
     def _die(self, error: BaseException) -> None:
         """The device or the engine itself is broken: every open stream says so."""
         self._dead = self._dead or error
-        for ticket in list(self._tickets.values()):
+
+        def death() -> EngineDeadError:
             dead = EngineDeadError("the engine has died; start a new one")
             dead.__cause__ = error
-            self._fail(ticket, dead)
+            return dead
+
+        self._fail_all(death)
+
+    def _fail_all(self, make_error: Callable[[], BaseException]) -> None:
+        """End every request. All streams hear of it before anything is given back."""
+        tickets = list(self._tickets.values())
+        for ticket in tickets:
+            self._end(ticket, make_error())
+        for ticket in tickets:
+            self._release(ticket)
 
     async def _step_loop(self) -> None:
         scheduler, device, runner = self._scheduler, self._device, self._parts.runner
         in_flight: list[tuple[StepPlan, asyncio.Future[Any]]] = []
         while True:
             self._changed.clear()
-            if in_flight and in_flight[0][1].done():
+            while in_flight and in_flight[0][1].done():
                 self._commit(*in_flight.pop(0))
             plan = scheduler.schedule() if len(in_flight) <= device.run_ahead else None
             if plan is not None:
@@ -414,7 +418,7 @@ class AsyncEngine:
 
     def _commit(self, plan: StepPlan, handle: asyncio.Future[Any]) -> None:
         """Take a step's result and hand its tokens to their streams."""
-        result, start, end = handle.result()
+        token_ids, start, end = handle.result()
         self.instruments.record(
             StageSpan(
                 "step",
@@ -424,9 +428,13 @@ class AsyncEngine:
                 f"{plan.num_tokens} tokens",
             )
         )
-        for advance in self._scheduler.commit(plan, result.token_ids):
+        for advance in self._scheduler.commit(plan, token_ids):
             ticket = self._tickets[advance.request_id]
-            ticket.deliver(advance)
+            try:
+                ticket.deliver(advance)
+            except Exception as error:  # a tokenizer that cannot decode what its model says
+                self._fail(ticket, error)
+                continue
             if ticket.has_ended:
                 self._counters["finished"] += 1
                 self._release(ticket)

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class Instruments:
             try:
                 listener(span)
             except Exception:
-                self.listeners.remove(listener)
+                with suppress(ValueError):  # it may have removed itself
+                    self.listeners.remove(listener)
                 logger.exception("a listener failed and was removed")
 
     def stages(self) -> dict[str, StageStatistics]:

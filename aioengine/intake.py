@@ -70,6 +70,7 @@ class Intake:
 
     async def aclose(self) -> None:
         """Drop what is queued and wait for the items being worked on."""
+        await self._fetches.aclose()
         for pool in (self._front, self._headers, self._media):
             pool.shutdown(wait=False, cancel_futures=True)
         for pool in (self._front, self._headers, self._media):
@@ -156,8 +157,9 @@ class Intake:
                 hidden_size=self._loaded.front.info.get_hidden_size(),
                 parameters=[media.parameter],
             )
-            media.source = media.header = fetched
-            identity: Any = ["embeddings", items.get(0), *items.extra]
+            # A copy: the caller may write to the rows once the request is under way.
+            media.source = media.header = Embeddings(items.get(0).clone(), **items.extra[0])
+            identity: Any = ["embeddings", media.source.rows, *items.extra]
         elif media.modality == "image":
             media.source = open_image(fetched, self._config.media, parameter=media.parameter)
             media.header = media.source.header()
@@ -284,6 +286,8 @@ class Intake:
             decoded = time.perf_counter()
             items = self._data_items([media], [content])
             outputs = processor.process(items, ticket.mm_processor_kwargs)
+            if not is_decoded:
+                media.source.verify()
             assert ticket.layout is not None
             processor.verify_layout(
                 ticket.layout,
@@ -343,6 +347,12 @@ class _SharedJobs:
     def __init__(self) -> None:
         self._jobs: dict[str, asyncio.Task[Any]] = {}
         self._num_waiters: Counter[str] = Counter()
+        self._ending: set[asyncio.Task[Any]] = set()
+
+    async def aclose(self) -> None:
+        """Wait for cancelled jobs to clean up after themselves."""
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     async def join(self, key: str, make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         job = self._jobs.get(key)
@@ -356,7 +366,9 @@ class _SharedJobs:
             self._num_waiters[key] -= 1
             if not self._num_waiters[key]:
                 del self._num_waiters[key], self._jobs[key]
-                job.cancel()
+                if job.cancel():
+                    self._ending.add(job)
+                    job.add_done_callback(self._ending.discard)
 
 
 def _list_media(prompt: Prompt) -> list[MediaInput]:

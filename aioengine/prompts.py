@@ -1,4 +1,4 @@
-"""The forms in which a caller may give a prompt, read into one."""
+"""The forms in which a caller may give a prompt, read into one; and a check of the rest."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from aioengine.config import SamplingParams
 from aioengine.errors import InvalidRequestError
 from aioengine.types import Prompt
 
-__all__ = ["PromptLike", "read_prompt"]
+__all__ = ["PromptLike", "check_arguments", "read_prompt"]
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
@@ -40,6 +41,16 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
             parameter=f"{next(iter(merged))}s",
         )
     return replace(read, media=merged)
+
+
+def check_arguments(params: object, request_id: object, priority: object) -> None:
+    """Raise InvalidRequestError for arguments of the wrong kind."""
+    if not isinstance(params, SamplingParams | None):
+        raise _wrong("params", "SamplingParams", params)
+    if not isinstance(request_id, str | None):
+        raise _wrong("request_id", "text", request_id)
+    if not isinstance(priority, int):
+        raise _wrong("priority", "an integer", priority)
 
 
 def _as_prompt(prompt: Any) -> Prompt:

@@ -7,7 +7,6 @@ runner follows plans to the letter and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,16 +17,9 @@ from aioengine.models.adapter import TransformersModel
 from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.sampler import sample
 
-__all__ = ["Runner", "StepResult"]
+__all__ = ["Runner"]
 
 Features = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One token id for each sequence of the plan that samples, in the plan's order."""
-
-    token_ids: list[int]
 
 
 class Runner:
@@ -41,8 +33,8 @@ class Runner:
         model.bind(_allocate_pages(model, limits), select_backend("auto", model.device))
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult:
-        """Run one step of the decoder and sample."""
+    def step(self, plan: StepPlan) -> list[int]:
+        """Run one step of the decoder: a token id for each sequence that samples, in order."""
         # Attention takes single tokens as one batch, and wants them first.
         sequences = sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
         starts = [s.start for s in sequences]
@@ -53,13 +45,13 @@ class Runner:
         sampling = [(i, s) for i, s in enumerate(sequences) if s.samples]
         self._sampled = {}
         if not sampling:
-            return StepResult([])
+            return []
         last = [sum(metadata[0].query_lens[: i + 1]) - 1 for i, _ in sampling]
         logits = self.model.compute_logits(hidden[torch.tensor(last, device=hidden.device)])
         chosen = [s for _, s in sampling]
         token_ids = sample(logits, [s.sampling for s in chosen], [s.output_index for s in chosen])
         self._sampled = dict(zip((s.request_id for s in chosen), token_ids.tolist(), strict=True))
-        return StepResult([self._sampled[s.request_id] for s in plan.sequences if s.samples])
+        return [self._sampled[s.request_id] for s in plan.sequences if s.samples]
 
     @torch.inference_mode()
     def encode(
@@ -72,13 +64,16 @@ class Runner:
         self.drop(plan.evicted)
         try:
             encoded: list[Tensor | Exception] = list(self.model.encode(plan.modality, features))
+            assert len(encoded) == len(features)
         except Exception:
             encoded = [self._encode_alone(plan.modality, item) for item in features]
         outcomes: list[tuple[str, Exception | None]] = []
         for key, num_rows, rows in zip(plan.keys, plan.num_rows, encoded, strict=True):
-            error = rows if isinstance(rows, Exception) else _check_rows(rows, num_rows)
+            error = self._check_rows(rows, num_rows)
             if isinstance(rows, Tensor) and error is None:
-                self._rows[key] = rows
+                # A view would keep its whole batch in memory, which the ledger knows nothing of.
+                shares = rows.untyped_storage().nbytes() > rows.nbytes
+                self._rows[key] = rows.clone() if shares else rows
             outcomes.append((key, error))
         return outcomes
 
@@ -90,9 +85,24 @@ class Runner:
     def _encode_alone(self, modality: str, item: Features) -> Tensor | Exception:
         """One item of a batch that failed: the fault has to be told from its neighbours."""
         try:
-            return self.model.encode(modality, [item])[0]
+            (rows,) = self.model.encode(modality, [item])
+            return rows
         except Exception as error:
             return error
+
+    def _check_rows(self, rows: object, num_rows: int) -> Exception | None:
+        """What is wrong with an item's rows, if anything: a later step must not stumble on it."""
+        if isinstance(rows, Exception):
+            return rows
+        want = (num_rows, self.model.hidden_size)
+        if isinstance(rows, Tensor) and rows.shape == want and rows.dtype == self.model.dtype:
+            return None
+        shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        return MediaError(
+            f"item was encoded to {shape}, but its placeholders take {want}",
+            parameter="item",
+            value=shape,
+        )
 
     def _metadata(
         self, sequences: Sequence[SequencePlan], starts: Sequence[int], ends: Sequence[int]
@@ -128,16 +138,6 @@ class Runner:
         if not pieces:
             return self.model.embed_input_ids(ids)
         return self.model.embed_input_ids(ids, pieces, is_row.to(device))
-
-
-def _check_rows(rows: Tensor, num_rows: int) -> Exception | None:
-    if len(rows) == num_rows:
-        return None
-    return MediaError(
-        f"item was encoded to {len(rows)} rows, but its placeholders take {num_rows}",
-        parameter="item",
-        value=len(rows),
-    )
 
 
 def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tensor, Tensor]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,6 +18,8 @@ KV_SHARE_CPU = 0.25
 """Of the host's available memory: an embedded engine is a guest there."""
 ENCODER_STEPS = 4
 """The encoder cache holds the rows of so many full steps by default."""
+ASSUMED_BYTES = 1 << 32
+"""Where the system does not tell."""
 UNLIMITED_LEN = 32_768
 """Tokens of one request where neither the model nor the configuration sets a limit."""
 
@@ -58,7 +60,7 @@ def resolve_limits(
                 f"cache, but there are {kv_bytes}; raise kv_cache_bytes or lower max_model_len"
             )
         model_len = num_blocks // len(kv_groups) * config.block_size
-    encoder_rows = max(config.max_num_encoder_input_tokens or 0, max_item_rows)
+    encoder_rows = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
     default_rows = ENCODER_STEPS * max(config.max_num_batched_tokens, max_item_rows)
     row_bytes = hidden_size * itemsize
     return Limits(
@@ -70,7 +72,7 @@ def resolve_limits(
         num_groups=len(kv_groups),
         encoder_cache_bytes=config.encoder_cache_bytes
         or (default_rows * row_bytes if max_item_rows else 0),
-        max_num_encoder_input_tokens=max(encoder_rows, config.max_num_batched_tokens),
+        max_num_encoder_input_tokens=max(encoder_rows, max_item_rows),
         max_encode_items=1 if device.type == "cpu" else config.max_num_seqs,
         max_media_rows=default_rows,
         disable_chunked_mm_input=config.disable_chunked_mm_input,
@@ -83,8 +85,24 @@ def _free_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - config.gpu_memory_utilization) * total))
+    return int(_available_bytes() * KV_SHARE_CPU)
+
+
+def _available_bytes() -> int:
+    """Bytes that this process could still use: the host's, or what its cgroup leaves."""
+    limits = [_read_number("/proc/meminfo", "MemAvailable:") * 1024]
+    cgroup = Path("/sys/fs/cgroup")
+    most = _read_number(cgroup / "memory.max")
+    if most:
+        limits.append(most - _read_number(cgroup / "memory.current"))
+    known = [limit for limit in limits if limit > 0]
+    return min(known, default=ASSUMED_BYTES)
+
+
+def _read_number(path: str | Path, label: str = "") -> int:
+    """The number after `label` in a system file; 0 if there is none."""
     try:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not a POSIX system
-        available = 1 << 32
-    return int(available * KV_SHARE_CPU)
+        words = Path(path).read_text().split()
+        return int(words[words.index(label) + 1] if label else words[0])
+    except (OSError, ValueError, IndexError):
+        return 0

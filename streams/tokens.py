@@ -15,7 +15,7 @@ from itertools import chain
 from types import TracebackType
 from typing import Self
 
-from aioengine.errors import RequestAbortedError
+from aioengine.errors import RequestAbortedError, WrongLoopError
 from aioengine.types import Delta, RequestOutput
 
 __all__ = ["StreamStatistics", "TokenSink", "TokenStream", "open_stream"]
@@ -33,8 +33,11 @@ class StreamStatistics:
 class _Mailbox:
     """What sink and stream share."""
 
-    def __init__(self, close_request: Callable[[], object]) -> None:
+    def __init__(
+        self, close_request: Callable[[], object], loop: asyncio.AbstractEventLoop | None
+    ) -> None:
         self.close_request = close_request
+        self.loop = loop
         self.pending: dict[int, list[Delta]] = {}  # by completion
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
@@ -61,6 +64,17 @@ class _Mailbox:
         for waiter in self.result_waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+    def check_loop(self) -> None:
+        """Raise WrongLoopError on any other loop than the stream's."""
+        if self.loop is None:
+            return
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not self.loop:
+            raise WrongLoopError("a stream is read and closed on the event loop that opened it")
 
 
 async def _wait(waiters: set[asyncio.Future[None]]) -> None:
@@ -127,6 +141,7 @@ class TokenStream:
         Raises what arguments, headers and layout show to be wrong.
         """
         box = self._mailbox
+        box.check_loop()
         while not (box.is_admitted or box.has_ended):
             await _wait(box.result_waiters)
         if box.error is not None and not box.is_admitted:
@@ -138,6 +153,7 @@ class TokenStream:
         Several tokens that came since the last call are one delta.
         """
         box = self._mailbox
+        box.check_loop()
         while not box.pending and not box.has_ended:
             await _wait(box.readers)
         return self._take()
@@ -161,6 +177,7 @@ class TokenStream:
         Raises the request's error; RequestAbortedError if the stream was closed before the end.
         """
         box = self._mailbox
+        box.check_loop()
         while not box.has_ended:
             await _wait(box.result_waiters)
         if box.output is not None:
@@ -172,6 +189,7 @@ class TokenStream:
     def close(self) -> None:
         """Stop reading; a request that has not ended is ended at once. Idempotent."""
         box = self._mailbox
+        box.check_loop()
         if not box.has_ended:
             box.is_closed = True
             box.close_request()
@@ -216,10 +234,15 @@ class TokenStream:
 
 
 def open_stream(
-    request_id: str, close_request: Callable[[], object]
+    request_id: str,
+    close_request: Callable[[], object],
+    loop: asyncio.AbstractEventLoop | None = None,
 ) -> tuple[TokenSink, TokenStream]:
-    """The two ends of a new stream. `close_request()` is called if the reader closes it early."""
-    mailbox = _Mailbox(close_request)
+    """The two ends of a new stream. `close_request()` is called if the reader closes it early.
+
+    With a `loop`, reading or closing it anywhere else raises WrongLoopError.
+    """
+    mailbox = _Mailbox(close_request, loop)
     return TokenSink(mailbox), TokenStream(request_id, mailbox)
 
 

@@ -68,6 +68,13 @@ class ImageSource(ABC):
         Encoded pictures are told apart by their bytes; pixels by mode, shape, type and bytes.
         """
 
+    def verify(self) -> None:
+        """Raise MediaError if the picture is not what `identity` saw; called after processing.
+
+        Encoded bytes and copied arrays cannot change.
+        """
+        return
+
     @abstractmethod
     def _pixels(self, header: ImageHeader) -> Image.Image:
         """The decoded picture, in any mode, as stored."""
@@ -218,6 +225,7 @@ class _PillowImage(ImageSource):
     def __init__(self, image: Image.Image, config: MediaConfig, parameter: str) -> None:
         super().__init__(config, parameter)
         self._image = image
+        self._identity: bytes | None = None
         # Read once: loading may apply the orientation, and must not change what was laid out.
         self._orientation = _orientation(image, b"")
         self._size = image.size
@@ -242,7 +250,14 @@ class _PillowImage(ImageSource):
         hasher.update(self._image.mode)
         # As shown: palette, transparency and orientation are in the pixels then.
         hash_pixels(hasher, self.decode())
-        return hasher.digest()
+        self._identity = hasher.digest()
+        return self._identity
+
+    def verify(self) -> None:
+        # The application may draw on its picture; a copy would cost more than looking again.
+        before = self._identity
+        if before is not None and self.identity() != before:
+            raise self._error("it was changed while the request was using it")
 
     def _pixels(self, header: ImageHeader) -> Image.Image:
         with _LOAD_LOCKS[(id(self._image) >> 4) % len(_LOAD_LOCKS)]:
@@ -264,6 +279,7 @@ class _ArrayImage(ImageSource):
         return ImageHeader(size, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
 
     def identity(self) -> bytes:
+        self._array = self._array.copy()  # the application may write to its own later
         hasher = ContentHasher("array")
         hash_pixels(hasher, self._array)
         return hasher.digest()

@@ -475,7 +475,7 @@ async def test_an_item_larger_than_the_encoder_cache(folder: Path) -> None:
         expected = await e.generate([1, 20], greedy())
         text, _ = await asyncio.gather(
             e.generate([1, 20], greedy()),
-            refused(e, "<image>", MediaError, "encoder_cache_bytes", images=[tiny_image(1)]),
+            refused(e, "<image>", MediaError, "images[0]", images=[tiny_image(1)]),
         )
         assert text.token_ids == expected.token_ids
 
