@@ -108,9 +108,12 @@ class AsyncEngine:
                 self._main = asyncio.create_task(self._serve(started), name="aioengine")
                 self._resources.push_async_callback(self._stop_serving)
                 await started
-        except BaseException:
+        except BaseException as error:
             await self._resources.aclose()
-            raise
+            task = asyncio.current_task()
+            if not isinstance(error, asyncio.CancelledError) or (task and task.cancelling()):
+                raise
+            # The load was cancelled by aclose(), not by whoever awaits this.
         if self._closing is not None:
             await asyncio.shield(self._closing)
             raise EngineClosedError("the engine was closed while it was starting")
