@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,7 @@ async def run_demo(options: argparse.Namespace) -> None:
     trace = TraceRecorder()
     begin = time.perf_counter()
     async with AsyncEngine.from_pretrained(options.model or demo_model()) as engine:
+        gc.freeze()  # as README advises: a full collection would walk all of torch
         console.print(f"loaded in {time.perf_counter() - begin:.2f} s")
         engine.instruments.listeners.append(trace)
         described = await _round(

@@ -24,6 +24,7 @@ from aioengine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.errors import (
     InvalidRequestError,
     MediaError,
+    PromptTooLongError,
     UnsupportedModalityError,
 )
 from aioengine.instruments import Instruments, StageSpan
@@ -36,6 +37,7 @@ from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.items import EmbeddingItems, ImageProcessorItems, MultiModalDataItems
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.image import open_image
+from aioengine.prompts import count_characters
 from aioengine.request import Item, Request, StopRule
 from aioengine.sampler import Sampling
 from aioengine.ticket import MediaInput, Ticket
@@ -44,6 +46,9 @@ from aioengine.types import Embeddings, Prompt
 __all__ = ["Intake"]
 
 Result = TypeVar("Result")
+
+MARGIN_TOKENS = 1024
+"""By so many a prompt may exceed the limit before it is laid out, which could make it shorter."""
 
 
 class Intake:
@@ -80,6 +85,7 @@ class Intake:
 
     async def prepare(self, ticket: Ticket, prompt: Prompt) -> Request:
         """Everything before admission. Raises the request's error."""
+        self._refuse_hopeless(prompt)
         text_or_ids: str | Sequence[int]
         if prompt.messages is not None:
             text_or_ids = await self._run(self._front, self._render, ticket, prompt)
@@ -91,6 +97,19 @@ class Intake:
             await self._fetch_all(ticket, prompt.cache_salt)
             ticket.stamp("fetched")
         return await self._run(self._front, self._lay_out, ticket, text_or_ids, prompt.cache_salt)
+
+    def _refuse_hopeless(self, prompt: Prompt) -> None:
+        """Refuse what no tokenizer could make short enough, before one spends minutes on it."""
+        most = self._loaded.limits.max_model_len
+        characters = count_characters(prompt)
+        num_tokens = len(prompt.token_ids or ()) or characters // self._loaded.longest_token
+        if num_tokens >= most + MARGIN_TOKENS:
+            raise PromptTooLongError(
+                f"prompt has {num_tokens} tokens or more, but max_model_len is {most}; shorten the "
+                f"prompt or raise max_model_len (and kv_cache_bytes)",
+                parameter="prompt",
+                value=num_tokens,
+            )
 
     def _render(self, ticket: Ticket, prompt: Prompt) -> list[int]:
         if self._renderer is None:

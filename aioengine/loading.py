@@ -33,7 +33,8 @@ class Loaded:
     Tokenizers and HF processors must not be shared between threads, so there are several:
     `processors` for the media workers, `front` for the thread that tokenises and lays out, `home`
     for the event loop's own thread, which detokenises and lends it to the application.
-    `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows.
+    `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
+    `longest_token`: in characters; a text of n has at least n / longest_token tokens.
     """
 
     runner: Runner
@@ -44,6 +45,7 @@ class Loaded:
     eos_token_ids: frozenset[int]
     row_bytes: int
     num_embeddings: int
+    longest_token: int
 
 
 def load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
@@ -99,6 +101,7 @@ def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         eos_token_ids=_eos_token_ids(model),
         row_bytes=model.hidden_size * model.dtype.itemsize,
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
+        longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
     )
 
 

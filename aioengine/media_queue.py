@@ -99,6 +99,7 @@ class MediaQueue:
         """The items that live requests have yet to compute, by rank; each once, at its soonest.
 
         An item behind one that has no pixels yet comes last: its rows could not be used before.
+        A long queue is looked at only as far as its media could be asked for.
         """
         soon: list[tuple[int, Request, Item]] = []
         later: list[tuple[int, Request, Item]] = []
@@ -108,9 +109,14 @@ class MediaQueue:
                 distance = max(0, request.needed_at(item) - request.num_scheduled)
                 (soon if is_next else behind).append((distance, request, item))
         soon.sort(key=itemgetter(0))  # stable: by seniority where equally far
+        num_rows = 0
         for request in waiting:
+            if num_rows > self._limits.max_media_rows:
+                behind.clear()  # even these come after those that are not looked at any more
+                break
             for item, is_next in self._open(request, request.hit_estimate):
                 (later if is_next else behind).append((0, request, item))
+                num_rows += item.span.num_rows
         needs: dict[str, Need] = {}
         for _, request, item in (*soon, *later, *behind):
             needs.setdefault(item.key, (request, item))

@@ -10,7 +10,7 @@ from aioengine.config import SamplingParams
 from aioengine.errors import InvalidRequestError
 from aioengine.types import Prompt
 
-__all__ = ["PromptLike", "check_arguments", "read_prompt"]
+__all__ = ["PromptLike", "check_arguments", "count_characters", "read_prompt"]
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
@@ -41,6 +41,19 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
             parameter=f"{next(iter(merged))}s",
         )
     return replace(read, media=merged)
+
+
+def count_characters(prompt: Prompt) -> int:
+    """Of the text, or of all texts in the messages, as far as they have the form of messages."""
+    if prompt.text is not None:
+        return len(prompt.text)
+    count = 0
+    for message in prompt.messages or ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in [content] if isinstance(content, str) else content or ():
+            text = part.get("text") if isinstance(part, Mapping) else part
+            count += len(text) if isinstance(text, str) else 0
+    return count
 
 
 def check_arguments(params: object, request_id: object, priority: object) -> None:
