@@ -27,6 +27,7 @@ from aioengine.errors import (
     OverloadedError,
     RequestAbortedError,
     WrongLoopError,
+    typed,
 )
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.plan import StepPlan
@@ -321,7 +322,7 @@ class AsyncEngine:
             # The step loop is not concerned: whatever it is, it is this request's error.
             ticket.intake = None
             if not ticket.has_ended:
-                self._fail(ticket, error)
+                self._fail(ticket, typed(error))
             return
         ticket.admit(request)
         self._changed.set()
@@ -422,21 +423,14 @@ class AsyncEngine:
     def _commit(self, plan: StepPlan, handle: asyncio.Future[Any]) -> None:
         """Take a step's result and hand its tokens to their streams."""
         token_ids, start, end = handle.result()
-        self.instruments.record(
-            StageSpan(
-                "step",
-                start,
-                end,
-                tuple(s.request_id for s in plan.sequences),
-                f"{plan.num_tokens} tokens",
-            )
-        )
+        names = tuple(s.request_id for s in plan.sequences)
+        self.instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
         for advance in self._scheduler.commit(plan, token_ids):
             ticket = self._tickets[advance.request_id]
             try:
                 ticket.deliver(advance)
             except Exception as error:  # a tokenizer that cannot decode what its model says
-                self._fail(ticket, error)
+                self._fail(ticket, typed(error))
                 continue
             if ticket.has_ended:
                 self._counters["finished"] += 1

@@ -104,3 +104,15 @@ class ModelLoadError(EngineError):
 
 class EngineDeadError(EngineError):
     """The device failed; nothing can run any more. `__cause__` says why."""
+
+
+def typed(error: Exception) -> AioEngineError:
+    """An error of ours for any other that a tokenizer, processor or model may raise.
+
+    Its text may hold payload, so only its kind is told; `__cause__` has the rest.
+    """
+    if isinstance(error, AioEngineError):
+        return error
+    wrapped = EngineError(f"the request failed inside the engine: {type(error).__name__}")
+    wrapped.__cause__ = error
+    return wrapped

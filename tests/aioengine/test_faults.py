@@ -15,6 +15,7 @@ from PIL import Image
 from aioengine import AsyncEngine, Embeddings, MediaConfig, SamplingParams
 from aioengine.errors import (
     EngineClosedError,
+    EngineError,
     MediaError,
     RequestAbortedError,
     WrongLoopError,
@@ -84,8 +85,9 @@ async def test_a_tokenizer_that_cannot_decode_ends_its_request_only(
         good = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
         running = asyncio.ensure_future(engine.generate(TEXT, good))
         monkeypatch.setattr(engine._intake, "_decoder", Broken())
-        with pytest.raises(OverflowError):
+        with pytest.raises(EngineError) as caught:
             await engine.generate(TEXT, GREEDY)
+        assert isinstance(caught.value.__cause__, OverflowError)
         assert len((await running).token_ids) == 40
         assert engine.statistics().failed == 1
 
