@@ -50,13 +50,17 @@ NO_PICTURE = "Please show me a picture."
 
 KINDS = ("describe", *scenes.QUESTION_KINDS, "no picture")
 QUESTION_WEIGHTS = {
-    "colour": 1.5, "count": 1.5, "place": 1.5, "digit": 2.0, "what": 1.0, "size": 0.7, "exists": 0.8
+    "colour": 1.2, "count": 2.4, "place": 2.2, "digit": 0.5, "what": 0.8, "size": 0.6, "exists": 0.9
 }  # fmt: skip
-QUESTIONS_PER_SCENE = 4
+QUESTIONS_PER_SCENE = 6
+DESCRIBED_SHARE = 0.4
 
 SHAPE_CLASSES = (*scenes.SHAPES, *(f"digit {d}" for d in range(10)))
 PATCH_CLASSES = (len(SHAPE_CLASSES) + 1, len(scenes.COLOURS) + 1, len(scenes.SIZES) + 1)
 """Classes per patch for shape, colour and size; 0 is the background in each."""
+
+PLACE_WORDS = (("top", "centre", "bottom"), ("left", "centre", "right"))
+"""Words for the rows and for the columns of the grid."""
 
 IGNORED = -100
 
@@ -69,7 +73,9 @@ class Options:
     save_to: Path
     minutes: float
     batch: int
+    crowd: int
     pool: int
+    warm_start: Path | None
     rate: float
     tower_share: float
     seed: int
@@ -79,10 +85,16 @@ class Options:
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures: a pool on disk, filled by a second process while training already runs
+# Pictures: a pool on disk, filled by a second process while training runs
 
 
-def render_training_picture(seed: int) -> np.ndarray[Any, Any]:
+def layout_of(index: int, crowd: int) -> scenes.Layout:
+    """What picture ``index`` of the pool shows; the first ``crowd`` are full of things."""
+    seed = scenes.TRAINING_SEEDS[index]
+    return scenes.make_crowd(seed) if index < crowd else scenes.make_layout(seed)
+
+
+def render_training_picture(layout: scenes.Layout, seed: int) -> np.ndarray[Any, Any]:
     """One picture as the model will get it, uint8 (IMAGE_PX, IMAGE_PX, 3).
 
     Most are drawn larger and shrunk by the image processor's filter; some are not square or have
@@ -90,9 +102,9 @@ def render_training_picture(seed: int) -> np.ndarray[Any, Any]:
     """
     rng = Random(seed + 2)
     side = demo.IMAGE_PX * rng.choice((0.75, 1, 1.5, 2, 2, 3, 4))
-    aspect = rng.uniform(0.75, 1.33) if rng.random() < 0.25 else 1.0
+    aspect = rng.uniform(0.75, 1.33) if rng.random() < 0.2 else 1.0
     size = (round(side * max(1.0, aspect)), round(side * max(1.0, 1 / aspect)))
-    image = scenes.draw(scenes.make_layout(seed), size)
+    image = scenes.draw(layout, size)
     if rng.random() < 0.3:
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=rng.randint(50, 95))
@@ -101,36 +113,44 @@ def render_training_picture(seed: int) -> np.ndarray[Any, Any]:
     return np.asarray(image.resize(square, Image.Resampling.BICUBIC))
 
 
-def open_pool(folder: Path, count: int) -> np.memmap[Any, np.dtype[np.uint8]]:
-    """The pool file as an array, uint8 (count, IMAGE_PX, IMAGE_PX, 3)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"pool_{count}.u8"
-    shape = (count, demo.IMAGE_PX, demo.IMAGE_PX, 3)
-    return np.memmap(path, np.uint8, "r+" if path.exists() else "w+", shape=shape)
+class Pool:
+    """Training pictures on disk, uint8 (count, IMAGE_PX, IMAGE_PX, 3): crowds first."""
 
+    def __init__(self, folder: Path, crowd: int, rest: int) -> None:
+        self.crowd, self.count = crowd, crowd + rest
+        path = folder / f"pool_{crowd}_{rest}.u8"
+        self.marker = path.with_suffix(".ready")
+        shape = (self.count, demo.IMAGE_PX, demo.IMAGE_PX, 3)
+        self.pictures = np.memmap(path, np.uint8, "r+" if path.exists() else "w+", shape=shape)
+        done = int(self.marker.read_text()) if self.marker.exists() else 0
+        self.ready: Synchronized[int] = multiprocessing.Value("i", done)
 
-def fill_pool(folder: Path, count: int, ready: "Synchronized[int]") -> None:
-    """Renders what is missing; ``ready`` counts the usable pictures from the start."""
-    os.nice(5)  # training itself comes first
-    pool = open_pool(folder, count)
-    marker = folder / f"pool_{count}.ready"
-    for index in range(ready.value, count):
-        pool[index] = render_training_picture(scenes.TRAINING_SEEDS[index])
-        if (index + 1) % 256 == 0 or index + 1 == count:
-            ready.value = index + 1
-            marker.write_text(str(index + 1))
+    def start(self) -> None:
+        """Starts the filling; returns once there is enough to begin."""
+        multiprocessing.Process(target=self._fill, daemon=True).start()
+        while self.ready.value < min(self.crowd, 1024):
+            time.sleep(0.2)
 
+    def _fill(self) -> None:
+        os.nice(5)  # training itself comes first
+        for index in range(self.ready.value, self.count):
+            layout = layout_of(index, self.crowd)
+            self.pictures[index] = render_training_picture(layout, index)
+            if (index + 1) % 256 == 0 or index + 1 == self.count:
+                self.ready.value = index + 1
+                self.marker.write_text(str(index + 1))
 
-def start_pool(options: Options) -> tuple[np.memmap[Any, np.dtype[np.uint8]], "Synchronized[int]"]:
-    """Opens the pool and starts its filling; returns once there is enough to begin."""
-    pool = open_pool(options.out, options.pool)
-    marker = options.out / f"pool_{options.pool}.ready"
-    ready = multiprocessing.Value("i", int(marker.read_text()) if marker.exists() else 0)
-    arguments = (options.out, options.pool, ready)
-    multiprocessing.Process(target=fill_pool, args=arguments, daemon=True).start()
-    while ready.value < min(options.pool, 2048):
-        time.sleep(0.2)
-    return pool, ready
+    @property
+    def has_scenes(self) -> bool:
+        """Whether there are enough pictures that are not crowds."""
+        return self.ready.value >= min(self.count, self.crowd + 1024)
+
+    def draw(self, number: int, rng: Random, crowded: bool) -> tuple[Any, list[scenes.Layout]]:
+        """Random pictures, uint8 (number, IMAGE_PX, IMAGE_PX, 3), and what they show."""
+        ready = self.ready.value
+        low, high = (0, min(ready, self.crowd)) if crowded else (self.crowd, ready)
+        chosen = [rng.randrange(low, high) for _ in range(number)]
+        return self.pictures[chosen], [layout_of(index, self.crowd) for index in chosen]
 
 
 def to_pixels(pictures: np.ndarray[Any, Any], device: torch.device) -> Tensor:
@@ -155,9 +175,12 @@ def augment(pixels: Tensor, rng: Random) -> Tensor:
 
 
 def patch_labels(layouts: list[scenes.Layout]) -> Tensor:
-    """Shape, colour and size class of the thing over each patch: int64 (B, GRID * GRID, 3)."""
+    """Classes of the thing over each patch, 0 for none: int64 (B, GRID * GRID, 5).
+
+    The last axis is shape, colour, size, row of the grid, column of the grid.
+    """
     edges = np.arange(demo.GRID + 1) / demo.GRID
-    labels = np.zeros((len(layouts), demo.GRID, demo.GRID, 3), np.int64)
+    labels = np.zeros((len(layouts), demo.GRID, demo.GRID, 5), np.int64)
     for row, layout in enumerate(layouts):
         best = np.full((demo.GRID, demo.GRID), 0.2)
         for thing in layout.things:
@@ -171,8 +194,10 @@ def patch_labels(layouts: list[scenes.Layout]) -> Tensor:
                 1 + SHAPE_CLASSES.index(thing.noun),
                 1 + list(scenes.COLOURS).index(thing.colour),
                 1 + scenes.SIZES.index(thing.size),
+                1 + thing.cell // 3,
+                1 + thing.cell % 3,
             )
-    return torch.from_numpy(labels.reshape(len(layouts), -1, 3))
+    return torch.from_numpy(labels.reshape(len(layouts), -1, 5))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -242,7 +267,7 @@ class Writer:
         return row
 
     def _turns(self, layout: scenes.Layout, plain: bool) -> list[tuple[str, str, str]]:
-        """(kind, question, answer): the description first or somewhere among the questions."""
+        """(kind, question, answer): questions, with the description among them for a share."""
         rng, things = self.rng, layout.things
         kinds = list(QUESTION_WEIGHTS)
         if not plain:
@@ -250,8 +275,9 @@ class Writer:
             kinds = rng.choices(kinds, weights, k=QUESTIONS_PER_SCENE)
         asked = [scenes.ask_one(kind, things, rng) for kind in kinds]
         turns = [(q.kind, q.text, q.answer) for q in asked if q is not None]
-        prompt = rng.choice(scenes.DESCRIPTION_PROMPTS)
-        turns.insert(rng.randint(0, len(turns)), ("describe", prompt, scenes.describe(things)))
+        if plain or rng.random() < DESCRIBED_SHARE:
+            prompt = rng.choice(scenes.DESCRIPTION_PROMPTS)
+            turns.insert(rng.randint(0, len(turns)), ("describe", prompt, scenes.describe(things)))
         return turns
 
     def _conversation(
@@ -297,7 +323,10 @@ def tokenizer_texts() -> Iterator[str]:
         yield rng.choice(scenes.DESCRIPTION_PROMPTS)
         for question in scenes.ask(things, rng):
             yield f"{question.text} ASSISTANT:"
-            yield question.answer
+            if question.kind == "place":
+                yield f"{scenes.at_place(question.answer[:-1].lower()).capitalize()}."
+            else:
+                yield question.answer
 
 
 # ---------------------------------------------------------------------------------------------
@@ -307,9 +336,19 @@ def tokenizer_texts() -> Iterator[str]:
 class Trainee(nn.Module):
     """The model with its training-only patch head."""
 
-    def __init__(self, llava: LlavaForConditionalGeneration) -> None:
+    def __init__(
+        self, llava: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
         super().__init__()
         self.llava = llava
+        # All ten digits share the word "digit", the last of the shape words.
+        names = ((*scenes.SHAPES, "digit"), tuple(scenes.COLOURS), scenes.SIZES, *PLACE_WORDS)
+        self.words = [
+            torch.tensor(
+                [tokenizer.encode(f" {word}", add_special_tokens=False) for word in group]
+            ).squeeze(1)
+            for group in names
+        ]
         width = llava.config.vision_config.hidden_size
         self.patch_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, sum(PATCH_CLASSES)))
 
@@ -320,8 +359,9 @@ class Trainee(nn.Module):
         return features
 
     def patch_loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the three patch labels; background patches count less."""
-        weight = torch.where(labels[..., 0] > 0, 1.0, 0.15)
+        """Cross-entropy of the three patch labels; background counts less, digits more."""
+        shape = labels[..., 0]
+        weight = torch.where(shape > len(scenes.SHAPES), 2.0, torch.where(shape > 0, 1.0, 0.15))
         total = torch.zeros((), device=features.device)
         for index, logits in enumerate(self.patch_head(features).split(PATCH_CLASSES, dim=-1)):
             loss = nn.functional.cross_entropy(
@@ -330,10 +370,28 @@ class Trainee(nn.Module):
             total = total + (loss * weight.flatten()).sum() / weight.sum()
         return total
 
-    def answer_logits(self, features: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
-        """Logits (N, vocabulary) at the N target positions, and their mask (B, L)."""
+    def word_loss(self, picture: Tensor, labels: Tensor) -> Tensor:
+        """Pulls picture rows, (B, GRID * GRID, width), towards the words for what they show.
+
+        With a thing's row close to the embedding of " red" and of " star", a question that names
+        the thing finds it by plain likeness; left to itself that match is learnt very late.
+        """
+        shown = labels[..., 0] > 0
+        rows = nn.functional.normalize(picture[shown], dim=-1)
+        embedding = self.llava.model.language_model.get_input_embeddings()
+        total = torch.zeros((), device=picture.device)
+        for index, words in enumerate(self.words):
+            known = nn.functional.normalize(embedding(words.to(rows.device)), dim=-1)
+            truth = (labels[..., index][shown] - 1).clamp(max=len(words) - 1)
+            total = total + nn.functional.cross_entropy(12 * rows @ known.T, truth)
+        return total
+
+    def answer_logits(self, picture: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+        """Logits (N, vocabulary) at the N target positions, and their mask (B, L).
+
+        ``picture`` holds the projected rows, (B, GRID * GRID, decoder width).
+        """
         language = self.llava.model.language_model
-        picture = self.llava.model.multi_modal_projector(features)
         embeds = language.get_input_embeddings()(texts.ids)
         here = (texts.ids == demo.IMAGE_ID).unsqueeze(-1)
         embeds = embeds.masked_scatter(here, picture)
@@ -375,12 +433,16 @@ class Run:
         self.options = options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = demo.build_tokenizer(tokenizer_texts())
-        self.trainee = Trainee(demo.build_model(len(self.tokenizer))).to(self.device)
+        network = demo.build_model(len(self.tokenizer))
+        self.trainee = Trainee(network, self.tokenizer).to(self.device)
         self.optimiser = self._optimiser()
         self.step, self.seconds, self.best, self.joint_from = 0, 0.0, -1.0, -1
         self.checkpoint = options.out / "last.pt"
         if self.checkpoint.exists():
             self._resume()
+        elif options.warm_start is not None:
+            state = torch.load(options.warm_start, map_location=self.device, weights_only=True)
+            self.trainee.load_state_dict(state["trainee"])
         self.rng = Random(options.seed * 1_000_003 + self.step)
         self.writer = Writer(self.tokenizer, self.rng)
 
@@ -430,30 +492,41 @@ class Run:
             since = self.step - max(0, self.joint_from) if group["late"] else self.step
             group["lr"] = self.options.rate * cosine * min(1.0, (since + 1) / 300)
 
-    def train_step(self, pool: np.memmap[Any, np.dtype[np.uint8]], ready: int) -> dict[str, float]:
+    def train_step(self, pool: Pool) -> dict[str, float]:
         """One update; returns its losses."""
-        joint = self.progress >= self.options.tower_share
-        if joint and self.joint_from < 0:
+        if self.joint_from < 0 and self.progress >= self.options.tower_share and pool.has_scenes:
             self.joint_from = self.step
         self.set_rates()
-        chosen = [self.rng.randrange(ready) for _ in range(self.options.batch)]
-        layouts = [scenes.make_layout(scenes.TRAINING_SEEDS[index]) for index in chosen]
-        pixels = augment(to_pixels(pool[chosen], self.device), self.rng)
-        features = self.trainee.tower(pixels)
-        patch = self.trainee.patch_loss(features, patch_labels(layouts).to(self.device))
-        losses = {"patch": patch.item()}
-        loss = patch
-        if joint:
+        losses: dict[str, Tensor] = {}
+        total = torch.zeros((), device=self.device)
+        if self.joint_from < 0 or self.step % 8 == 0:
+            labels, features = self._look(pool, crowded=True)[1:]
+            losses["crowd"] = self.trainee.patch_loss(features, labels)
+            total = total + losses["crowd"] * (1.0 if self.joint_from < 0 else self._patch_share())
+        if self.joint_from >= 0:
+            layouts, labels, features = self._look(pool, crowded=False)
             texts = self.writer.batch(layouts).to(self.device)
-            answer = answer_loss(*self.trainee.answer_logits(features, texts), texts)
-            losses["answer"] = answer.item()
-            loss = answer + 0.3 * (1 - self.progress) * patch
+            losses["patch"] = self.trainee.patch_loss(features, labels)
+            picture = self.trainee.llava.model.multi_modal_projector(features)
+            losses["word"] = self.trainee.word_loss(picture, labels)
+            losses["answer"] = answer_loss(*self.trainee.answer_logits(picture, texts), texts)
+            total = total + losses["answer"] + 0.3 * losses["word"]
+            total = total + losses["patch"] * self._patch_share()
         self.optimiser.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(total)
         nn.utils.clip_grad_norm_(self.trainee.parameters(), 1.0)
         self.optimiser.step()
         self.step += 1
-        return losses
+        return {name: loss.item() for name, loss in losses.items()}
+
+    def _patch_share(self) -> float:
+        return 0.05 + 0.45 * (1 - self.progress)
+
+    def _look(self, pool: Pool, crowded: bool) -> tuple[list[scenes.Layout], Tensor, Tensor]:
+        """A batch's layouts, patch labels and tower features."""
+        pictures, layouts = pool.draw(self.options.batch, self.rng, crowded)
+        features = self.trainee.tower(augment(to_pixels(pictures, self.device), self.rng))
+        return layouts, patch_labels(layouts).to(self.device), features
 
 
 def _joins_late(name: str) -> bool:
@@ -472,11 +545,14 @@ def exact_shares(run: Run, count: int, chunk: int = 50) -> dict[str, float]:
     run.trainee.eval()
     for first in range(0, count, chunk):
         seeds = scenes.DEV_SEEDS[first : first + chunk]
-        pictures = np.stack([render_training_picture(seed) for seed in seeds])
-        texts = writer.batch([scenes.make_layout(seed) for seed in seeds], plain=True)
+        layouts = [scenes.make_layout(seed) for seed in seeds]
+        shown = zip(layouts, seeds, strict=True)
+        pictures = np.stack([render_training_picture(*pair) for pair in shown])
+        texts = writer.batch(layouts, plain=True)
         texts = texts.to(run.device)
         features = run.trainee.tower(to_pixels(pictures, run.device))
-        logits, learnt = run.trainee.answer_logits(features, texts)
+        picture = run.trainee.llava.model.multi_modal_projector(features)
+        logits, learnt = run.trainee.answer_logits(picture, texts)
         wrong = torch.zeros_like(learnt)
         wrong[learnt] = logits.argmax(-1) != texts.targets[learnt]
         rows, columns = learnt.nonzero().T.tolist()
@@ -492,10 +568,13 @@ def exact_shares(run: Run, count: int, chunk: int = 50) -> dict[str, float]:
 
 def check(run: Run, count: int) -> None:
     """Measures, logs, and saves the model where it is the best so far."""
+    if run.joint_from < 0:
+        run.keep()
+        return
     shares = exact_shares(run, count)
     score = shares["describe"] + min(shares.values())
     print("dev  " + "  ".join(f"{kind} {share:.3f}" for kind, share in shares.items()), flush=True)
-    if score > run.best and run.joint_from >= 0:
+    if score > run.best:
         run.best = score
         demo.save(run.trainee.llava, run.tokenizer, run.options.save_to)
         notes = {"steps": run.step, "minutes": round(run.seconds / 60, 1), "dev": shares}
@@ -541,10 +620,13 @@ class Crew:
 def train(options: Options) -> None:
     """Runs to the end of the schedule, from the checkpoint where there is one."""
     options.out.mkdir(parents=True, exist_ok=True)
-    pool, ready = start_pool(options)
+    pool = Pool(options.out, options.crowd, options.pool)
+    pool.start()
     run = Run(options)
     size = sum(parameter.numel() for parameter in run.trainee.llava.parameters())
     print(f"{size / 1e6:.2f} M parameters, {len(run.tokenizer)} tokens, {run.device}", flush=True)
+    while run.joint_from >= 0 and not pool.has_scenes:
+        time.sleep(0.2)
     run.trainee.train()
     sums: dict[str, list[float]] = {}
     mark = run.seconds
@@ -552,7 +634,7 @@ def train(options: Options) -> None:
     while run.progress < 1.0:
         began = time.monotonic()
         crew.choose(run.step)
-        for name, loss in run.train_step(pool, ready.value).items():
+        for name, loss in run.train_step(pool).items():
             sums.setdefault(name, []).append(loss)
         run.seconds += time.monotonic() - began
         crew.note(run.step, time.monotonic() - began)
@@ -561,7 +643,7 @@ def train(options: Options) -> None:
             losses = "  ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in sums.items())
             print(
                 f"step {run.step}  {run.seconds / 60:.1f} min  {losses}  "
-                f"{rate:.0f} scenes/s  {torch.get_num_threads()} threads  pool {ready.value}",
+                f"{rate:.0f} scenes/s  {torch.get_num_threads()} threads  pool {pool.ready.value}",
                 flush=True,
             )
             sums, mark = {}, run.seconds
@@ -575,13 +657,15 @@ def parse_options() -> Options:
     parser.add_argument("--out", type=Path, default=HERE / "runs", help="checkpoints and pool")
     parser.add_argument("--save-to", type=Path, default=DEFAULT_FOLDER, help="model folder")
     parser.add_argument("--minutes", type=float, default=90.0, help="length of the schedule")
-    parser.add_argument("--batch", type=int, default=32, help="scenes per step")
-    parser.add_argument("--pool", type=int, default=100_000, help="pictures rendered to disk")
-    parser.add_argument("--rate", type=float, default=1.2e-3, help="peak learning rate")
+    parser.add_argument("--batch", type=int, default=20, help="scenes per step")
+    parser.add_argument("--crowd", type=int, default=30_000, help="crowded pictures in the pool")
+    parser.add_argument("--pool", type=int, default=80_000, help="other pictures in the pool")
+    parser.add_argument("--warm-start", type=Path, help="checkpoint to take only weights from")
+    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--tower-share", type=float, default=0.12, help="part with patch loss only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="most threads to use")
-    parser.add_argument("--log-every", type=int, default=100, help="steps between console lines")
+    parser.add_argument("--log-every", type=int, default=200, help="steps between console lines")
     parser.add_argument("--check-every", type=int, default=1000, help="steps between dev checks")
     return Options(**vars(parser.parse_args()))
 
