@@ -165,15 +165,16 @@ async def test_a_picture_that_is_written_to_poisons_no_cache(
         expected = await engine.generate("<image>", GREEDY, images=[item])
         await engine.reset_caches()
         item, change = make()
-        gate, features = asyncio.Event(), engine._intake.features
+        asked, gate, features = asyncio.Event(), asyncio.Event(), engine._intake.features
 
         async def gated(*args: Any) -> Any:
+            asked.set()
             await gate.wait()
             return await features(*args)
 
         monkeypatch.setattr(engine._intake, "features", gated)
         changed = asyncio.ensure_future(engine.generate("<image>", GREEDY, images=[item]))
-        await until(lambda: engine._scheduler.num_waiting)
+        await asked.wait()
         change()
         gate.set()
         (outcome,) = await asyncio.gather(changed, return_exceptions=True)
