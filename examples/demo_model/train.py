@@ -50,7 +50,7 @@ NO_PICTURE = "Please show me a picture."
 
 KINDS = ("describe", *scenes.QUESTION_KINDS, "no picture")
 QUESTION_WEIGHTS = {
-    "colour": 1.2, "count": 2.4, "place": 2.2, "digit": 0.5, "what": 0.8, "size": 0.6, "exists": 0.9
+    "colour": 1.2, "count": 1.6, "place": 6.0, "digit": 1.0, "what": 0.8, "size": 0.6, "exists": 0.9
 }  # fmt: skip
 QUESTIONS_PER_SCENE = 6
 DESCRIBED_SHARE = 0.4
