@@ -29,6 +29,7 @@ from aioengine.errors import (
     WrongLoopError,
     typed,
 )
+from aioengine.garbage import collection_paused
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.plan import StepPlan
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
@@ -95,7 +96,10 @@ class AsyncEngine:
     # ---- life
 
     async def start(self) -> None:
-        """Load the model in worker threads and begin to serve. Raises ModelLoadError."""
+        """Load the model in a worker thread and begin to serve. Raises ModelLoadError.
+
+        The process's automatic garbage collection pauses during the load.
+        """
         if self._loop is not None:
             raise EngineClosedError("an engine is started once; make a new one")
         self._loop = asyncio.get_running_loop()
@@ -438,6 +442,7 @@ class AsyncEngine:
 
 
 def _load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
-    loaded: Loaded = import_module("aioengine.loading").load(model, config)
-    import_module("aioengine.intake")  # so that nothing is left to import on the loop
+    with collection_paused():
+        loaded: Loaded = import_module("aioengine.loading").load(model, config)
+        import_module("aioengine.intake")  # so that nothing is left to import on the loop
     return loaded

@@ -49,7 +49,10 @@ class ProcessingContext:
 
     @property
     def tokenizer(self) -> Any:
-        """This worker's tokenizer, loaded on first use."""
+        """This worker's tokenizer: its HF processor's where that is loaded, else loaded now."""
+        if self._tokenizer is None:
+            # A large vocabulary takes a second to load: not twice.
+            self._tokenizer = getattr(self._hf_processor, "tokenizer", None)
         if self._tokenizer is None:
             self._tokenizer = self._load("tokenizer", self._tokenizer_factory)
         return self._tokenizer
@@ -95,7 +98,7 @@ def load_context(
     limit_mm_per_prompt: Mapping[str, int] | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> ProcessingContext:
-    """The context of a local folder or hub id. Reads files; loads the tokenizer at once.
+    """The context of a local folder or hub id. Reads files; loads the HF processor at once.
 
     Raises ModelLoadError.
     """
@@ -118,7 +121,7 @@ def load_context(
         limit_mm_per_prompt=limit_mm_per_prompt,
         mm_processor_kwargs=mm_processor_kwargs,
     )
-    assert context.tokenizer is not None
+    assert context.hf_processor is not None
     return context
 
 

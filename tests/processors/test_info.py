@@ -38,6 +38,11 @@ def test_clones_share_nothing_that_threads_must_not_share(llava_folder: Path) ->
     assert clone.limit_mm_per_prompt == {"image": 9}
 
 
+def test_a_loaded_processor_lends_its_tokenizer(llava_folder: Path) -> None:
+    context = context_of(llava_folder)
+    assert context.tokenizer is context.hf_processor.tokenizer
+
+
 def test_workers_side_by_side(llava_folder: Path) -> None:
     context = context_of(llava_folder)
     picture = Image.new("RGB", (50, 40), (9, 8, 7))
