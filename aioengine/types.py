@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 __all__ = [
     "CompletionOutput",
@@ -15,13 +15,31 @@ __all__ = [
     "EngineStatistics",
     "FinishReason",
     "KVGroup",
+    "Launched",
+    "Logprob",
     "Prompt",
     "RequestOutput",
     "Span",
     "StageStatistics",
     "Timings",
+    "TokenLogprobs",
     "Usage",
+    "read",
 ]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched(Generic[Result]):
+    """The result of a device's job, to be read once the device has done the job's work."""
+
+    read: Callable[[], Result]
+
+
+def read(result: Any) -> Any:
+    """What a job has returned, read where it is a `Launched`."""
+    return result.read() if isinstance(result, Launched) else result
 
 
 @dataclass(frozen=True)
@@ -144,25 +162,43 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
+class Logprob(NamedTuple):
+    """A token's natural log probability, and its rank: 1 for the most probable."""
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = Mapping[int, Logprob]
+"""Of one position: the token that stands there first, then the most probable ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a stream yields: the new text and tokens of one completion since the last delta."""
+    """What a stream yields: the new text and tokens of one completion since the last delta.
+
+    `logprobs`: one for each of `token_ids`, where they were asked for.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Mapping[int, float], ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished completion. `stop_reason`: the stop string or token id that ended it, if any."""
+    """One finished completion.
+
+    `logprobs`: one for each of `token_ids`, where they were asked for; `stop_reason`: the stop
+    string or token id that ended it, if any.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Mapping[int, float], ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -193,13 +229,18 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request. `.text` and `.token_ids` are those of the first completion."""
+    """A finished request. `.text` and `.token_ids` are those of the first completion.
+
+    `prompt_logprobs`: one for each of `prompt_token_ids`, where they were asked for; the first
+    token has none, nor has a position that takes encoder rows.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: list[CompletionOutput]
     usage: Usage
     timings: Timings
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from aioengine.kernels.transfer import upload
+
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
@@ -150,28 +152,17 @@ def build_metadata(
             slot_blocks += [blocks[index]] * (last - first)
             slot_offsets += range(first, last)
 
-    def move(values: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return to_device(torch.tensor(values, dtype=dtype), target)
-
     return AttentionMetadata(
-        query_start=move([0, *accumulate(query_lens)], torch.int32),
-        seq_lens=move(ends, torch.int32),
-        block_table=move(table, torch.int32).view(len(ends), width),
-        slot_blocks=move(slot_blocks, torch.int64),
-        slot_offsets=move(slot_offsets, torch.int64),
+        query_start=upload([0, *accumulate(query_lens)], target, torch.int32),
+        seq_lens=upload(ends, target, torch.int32),
+        block_table=upload(table, target, torch.int32).view(len(ends), width),
+        slot_blocks=upload(slot_blocks, target, torch.int64),
+        slot_offsets=upload(slot_offsets, target, torch.int64),
         query_lens=query_lens,
         context_lens=tuple(ends),
         num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
         block_size=block_size,
     )
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, without waiting for it."""
-    # From pinned memory the copy is queued and the host goes on.
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:

@@ -22,9 +22,9 @@ from aioengine.kernels.attention import (
     AttentionMetadata,
     refuse_bidirectional,
     split_by_sequence,
-    to_device,
 )
 from aioengine.kernels.reference import causal_mask
+from aioengine.kernels.transfer import upload
 
 __all__ = ["GatherBackend"]
 
@@ -283,9 +283,9 @@ def _make_bucket(
     device = meta.seq_lens.device
     length = max(seen[i] for i in rows)
     whole = rows == list(range(len(rows)))
-    ids = to_device(torch.tensor(rows), device)
+    ids = upload(rows, device)
     ends = meta.seq_lens[ids].long()[:, None]
-    counts = to_device(torch.tensor([seen[i] for i in rows]), device)[:, None]
+    counts = upload([seen[i] for i in rows], device)[:, None]
     steps = torch.arange(length, device=device)[None, :]
     positions = torch.minimum(ends - counts + steps, ends - 1)
     blocks = meta.block_table[ids].long().gather(1, positions // meta.block_size)

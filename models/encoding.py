@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import EngineError
+from aioengine.kernels.transfer import to_device
 from aioengine.models.interfaces import MultiModalEmbeddings
 
 __all__ = ["encode_batch", "encode_items", "passed_through", "rows_by_item"]
@@ -71,7 +72,7 @@ def _place(value: object, dtype: torch.dtype, device: torch.device) -> object:
     if not isinstance(value, Tensor):
         return value
     floating = value.dtype.is_floating_point
-    return value.to(device=device, dtype=dtype if floating else value.dtype)
+    return to_device(value, torch.device(device)).to(dtype if floating else value.dtype)
 
 
 def _take(value: object, index: int, count: int) -> object:

@@ -11,13 +11,14 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from aioengine.streams.bridge import LoopBridge
+from aioengine.streams.device import failure_of, settle
+from aioengine.types import read
 
 __all__ = ["CpuDevice"]
 
-Result = TypeVar("Result")
 Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
@@ -42,11 +43,11 @@ class CpuDevice:
         self._thread = threading.Thread(target=self._run, name="aioengine-device", daemon=True)
         self._thread.start()
 
-    def submit_step(self, job: Callable[[], Result]) -> asyncio.Future[Result]:
+    def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
         """See `Device`."""
         return self._submit(self._steps, job)
 
-    def submit_encode(self, job: Callable[[], Result]) -> asyncio.Future[Result]:
+    def submit_encode(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
         """See `Device`."""
         return self._submit(self._encodes, job)
 
@@ -67,8 +68,8 @@ class CpuDevice:
         self._thread.join()
         self._bridge.close()
 
-    def _submit(self, queue: deque[Job], job: Callable[[], Result]) -> asyncio.Future[Result]:
-        future: asyncio.Future[Result] = self._bridge.loop.create_future()
+    def _submit(self, queue: deque[Job], job: Callable[[], Any]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._bridge.loop.create_future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
@@ -83,13 +84,13 @@ class CpuDevice:
         while (job := self._next()) is not None:
             function, future = job
             try:
-                result, error = function(), None
+                result, error = read(function()), None
             except BaseException as caught:  # whatever it is, the waiter has to know
-                result, error = None, _for_waiter(caught)
-            if not self._bridge.call(_settle, future, result, error):
+                result, error = None, failure_of(caught)
+            if not self._bridge.call(settle, future, result, error):
                 break  # nobody is left to tell
             del job, function, future, result, error
-        self._bridge.call(_settle, self._ended, None, None)
+        self._bridge.call(settle, self._ended, None, None)
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -109,22 +110,3 @@ class CpuDevice:
                 lingers = bool(self._encodes)
                 if not self._changed.wait(self._linger_s if lingers else None) and lingers:
                     self._step_may_follow = False
-
-
-def _for_waiter(error: BaseException) -> Exception:
-    """The error, or one in its place if it would not be a failure of the job to whoever awaits it:
-    a future takes no StopIteration, and the others would cancel the waiter or end its loop."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    failure = RuntimeError(f"a job ended with {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():  # its waiter has been cancelled
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -1,0 +1,243 @@
+"""The GPU's queues against a driver whose device moves when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import pytest_asyncio
+
+from aioengine.streams.cuda import DECODER, ENCODER, CudaDevice
+from aioengine.types import Launched
+
+WAIT_S = 20
+
+
+class FakeMark:
+    """Passed when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        assert self.passed.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+
+
+class FakeDriver:
+    """Remembers what was launched into which queue, and on which thread."""
+
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self.marks: dict[str, list[FakeMark]] = {DECODER: [], ENCODER: []}
+        self.threads: set[int] = set()
+        self.launched = threading.Semaphore(0)
+        self.failure: Exception | None = None
+
+    def start(self) -> None:
+        self.threads.add(threading.get_ident())
+        if self.failure is not None:
+            raise self.failure
+
+    @contextlib.contextmanager
+    def queue(self, name: str) -> Iterator[None]:
+        assert self.current is None
+        self.current = name
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def mark(self, name: str) -> FakeMark:
+        self.threads.add(threading.get_ident())
+        mark = FakeMark()
+        self.marks[name].append(mark)
+        self.launched.release()
+        return mark
+
+    async def wait_for(self, count: int) -> None:
+        """Until so many more jobs are launched."""
+        for _ in range(count):
+            assert await asyncio.to_thread(self.launched.acquire, True, WAIT_S)
+
+    def pass_all(self) -> None:
+        for marks in self.marks.values():
+            for mark in marks:
+                mark.passed.set()
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest_asyncio.fixture
+async def device(driver: FakeDriver) -> AsyncIterator[CudaDevice]:
+    device = CudaDevice(asyncio.get_running_loop(), driver)
+    async with asyncio.timeout(WAIT_S):
+        yield device
+        driver.pass_all()
+        await device.aclose()
+
+
+def reading(value: object, log: list[object]) -> Callable[[], Launched[object]]:
+    """A job whose result is read later; `log` says when."""
+
+    def read() -> object:
+        log.append(value)
+        return value
+
+    return lambda: Launched(read)
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0.001)
+
+
+async def test_a_second_step_is_launched_while_the_first_runs(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    log: list[object] = []
+    first, second = (device.submit_step(reading(name, log)) for name in "ab")
+    await driver.wait_for(2)
+    await turns()
+    assert not first.done() and not second.done() and log == []
+    driver.marks[DECODER][1].passed.set()
+    await turns()
+    assert not second.done(), "a queue's jobs end in their order"
+    driver.marks[DECODER][0].passed.set()
+    assert await asyncio.gather(first, second) == ["a", "b"] == log
+
+
+async def test_an_encoder_run_holds_up_no_step(driver: FakeDriver, device: CudaDevice) -> None:
+    log: list[object] = []
+    encode = device.submit_encode(reading("rows", log))
+    await driver.wait_for(1)
+    for number in range(3):
+        step = device.submit_step(reading(number, log))
+        await driver.wait_for(1)
+        driver.marks[DECODER][number].passed.set()
+        assert await step == number
+    assert not encode.done()
+    driver.marks[ENCODER][0].passed.set()
+    assert await encode == "rows"
+    assert log == [0, 1, 2, "rows"]
+
+
+async def test_jobs_run_in_their_queue_on_one_thread(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    seen: list[tuple[str | None, int]] = []
+
+    def job() -> None:
+        seen.append((driver.current, threading.get_ident()))
+
+    futures = [device.submit_step(job), device.submit_encode(job), device.submit_step(job)]
+    await driver.wait_for(3)
+    driver.pass_all()
+    await asyncio.gather(*futures)
+    assert sorted(str(queue) for queue, _ in seen) == [DECODER, DECODER, ENCODER]
+    assert {thread for _, thread in seen} == driver.threads
+    assert len(driver.threads) == 1 and threading.get_ident() not in driver.threads
+
+
+async def test_steps_are_launched_before_encoder_runs(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    gate, order = threading.Event(), []
+    held = device.submit_step(lambda: gate.wait(WAIT_S))
+    encode = device.submit_encode(lambda: order.append("encode"))
+    step = device.submit_step(lambda: order.append("step"))
+    gate.set()
+    await driver.wait_for(3)
+    driver.pass_all()
+    await asyncio.gather(held, encode, step)
+    assert order == ["step", "encode"]
+
+
+async def test_an_encoder_run_has_its_turn(driver: FakeDriver, device: CudaDevice) -> None:
+    """However many steps follow each other."""
+    gate, order = threading.Event(), []
+    held = device.submit_step(lambda: gate.wait(WAIT_S))
+    futures = [device.submit_encode(lambda: order.append("encode"))]
+    futures += [device.submit_step(lambda: order.append("step")) for _ in range(20)]
+    gate.set()
+    await driver.wait_for(22)
+    driver.pass_all()
+    await asyncio.gather(held, *futures)
+    assert order.index("encode") <= 4
+
+
+async def test_what_goes_wrong_reaches_its_waiter_alone(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    def fails() -> None:
+        raise ValueError("at launch")
+
+    def fails_later() -> Launched[None]:
+        def read() -> None:
+            raise KeyError("when read")
+
+        return Launched(read)
+
+    with pytest.raises(ValueError, match="at launch"):
+        await device.submit_step(fails)
+    broken, unread, fine = (
+        device.submit_step(lambda: 1),
+        device.submit_step(fails_later),
+        device.submit_step(lambda: 2),
+    )
+    await driver.wait_for(3)
+    driver.marks[DECODER][0].error = RuntimeError("on the device")
+    driver.pass_all()
+    results = await asyncio.gather(broken, unread, fine, return_exceptions=True)
+    assert [type(result) for result in results] == [RuntimeError, KeyError, int]
+
+
+async def test_a_driver_that_does_not_start() -> None:
+    driver = FakeDriver()
+    driver.failure = OSError("no device")
+    device = CudaDevice(asyncio.get_running_loop(), driver)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no device"):
+            await device.submit_step(lambda: 1)
+    await device.aclose()
+
+
+async def test_closing_waits_for_what_is_launched_and_cancels_the_rest(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    gate = threading.Event()
+    launched = device.submit_step(lambda: 1)
+    await driver.wait_for(1)
+    running = device.submit_step(lambda: gate.wait(WAIT_S))
+    queued = [device.submit_step(lambda: 3), device.submit_encode(lambda: 4)]
+    closing = asyncio.ensure_future(device.aclose())
+    await turns()
+    gate.set()
+    await driver.wait_for(1)
+    await turns()
+    assert not closing.done() and not launched.done()
+    driver.pass_all()
+    await closing
+    assert await launched == 1 and await running is True
+    assert all(future.cancelled() for future in queued)
+    assert device.submit_step(lambda: 5).cancelled()
+    await device.aclose()
+
+
+async def test_a_waiter_that_has_left(driver: FakeDriver, device: CudaDevice) -> None:
+    left = device.submit_step(lambda: 1)
+    await driver.wait_for(1)
+    left.cancel()
+    stays = device.submit_step(lambda: 2)
+    await driver.wait_for(1)
+    driver.pass_all()
+    assert await stays == 2
+    assert left.cancelled()
