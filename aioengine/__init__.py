@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from aioengine import errors as errors
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import MediaConfig as MediaConfig
-    from aioengine.config import SamplingParams as SamplingParams
     from aioengine.engine import AsyncEngine as AsyncEngine
+    from aioengine.params import SamplingParams as SamplingParams
+    from aioengine.params import StructuredOutputs as StructuredOutputs
     from aioengine.samples import demo_model as demo_model
     from aioengine.samples import demo_pictures as demo_pictures
     from aioengine.streams.tokens import TokenStream as TokenStream
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from aioengine.types import Embeddings as Embeddings
     from aioengine.types import EngineStatistics as EngineStatistics
     from aioengine.types import FinishReason as FinishReason
+    from aioengine.types import Logprob as Logprob
     from aioengine.types import Prompt as Prompt
     from aioengine.types import RequestOutput as RequestOutput
 
@@ -35,10 +37,12 @@ _HOMES = {
     "EngineConfig": "aioengine.config",
     "EngineStatistics": "aioengine.types",
     "FinishReason": "aioengine.types",
+    "Logprob": "aioengine.types",
     "MediaConfig": "aioengine.config",
     "Prompt": "aioengine.types",
     "RequestOutput": "aioengine.types",
-    "SamplingParams": "aioengine.config",
+    "SamplingParams": "aioengine.params",
+    "StructuredOutputs": "aioengine.params",
     "TokenStream": "aioengine.streams.tokens",
     "demo_model": "aioengine.samples",
     "demo_pictures": "aioengine.samples",

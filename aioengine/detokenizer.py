@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 __all__ = ["Detokenizer", "Piece", "fast_tokenizer"]
@@ -161,13 +162,7 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        self._shorter = [0]  # matched - 1 -> the next shorter beginning that matches too
-        length = 0
-        for character in stop[1:]:
-            while length and stop[length] != character:
-                length = self._shorter[length - 1]
-            length += stop[length] == character
-            self._shorter.append(length)
+        self._shorter = _shorter_beginnings(stop)
 
     def is_complete_with(self, character: str) -> bool:
         """Take the next character."""
@@ -178,3 +173,16 @@ class _Matcher:
             return False
         self.matched = self._shorter[-1]
         return True
+
+
+@lru_cache(maxsize=1024)
+def _shorter_beginnings(stop: str) -> list[int]:
+    """matched - 1 -> how long the next shorter beginning is that matches too."""
+    shorter = [0]
+    length = 0
+    for character in stop[1:]:
+        while length and stop[length] != character:
+            length = shorter[length - 1]
+        length += stop[length] == character
+        shorter.append(length)
+    return shorter

@@ -80,7 +80,7 @@ class Encoder:
 
     def _waiters(self, key: str) -> list[tuple[Ticket, MediaInput]]:
         """The admitted requests that have the item, and what they call it."""
-        admitted = (ticket for ticket in self._tickets() if ticket.request is not None)
+        admitted = (ticket for ticket in self._tickets() if ticket.is_admitted)
         found = ((ticket, ticket.media_with(key)) for ticket in admitted)
         return [(ticket, media) for ticket, media in found if media is not None]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,7 +17,10 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from aioengine.config import EngineConfig, SamplingParams
+import anyio.to_thread
+
+from aioengine.config import EngineConfig
+from aioengine.desk import Desk
 from aioengine.encoder import Encoder
 from aioengine.errors import (
     EngineClosedError,
@@ -27,19 +29,20 @@ from aioengine.errors import (
     OverloadedError,
     RequestAbortedError,
     WrongLoopError,
-    typed,
 )
 from aioengine.garbage import collection_paused
 from aioengine.instruments import Instruments, StageSpan, timed
-from aioengine.plan import StepPlan
+from aioengine.params import SamplingParams
+from aioengine.plan import StepPlan, StepResult
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.scheduler import Scheduler
 from aioengine.snapshot import take_snapshot
 from aioengine.streams.cpu import CpuDevice
+from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
 from aioengine.ticket import Ticket
-from aioengine.types import EngineStatistics, Prompt, RequestOutput
+from aioengine.types import EngineStatistics, RequestOutput
 
 if TYPE_CHECKING:
     from aioengine.intake import Intake
@@ -68,10 +71,10 @@ class AsyncEngine:
         self._dead: BaseException | None = None
         self._main: asyncio.Task[None] | None = None
         self._resources = AsyncExitStack()  # closed in the reverse order of their beginning
+        self._device: Device
         self._intake: Intake
         self._parts: Loaded
-        self._counters: Counter[str] = Counter()
-        self._tickets: dict[str, Ticket] = {}
+        self._desk: Desk | None = None
 
     @classmethod
     def from_pretrained(
@@ -103,10 +106,11 @@ class AsyncEngine:
         if self._loop is not None:
             raise EngineClosedError("an engine is started once; make a new one")
         self._loop = asyncio.get_running_loop()
-        self._device: Device = CpuDevice(self._loop)
-        self._resources.push_async_callback(self._device.aclose)
         try:
-            loaded = await self._device.submit_step(partial(_load, self._model, self.config))
+            self._device = await _open_device(self._loop, self.config.device)
+            self._resources.push_async_callback(self._device.aclose)
+            if self._closing is None:
+                loaded = await self._device.submit_step(partial(_load, self._model, self.config))
             if self._closing is None:
                 self._assemble(loaded)
                 started = self._loop.create_future()
@@ -121,6 +125,7 @@ class AsyncEngine:
             # The load was cancelled by aclose(), not by whoever awaits this.
         if self._closing is not None:
             await asyncio.shield(self._closing)
+            await self._resources.aclose()
             raise EngineClosedError("the engine was closed while it was starting")
         self._was_started = self._is_open = True
 
@@ -134,6 +139,12 @@ class AsyncEngine:
         )
         self._resources.push_async_callback(self._intake.aclose)
         self._changed = asyncio.Event()
+        self._desk = Desk(
+            self._scheduler,
+            self._intake,
+            forget=lambda ticket: self._encoder.forget(ticket),
+            changed=self._changed.set,
+        )
         self._encoder = Encoder(
             self._scheduler,
             self._intake,
@@ -142,8 +153,8 @@ class AsyncEngine:
             self.instruments,
             spawn=self._spawn,
             changed=self._changed.set,
-            tickets=self._tickets.values,
-            fail=self._fail,
+            tickets=self._desk.tickets.values,
+            fail=self._desk.fail,
         )
 
     async def aclose(self) -> None:
@@ -155,7 +166,8 @@ class AsyncEngine:
             return
         self._check_loop()
         self._is_open = False
-        self._fail_all(lambda: RequestAbortedError("the engine was closed"))
+        if self._desk is not None:
+            self._desk.fail_all(lambda: RequestAbortedError("the engine was closed"))
         if self._closing is None:
             self._closing = asyncio.create_task(self._resources.aclose())
         await asyncio.shield(self._closing)
@@ -225,28 +237,23 @@ class AsyncEngine:
         What the arguments alone show is raised here; what headers and layout show, when the stream
         is entered; all else when it is read.
         """
-        self._check_open()
+        desk = self._check_open()
         media = {"image": images, "video": videos, "audio": audios}
         read = read_prompt(prompt, media)
         check_arguments(params, request_id, priority)
         name = request_id if request_id is not None else uuid.uuid4().hex
-        if name in self._tickets:
-            raise InvalidRequestError(
-                f"request_id {name!r:.80} is in use by a live request", parameter="request_id"
-            )
-        self._refuse_overload()
-        sink, stream = open_stream(name, partial(self._abandon, name), self._loop)
+        desk.check_name(name)
+        self._refuse_overload(desk.num_live)
+        give_up = partial(desk.abort, name, "the stream was closed")
+        sink, stream = open_stream(name, give_up, self._loop)
         ticket = Ticket(name, sink, params or SamplingParams(), priority=priority)
-        self._tickets[name] = ticket
-        ticket.intake = self._spawn(self._admit, ticket, read)
+        desk.open(ticket)
+        ticket.intake = self._spawn(desk.admit, ticket, read)
         return stream
 
     async def abort(self, request_id: str) -> None:
         """End a live request with RequestAbortedError; an unknown or ended one is left alone."""
-        self._check_open()
-        ticket = self._tickets.get(request_id)
-        if ticket is not None:
-            self._fail(ticket, RequestAbortedError("the request was aborted"))
+        self._check_open().abort(request_id, "the request was aborted")
         await asyncio.sleep(0)
 
     async def reset_caches(self) -> None:
@@ -261,16 +268,15 @@ class AsyncEngine:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of all counters. Raises EngineClosedError before the first start."""
-        if not self._was_started:
+        if not self._was_started or self._desk is None:
             raise EngineClosedError("the engine has not been started")
         self._check_loop()
-        in_intake = sum(ticket.request is None for ticket in self._tickets.values())
         return take_snapshot(
             self._scheduler,
             self._intake.cache.statistics(),
             self.instruments.stages(),
-            endings=self._counters,
-            in_intake=in_intake,
+            endings=self._desk.counters,
+            in_intake=self._desk.num_in_intake,
             encoder_items_run=self._encoder.num_items_run,
         )
 
@@ -299,66 +305,27 @@ class AsyncEngine:
                 "another engine in this loop"
             )
 
-    def _check_open(self) -> None:
+    def _check_open(self) -> Desk:
         if self._loop is not None:
             self._check_loop()
         if self._dead is not None:
             raise EngineDeadError("the engine has died; start a new one") from self._dead
-        if not self._is_open:
+        if not self._is_open or self._desk is None:
             raise EngineClosedError("the engine is not running; use it inside 'async with'")
+        return self._desk
 
-    def _refuse_overload(self) -> None:
+    def _refuse_overload(self, num_live: int) -> None:
         most = self.config.max_queued_requests
-        queued = len(self._tickets) - self.config.max_num_seqs
-        if most is not None and queued >= most:
+        if most is not None and num_live - self.config.max_num_seqs >= most:
             raise OverloadedError(
-                f"{len(self._tickets)} requests are live already (max_num_seqs="
+                f"{num_live} completions are live already (max_num_seqs="
                 f"{self.config.max_num_seqs}, max_queued_requests={most}); try later"
             )
-
-    # ---- a request's way
-
-    async def _admit(self, ticket: Ticket, prompt: Prompt) -> None:
-        try:
-            request = await self._intake.prepare(ticket, prompt)
-            self._scheduler.submit(request)
-        except Exception as error:
-            # The step loop is not concerned: whatever it is, it is this request's error.
-            ticket.intake = None
-            if not ticket.has_ended:
-                self._fail(ticket, typed(error))
-            return
-        ticket.admit(request)
-        self._changed.set()
-
-    def _fail(self, ticket: Ticket, error: BaseException) -> None:
-        """End a request with an error."""
-        self._end(ticket, error)
-        self._release(ticket)
-
-    def _end(self, ticket: Ticket, error: BaseException) -> None:
-        self._counters["aborted" if isinstance(error, RequestAbortedError) else "failed"] += 1
-        ticket.fail(error)
-
-    def _abandon(self, request_id: str) -> None:
-        """The reader has closed the stream before the end."""
-        ticket = self._tickets.get(request_id)
-        if ticket is not None:
-            self._fail(ticket, RequestAbortedError("the stream was closed"))
-
-    def _release(self, ticket: Ticket) -> None:
-        """Give back all that an ended request held."""
-        del self._tickets[ticket.request_id]
-        if ticket.request_id in self._scheduler:
-            self._scheduler.end(ticket.request_id)
-        if ticket.intake is not None:
-            ticket.intake.cancel()
-        self._encoder.forget(ticket)
-        self._changed.set()
 
     # ---- the step loop
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
+        assert self._desk is not None
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 started.set_result(None)
@@ -369,7 +336,7 @@ class AsyncEngine:
         finally:
             # Somebody may have cancelled every task of the loop.
             self._is_open = False
-            self._fail_all(lambda: RequestAbortedError("the engine was stopped"))
+            self._desk.fail_all(lambda: RequestAbortedError("the engine was stopped"))
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
         """Run `work(*args)` in the engine's scope. What it raises is the engine's end."""
@@ -393,15 +360,8 @@ class AsyncEngine:
             dead.__cause__ = error
             return dead
 
-        self._fail_all(death)
-
-    def _fail_all(self, make_error: Callable[[], BaseException]) -> None:
-        """End every request. All streams hear of it before anything is given back."""
-        tickets = list(self._tickets.values())
-        for ticket in tickets:
-            self._end(ticket, make_error())
-        for ticket in tickets:
-            self._release(ticket)
+        assert self._desk is not None
+        self._desk.fail_all(death)
 
     async def _step_loop(self) -> None:
         scheduler, device, runner = self._scheduler, self._device, self._parts.runner
@@ -426,19 +386,28 @@ class AsyncEngine:
 
     def _commit(self, plan: StepPlan, handle: asyncio.Future[Any]) -> None:
         """Take a step's result and hand its tokens to their streams."""
-        token_ids, start, end = handle.result()
+        assert self._desk is not None
+        result: StepResult
+        result, start, end = handle.result()
         names = tuple(s.request_id for s in plan.sequences)
         self.instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
-        for advance in self._scheduler.commit(plan, token_ids):
-            ticket = self._tickets[advance.request_id]
-            try:
-                ticket.deliver(advance)
-            except Exception as error:  # a tokenizer that cannot decode what its model says
-                self._fail(ticket, typed(error))
-                continue
-            if ticket.has_ended:
-                self._counters["finished"] += 1
-                self._release(ticket)
+        self._desk.deliver(plan, result)
+
+
+async def _open_device(loop: asyncio.AbstractEventLoop, name: str) -> Device:
+    """The queues of the device that the configuration means."""
+    if name == "cpu":
+        return CpuDevice(loop)
+    device = await anyio.to_thread.run_sync(_find_device, name)
+    if device.type == "cpu":
+        return CpuDevice(loop)
+    return CudaDevice(loop, TorchDriver(device))
+
+
+def _find_device(name: str) -> Any:
+    """The `torch.device`; imports torch, which takes seconds."""
+    with collection_paused():
+        return import_module("aioengine.sizing").find_device(name)
 
 
 def _load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:

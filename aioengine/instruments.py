@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aioengine.types import StageStatistics
+from aioengine.types import Launched, StageStatistics, read
 
 __all__ = ["STAGES", "Instruments", "StageSpan", "TraceRecorder", "timed"]
 
@@ -38,10 +38,11 @@ class StageSpan:
     detail: str = ""
 
 
-def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float, float]:
-    """The function's result, and when it began and ended; for work on other threads."""
+def timed(function: Callable[..., Any], *args: Any) -> Launched[tuple[Any, float, float]]:
+    """A job's result, and when it began and ended."""
     start = time.perf_counter()
-    return function(*args), start, time.perf_counter()
+    launched = function(*args)
+    return Launched(lambda: (read(launched), start, time.perf_counter()))
 
 
 class Instruments:

@@ -9,7 +9,6 @@ pictures, and nothing but bookkeeping runs on the event loop.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 import anyio.to_thread
 
-from aioengine.config import EngineConfig, SamplingParams
+from aioengine.config import EngineConfig
 from aioengine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.errors import (
     InvalidRequestError,
@@ -29,6 +28,7 @@ from aioengine.errors import (
 )
 from aioengine.instruments import Instruments, StageSpan
 from aioengine.loading import Loaded
+from aioengine.params import SamplingParams
 from aioengine.prefix import extend_digests
 from aioengine.processors.cache import ProcessorCache
 from aioengine.processors.chat import ChatRenderer
@@ -38,9 +38,10 @@ from aioengine.processors.items import EmbeddingItems, ImageProcessorItems, Mult
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.image import open_image
 from aioengine.prompts import count_characters
-from aioengine.request import Item, Request, StopRule
-from aioengine.sampler import Sampling
-from aioengine.ticket import MediaInput, Ticket
+from aioengine.request import Item, Request
+from aioengine.sampler import Constraint
+from aioengine.sampling import SamplingContext
+from aioengine.ticket import Completion, MediaInput, Ticket
 from aioengine.types import Embeddings, Prompt
 
 __all__ = ["Intake"]
@@ -63,6 +64,12 @@ class Intake:
         self._model_id = model_id
         self._instruments = instruments
         self._renderer: ChatRenderer | None = None
+        self._sampling = SamplingContext(
+            loaded.front.info.get_tokenizer(),
+            loaded.runner.model.vocab_size,
+            loaded.limits.max_model_len,
+            loaded.eos_token_ids,
+        )
         self._decoder = fast_tokenizer(loaded.home.info.get_tokenizer())
         self._fetches = _SharedJobs()
         self._processors: SimpleQueue[Any] = SimpleQueue()
@@ -76,6 +83,7 @@ class Intake:
     async def aclose(self) -> None:
         """Drop what is queued and wait for the items being worked on."""
         await self._fetches.aclose()
+        self._loaded.grammars.close()
         for pool in (self._front, self._headers, self._media):
             pool.shutdown(wait=False, cancel_futures=True)
         for pool in (self._front, self._headers, self._media):
@@ -83,7 +91,7 @@ class Intake:
 
     # ---- a request
 
-    async def prepare(self, ticket: Ticket, prompt: Prompt) -> Request:
+    async def prepare(self, ticket: Ticket, prompt: Prompt) -> list[Completion]:
         """Everything before admission. Raises the request's error."""
         self._refuse_hopeless(prompt)
         text_or_ids: str | Sequence[int]
@@ -96,7 +104,14 @@ class Intake:
         if ticket.media:
             await self._fetch_all(ticket, prompt.cache_salt)
             ticket.stamp("fetched")
-        return await self._run(self._front, self._lay_out, ticket, text_or_ids, prompt.cache_salt)
+        structure, constraints = ticket.params.structured_outputs, []
+        if structure is not None:
+            grammars = self._loaded.grammars
+            work = grammars.compile, structure, ticket.params.n
+            constraints = await self._run(grammars.pool, *work)
+        return await self._run(
+            self._front, self._lay_out, ticket, text_or_ids, prompt.cache_salt, constraints
+        )
 
     def _refuse_hopeless(self, prompt: Prompt) -> None:
         """Refuse what no tokenizer could make short enough, before one spends minutes on it."""
@@ -198,9 +213,13 @@ class Intake:
         )
 
     def _lay_out(
-        self, ticket: Ticket, prompt: str | Sequence[int], cache_salt: str | None
-    ) -> Request:
-        """Expand the placeholders and make the core's request."""
+        self,
+        ticket: Ticket,
+        prompt: str | Sequence[int],
+        cache_salt: str | None,
+        constraints: Sequence[Constraint],
+    ) -> list[Completion]:
+        """Expand the placeholders and make the core's requests."""
         front = self._loaded.front
         items = self._data_items(ticket.media, [media.header for media in ticket.media])
         layout = ticket.layout = front.layout(prompt, items, ticket.mm_processor_kwargs)
@@ -211,29 +230,45 @@ class Intake:
             core_items.append(Item(media.key, media.modality, span, num_bytes, media.parameter))
         core_items.sort(key=lambda item: item.span.offset)
         self._check_ids(layout.token_ids, core_items)
-        params = ticket.params
-        if params.detokenize:
-            ticket.detokenizer = Detokenizer(
-                self._decoder,
-                layout.token_ids,
-                stop=params.stop_strings,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-                skip_special_tokens=params.skip_special_tokens,
+        params, prompt_token_ids = ticket.params, tuple(layout.token_ids)
+        samplings = self._sampling.samplings(params, prompt_token_ids, constraints)
+        leader: Request | None = None
+        completions = []
+        for index, sampling in enumerate(samplings):
+            request = Request(
+                request_id=f"{ticket.request_id}#{index}" if index else ticket.request_id,
+                prompt_token_ids=prompt_token_ids,
+                items=tuple(core_items),
+                stop=self._sampling.stop_rule(params),
+                priority=ticket.priority,
+                cache_salt=cache_salt,
+                reads_prefix=sampling.prompt_logprobs is None,
+                sampling=sampling,
+                awaits_tokens=sampling.constraint is not None,
+                leader=leader,
             )
-        request = Request(
-            request_id=ticket.request_id,
-            prompt_token_ids=tuple(layout.token_ids),
-            items=tuple(core_items),
-            stop=self._stop_rule(params),
-            priority=ticket.priority,
-            cache_salt=cache_salt,
-            sampling=self._sampling(params),
+            if leader is not None:
+                request.digests = list(leader.digests)
+            elif self._config.enable_prefix_caching:
+                # A long prompt takes a while to hash: here, not on the loop.
+                extend_digests(request, self._loaded.limits.block_size)
+            leader = leader or request
+            completions.append(
+                Completion(index, request, params, self._detokenizer(request, params))
+            )
+        return completions
+
+    def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
+        if not params.detokenize:
+            return None
+        return Detokenizer(
+            self._decoder,
+            request.prompt_token_ids,
+            stop=params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
         )
-        # A long prompt takes a while to hash: here, not on the loop.
-        if self._config.enable_prefix_caching:
-            extend_digests(request, self._loaded.limits.block_size)
-        return request
 
     def _check_ids(self, token_ids: Sequence[int], items: Sequence[Item]) -> None:
         """Ids beyond the embedding table may stand only where encoder rows come."""
@@ -253,29 +288,6 @@ class Intake:
                     parameter="prompt",
                     value=token_id,
                 )
-
-    def _stop_rule(self, params: SamplingParams) -> StopRule:
-        eos = frozenset() if params.ignore_eos else self._loaded.eos_token_ids
-        return StopRule(
-            max_tokens=params.max_tokens or self._loaded.limits.max_model_len,
-            min_tokens=params.min_tokens,
-            eos_token_ids=eos,
-            stop_token_ids=frozenset(params.stop_token_ids or ()),
-        )
-
-    def _sampling(self, params: SamplingParams) -> Sampling:
-        rule = self._stop_rule(params)
-        vocab_size = self._loaded.runner.model.vocab_size
-        ends = {*rule.eos_token_ids, *rule.stop_token_ids}
-        return Sampling(
-            temperature=params.temperature,
-            top_k=max(0, params.top_k),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            min_tokens=params.min_tokens,
-            banned=tuple(sorted(i for i in ends if i < vocab_size)) if params.min_tokens else (),
-        )
 
     # ---- a media item
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from aioengine.plan import Limits
 from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.profiling import measure_activations
 from aioengine.runner import Runner
-from aioengine.sizing import resolve_limits
+from aioengine.sizing import ModelSizes, find_device, resolve_limits
+from aioengine.structured import Grammars
 
 __all__ = ["Loaded", "load"]
 
@@ -46,6 +49,7 @@ class Loaded:
     row_bytes: int
     num_embeddings: int
     longest_token: int
+    grammars: Grammars
 
 
 def load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
@@ -65,7 +69,7 @@ def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
     model_class = resolve(hf_config.architectures)
-    device = _device(config.device)
+    device = find_device(config.device)
     context = load_context(
         path,
         hf_config=hf_config,
@@ -83,15 +87,14 @@ def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         revision=config.revision,
         max_model_len=config.max_model_len,
     )
-    limits = resolve_limits(
-        config,
+    sizes = ModelSizes(
         kv_groups=model.kv_groups,
         itemsize=model.dtype.itemsize,
         hidden_size=model.hidden_size,
         max_position_embeddings=model.max_position_embeddings,
         max_item_rows=_max_item_rows(front, config),
-        device=device,
     )
+    limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
     return Loaded(
         runner=Runner(model, limits),
         limits=limits,
@@ -102,6 +105,7 @@ def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         row_bytes=model.hidden_size * model.dtype.itemsize,
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
+        grammars=Grammars(context.tokenizer, model.vocab_size, _eos_token_ids(model)),
     )
 
 
@@ -109,18 +113,6 @@ def _clone(
     model_class: type[TransformersModel], context: ProcessingContext
 ) -> BaseMultiModalProcessor:
     return MULTIMODAL_REGISTRY.create_processor(model_class, context.clone())
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ModelLoadError(f"device {name!r:.40} is not known; use auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(f"device {name!r:.40} was asked for, but there is no CUDA device")
-    return device
 
 
 def _dtype(name: str, hf_config: Any) -> torch.dtype:

@@ -5,10 +5,11 @@ A plan is a snapshot: the launch thread may read it while the event loop goes on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.types import FinishReason
+from aioengine.types import FinishReason, TokenLogprobs
 
 __all__ = [
     "UNSAMPLED",
@@ -19,6 +20,7 @@ __all__ = [
     "RowSlice",
     "SequencePlan",
     "StepPlan",
+    "StepResult",
 ]
 
 UNSAMPLED = -1
@@ -67,7 +69,7 @@ class SequencePlan:
     `token_ids` are the inputs at these positions (UNSAMPLED where the device knows better);
     `block_tables` has one tuple of block ids per KV group and covers [0, end). If `samples`, the
     last position's logits give output token number `output_index`. `sampling` is opaque to the
-    core; `logits_mask` is the seam for structured output.
+    core.
     """
 
     request_id: str
@@ -80,7 +82,6 @@ class SequencePlan:
     samples: bool
     output_index: int
     sampling: Any = None
-    logits_mask: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,22 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(sequence.end - sequence.start for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step found. `token_ids`: one for each sequence that samples, in the plan's order.
+
+    `failures`: requests that cannot go on; their tokens mean nothing.
+
+    Log probabilities, where they were asked for, by request: of the sampled token in `logprobs`; in
+    `prompt_logprobs` of the prompt's tokens, from the position given on.
+    """
+
+    token_ids: Sequence[int]
+    failures: Mapping[str, Exception] = field(default_factory=dict)
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

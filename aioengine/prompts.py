@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aioengine.config import SamplingParams
 from aioengine.errors import InvalidRequestError
+from aioengine.params import SamplingParams
 from aioengine.types import Prompt
 
 __all__ = ["PromptLike", "check_arguments", "count_characters", "read_prompt"]

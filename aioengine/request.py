@@ -70,6 +70,10 @@ class Request:
     reads_prefix: bool = True
     """The seam for requests that must compute every token (log probabilities of the prompt)."""
     sampling: Any = None
+    awaits_tokens: bool = False
+    """Each token has to be known before the next step is planned (a grammar looks at it)."""
+    leader: Request | None = None
+    """Computes the same prompt; this one waits until it has, to find the prompt in the cache."""
 
     whole_ranges: tuple[tuple[int, int], ...] = ()
     """Position ranges that one step must compute whole."""
@@ -126,6 +130,11 @@ class Request:
     def is_exhausted(self) -> bool:
         """Whether the steps in flight already sample the last token that it may have."""
         return self.num_output >= self.stop.max_tokens
+
+    @property
+    def has_computed_prompt(self) -> bool:
+        """Whether the prompt's KV is there, for others to share."""
+        return self.num_computed >= len(self.prompt_token_ids)
 
     @property
     def is_decoding(self) -> bool:

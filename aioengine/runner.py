@@ -7,19 +7,26 @@ runner follows plans to the letter and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from aioengine.errors import MediaError
+from aioengine.errors import InvalidRequestError, MediaError
 from aioengine.kernels.attention import AttentionMetadata, build_metadata, select_backend
+from aioengine.kernels.transfer import to_device, to_host, upload
+from aioengine.logprobs import Scores, score
 from aioengine.models.adapter import TransformersModel
-from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
-from aioengine.sampler import sample
+from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
+from aioengine.sampler import Sampler
+from aioengine.types import Launched, TokenLogprobs
 
 __all__ = ["Runner"]
 
 Features = Mapping[str, Tensor]
+
+SCORED_ROWS = 256
+"""Prompt positions whose logits are in memory at a time."""
 
 
 class Runner:
@@ -29,29 +36,71 @@ class Runner:
         self.model = model
         self._limits = limits
         self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
-        self._sampled: dict[str, int] = {}  # request -> the token of the step before
+        # The tokens of the step before: request -> row, and the rows [n] on the device.
+        self._sampled: tuple[dict[str, int], Tensor] = {}, torch.empty(0)
+        self._sampler = Sampler()
         model.bind(_allocate_pages(model, limits), select_backend("auto", model.device))
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> list[int]:
-        """Run one step of the decoder: a token id for each sequence that samples, in order."""
+    def step(self, plan: StepPlan) -> Launched[StepResult]:
+        """Launch one step of the decoder."""
         # Attention takes single tokens as one batch, and wants them first.
         sequences = sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
         starts = [s.start for s in sequences]
         ends = [s.end for s in sequences]
         metadata = self._metadata(sequences, starts, ends)
-        positions = self.model.positions_for(starts, ends).to(self.model.device)
+        positions = to_device(self.model.positions_for(starts, ends), self.model.device)
         hidden = self.model.forward(self._embed(sequences), positions, metadata)
-        sampling = [(i, s) for i, s in enumerate(sequences) if s.samples]
-        self._sampled = {}
-        if not sampling:
-            return []
-        last = [sum(metadata[0].query_lens[: i + 1]) - 1 for i, _ in sampling]
-        logits = self.model.compute_logits(hidden[torch.tensor(last, device=hidden.device)])
-        chosen = [s for _, s in sampling]
-        token_ids = sample(logits, [s.sampling for s in chosen], [s.output_index for s in chosen])
-        self._sampled = dict(zip((s.request_id for s in chosen), token_ids.tolist(), strict=True))
-        return [self._sampled[s.request_id] for s in plan.sequences if s.samples]
+        prompts = self._score_prompts(sequences, hidden)
+        rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
+        last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
+        chosen = [s for s in plan.sequences if s.samples]
+        if not chosen:
+            self._sampled = {}, torch.empty(0)
+            return Launched(lambda: StepResult((), prompt_logprobs=_read_prompts(prompts)))
+        places = upload([last[s.request_id] for s in chosen], hidden.device)
+        masks, failures = _masks(chosen)
+        sampled = self._sampler.sample(
+            self.model.compute_logits(hidden[places]),
+            [s.sampling for s in chosen],
+            [s.output_index for s in chosen],
+            masks,
+        )
+        self._sampled = {s.request_id: row for row, s in enumerate(chosen)}, sampled.token_ids
+        token_ids, is_barred = to_host(sampled.token_ids), to_host(sampled.is_barred)
+        scores = None if sampled.scores is None else sampled.scores.to_host()
+
+        def read() -> StepResult:
+            found = token_ids.tolist()
+            return StepResult(
+                found,
+                failures | _barred(chosen, is_barred.tolist()),
+                {} if scores is None else _read_scores(chosen, sampled.rows, scores),
+                _read_prompts(prompts),
+            )
+
+        return Launched(read)
+
+    def _score_prompts(
+        self, sequences: Sequence[SequencePlan], hidden: Tensor
+    ) -> list[tuple[SequencePlan, list[Scores]]]:
+        """Scores of the prompt tokens that this step's positions predict."""
+        found = []
+        base = 0
+        for s in sequences:
+            if s.sampling is not None and s.sampling.prompt_logprobs is not None:
+                targets = s.sampling.prompt_token_ids[s.start + 1 : s.end + 1]
+                scores = []
+                for first in range(0, len(targets), SCORED_ROWS):
+                    part = targets[first : first + SCORED_ROWS]
+                    rows = hidden[base + first : base + first + len(part)]
+                    logits = self.model.compute_logits(rows)
+                    # A placeholder's id may lie beyond the vocabulary; its score is not shown.
+                    ids = upload(part, logits.device).clamp_max(logits.shape[-1] - 1)
+                    scores.append(score(logits, ids, s.sampling.prompt_logprobs).to_host())
+                found.append((s, scores))
+            base += s.end - s.start
+        return found
 
     @torch.inference_mode()
     def encode(
@@ -121,12 +170,17 @@ class Runner:
     def _embed(self, sequences: Sequence[SequencePlan]) -> Tensor:
         """Embeddings [T, hidden] of the step's tokens, encoder rows in their places."""
         device = self.model.device
-        token_ids = [
-            self._sampled[s.request_id] if token == UNSAMPLED else token
-            for s in sequences
-            for token in s.token_ids
-        ]
-        ids = torch.tensor(token_ids, device=device)
+        token_ids = [token for s in sequences for token in s.token_ids]
+        rows, sampled = self._sampled
+        unknown = [at for at, token in enumerate(token_ids) if token == UNSAMPLED]
+        if not unknown:
+            ids = upload(token_ids, device)
+        else:
+            # Only a sequence's last token can be one that the step before has sampled.
+            owners = [s.request_id for s in sequences if s.token_ids[-1] == UNSAMPLED]
+            ids = upload([max(token, 0) for token in token_ids], device)
+            known = sampled[upload([rows[owner] for owner in owners], device)]
+            ids[upload(unknown, device)] = known
         pieces: list[Tensor] = []
         is_row = torch.zeros(len(token_ids), dtype=torch.bool)
         base = 0
@@ -137,7 +191,55 @@ class Runner:
             base += len(sequence.token_ids)
         if not pieces:
             return self.model.embed_input_ids(ids)
-        return self.model.embed_input_ids(ids, pieces, is_row.to(device))
+        return self.model.embed_input_ids(ids, pieces, to_device(is_row, device))
+
+
+def _masks(
+    chosen: Sequence[SequencePlan],
+) -> tuple[list[Tensor | None], dict[str, Exception]]:
+    """Bit masks of the tokens that grammars allow, and the requests whose grammar has failed."""
+    masks: list[Tensor | None] = []
+    failures: dict[str, Exception] = {}
+    for s in chosen:
+        mask = None
+        if s.sampling is not None and s.sampling.constraint is not None:
+            try:
+                mask = s.sampling.constraint.mask(s.token_ids, s.output_index)
+            except InvalidRequestError as error:
+                failures[s.request_id] = error
+        masks.append(mask)
+    return masks, failures
+
+
+def _barred(chosen: Sequence[SequencePlan], is_barred: Sequence[bool]) -> dict[str, Exception]:
+    """The requests whose parameters have left them no token."""
+    return {
+        s.request_id: InvalidRequestError(
+            "the sampling parameters leave no token to choose; allow more tokens, or ban fewer",
+            parameter="params",
+        )
+        for s, barred in zip(chosen, is_barred, strict=True)
+        if barred and s.sampling is not None and (s.sampling.adjustments or s.sampling.constraint)
+    }
+
+
+def _read_scores(
+    chosen: Sequence[SequencePlan], rows: Sequence[int], scores: Scores
+) -> dict[str, TokenLogprobs]:
+    asked = [chosen[row] for row in rows]
+    found = scores.read([s.sampling.logprobs for s in asked])
+    return {s.request_id: logprobs for s, logprobs in zip(asked, found, strict=True)}
+
+
+def _read_prompts(
+    prompts: Sequence[tuple[SequencePlan, list[Scores]]],
+) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+    found = {}
+    for s, parts in prompts:
+        count = s.sampling.prompt_logprobs
+        read = [part.read([count] * len(part.token_ids)) for part in parts]
+        found[s.request_id] = (s.start + 1, list(chain.from_iterable(read)))
+    return found
 
 
 def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tensor, Tensor]]:

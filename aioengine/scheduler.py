@@ -113,7 +113,8 @@ class Scheduler:
 
     def schedule_media(self) -> MediaPlan:
         """What to decode now, and what to encode, if the encoder is free."""
-        return self.media.schedule(self._running, self._waiting)
+        waiting = [request for request in self._waiting if not self._follows(request)]
+        return self.media.schedule(self._running, waiting)
 
     # ---- one step of the decoder
 
@@ -194,6 +195,8 @@ class Scheduler:
             return
         if request.is_exhausted or not step.budget:
             return
+        if request.awaits_tokens and request.num_pending:
+            return
         if not request.has_slot and step.num_slots >= self.limits.max_num_seqs:
             return
         start = request.num_scheduled
@@ -236,7 +239,7 @@ class Scheduler:
         if it has one, is encoded; all others are skipped. A request that lacks no rows starts when
         the whole of it fits; one that does, when its first chunk fits.
         """
-        if request.num_pending:
+        if request.num_pending or self._follows(request):
             return True
         hit = self.pool.find_prefix(request)
         start = request.hit_estimate = len(hit[0]) * self.limits.block_size
@@ -262,6 +265,16 @@ class Scheduler:
         self._start(request, hit, start)
         self._take(request, start, end, step)
         return True
+
+    def _follows(self, request: Request) -> bool:
+        """Whether it still waits for another to compute the prompt that they share."""
+        leader = request.leader
+        if leader is None:
+            return False
+        if self._live.get(leader.request_id) is leader and not leader.has_computed_prompt:
+            return True
+        request.leader = None
+        return False
 
     def _start(self, request: Request, hit: list[list[int]], start: int) -> None:
         self._waiting.remove(request)

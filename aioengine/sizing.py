@@ -1,78 +1,121 @@
-"""How much memory an engine takes: from its configuration, else a share of what is free."""
+"""How much memory an engine takes: as configured, else of what its largest step leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
+from aioengine.host_memory import available_bytes
 from aioengine.plan import Limits
 from aioengine.types import KVGroup
 
-__all__ = ["resolve_limits"]
+__all__ = ["ModelSizes", "find_device", "resolve_limits"]
 
-KV_SHARE_CPU = 0.25
+HOST_SHARE = 0.25
 """Of the host's available memory: an embedded engine is a guest there."""
 ENCODER_STEPS = 4
 """The encoder cache holds the rows of so many full steps by default."""
+ENCODER_SHARE = 8
+"""But it takes at most one part in so many of the memory that there is, if that holds an item."""
 ASSUMED_BYTES = 1 << 32
 """Where the system does not tell."""
 UNLIMITED_LEN = 32_768
 """Tokens of one request where neither the model nor the configuration sets a limit."""
+PLENTY = 4
+"""With so many times the memory that the caches could use, a CPU's step need not be measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What of a model decides how much memory it takes.
+
+    `itemsize`: bytes of one number; `max_item_rows`: encoder rows of the largest media item, 0 for
+    a model without media; `max_position_embeddings`: None where it knows no limit.
+    """
+
+    kv_groups: Sequence[KVGroup]
+    itemsize: int
+    hidden_size: int
+    max_position_embeddings: int | None
+    max_item_rows: int
 
 
 def resolve_limits(
     config: EngineConfig,
-    *,
-    kv_groups: Sequence[KVGroup],
-    itemsize: int,
-    hidden_size: int,
-    max_position_embeddings: int | None,
-    max_item_rows: int,
+    sizes: ModelSizes,
     device: torch.device,
+    measure: Callable[[Limits], int],
 ) -> Limits:
     """What the scheduler may share out.
 
-    `itemsize`: bytes of one number; `max_item_rows`: encoder rows of the largest media item, 0 for
-    a model without media. Raises ModelLoadError, with the numbers, for sizes that cannot work.
+    `measure` finds how many bytes the largest step needs beside the caches; it is called where the
+    configuration leaves a size open and memory could be what limits it. Raises ModelLoadError, with
+    the numbers, for sizes that cannot work.
     """
-    model_len = max_position_embeddings or UNLIMITED_LEN
-    if config.max_model_len is not None:
-        if max_position_embeddings is not None and config.max_model_len > max_position_embeddings:
+    # Blocks of all groups are drawn from one pool, so each is as large as the largest.
+    page_bytes = max(g.block_bytes(config.block_size, sizes.itemsize) for g in sizes.kv_groups)
+    draft = _draft(config, sizes, device)
+    useful_bytes = draft.num_blocks * config.max_num_seqs * page_bytes
+    kv_bytes, encoder_bytes = config.kv_cache_bytes, config.encoder_cache_bytes
+    budget = needed = 0
+    if kv_bytes is None or (encoder_bytes is None and sizes.max_item_rows):
+        budget = _free_bytes(config, device)
+        scarce = (useful_bytes + draft.encoder_cache_bytes) * PLENTY > budget
+        needed = measure(draft) if device.type == "cuda" or scarce else 0
+    if encoder_bytes is None:
+        share = max(0, budget - needed - (kv_bytes or 0)) // ENCODER_SHARE
+        item_bytes = sizes.max_item_rows * sizes.hidden_size * sizes.itemsize
+        encoder_bytes = min(draft.encoder_cache_bytes, max(item_bytes, share))
+    if kv_bytes is None:
+        kv_bytes = min(max(0, budget - needed - encoder_bytes), useful_bytes)
+    num_blocks = kv_bytes // page_bytes
+    model_len = draft.max_model_len
+    if num_blocks < draft.num_blocks:
+        if config.max_model_len is not None or num_blocks < len(sizes.kv_groups):
+            found = (
+                f"but kv_cache_bytes is {kv_bytes}"
+                if config.kv_cache_bytes is not None
+                else f"but {kv_bytes} are left: {budget} may be taken, of which the largest step "
+                f"needs {needed} and the encoder cache {encoder_bytes}"
+            )
             raise ModelLoadError(
-                f"max_model_len is {config.max_model_len}, but the model knows "
-                f"{max_position_embeddings} positions; lower max_model_len"
+                f"a request of {model_len} tokens needs {draft.num_blocks * page_bytes} bytes of "
+                f"KV cache, {found}; lower max_model_len or max_num_batched_tokens, or raise "
+                f"kv_cache_bytes or gpu_memory_utilization"
+            )
+        model_len = num_blocks // len(sizes.kv_groups) * config.block_size
+    return replace(
+        draft, max_model_len=model_len, num_blocks=num_blocks, encoder_cache_bytes=encoder_bytes
+    )
+
+
+def _draft(config: EngineConfig, sizes: ModelSizes, device: torch.device) -> Limits:
+    """All that does not depend on memory: blocks for one request, rows for a few steps."""
+    known = sizes.max_position_embeddings
+    model_len = known or UNLIMITED_LEN
+    if config.max_model_len is not None:
+        if known is not None and config.max_model_len > known:
+            raise ModelLoadError(
+                f"max_model_len is {config.max_model_len}, but the model knows {known} positions; "
+                f"lower max_model_len"
             )
         model_len = config.max_model_len
-    # Blocks of all groups are drawn from one pool, so each is as large as the largest.
-    page_bytes = max(group.block_bytes(config.block_size, itemsize) for group in kv_groups)
-    blocks_for_one = -(-model_len // config.block_size) * len(kv_groups)
-    useful = blocks_for_one * config.max_num_seqs
-    kv_bytes = config.kv_cache_bytes or min(_free_bytes(config, device), useful * page_bytes)
-    num_blocks = kv_bytes // page_bytes
-    if num_blocks < blocks_for_one:
-        if config.max_model_len is not None or num_blocks < len(kv_groups):
-            raise ModelLoadError(
-                f"a request of {model_len} tokens needs {blocks_for_one * page_bytes} bytes of KV "
-                f"cache, but there are {kv_bytes}; raise kv_cache_bytes or lower max_model_len"
-            )
-        model_len = num_blocks // len(kv_groups) * config.block_size
     encoder_rows = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
-    default_rows = ENCODER_STEPS * max(config.max_num_batched_tokens, max_item_rows)
-    row_bytes = hidden_size * itemsize
+    default_rows = ENCODER_STEPS * max(config.max_num_batched_tokens, sizes.max_item_rows)
+    row_bytes = sizes.hidden_size * sizes.itemsize
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model_len,
         block_size=config.block_size,
-        num_blocks=num_blocks,
-        num_groups=len(kv_groups),
-        encoder_cache_bytes=config.encoder_cache_bytes
-        or (default_rows * row_bytes if max_item_rows else 0),
-        max_num_encoder_input_tokens=max(encoder_rows, max_item_rows),
+        num_blocks=-(-model_len // config.block_size) * len(sizes.kv_groups),
+        num_groups=len(sizes.kv_groups),
+        encoder_cache_bytes=default_rows * row_bytes if sizes.max_item_rows else 0,
+        max_num_encoder_input_tokens=max(encoder_rows, sizes.max_item_rows),
         max_encode_items=1 if device.type == "cpu" else config.max_num_seqs,
         max_media_rows=default_rows,
         disable_chunked_mm_input=config.disable_chunked_mm_input,
@@ -80,29 +123,26 @@ def resolve_limits(
     )
 
 
+def find_device(name: str) -> torch.device:
+    """The device that `EngineConfig.device` means. Raises ModelLoadError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelLoadError(f"device {name!r:.40} is not known; use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"device {name!r:.40} is not supported; use auto, cpu or cuda")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        raise ModelLoadError(f"device {name!r:.40} was asked for, but there are {count}")
+    return device
+
+
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that the KV cache may take by default; the weights are loaded already."""
+    """Bytes that the engine may take beside its weights, which are loaded already."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - config.gpu_memory_utilization) * total))
-    return int(_available_bytes() * KV_SHARE_CPU)
-
-
-def _available_bytes() -> int:
-    """Bytes that this process could still use: the host's, or what its cgroup leaves."""
-    limits = [_read_number("/proc/meminfo", "MemAvailable:") * 1024]
-    cgroup = Path("/sys/fs/cgroup")
-    most = _read_number(cgroup / "memory.max")
-    if most:
-        limits.append(most - _read_number(cgroup / "memory.current"))
-    known = [limit for limit in limits if limit > 0]
-    return min(known, default=ASSUMED_BYTES)
-
-
-def _read_number(path: str | Path, label: str = "") -> int:
-    """The number after `label` in a system file; 0 if there is none."""
-    try:
-        words = Path(path).read_text().split()
-        return int(words[words.index(label) + 1] if label else words[0])
-    except (OSError, ValueError, IndexError):
-        return 0
+    available = available_bytes()
+    return int((ASSUMED_BYTES if available is None else available) * HOST_SHARE)

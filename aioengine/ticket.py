@@ -1,14 +1,18 @@
-"""One request as its caller sees it: the stream it feeds, its text so far, its times."""
+"""One request as its caller sees it: the stream it feeds, its completions so far, its times.
+
+A request of n completions is n requests to the scheduler, which share all that they can.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aioengine.config import SamplingParams
 from aioengine.detokenizer import Detokenizer
+from aioengine.params import SamplingParams
 from aioengine.plan import Advance
 from aioengine.request import Request
 from aioengine.streams.tokens import TokenSink
@@ -18,13 +22,14 @@ from aioengine.types import (
     FinishReason,
     RequestOutput,
     Timings,
+    TokenLogprobs,
     Usage,
 )
 
 if TYPE_CHECKING:
     from aioengine.processors.processor import Layout
 
-__all__ = ["MediaInput", "Ticket"]
+__all__ = ["Completion", "MediaInput", "Ticket"]
 
 
 @dataclass(slots=True)
@@ -46,6 +51,61 @@ class MediaInput:
     key: str = ""
 
 
+@dataclass(slots=True)
+class Completion:
+    """One of a request's completions, as it grows."""
+
+    index: int
+    request: Request
+    params: SamplingParams
+    detokenizer: Detokenizer | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def take(self, advance: Advance, logprobs: TokenLogprobs | None) -> Delta:
+        """What one accepted token adds."""
+        reason = advance.finish_reason
+        text, stop = self._text(advance, reason)
+        self.stop_reason = advance.stop_reason
+        if stop is not None:
+            reason, self.stop_reason = FinishReason.STOP, stop
+        self.finish_reason = reason
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        return Delta(
+            self.index,
+            text,
+            (advance.token_id,),
+            logprobs=None if logprobs is None else (logprobs,),
+            finish_reason=reason,
+        )
+
+    def output(self) -> CompletionOutput:
+        """All of it."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=tuple(self.request.output_token_ids),
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _text(self, advance: Advance, reason: FinishReason | None) -> tuple[str, str | None]:
+        """The new text, and the stop string that ended it."""
+        if self.detokenizer is None:
+            return "", None
+        ends_in_token = reason is FinishReason.STOP and not self.params.include_stop_str_in_output
+        text, stop = "", None
+        if not ends_in_token:
+            piece = self.detokenizer.add(advance.token_id)
+            text, stop = piece.text, piece.stop
+        if reason is not None and stop is None:
+            text += self.detokenizer.flush().text
+        return text, stop
+
+
 class Ticket:
     """A live request on the engine's floor. Ends exactly once: `finish` or `fail`."""
 
@@ -63,10 +123,11 @@ class Ticket:
         self.media: list[MediaInput] = []
         self.layout: Layout | None = None
         self.mm_processor_kwargs: dict[str, Any] = {}
-        self.request: Request | None = None
-        self.detokenizer: Detokenizer | None = None
+        self.completions: dict[str, Completion] = {}
+        """By the scheduler's name for each."""
         self.intake: asyncio.Task[None] | None = None
         self.has_ended = False
+        self._prompt_logprobs: dict[int, TokenLogprobs] = {}
         self._sink = sink
         self._submitted = time.perf_counter()
         self._times: dict[str, float] = {}
@@ -75,44 +136,50 @@ class Ticket:
         """Note that the stage is complete, as far as one knows now."""
         self._times[stage] = time.perf_counter() - self._submitted
 
-    def admit(self, request: Request) -> None:
-        """The scheduler has taken the request."""
-        self.request = request
+    def admit(self) -> None:
+        """The scheduler has taken all completions."""
         self.stamp("admitted")
         self._sink.admit()
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the scheduler has the whole request."""
+        return "admitted" in self._times
 
     def media_with(self, key: str) -> MediaInput | None:
         """The first of its items with this content key."""
         return next((media for media in self.media if media.key == key), None)
 
-    def deliver(self, advance: Advance) -> None:
-        """Turn an accepted token into a delta, and into the end where it is one."""
-        self._times.setdefault("first_token", time.perf_counter() - self._submitted)
-        reason = advance.finish_reason
-        text, stop = self._text(advance, reason)
-        stop_reason: int | str | None = advance.stop_reason
-        if stop is not None:
-            reason, stop_reason = FinishReason.STOP, stop
-        self._sink.push(Delta(0, text, (advance.token_id,), finish_reason=reason))
-        if reason is not None:
-            self.finish(reason, stop_reason)
+    def note_prompt(self, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Log probabilities of prompt tokens, from position `first` on."""
+        self._prompt_logprobs.update(enumerate(logprobs, first))
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def deliver(self, advance: Advance, logprobs: TokenLogprobs | None) -> bool:
+        """Turn an accepted token into a delta. Returns whether its completion has ended."""
+        self._times.setdefault("first_token", time.perf_counter() - self._submitted)
+        completion = self.completions[advance.request_id]
+        delta = completion.take(advance, logprobs)
+        self._sink.push(delta)
+        if all(c.finish_reason is not None for c in self.completions.values()):
+            self._finish()
+        return delta.finish_reason is not None
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        assert not self.has_ended
+        self.has_ended = True
+        self._sink.fail(error)
+
+    def _finish(self) -> None:
         """End well."""
-        assert self.request is not None and not self.has_ended
+        assert not self.has_ended
         self.has_ended = True
         self.stamp("finished")
-        request = self.request
-        completion = CompletionOutput(
-            index=0,
-            text=self.detokenizer.text if self.detokenizer else "",
-            token_ids=tuple(request.output_token_ids),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-        )
+        completions = list(self.completions.values())
+        request = completions[0].request
         usage = Usage(
             prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=len(request.output_token_ids),
+            completion_tokens=sum(len(c.request.output_token_ids) for c in completions),
             cached_tokens=request.num_cached_tokens,
             encoder_items=len(request.items),
             encoder_cached_items=len(request.items) - len(request.encoded_keys),
@@ -121,27 +188,25 @@ class Ticket:
             RequestOutput(
                 request_id=self.request_id,
                 prompt_token_ids=request.prompt_token_ids,
-                outputs=[completion],
+                outputs=[completion.output() for completion in completions],
                 usage=usage,
                 timings=Timings(**self._times),
+                prompt_logprobs=self._prompt_scores(request),
             )
         )
 
-    def fail(self, error: BaseException) -> None:
-        """End with an error."""
-        assert not self.has_ended
-        self.has_ended = True
-        self._sink.fail(error)
-
-    def _text(self, advance: Advance, reason: FinishReason | None) -> tuple[str, str | None]:
-        """The new text, and the stop string that ended it."""
-        if self.detokenizer is None:
-            return "", None
-        ends_in_token = reason is FinishReason.STOP and not self.params.include_stop_str_in_output
-        text, stop = "", None
-        if not ends_in_token:
-            piece = self.detokenizer.add(advance.token_id)
-            text, stop = piece.text, piece.stop
-        if reason is not None and stop is None:
-            text += self.detokenizer.flush().text
-        return text, stop
+    def _prompt_scores(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+        """By position; None where encoder rows stand and no token was predicted."""
+        if self.params.prompt_logprobs is None:
+            return None
+        length = len(request.prompt_token_ids)
+        taken = {
+            position + place
+            for item in request.items
+            for position, _, count in item.span.row_runs(0, length)
+            for place in range(count)
+        }
+        return tuple(
+            None if position in taken else self._prompt_logprobs.get(position)
+            for position in range(length)
+        )

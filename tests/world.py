@@ -122,6 +122,8 @@ class World:
     encodes: list[EncodePlan] = field(default_factory=list)
     decoding: list[str] = field(default_factory=list)
     last_token: dict[str, int] = field(default_factory=dict)
+    leaders: dict[str, Request] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
@@ -131,6 +133,8 @@ class World:
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
         self.requests[request.request_id] = request
+        if request.leader is not None:
+            self.leaders[request.request_id] = request.leader
         self.outputs[request.request_id] = []
 
     def end(self, name: str, ending: str) -> None:
@@ -253,6 +257,11 @@ class World:
         for s in plan.sequences:
             assert s.start < s.end == s.start + len(s.token_ids)
             request = self.requests[s.request_id]
+            assert not (request.awaits_tokens and UNSAMPLED in s.token_ids)
+            leader = self.leaders.get(s.request_id)
+            if leader is not None and s.request_id not in self.begun:
+                assert leader.request_id in self.endings or leader.has_computed_prompt
+            self.begun.add(s.request_id)
             whole = list(request.bidirectional)
             if self.limits.disable_chunked_mm_input:
                 whole += [(i.span.offset, i.span.end) for i in request.items]
@@ -277,7 +286,9 @@ class World:
         """
         soonest: dict[str, tuple[int, int]] = {}
         media = self.scheduler.media
-        waiting = enumerate(self.scheduler._waiting)
+        waiting = enumerate(
+            request for request in self.scheduler._waiting if not self.scheduler._follows(request)
+        )
         for kind, place, request in [
             *((0, 0, request) for request in self.scheduler._running),
             *((1, place, request) for place, request in waiting),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from aioengine import AsyncEngine, EngineConfig, MediaConfig, SamplingParams
+from aioengine import (
+    AsyncEngine,
+    EngineConfig,
+    MediaConfig,
+    SamplingParams,
+    StructuredOutputs,
+)
 from aioengine.errors import InvalidRequestError
 
 
@@ -35,15 +42,107 @@ from aioengine.errors import InvalidRequestError
         ("stop_token_ids", {"stop_token_ids": [-1]}),
         ("stop_token_ids", {"stop_token_ids": ["a"]}),
         ("stop_token_ids", {"stop_token_ids": list(range(5000))}),
+        ("n", {"n": 0}),
         ("n", {"n": 16384}),
-        ("logprobs", {"logprobs": 5}),
-        ("bad_words", {"bad_words": ["x"]}),
+        ("n", {"n": 1.0}),
+        ("presence_penalty", {"presence_penalty": 2.1}),
+        ("frequency_penalty", {"frequency_penalty": float("inf")}),
+        ("repetition_penalty", {"repetition_penalty": 0}),
+        ("repetition_penalty", {"repetition_penalty": None}),
+        ("logprobs", {"logprobs": -1}),
+        ("logprobs", {"logprobs": 100_000}),
+        ("logprobs", {"logprobs": True}),
+        ("prompt_logprobs", {"prompt_logprobs": "all"}),
+        ("logit_bias", {"logit_bias": [1, 2]}),
+        ("logit_bias", {"logit_bias": {"1": 2.0}}),
+        ("logit_bias[1]", {"logit_bias": {1: 101}}),
+        ("logit_bias[1]", {"logit_bias": {1: float("nan")}}),
+        ("allowed_token_ids", {"allowed_token_ids": []}),
+        ("allowed_token_ids", {"allowed_token_ids": {1: 2}}),
+        ("allowed_token_ids", {"allowed_token_ids": [1.5]}),
+        ("bad_words", {"bad_words": "word"}),
+        ("bad_words", {"bad_words": [""]}),
+        ("bad_words", {"bad_words": ["x"] * 1000}),
+        ("bad_words", {"bad_words": [" "]}),
+        ("bad_words", {"bad_words": ["\ud800"]}),
+        ("stop", {"stop": "\ud800"}),
+        ("temperature", {"temperature": 10**400}),
+        ("seed", {"seed": 10**5000}),
+        ("top_k", {"top_k": -(10**5000)}),
+        ("logit_bias[1]", {"logit_bias": {1: 10**400}}),
+        ("allowed_token_ids", {"allowed_token_ids": [True]}),
+        ("prompt_logprobs", {"prompt_logprobs": 21}),
+        ("structured_outputs", {"structured_outputs": {"regex": "a"}}),
+        ("ignore_eos", {"structured_outputs": StructuredOutputs(regex="a"), "ignore_eos": True}),
     ],
 )
 def test_bad_sampling_params(parameter: str, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**options)
     assert caught.value.parameter == parameter
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+def _shared(levels: int) -> dict[str, Any]:
+    """Small in memory, but 2 to the power of `levels` when it is written out."""
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"a": schema, "b": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("parameter", "options"),
+    [
+        ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("structured_outputs", {"json": {}, "json_object": True}),
+        ("structured_outputs.regex", {"regex": ""}),
+        ("structured_outputs.regex", {"regex": "a" * 1_000_000}),
+        ("structured_outputs.grammar", {"grammar": 5}),
+        ("structured_outputs.choice", {"choice": []}),
+        ("structured_outputs.choice", {"choice": "yes"}),
+        ("structured_outputs.choice", {"choice": ["yes", ""]}),
+        ("structured_outputs.choice", {"choice": ["yes"] * 1_000_000}),
+        ("structured_outputs.json", {"json": 5}),
+        ("structured_outputs.json", {"json": "{"}),
+        ("structured_outputs.json", {"json": {"a": object()}}),
+        ("structured_outputs.json", {"json": {"enum": ["x" * 1_000_000]}}),
+        ("structured_outputs.json", {"json": json.dumps({"enum": ["x" * 1_000_000]})}),
+        ("structured_outputs.json", {"json": _nested(64)}),
+        ("structured_outputs.json", {"json": json.dumps(_nested(64))}),
+        ("structured_outputs.json", {"json": "[" * 100_000 + "]" * 100_000}),
+        ("structured_outputs.json", {"json": _shared(31)}),
+        ("structured_outputs.json", {"json": {"pattern": "a?" * 5000}}),
+        ("structured_outputs.json", {"json": {"patternProperties": {"a?" * 5000: {}}}}),
+        ("structured_outputs.json", {"json": {"anyOf": [{"$ref": "#"}] * 1000}}),
+        ("structured_outputs.regex", {"regex": "a?" * 5000}),
+        ("structured_outputs.regex", {"regex": "\ud800"}),
+        ("structured_outputs.grammar", {"grammar": "start: " + "/a?/ " * 5000}),
+        ("structured_outputs.grammar", {"grammar": 'a: "b"\n' * 5000}),
+        ("structured_outputs.choice", {"choice": ["\ud800"]}),
+    ],
+)
+def test_bad_structures(parameter: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        StructuredOutputs(**options)
+    assert caught.value.parameter == parameter
+
+
+def test_a_structure_that_contains_itself() -> None:
+    schema: dict[str, Any] = {}
+    schema["items"] = schema
+    with pytest.raises(InvalidRequestError):
+        StructuredOutputs(json=schema)
+    schema["other"] = schema
+    with pytest.raises(InvalidRequestError):
+        StructuredOutputs(json=schema)
 
 
 @pytest.mark.parametrize("parameter", ["stop", "stop_token_ids"])
@@ -57,6 +156,7 @@ def test_stops_have_to_be_sequences(parameter: str) -> None:
     ("parameter", "options"),
     [
         ("max_seqs", {"max_seqs": 4}),
+        ("device", {"device": None}),
         ("max_num_seqs", {"max_num_seqs": 0}),
         ("max_num_seqs", {"max_num_seqs": "8"}),
         ("block_size", {"block_size": 1.5}),

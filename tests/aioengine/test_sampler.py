@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from aioengine.sampler import Sampling, sample, uniform
+from aioengine.adjustments import Adjustments
+from aioengine.sampler import Sampler, Sampling, choose, uniform
 
 VOCAB = 40
 NUM_DRAWS = 20_000
@@ -52,7 +53,7 @@ def chi_square_threshold(freedom: int) -> float:
 
 def draw(logits: torch.Tensor, sampling: Sampling, count: int = NUM_DRAWS) -> torch.Tensor:
     """`count` successive output tokens, from the same logits each time."""
-    return sample(logits.expand(count, -1).clone(), [sampling] * count, range(count))
+    return choose(logits.expand(count, -1).clone(), [sampling] * count, range(count))
 
 
 FILTERS = {
@@ -110,8 +111,6 @@ samplings = st.builds(
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
     seed=st.integers(-(2**63), 2**64 - 1),
-    min_tokens=st.sampled_from([0, 3]),
-    banned=st.sampled_from([(), (0, 5)]),
 )
 
 
@@ -120,12 +119,39 @@ samplings = st.builds(
 def test_company_changes_no_token(rows: list[tuple[Sampling, int]]) -> None:
     logits = torch.stack([logits_of(row) for row in range(len(rows))])
     chosen, indices = [s for s, _ in rows], [i for _, i in rows]
-    together = sample(logits.clone(), chosen, indices).tolist()
+    together = choose(logits.clone(), chosen, indices).tolist()
     alone = [
-        sample(logits[row : row + 1].clone(), [sampling], [index]).item()
+        choose(logits[row : row + 1].clone(), [sampling], [index]).item()
         for row, (sampling, index) in enumerate(rows)
     ]
     assert together == alone
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_large_vocabularies(name: str, spread: float) -> None:
+    """Where the likeliest few hold enough, and where it takes nearly all tokens."""
+    sampling, vocab, count = FILTERS[name], 4000, 2000
+    logits = logits_of(9, vocab, spread)
+    expected = reference(logits, sampling)
+    tokens = draw(logits, sampling, count).numpy()
+    assert (expected[tokens] > 0).all()
+    order = np.argsort(-expected, kind="stable")
+    groups = np.array_split(order[expected[order] > 0], 10)
+    wanted = np.array([expected[group].sum() * count for group in groups])
+    observed = np.array([np.isin(tokens, group).sum() for group in groups])
+    observed, wanted = observed[wanted >= 5], wanted[wanted >= 5]
+    if len(wanted) > 1:
+        statistic = ((observed - wanted) ** 2 / wanted).sum()
+        assert statistic < chi_square_threshold(len(wanted) - 1)
+
+
+def test_equally_probable_tokens_are_kept_together() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[:10] = 5.0
+    for filters in ({"top_k": 3}, {"top_p": 0.2}):
+        tokens = draw(logits, Sampling(temperature=1.0, **filters), 2000)  # type: ignore[arg-type]
+        assert set(tokens.tolist()) == set(range(10))
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
@@ -140,19 +166,9 @@ def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
 def test_zero_temperature_is_the_most_probable_token_whatever_the_filters() -> None:
     logits = torch.stack([logits_of(seed) for seed in range(20)])
     sampling = Sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)
-    found = sample(logits.clone(), [sampling] * 20, range(20))
+    found = choose(logits.clone(), [sampling] * 20, range(20))
     assert torch.equal(found, logits.argmax(-1))
     assert found.dtype == torch.int64
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_banned_tokens_wait_for_min_tokens(temperature: float) -> None:
-    logits = torch.zeros(VOCAB)
-    logits[[2, 9]] = 30.0
-    sampling = Sampling(temperature=temperature, min_tokens=50, banned=(2, 9))
-    tokens = draw(logits, sampling, 100)
-    assert not torch.isin(tokens[:50], torch.tensor([2, 9])).any()
-    assert torch.isin(tokens[50:], torch.tensor([2, 9])).all()
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
@@ -184,9 +200,9 @@ def test_hopeless_logits_still_give_a_token(
 def test_a_broken_row_harms_no_other() -> None:
     logits = torch.stack([logits_of(6), torch.full((VOCAB,), math.nan), logits_of(7)])
     sampling = Sampling(temperature=1.0, seed=3)
-    found = sample(logits.clone(), [sampling] * 3, [0, 0, 0])
+    found = choose(logits.clone(), [sampling] * 3, [0, 0, 0])
     for row in (0, 2):
-        alone = sample(logits[row : row + 1].clone(), [sampling], [0])
+        alone = choose(logits[row : row + 1].clone(), [sampling], [0])
         assert found[row] == alone[0]
 
 
@@ -209,3 +225,22 @@ def test_uniform_numbers_are_uniform() -> None:
 def test_uniform_takes_every_seed_that_a_request_may_have() -> None:
     seeds = (-(2**63), -1, 0, 2**63, 2**64 - 1)
     assert len({uniform(seed, 0) for seed in seeds}) == len(seeds)
+
+
+def test_scores_are_those_of_the_model_whatever_is_done_to_the_logits() -> None:
+    logits = torch.stack([logits_of(seed) for seed in range(3)])
+    plain = Sampling(temperature=0.0)
+    changed = Adjustments(bias=((3, 50.0),))
+    samplings = [Sampling(logprobs=2, adjustments=changed), plain, Sampling(logprobs=0)]
+    sampled = Sampler().sample(logits.clone(), samplings, [0, 0, 0])
+    assert sampled.rows == (0, 2)
+    assert sampled.scores is not None
+    first, last = sampled.scores.read([2, 0])
+    logprobs = logits.log_softmax(-1)
+    assert next(iter(first)) == 3 and first[3].logprob == pytest.approx(logprobs[0, 3].item())
+    assert first[3].rank == (logits[0] > logits[0, 3]).sum() + 1
+    best = logits[0].argsort(descending=True)[:2].tolist()
+    assert [token_id for token_id in first if token_id != 3] == [i for i in best if i != 3]
+    assert [first[token_id].rank for token_id in best] == [1, 2]
+    top = int(logits[2].argmax())
+    assert last == {top: (pytest.approx(logprobs[2, top].item()), 1)}

@@ -27,7 +27,14 @@ FIXED = {
 }
 """Names that do not go away."""
 
-ADDED = {"MediaConfig", "demo_model", "demo_pictures", "__version__"}
+ADDED = {
+    "Logprob",
+    "StructuredOutputs",
+    "MediaConfig",
+    "demo_model",
+    "demo_pictures",
+    "__version__",
+}
 """Names that came later; the README tells what they are."""
 
 EXTENSION_POINTS = {

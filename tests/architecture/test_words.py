@@ -26,11 +26,19 @@ def test_no_model_is_named_outside_models() -> None:
             assert not family.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
-@pytest.mark.parametrize("name", ["EngineConfig", "MediaConfig", "SamplingParams"])
-def test_every_setting_says_what_it_means(name: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("config", "EngineConfig"),
+        ("config", "MediaConfig"),
+        ("params", "SamplingParams"),
+        ("params", "StructuredOutputs"),
+    ],
+)
+def test_every_setting_says_what_it_means(module: str, name: str) -> None:
     (node,) = (
         node
-        for node in tree(ROOT / "aioengine" / "config.py").body
+        for node in tree(ROOT / "aioengine" / f"{module}.py").body
         if isinstance(node, ast.ClassDef) and node.name == name
     )
     fields = [

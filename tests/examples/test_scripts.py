@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -15,7 +16,16 @@ from tests.examples.conftest import skip_unless_shipped
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
-WANTED = ["cancel", "chat", "embed_in_fastapi", "hello", "many", "stream", "two_engines"]
+WANTED = [
+    "cancel",
+    "chat",
+    "embed_in_fastapi",
+    "hello",
+    "many",
+    "stream",
+    "structured",
+    "two_engines",
+]
 MAX_LINES = 40
 
 
@@ -74,6 +84,12 @@ def test_cancel(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free, _, total, *_ = blocks.split()
     assert free == total != "0"
     assert outputs == "0 encoder outputs in use"
+
+
+def test_structured(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    word, schema, _ = run("structured", capsys)
+    assert word in ("One.", "Two.", "Three.")
+    assert 0 <= json.loads(schema)["objects"] <= 9
 
 
 def test_chat(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:

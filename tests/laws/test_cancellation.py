@@ -115,7 +115,7 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     assert (now.running, now.waiting) == (0, 0)
     assert now.kv_blocks_free == now.kv_blocks_total
     assert now.encoder_cache_referenced == 0
-    assert not engine._tickets
+    assert engine._desk is not None and not engine._desk.tickets
     assert not engine._encoder._features and not engine._encoder._jobs
     assert not engine._scheduler.media._users and not engine._scheduler.media._decoded
     assert not engine._intake._fetches._jobs

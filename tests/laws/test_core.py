@@ -38,7 +38,14 @@ part = st.one_of(st.integers(0, 1), st.sampled_from(PICTURES))
 prompt = st.lists(part, min_size=1, max_size=6).filter(
     lambda parts: sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE
 )
-submission = st.tuples(prompt, st.integers(1, 8), st.integers(0, 1), st.sampled_from([None, "s"]))
+submission = st.tuples(
+    prompt,
+    st.integers(1, 8),
+    st.integers(0, 1),
+    st.sampled_from([None, "s"]),
+    st.sampled_from([1, 1, 1, 3]),
+    st.booleans(),
+)
 operation = st.one_of(
     st.tuples(st.just("submit"), submission),
     st.tuples(
@@ -69,12 +76,20 @@ operation = st.one_of(
 def perform(world: World, depth: int, name: str, argument: object, count: int) -> None:
     """One operation, where it is possible now; `depth` is the run-ahead."""
     if name == "submit":
-        parts, max_tokens, priority, salt = argument  # type: ignore[misc]
-        world.submit(
-            make_request(
-                f"r{count}", parts, max_tokens=max_tokens, priority=priority, cache_salt=salt
+        parts, max_tokens, priority, salt, copies, awaits = argument  # type: ignore[misc]
+        leader = None
+        for copy in range(copies):
+            request = make_request(
+                f"r{count}#{copy}",
+                parts,
+                max_tokens=max_tokens,
+                priority=priority,
+                cache_salt=salt,
+                awaits_tokens=awaits,
+                leader=leader,
             )
-        )
+            leader = leader or request
+            world.submit(request)
         return
     pick = argument
     assert isinstance(pick, int)
@@ -213,4 +228,11 @@ def random_submission(random: Random) -> object:
             for _ in range(random.randint(1, 6))
         ]
         if sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE:
-            return parts, random.randint(1, 8), random.randint(0, 1), random.choice([None, "s"])
+            return (
+                parts,
+                random.randint(1, 8),
+                random.randint(0, 1),
+                random.choice([None, "s"]),
+                random.choice([1, 1, 1, 3]),
+                random.random() < 0.3,
+            )

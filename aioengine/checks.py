@@ -1,0 +1,43 @@
+"""Checks of what callers pass, shared by the classes that take it."""
+
+from __future__ import annotations
+
+import math
+
+from aioengine.errors import InvalidRequestError
+
+__all__ = ["is_int", "is_real", "is_text", "require"]
+
+
+def require(condition: bool, parameter: str, value: object, rule: str) -> None:
+    """Raise InvalidRequestError, which says what `parameter` must be, unless `condition`."""
+    if condition:
+        return
+    try:
+        shown = f"{value!r:.80}"
+    except Exception:  # a number of thousands of digits, or an object that cannot show itself
+        shown = value = type(value).__name__
+    raise InvalidRequestError(
+        f"{parameter} must be {rule}, not {shown}", parameter=parameter, value=value
+    )
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an integer, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    """Whether it is a finite number, and not a bool."""
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_text(value: object, longest: int) -> bool:
+    """Whether it is Unicode text of 1 to `longest` characters."""
+    if not isinstance(value, str) or not 0 < len(value) <= longest:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # lone surrogates
+        return False
+    return True

@@ -1,0 +1,149 @@
+"""The live requests: each is admitted here, fed its tokens, and ended exactly once.
+
+All methods run on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aioengine.errors import InvalidRequestError, RequestAbortedError, typed
+from aioengine.plan import StepPlan, StepResult
+from aioengine.scheduler import Scheduler
+from aioengine.ticket import Ticket
+from aioengine.types import Prompt
+
+if TYPE_CHECKING:
+    from aioengine.intake import Intake
+
+__all__ = ["Desk"]
+
+
+class Desk:
+    """One engine's live requests. `counters`: "finished", "aborted" and "failed" ones."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        intake: Intake,
+        *,
+        forget: Callable[[Ticket], object],
+        changed: Callable[[], object],
+    ) -> None:
+        """`forget` stops the media work of a request that has ended, `changed` wakes the step
+        loop."""
+        self.counters: Counter[str] = Counter()
+        self.tickets: dict[str, Ticket] = {}
+        self._owners: dict[str, Ticket] = {}  # by the scheduler's name for each completion
+        self._scheduler = scheduler
+        self._intake = intake
+        self._forget = forget
+        self._changed = changed
+
+    @property
+    def num_in_intake(self) -> int:
+        """Requests that are not laid out yet."""
+        return sum(not ticket.is_admitted for ticket in self.tickets.values())
+
+    @property
+    def num_live(self) -> int:
+        """Completions of all live requests."""
+        return sum(ticket.params.n for ticket in self.tickets.values())
+
+    def open(self, ticket: Ticket) -> None:
+        """Take a new request in; `admit` has to follow."""
+        self.tickets[ticket.request_id] = ticket
+
+    def check_name(self, request_id: str) -> None:
+        """Raise InvalidRequestError for a name that is taken."""
+        if request_id in self.tickets or request_id in self._owners:
+            raise InvalidRequestError(
+                f"request_id {request_id!r:.80} is in use by a live request", parameter="request_id"
+            )
+
+    async def admit(self, ticket: Ticket, prompt: Prompt) -> None:
+        """Lay the request out and hand it to the scheduler. What goes wrong is its own error."""
+        try:
+            completions = await self._intake.prepare(ticket, prompt)
+            for completion in completions:
+                name = completion.request.request_id
+                if name != ticket.request_id:
+                    self.check_name(name)
+                self._scheduler.submit(completion.request)
+                self._owners[name] = ticket
+                ticket.completions[name] = completion
+        except Exception as error:
+            # The step loop is not concerned: whatever it is, it is this request's error.
+            ticket.intake = None
+            if not ticket.has_ended:
+                self.fail(ticket, typed(error))
+            return
+        ticket.admit()
+        self._changed()
+
+    def deliver(self, plan: StepPlan, result: StepResult) -> None:
+        """Take a step's result and hand its tokens to their streams."""
+        for name, (first, scores) in result.prompt_logprobs.items():
+            if name in self._owners:
+                self._owners[name].note_prompt(first, scores)
+        for advance in self._scheduler.commit(plan, result.token_ids):
+            name = advance.request_id
+            ticket = self._owners.get(name)
+            if ticket is None:
+                continue  # it failed with a completion before this one
+            if name in result.failures:
+                self.fail(ticket, result.failures[name])
+                continue
+            try:
+                has_ended = ticket.deliver(advance, result.logprobs.get(name))
+            except Exception as error:  # a tokenizer that cannot decode what its model says
+                self.fail(ticket, typed(error))
+                continue
+            if ticket.has_ended:
+                self.counters["finished"] += 1
+                self._release(ticket)
+            elif has_ended:
+                self._drop(name)
+
+    def fail(self, ticket: Ticket, error: BaseException) -> None:
+        """End a request with an error."""
+        self._end(ticket, error)
+        self._release(ticket)
+
+    def fail_all(self, make_error: Callable[[], BaseException]) -> None:
+        """End every request. All streams hear of it before anything is given back."""
+        tickets = list(self.tickets.values())
+        for ticket in tickets:
+            self._end(ticket, make_error())
+        for ticket in tickets:
+            self._release(ticket)
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """End a request, if it is live, with RequestAbortedError."""
+        ticket = self.tickets.get(request_id)
+        if ticket is not None:
+            self.fail(ticket, RequestAbortedError(reason))
+
+    def _end(self, ticket: Ticket, error: BaseException) -> None:
+        self.counters["aborted" if isinstance(error, RequestAbortedError) else "failed"] += 1
+        ticket.fail(error)
+
+    def _release(self, ticket: Ticket) -> None:
+        """Give back all that an ended request held."""
+        del self.tickets[ticket.request_id]
+        for name in ticket.completions:
+            # One that has ended before the others has given its name back.
+            if self._owners.get(name) is ticket:
+                self._drop(name)
+        if ticket.intake is not None:
+            ticket.intake.cancel()
+        self._forget(ticket)
+        self._changed()
+
+    def _drop(self, name: str) -> None:
+        """Give back what the scheduler holds for one completion."""
+        del self._owners[name]
+        if name in self._scheduler:
+            self._scheduler.end(name)

@@ -1,0 +1,348 @@
+"""How one request's tokens are chosen and when it ends: frozen, keyword-only, checked at once.
+
+Names and defaults are vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aioengine.checks import is_int, is_real, is_text, require
+
+__all__ = ["SamplingParams", "StructuredOutputs"]
+
+MAX_COMPLETIONS = 256
+MAX_LOGPROBS = {"logprobs": 128, "prompt_logprobs": 20}
+MAX_STRINGS = 64
+MAX_STRING_LENGTH = 1024
+MAX_TOKEN_IDS = {"stop_token_ids": 1024, "allowed_token_ids": 1 << 18, "logit_bias": 1 << 14}
+
+# A grammar's compiler works in time that grows with the square of an expression's length, and on a
+# stack that grows with the number of rules that lead to each other.
+MAX_EXPRESSION_LENGTH = 2048
+MAX_GRAMMAR_LENGTH = 64 * 1024
+MAX_RULES = 1000
+MAX_SCHEMA_DEPTH = 32
+MAX_REFERENCES = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What the output text must look like. Exactly one of the fields is given."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as the object that it is."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression for the whole text."""
+    choice: Sequence[str] | None = None
+    """The only texts that may come."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's notation, as llguidance reads it; it begins at `start`."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if self._has(name)]
+        given += ["json_object"] * bool(self.json_object)
+        require(len(given) == 1, "structured_outputs", given, "given by exactly one of its fields")
+        if self.regex is not None:
+            self._require(
+                is_text(self.regex, MAX_EXPRESSION_LENGTH),
+                "regex",
+                f"text of 1 to {MAX_EXPRESSION_LENGTH} characters",
+            )
+        if self.choice is not None:
+            self._check_choice(self.choice)
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
+        if self.json is not None:
+            self._check_schema(self.json)
+
+    def _has(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+    def _require(self, condition: bool, name: str, rule: str) -> None:
+        kind = type(getattr(self, name)).__name__
+        require(condition, f"structured_outputs.{name}", kind, rule)
+
+    def _check_choice(self, choice: Any) -> None:
+        self._require(
+            isinstance(choice, list | tuple)
+            and 0 < len(choice) <= MAX_RULES
+            and all(is_text(text, MAX_EXPRESSION_LENGTH) for text in choice)
+            and sum(map(len, choice)) <= MAX_GRAMMAR_LENGTH,
+            "choice",
+            f"1 to {MAX_RULES} texts, each of 1 to {MAX_EXPRESSION_LENGTH} characters, of "
+            f"{MAX_GRAMMAR_LENGTH} in all",
+        )
+
+    def _check_grammar(self, grammar: Any) -> None:
+        is_fit = is_text(grammar, MAX_GRAMMAR_LENGTH)
+        lines = grammar.splitlines() if is_fit else []
+        self._require(
+            is_fit
+            and len(lines) <= MAX_RULES
+            and all(len(line) <= MAX_EXPRESSION_LENGTH for line in lines),
+            "grammar",
+            f"text of 1 to {MAX_GRAMMAR_LENGTH} characters, in at most {MAX_RULES} lines of at "
+            f"most {MAX_EXPRESSION_LENGTH} characters",
+        )
+
+    def _check_schema(self, schema: Any) -> None:
+        self._require(isinstance(schema, str | Mapping), "json", "a JSON schema")
+        size = f"of at most {MAX_GRAMMAR_LENGTH} characters"
+        self._require(len(schema) <= MAX_GRAMMAR_LENGTH, "json", size)
+        text, fault = "", _fault_of_schema(schema)
+        if not fault:
+            try:
+                text = self.schema_text
+            except (ValueError, TypeError, RecursionError):
+                fault = "JSON"
+        self._require(not fault, "json", fault)
+        self._require(is_text(text, MAX_GRAMMAR_LENGTH), "json", f"Unicode text, {size}")
+
+    @property
+    def schema_text(self) -> str:
+        """`json` as text."""
+        return self.json if isinstance(self.json, str) else json.dumps(self.json)
+
+
+def _fault_of_schema(schema: str | Mapping[str, Any]) -> str:
+    """What a schema has to be and is not, or nothing."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+    except RecursionError:
+        return f"nested at most {MAX_SCHEMA_DEPTH} levels deep"
+    except ValueError:
+        return "JSON"
+    num_references = num_values = 0
+    level = [parsed]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        nested = [item for item in level if isinstance(item, Mapping | list | tuple)]
+        mappings = [item for item in nested if isinstance(item, Mapping)]
+        num_values += sum(map(len, nested))
+        if num_values > MAX_GRAMMAR_LENGTH:
+            return f"of at most {MAX_GRAMMAR_LENGTH} characters"
+        num_references += sum("$ref" in mapping for mapping in mappings)
+        patterns = [mapping.get("pattern", "") for mapping in mappings]
+        patterns += [key for m in mappings for key in _keys(m.get("patternProperties"))]
+        if any(isinstance(p, str) and len(p) > MAX_EXPRESSION_LENGTH for p in patterns):
+            return f"with patterns of at most {MAX_EXPRESSION_LENGTH} characters"
+        if num_references > MAX_REFERENCES:
+            return f"with at most {MAX_REFERENCES} references"
+        level = [
+            child
+            for item in nested
+            for child in (item.values() if isinstance(item, Mapping) else item)
+        ]
+        if not nested:
+            return ""
+    return f"nested at most {MAX_SCHEMA_DEPTH} levels deep"
+
+
+def _keys(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Mapping) else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends. vLLM's names and defaults."""
+
+    n: int = 1
+    """Completions of one prompt. They share its media, its encoder rows and its prefix."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this (nucleus sampling)."""
+    top_k: int = 0
+    """Keep this many of the most probable tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as probable as the most probable one."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has already; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the output has the token; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens there were (prompt too), multiplies the negative."""
+    seed: int | None = None
+    """The same seed gives the same tokens, alone or in company; None draws one."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the text; the one completed first wins."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the text."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string, or the stop token, stays in the output text."""
+    bad_words: Sequence[str] | None = None
+    """Words that must not come, neither at the beginning of the output nor within it."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    max_tokens: int | None = 16
+    """Output tokens at most; None: as many as the model's length allows."""
+    min_tokens: int = 0
+    """Output tokens before end-of-sequence and stop tokens may be chosen."""
+    logprobs: int | None = None
+    """Log probabilities of each output token and of so many of the most probable ones there."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt. Such a request reads no cached prefix."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> what is added to its logit, -100 to 100."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only token ids that may come."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    detokenize: bool = True
+    """False: token ids only, no text (and no stop strings)."""
+    structured_outputs: StructuredOutputs | None = None
+    """A JSON schema, a regular expression, choices or a grammar that the text must follow."""
+
+    def __post_init__(self) -> None:
+        self._check_distribution()
+        self._check_penalties()
+        self._check_lengths()
+        self._check_stops()
+        self._check_tokens()
+        self._check_structure()
+
+    def _check_distribution(self) -> None:
+        require(
+            is_real(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature",
+            self.temperature,
+            "in [0, 100]",
+        )
+        require(is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        require(is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "-1, 0 or positive")
+        require(
+            self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**64),
+            "seed",
+            self.seed,
+            "a 64-bit integer or None",
+        )
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(is_real(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
+        factor = self.repetition_penalty
+        require(
+            is_real(factor) and 0.01 <= factor <= 100,
+            "repetition_penalty",
+            factor,
+            "in [0.01, 100]",
+        )
+
+    def _check_lengths(self) -> None:
+        require(
+            is_int(self.n) and 1 <= self.n <= MAX_COMPLETIONS,
+            "n",
+            self.n,
+            f"1 to {MAX_COMPLETIONS}",
+        )
+        most = self.max_tokens
+        require(
+            most is None or (is_int(most) and most >= 1), "max_tokens", most, "positive or None"
+        )
+        require(
+            is_int(self.min_tokens) and self.min_tokens >= 0,
+            "min_tokens",
+            self.min_tokens,
+            "0 or more",
+        )
+        require(
+            most is None or self.min_tokens <= most,
+            "min_tokens",
+            self.min_tokens,
+            f"at most max_tokens ({most})",
+        )
+        for name, most_logprobs in MAX_LOGPROBS.items():
+            value = getattr(self, name)
+            require(
+                value is None or (is_int(value) and 0 <= value <= most_logprobs),
+                name,
+                value,
+                f"0 to {most_logprobs}, or None",
+            )
+
+    def _check_stops(self) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            strings = _strings(value)
+            require(
+                (value is None or isinstance(value, Sequence))
+                and len(strings) <= MAX_STRINGS
+                and all(is_text(string, MAX_STRING_LENGTH) for string in strings),
+                name,
+                type(value).__name__,
+                f"up to {MAX_STRINGS} strings, each of 1 to {MAX_STRING_LENGTH} characters",
+            )
+        is_list = self.bad_words is None or not isinstance(self.bad_words, str)
+        words = self.bad_words or ()
+        require(
+            is_list and all(word.strip() for word in words),
+            "bad_words",
+            type(self.bad_words).__name__,
+            "a list of words, none of them blank",
+        )
+        is_text_wanted = self.detokenize or not self.stop_strings
+        require(is_text_wanted, "stop", "given", "absent when detokenize is False")
+
+    def _check_tokens(self) -> None:
+        for name, most in MAX_TOKEN_IDS.items():
+            value = getattr(self, name)
+            kind = Mapping if name == "logit_bias" else Sequence
+            require(
+                value is None
+                or (
+                    isinstance(value, kind)
+                    and len(value) <= most
+                    # A list may be as long as the vocabulary: no Python code for each token.
+                    and set(map(type, value)) <= {int}
+                    and min(value, default=0) >= 0
+                ),
+                name,
+                type(value).__name__,
+                f"up to {most} token ids" + (" with numbers" if kind is Mapping else ""),
+            )
+        allowed = self.allowed_token_ids
+        require(
+            allowed is None or len(allowed) > 0, "allowed_token_ids", "empty", "None or token ids"
+        )
+        for token_id, bias in (self.logit_bias or {}).items():
+            require(
+                is_real(bias) and -100 <= bias <= 100,
+                f"logit_bias[{token_id}]",
+                bias,
+                "-100 to 100",
+            )
+
+    def _check_structure(self) -> None:
+        structure = self.structured_outputs
+        require(
+            structure is None or isinstance(structure, StructuredOutputs),
+            "structured_outputs",
+            type(structure).__name__,
+            "a StructuredOutputs",
+        )
+        for name in ("ignore_eos", "min_tokens"):
+            value = getattr(self, name)
+            require(
+                structure is None or not value,
+                name,
+                value,
+                "left alone with structured_outputs, which say themselves where the text ends",
+            )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return _strings(self.stop)
+
+
+def _strings(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)

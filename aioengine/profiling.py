@@ -1,0 +1,160 @@
+"""How much memory the largest encoder run and the largest step take, found by running them.
+
+The items are the worst that a family's dummy inputs name; the step has as many tokens and sequences
+as one can have, each at the end of the longest context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from aioengine.adjustments import Adjustments
+from aioengine.errors import ModelLoadError
+from aioengine.models.adapter import TransformersModel
+from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
+from aioengine.processors.inputs import MultiModalKwargsItem
+from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.runner import Runner
+from aioengine.sampler import Sampling
+
+__all__ = ["measure_activations", "peak_bytes"]
+
+ITEMS = {"image": ImageProcessorItems}
+TOKENS_CPU = (64, 256)
+"""Tokens that are tried on a CPU, where a full step takes long; what they add is scaled up."""
+CONTEXT_CPU = 4096
+"""Tokens of context that are tried there at most."""
+
+
+def measure_activations(
+    model: TransformersModel, processor: BaseMultiModalProcessor, limits: Limits
+) -> int:
+    """Bytes beside weights, KV blocks and encoder rows that the engine needs at its worst.
+
+    Raises ModelLoadError where the device cannot run a step or an encoder run of that size.
+    """
+    is_cpu = model.device.type == "cpu"
+    num_blocks = limits.num_groups * 4
+    runner = Runner(model, replace(limits, num_blocks=num_blocks))
+
+    def step_bytes(num_tokens: int) -> int:
+        step = _worst_step(limits, num_tokens, num_blocks, CONTEXT_CPU if is_cpu else None)
+        return peak_bytes(model.device, lambda: runner.step(step).read())
+
+    most = limits.max_num_batched_tokens
+    try:
+        # Steps first: what the allocator keeps of an encoder run would hide what they take.
+        if is_cpu and most > TOKENS_CPU[-1]:
+            few, many = TOKENS_CPU
+            less, more = step_bytes(few), step_bytes(many)
+            needed = less + max(0, more - less) * (most - few) // (many - few)
+        else:
+            needed = step_bytes(most)
+        runs = _worst_encodes(processor, limits)
+        encode_bytes = max(
+            (peak_bytes(model.device, partial(run, runner)) for run in runs), default=0
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"a step of {most} tokens, or an encoder run of {limits.max_num_encoder_input_tokens} "
+            f"rows, does not fit the device beside the weights; lower max_num_batched_tokens, "
+            f"max_num_encoder_input_tokens or max_num_seqs"
+        ) from error
+    # On a CPU the two take turns.
+    return max(encode_bytes, needed) if is_cpu else encode_bytes + needed
+
+
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """By how much memory in use grows, at its highest, while `work()` runs."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        grown = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        return grown
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        before = _resident("VmRSS:")
+        work()
+        return max(0, _resident("VmHWM:") - before)
+    except OSError:  # not Linux: nothing is known
+        return 0
+
+
+def _resident(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _worst_encodes(
+    processor: BaseMultiModalProcessor, limits: Limits
+) -> list[Callable[[Runner], object]]:
+    """Encoder runs over as many of the largest items of each modality as one may have."""
+    info = processor.info
+    runs: list[Callable[[Runner], object]] = []
+    for modality in info.get_supported_mm_limits():
+        if modality not in ITEMS:
+            continue
+        sizes = info.get_mm_max_tokens_per_item(limits.max_model_len, {modality: 1}) or {}
+        rows = max(1, sizes.get(modality, 1))
+        count = min(limits.max_encode_items, max(1, limits.max_num_encoder_input_tokens // rows))
+        dummy = processor.dummy_inputs.get_dummy_processor_inputs(
+            limits.max_model_len, {modality: 1}
+        )
+        items = MultiModalDataItems({modality: ITEMS[modality](dummy.mm_data[modality])})
+        (item,) = processor.process(items, {})[modality]
+        runs.append(partial(_encode, modality, [item] * count))
+    return runs
+
+
+def _encode(modality: str, items: Sequence[MultiModalKwargsItem], runner: Runner) -> None:
+    keys = tuple(str(number) for number in range(len(items)))
+    # The rows' number is not known here: what does not match is kept nowhere, and that is fine.
+    outcomes = runner.encode(EncodePlan(modality, keys, (0,) * len(keys), ()), items)
+    runner.drop(keys)
+    for _, error in outcomes:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+
+
+def _worst_step(
+    limits: Limits, num_tokens: int, num_blocks: int, max_context: int | None
+) -> StepPlan:
+    """Single tokens and one long chunk, or several where one request cannot be as long."""
+    longest = min(limits.max_model_len, max_context or limits.max_model_len)
+    sizes = [1] * (min(limits.max_num_seqs, num_tokens) - 1)
+    rest = num_tokens - len(sizes)
+    while rest:
+        sizes.append(min(rest, longest))
+        rest -= sizes[-1]
+    width = -(-longest // limits.block_size)
+    table = tuple(block % num_blocks for block in range(width))
+    adjustments = Adjustments(repetition_penalty=1.1, frequency_penalty=0.1, bias=((0, 1.0),))
+    sampling = Sampling(temperature=1.0, top_p=0.9, logprobs=20, adjustments=adjustments)
+    sequences = [
+        SequencePlan(
+            request_id=str(number),
+            epoch=0,
+            start=longest - size,
+            end=longest,
+            token_ids=(0,) * size,
+            block_tables=(table,) * limits.num_groups,
+            rows=(),
+            samples=True,
+            output_index=0,
+            sampling=sampling,
+        )
+        for number, size in enumerate(sizes)
+    ]
+    return StepPlan(0, tuple(sequences))

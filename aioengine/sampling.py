@@ -1,0 +1,109 @@
+"""From a caller's sampling parameters to what the scheduler and the sampler work with."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aioengine.adjustments import Adjustments
+from aioengine.errors import InvalidRequestError
+from aioengine.params import SamplingParams
+from aioengine.request import StopRule
+from aioengine.sampler import Constraint, Sampling
+
+__all__ = ["SamplingContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingContext:
+    """What of the model matters here. `vocab_size`: logits per position."""
+
+    tokenizer: Any
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def stop_rule(self, params: SamplingParams) -> StopRule:
+        """When a completion ends by itself."""
+        return StopRule(
+            max_tokens=params.max_tokens or self.max_model_len,
+            min_tokens=params.min_tokens,
+            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+        )
+
+    def samplings(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: tuple[int, ...],
+        constraints: Sequence[Constraint],
+    ) -> list[Sampling]:
+        """How the tokens of each of the `n` completions are chosen.
+
+        `constraints`: one for each, or none. The i-th uses the seed plus i, so that the first of
+        several is what a single one would be. Raises InvalidRequestError for token ids that the
+        model does not have.
+        """
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        adjustments = self._adjustments(params, prompt_token_ids)
+        return [
+            Sampling(
+                temperature=params.temperature,
+                top_k=max(0, params.top_k),
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=seed + index,
+                logprobs=params.logprobs,
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                prompt_token_ids=prompt_token_ids,
+                adjustments=adjustments,
+                constraint=constraints[index] if constraints else None,
+            )
+            for index in range(params.n)
+        ]
+
+    def _adjustments(
+        self, params: SamplingParams, prompt_token_ids: tuple[int, ...]
+    ) -> Adjustments | None:
+        """None where there is nothing to adjust, which is the usual case."""
+        rule = self.stop_rule(params)
+        ends = rule.eos_token_ids | rule.stop_token_ids if params.min_tokens else ()
+        repeats = params.repetition_penalty != 1
+        prompt = tuple(i for i in set(prompt_token_ids) if i < self.vocab_size) if repeats else ()
+        adjustments = Adjustments(
+            allowed=None
+            if params.allowed_token_ids is None
+            else tuple(sorted(set(params.allowed_token_ids))),
+            bias=tuple((i, float(bias)) for i, bias in (params.logit_bias or {}).items() if bias),
+            banned=tuple(sorted(i for i in ends if i < self.vocab_size)),
+            min_tokens=params.min_tokens,
+            bad_words=self._bad_words(params.bad_words or ()),
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            prompt_token_ids=prompt,
+        )
+        return adjustments if adjustments.is_active else None
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens, as they are at the beginning of a text and after a space."""
+        forms = [form for word in words for form in (word.lstrip(), " " + word.lstrip())]
+        encoded = [
+            tuple(self.tokenizer.encode(form, add_special_tokens=False))
+            for form in forms
+            if form.strip()
+        ]
+        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < self.vocab_size))
+
+    def _check_ids(self, parameter: str, token_ids: Sequence[int]) -> None:
+        largest = max(token_ids, default=0)
+        if largest >= self.vocab_size:
+            raise InvalidRequestError(
+                f"{parameter} has the token id {largest}, but the model has {self.vocab_size}",
+                parameter=parameter,
+                value=largest,
+            )
