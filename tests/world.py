@@ -124,6 +124,7 @@ class World:
     last_token: dict[str, int] = field(default_factory=dict)
     leaders: dict[str, Request] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
@@ -175,6 +176,8 @@ class World:
             self.outputs[advance.request_id].append(advance.token_id)
             if advance.finish_reason is not None:
                 self.endings[advance.request_id] = str(advance.finish_reason)
+        leaders = self.leaders.values()
+        self.shared |= {leader.request_id for leader in leaders if leader.has_computed_prompt}
         self.check()
 
     def pixels(self, key: str) -> None:
@@ -260,7 +263,8 @@ class World:
             assert not (request.awaits_tokens and UNSAMPLED in s.token_ids)
             leader = self.leaders.get(s.request_id)
             if leader is not None and s.request_id not in self.begun:
-                assert leader.request_id in self.endings or leader.has_computed_prompt
+                # The leader may have been preempted since.
+                assert leader.request_id in self.endings or leader.request_id in self.shared
             self.begun.add(s.request_id)
             whole = list(request.bidirectional)
             if self.limits.disable_chunked_mm_input:

@@ -213,10 +213,16 @@ async def test_a_driver_that_does_not_start() -> None:
 async def test_closing_waits_for_what_is_launched_and_cancels_the_rest(
     driver: FakeDriver, device: CudaDevice
 ) -> None:
-    gate = threading.Event()
+    gate, is_running = threading.Event(), threading.Event()
     launched = device.submit_step(lambda: 1)
     await driver.wait_for(1)
-    running = device.submit_step(lambda: gate.wait(WAIT_S))
+
+    def runs() -> bool:
+        is_running.set()
+        return gate.wait(WAIT_S)
+
+    running = device.submit_step(runs)
+    assert await asyncio.to_thread(is_running.wait, WAIT_S)
     queued = [device.submit_step(lambda: 3), device.submit_encode(lambda: 4)]
     closing = asyncio.ensure_future(device.aclose())
     await turns()
