@@ -71,7 +71,10 @@ def measure_activations(
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """By how much memory in use grows, at its highest, while `work()` runs."""
+    """By how much memory in use grows, at its highest, while `work()` runs.
+
+    What the process's allocator has kept for reuse counts as in use.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
