@@ -176,8 +176,7 @@ class World:
             self.outputs[advance.request_id].append(advance.token_id)
             if advance.finish_reason is not None:
                 self.endings[advance.request_id] = str(advance.finish_reason)
-        leaders = self.leaders.values()
-        self.shared |= {leader.request_id for leader in leaders if leader.has_computed_prompt}
+        self.note_leaders()
         self.check()
 
     def pixels(self, key: str) -> None:
@@ -257,6 +256,7 @@ class World:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens
         assert len(plan.sequences) <= self.limits.max_num_seqs
         assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
+        self.note_leaders()  # one that was preempted may find its whole prompt in the cache
         for s in plan.sequences:
             assert s.start < s.end == s.start + len(s.token_ids)
             request = self.requests[s.request_id]
@@ -281,6 +281,10 @@ class World:
             assert taken == due
         num_slots = sum(request.has_slot for request in self.scheduler._running)
         assert num_slots <= self.limits.max_num_seqs
+
+    def note_leaders(self) -> None:
+        leaders = self.leaders.values()
+        self.shared |= {leader.request_id for leader in leaders if leader.has_computed_prompt}
 
     def needs(self) -> dict[str, tuple[int, int]]:
         """Key -> how soon it is needed, written anew.
