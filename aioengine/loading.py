@@ -37,7 +37,8 @@ class Loaded:
     `processors` for the media workers, `front` for the thread that tokenises and lays out, `home`
     for the event loop's own thread, which detokenises and lends it to the application.
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
-    `longest_token`: in characters; a text of n has at least n / longest_token tokens.
+    `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
+    compiles structured outputs for the model's vocabulary.
     """
 
     runner: Runner
@@ -95,17 +96,18 @@ def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         max_item_rows=_max_item_rows(front, config),
     )
     limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
+    eos_token_ids = _eos_token_ids(model)
     return Loaded(
         runner=Runner(model, limits),
         limits=limits,
         front=front,
         home=_clone(model_class, context),
         processors=tuple(_clone(model_class, context) for _ in range(config.num_processor_workers)),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=eos_token_ids,
         row_bytes=model.hidden_size * model.dtype.itemsize,
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
-        grammars=Grammars(context.tokenizer, model.vocab_size, _eos_token_ids(model)),
+        grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
     )
 
 

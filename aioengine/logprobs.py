@@ -11,10 +11,10 @@ from torch import Tensor
 from aioengine.kernels.transfer import to_host
 from aioengine.types import Logprob, TokenLogprobs
 
-__all__ = ["Scores", "score"]
+__all__ = ["CHUNK_NUMBERS", "Scores", "score"]
 
 CHUNK_NUMBERS = 1 << 22
-"""Logits that are worked on at a time."""
+"""Logits that are worked on at a time, here and in sampling, which bounds the memory taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,19 +12,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from aioengine.adjustments import Adjuster, Adjustments
 from aioengine.kernels.transfer import upload
-from aioengine.logprobs import Scores, score
+from aioengine.logprobs import CHUNK_NUMBERS, Scores, score
 
 __all__ = ["Constraint", "Sampled", "Sampler", "Sampling", "choose", "uniform"]
 
-CHUNK_NUMBERS = 1 << 22
-"""Probabilities that are worked on at a time, which bounds the memory that sampling takes."""
 HEAD = 256
 """Tokens that are looked at first for top-p on a CPU: they nearly always hold enough."""
 COLDEST = 1e-37
@@ -131,24 +129,24 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]
 def _draw(logits: Tensor, samplings: Sequence[Sampling], picks: Sequence[float]) -> Tensor:
     """Random token ids [m] of `logits` [m, vocab], all with a positive temperature."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    column = _column_maker(logits.device)
-    temperature = column([max(s.temperature, COLDEST) for s in samplings]).to(dtype)
+    logits = logits.to(dtype)
+    temperature = _column([max(s.temperature, COLDEST) for s in samplings], logits.device)
     # The largest becomes 0 before the division, so that a small temperature cannot overflow.
-    weights = logits.to(dtype) - logits.to(dtype).amax(dim=-1, keepdim=True)
-    weights.div_(temperature).exp_()
-    floor = column([s.min_p for s in samplings]).to(dtype)  # the largest weight is 1
+    weights = logits - logits.amax(dim=-1, keepdim=True)
+    weights.div_(temperature.to(dtype)).exp_()
+    floor = _column([s.min_p for s in samplings], logits.device).to(
+        dtype
+    )  # the largest weight is 1
     for rows, least in _thresholds(weights, samplings):
         floor[rows, 0] = torch.maximum(floor[rows, 0], least)
     if any(s.top_k or s.top_p < 1 or s.min_p for s in samplings):
         weights.masked_fill_(weights < floor, 0.0)
-    return _invert(weights, column(picks))
+    return _invert(weights, _column(picks, logits.device))
 
 
-def _column_maker(device: torch.device) -> Any:
-    def column(values: Sequence[float]) -> Tensor:
-        return upload(values, device, torch.float64)[:, None]
-
-    return column
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    """Numbers for the rows of a batch: float64 [m, 1]."""
+    return upload(values, device, torch.float64)[:, None]
 
 
 def _thresholds(weights: Tensor, samplings: Sequence[Sampling]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -166,8 +164,9 @@ def _thresholds(weights: Tensor, samplings: Sequence[Sampling]) -> Iterator[tupl
     by_p = [row for row, s in enumerate(samplings) if s.top_p < 1 and not 0 < s.top_k < vocab]
     if by_p and device.type == "cpu" and vocab > 8 * HEAD:
         rows = upload(by_p, device)
-        head = _descending(weights[rows], HEAD)
-        total = weights[rows].sum(-1, keepdim=True, dtype=torch.float64)
+        some = weights[rows]
+        head = _descending(some, HEAD)
+        total = some.sum(-1, keepdim=True, dtype=torch.float64)
         least = _nucleus(head, [samplings[row].top_p for row in by_p], total)
         # The head holds the nucleus where its last token is not needed.
         is_enough = head[:, -1] < least
@@ -193,7 +192,7 @@ def _nucleus(head: Tensor, top_p: Sequence[float], total: Tensor) -> Tensor:
     `head` [m, width] are the largest weights, descending, 0 where they do not count. Where they do
     not reach the share, the last of them that counts.
     """
-    share = upload(top_p, head.device, torch.float64)[:, None] * total
+    share = _column(top_p, head.device) * total
     before = head.cumsum(-1, dtype=torch.float64) - head
     kept = (before < share) & (head > 0)
     last = kept.sum(-1, keepdim=True) - 1

@@ -133,11 +133,11 @@ def measure(
 ) -> dict[str, Any]:
     """Exactly right answers per kind, and the seeds used."""
     # Sorted by kind, so that a batch's answers are of about one length.
-    todo = sorted(items(first, count), key=lambda item: item.kind)
+    wanted = sorted(items(first, count), key=lambda item: item.kind)
     right = dict.fromkeys(("description", *scenes.QUESTION_KINDS), 0)
     faults = []
-    for start in range(0, len(todo), batch):
-        chunk = todo[start : start + batch]
+    for start in range(0, len(wanted), batch):
+        chunk = wanted[start : start + batch]
         answers = model.answer([way(item.seed) for item in chunk], [item.text for item in chunk])
         for item, answer in zip(chunk, answers, strict=True):
             right[item.kind] += answer == item.answer
@@ -147,7 +147,7 @@ def measure(
         kind: {"right": number, "of": count, "share": round(number / count, 4)}
         for kind, number in right.items()
     }
-    seeds = [min(item.seed for item in todo), max(item.seed for item in todo)]
+    seeds = [min(item.seed for item in wanted), max(item.seed for item in wanted)]
     return {
         "seeds": seeds,
         "results": results,
