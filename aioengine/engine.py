@@ -306,6 +306,7 @@ class AsyncEngine:
             )
 
     def _check_open(self) -> Desk:
+        """The desk of an engine that runs; raises EngineError where it does not."""
         if self._loop is not None:
             self._check_loop()
         if self._dead is not None:

@@ -134,9 +134,8 @@ def _draw(logits: Tensor, samplings: Sequence[Sampling], picks: Sequence[float])
     # The largest becomes 0 before the division, so that a small temperature cannot overflow.
     weights = logits - logits.amax(dim=-1, keepdim=True)
     weights.div_(temperature.to(dtype)).exp_()
-    floor = _column([s.min_p for s in samplings], logits.device).to(
-        dtype
-    )  # the largest weight is 1
+    # The largest weight is 1.
+    floor = _column([s.min_p for s in samplings], logits.device).to(dtype)
     for rows, least in _thresholds(weights, samplings):
         floor[rows, 0] = torch.maximum(floor[rows, 0], least)
     if any(s.top_k or s.top_p < 1 or s.min_p for s in samplings):
