@@ -1,12 +1,13 @@
 """The caller's loop stays free while large pictures are decoded and streams run.
 
 Two measures, because a test machine is noisy. *Held*: CPU time of the loop's thread within one
-callback; other processes do not count into it, so one bad value is one too many. *Stall*: how late
-a short sleep ends, which also sees other threads that hold the interpreter's lock. From it is taken
-the time for which the kernel let one of our threads, ready to run, wait for a core (Linux tells):
-it may be the loop's thread or the one that holds the lock, and on a machine with cores to spare it
-is next to nothing. What is left can still be noise, so the best of a few attempts counts. Decoders
-that block, on the loop or with the lock held, are as bad in each attempt, and are caught below.
+callback; other processes hardly count into it, but a garbage collection and a core that the
+machine's host takes away do. *Stall*: how late a short sleep ends, which also sees other threads
+that hold the interpreter's lock. From it is taken the time for which the kernel let one of our
+threads, ready to run, wait for a core (Linux tells): it may be the loop's thread or the one that
+holds the lock, and on a machine with cores to spare it is next to nothing. What is left can still
+be noise, so the best of a few attempts counts. Decoders that block, on the loop or with the lock
+held, are as bad in each attempt, and are caught below.
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class LoopProbe:
     _queue: RunQueue = field(default_factory=RunQueue, repr=False)
     _patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch, repr=False)
 
+    @property
+    def is_free(self) -> bool:
+        return self.longest_held < MAX_HELD_S and self.longest_stall < MAX_STALL_S
+
     async def __aenter__(self) -> Self:
         self._patch.setattr(asyncio.events.Handle, "_run", self._timed_run())
         self._task = asyncio.create_task(self._tick())
@@ -165,17 +170,15 @@ async def test_many_large_pictures_do_not_hold_the_loop(
     folder: Path, pictures: list[bytes]
 ) -> None:
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
-        stalls = []
+        probes = []
         for _ in range(ATTEMPTS):
-            probe = await measure(engine, pictures)
-            assert probe.num_ticks > 100
-            assert probe.longest_held < MAX_HELD_S, probe
-            stalls.append(probe.longest_stall)
-            if probe.longest_stall < MAX_STALL_S:
+            probes.append(await measure(engine, pictures))
+            assert probes[-1].num_ticks > 100
+            if probes[-1].is_free:
                 break
             await settled(engine)
             await engine.reset_caches()
-        assert min(stalls) < MAX_STALL_S, stalls
+        assert probes[-1].is_free, probes
         assert engine.statistics().stages["decode"].count >= NUM_PICTURES
 
 
