@@ -25,7 +25,9 @@ from aioengine.encoder import Encoder
 from aioengine.errors import (
     EngineClosedError,
     EngineDeadError,
+    EngineError,
     InvalidRequestError,
+    ModelLoadError,
     OverloadedError,
     RequestAbortedError,
     WrongLoopError,
@@ -107,11 +109,8 @@ class AsyncEngine:
             raise EngineClosedError("an engine is started once; make a new one")
         self._loop = asyncio.get_running_loop()
         try:
-            self._device = await _open_device(self._loop, self.config.device)
-            self._resources.push_async_callback(self._device.aclose)
-            if self._closing is None:
-                loaded = await self._device.submit_step(partial(_load, self._model, self.config))
-            if self._closing is None:
+            loaded = await self._open()
+            if loaded is not None:
                 self._assemble(loaded)
                 started = self._loop.create_future()
                 self._main = asyncio.create_task(self._serve(started), name="aioengine")
@@ -128,6 +127,24 @@ class AsyncEngine:
             await self._resources.aclose()
             raise EngineClosedError("the engine was closed while it was starting")
         self._was_started = self._is_open = True
+
+    async def _open(self) -> Loaded | None:
+        """The device's queues and the model; None if the engine is closed meanwhile."""
+        try:
+            self._device = await _open_device(self.config.device)
+            self._resources.push_async_callback(self._device.aclose)
+            if self._closing is not None:
+                return None
+            loaded: Loaded = await self._device.submit_step(
+                partial(_load, self._model, self.config)
+            )
+            return loaded if self._closing is None else None
+        except EngineError:
+            raise
+        except Exception as error:  # whatever torch, a driver or a checkpoint can raise
+            raise ModelLoadError(
+                f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
+            ) from error
 
     def _assemble(self, loaded: Loaded) -> None:
         # Not at the top of the file: intake needs torch, which is imported at start.
@@ -395,8 +412,9 @@ class AsyncEngine:
         self._desk.deliver(plan, result)
 
 
-async def _open_device(loop: asyncio.AbstractEventLoop, name: str) -> Device:
+async def _open_device(name: str) -> Device:
     """The queues of the device that the configuration means."""
+    loop = asyncio.get_running_loop()
     if name == "cpu":
         return CpuDevice(loop)
     device = await anyio.to_thread.run_sync(_find_device, name)

@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from aioengine.config import EngineConfig
-from aioengine.errors import EngineError, ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import resolve
 from aioengine.plan import Limits
@@ -53,19 +52,11 @@ class Loaded:
     grammars: Grammars
 
 
-def load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
-    """Load weights, tokenizer and processors. Blocks for seconds. Raises ModelLoadError."""
-    try:
-        return _load(model, config)
-    except EngineError:
-        raise
-    except Exception as error:  # whatever a checkpoint can make transformers raise
-        raise ModelLoadError(
-            f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
-        ) from error
+def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
+    """Load weights, tokenizer and processors. Blocks for seconds.
 
-
-def _load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
+    Raises ModelLoadError, and whatever else a checkpoint can make transformers raise.
+    """
     hf_config = transformers.AutoConfig.from_pretrained(
         path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from aioengine.adjustments import Adjustments
 from aioengine.errors import ModelLoadError
@@ -44,7 +45,8 @@ def measure_activations(
     runner = Runner(model, replace(limits, num_blocks=num_blocks))
 
     def step_bytes(num_tokens: int) -> int:
-        step = _worst_step(limits, num_tokens, num_blocks, CONTEXT_CPU if is_cpu else None)
+        context = CONTEXT_CPU if is_cpu else None
+        step = _worst_step(limits, model.vocab_size, num_tokens, num_blocks, context)
         return peak_bytes(model.device, lambda: runner.step(step).read())
 
     most = limits.max_num_batched_tokens
@@ -131,8 +133,22 @@ def _encode(modality: str, items: Sequence[MultiModalKwargsItem], runner: Runner
             raise error
 
 
+class _AnyToken:
+    """A grammar that allows all."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._mask = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
+
+    def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor:
+        return self._mask
+
+
 def _worst_step(
-    limits: Limits, num_tokens: int, num_blocks: int, max_context: int | None
+    limits: Limits,
+    vocab_size: int,
+    num_tokens: int,
+    num_blocks: int,
+    max_context: int | None,
 ) -> StepPlan:
     """Single tokens and one long chunk, or several where one request cannot be as long."""
     longest = min(limits.max_model_len, max_context or limits.max_model_len)
@@ -144,7 +160,15 @@ def _worst_step(
     width = -(-longest // limits.block_size)
     table = tuple(block % num_blocks for block in range(width))
     adjustments = Adjustments(repetition_penalty=1.1, frequency_penalty=0.1, bias=((0, 1.0),))
-    sampling = Sampling(temperature=1.0, top_p=0.9, logprobs=20, adjustments=adjustments)
+    sampling = Sampling(
+        temperature=1.0,
+        top_p=0.9,
+        logprobs=20,
+        prompt_logprobs=20,
+        prompt_token_ids=(0,) * longest,
+        adjustments=adjustments,
+        constraint=_AnyToken(vocab_size),
+    )
     sequences = [
         SequencePlan(
             request_id=str(number),

@@ -127,7 +127,7 @@ class Ticket:
         """By the scheduler's name for each."""
         self.intake: asyncio.Task[None] | None = None
         self.has_ended = False
-        self._prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._sink = sink
         self._submitted = time.perf_counter()
         self._times: dict[str, float] = {}
@@ -152,7 +152,9 @@ class Ticket:
 
     def note_prompt(self, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Log probabilities of prompt tokens, from position `first` on."""
-        self._prompt_logprobs.update(enumerate(logprobs, first))
+        found = self._prompt_logprobs
+        found.extend([None] * (first - len(found)))
+        found[first : first + len(logprobs)] = logprobs
 
     def deliver(self, advance: Advance, logprobs: TokenLogprobs | None) -> bool:
         """Turn an accepted token into a delta. Returns whether its completion has ended."""
@@ -200,13 +202,9 @@ class Ticket:
         if self.params.prompt_logprobs is None:
             return None
         length = len(request.prompt_token_ids)
-        taken = {
-            position + place
-            for item in request.items
-            for position, _, count in item.span.row_runs(0, length)
-            for place in range(count)
-        }
-        return tuple(
-            None if position in taken else self._prompt_logprobs.get(position)
-            for position in range(length)
-        )
+        # Whole runs at a time: prompts are long, and this is the event loop.
+        found = self._prompt_logprobs + [None] * (length - len(self._prompt_logprobs))
+        for item in request.items:
+            for position, _, count in item.span.row_runs(0, length):
+                found[position : position + count] = [None] * count
+        return tuple(found)

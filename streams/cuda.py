@@ -16,22 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from aioengine.streams.bridge import LoopBridge
-from aioengine.streams.device import failure_of, settle
+from aioengine.streams.device import DECODER, ENCODER, QueuedDevice, failure_of, settle
 from aioengine.types import read
 
-__all__ = ["DECODER", "ENCODER", "CudaDevice", "Driver", "Mark", "TorchDriver"]
+__all__ = ["CudaDevice", "Driver", "Mark", "TorchDriver"]
 
-Job = tuple[str, Callable[[], Any], "asyncio.Future[Any]"]
 Sent = tuple["Mark", Any, "asyncio.Future[Any]"]
-
-DECODER, ENCODER = "decoder", "encoder"
 
 
 class Mark(Protocol):
@@ -58,114 +52,58 @@ class Driver(Protocol):
         ...
 
 
-class CudaDevice:
-    """A launch thread and two threads that wait. One step may be launched while another runs."""
+class CudaDevice(QueuedDevice):
+    """A launch thread and two threads that wait. One step may be launched while another runs.
+
+    No encoder job lingers for a step: launching it takes a moment, and the device does both.
+    """
 
     run_ahead = 1
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, driver: Driver, *, max_streak: int = 4
     ) -> None:
-        """After `max_streak` steps in a row an encoder run that waits is launched."""
-        self._bridge = LoopBridge(loop)
+        """See `QueuedDevice`."""
         self._driver = driver
-        self._steps: deque[Job] = deque()
-        self._encodes: deque[Job] = deque()
-        self._max_streak = max_streak
-        self._streak = 0
-        self._is_closed = False
-        self._changed = threading.Condition()
-        self._ended = loop.create_future()
         self._sent: dict[str, SimpleQueue[Sent | None]] = {
             DECODER: SimpleQueue(),
             ENCODER: SimpleQueue(),
         }
-        self._waiters = [self._thread(f"wait-{name}", self._wait, name) for name in self._sent]
-        self._launcher = self._thread("launch", self._launch)
+        super().__init__(loop, max_streak=max_streak)
 
-    def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        """See `Device`."""
-        return self._submit(self._steps, DECODER, job)
-
-    def submit_encode(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        """See `Device`."""
-        return self._submit(self._encodes, ENCODER, job)
-
-    def rest(self) -> None:
-        """See `Device`: here nothing is held back."""
-
-    async def aclose(self) -> None:
-        """See `Device`."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        # The waiter's own cancellation must not cancel the future that other waiters share.
-        await asyncio.shield(self._ended)
-        self._launcher.join()
-        self._bridge.close()
-
-    def _submit(self, queue: deque[Job], name: str, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = self._bridge.loop.create_future()
-        with self._changed:
-            if self._is_closed:
-                future.cancel()
-                return future
-            queue.append((name, job, future))
-            self._changed.notify()
-        return future
-
-    def _thread(self, name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
-        thread = threading.Thread(target=target, args=args, name=f"aioengine-{name}", daemon=True)
-        thread.start()
-        return thread
-
-    # ---- the launch thread
-
-    def _launch(self) -> None:
+    def _launch_all(self) -> None:
+        waiters = [
+            threading.Thread(
+                target=self._wait_all, args=(name,), name=f"aioengine-wait-{name}", daemon=True
+            )
+            for name in self._sent
+        ]
+        for waiter in waiters:
+            waiter.start()
         broken: Exception | None = None
         try:
             self._driver.start()
         except BaseException as caught:
             broken = failure_of(caught)
         while (job := self._next()) is not None:
-            name, function, future = job
             try:
                 if broken is not None:
                     raise broken
-                with self._driver.queue(name):
-                    result = function()
-                mark = self._driver.mark(name)
+                with self._driver.queue(job.queue):
+                    result = job.function()
+                mark = self._driver.mark(job.queue)
             except BaseException as caught:  # whatever it is, the waiter has to know
-                self._bridge.call(settle, future, None, failure_of(caught))
+                self._bridge.call(settle, job.future, None, failure_of(caught))
             else:
-                self._sent[name].put((mark, result, future))
+                self._sent[job.queue].put((mark, result, job.future))
                 del result, mark
-            del job, function, future
+            del job
         for sent in self._sent.values():
             sent.put(None)
-        for waiter in self._waiters:
+        for waiter in waiters:
             waiter.join()
-        self._bridge.call(settle, self._ended, None, None)
 
-    def _next(self) -> Job | None:
-        with self._changed:
-            while True:
-                if self._is_closed:
-                    for _, _, future in [*self._steps, *self._encodes]:
-                        self._bridge.call(future.cancel)
-                    return None
-                encode_is_due = self._encodes and self._streak >= self._max_streak
-                if self._steps and not encode_is_due:
-                    self._streak += 1
-                    return self._steps.popleft()
-                if self._encodes:
-                    self._streak = 0
-                    return self._encodes.popleft()
-                self._changed.wait()
-
-    # ---- the threads that wait
-
-    def _wait(self, name: str) -> None:
+    def _wait_all(self, name: str) -> None:
         while (sent := self._sent[name].get()) is not None:
             mark, launched, future = sent
             try:

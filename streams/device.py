@@ -9,10 +9,17 @@ as a `Launched`, and a handle ends when the device has done the work and the res
 from __future__ import annotations
 
 import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Device", "failure_of", "settle"]
+from aioengine.streams.bridge import LoopBridge
+
+__all__ = ["DECODER", "ENCODER", "Device", "Job", "QueuedDevice", "failure_of", "settle"]
+
+DECODER, ENCODER = "decoder", "encoder"
 
 
 class Device(Protocol):
@@ -58,3 +65,100 @@ def settle(future: asyncio.Future[Any], result: Any, error: Exception | None) ->
         future.set_result(result)
     else:
         future.set_exception(error)
+
+
+class Job(NamedTuple):
+    """A function that waits in a queue, and its handle."""
+
+    queue: str
+    function: Callable[[], Any]
+    future: asyncio.Future[Any]
+
+
+class QueuedDevice(ABC):
+    """The two queues, and the launch thread that takes jobs from them.
+
+    Steps go first, but after `max_streak` of them in a row an encoder job gets its turn. Between
+    two steps the loop needs a moment to commit one and plan the next: for up to `linger_s` the
+    thread waits for that step rather than take an encoder job that would delay every stream.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, *, max_streak: int = 4, linger_s: float = 0.0
+    ) -> None:
+        """A subclass that needs more than this in `_launch_all` makes it first: it begins here."""
+        self._bridge = LoopBridge(loop)
+        self._max_streak = max_streak
+        self._linger_s = linger_s
+        self._steps: deque[Job] = deque()
+        self._encodes: deque[Job] = deque()
+        self._streak = 0
+        self._step_may_follow = False
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._ended = loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="aioengine-device", daemon=True)
+        self._thread.start()
+
+    def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
+        """See `Device`."""
+        return self._submit(self._steps, DECODER, job)
+
+    def submit_encode(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
+        """See `Device`."""
+        return self._submit(self._encodes, ENCODER, job)
+
+    def rest(self) -> None:
+        """See `Device`."""
+        with self._changed:
+            if self._step_may_follow:
+                self._step_may_follow = False
+                self._changed.notify()
+
+    async def aclose(self) -> None:
+        """See `Device`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        # The waiter's own cancellation must not cancel the future that other waiters share.
+        await asyncio.shield(self._ended)
+        self._thread.join()
+        self._bridge.close()
+
+    def _submit(self, queue: deque[Job], name: str, job: Callable[[], Any]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._bridge.loop.create_future()
+        with self._changed:
+            if self._is_closed:
+                future.cancel()
+                return future
+            queue.append(Job(name, job, future))
+            self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        self._launch_all()
+        self._bridge.call(settle, self._ended, None, None)
+
+    @abstractmethod
+    def _launch_all(self) -> None:
+        """On the launch thread: take jobs (`_next`) until there are none, and settle each."""
+
+    def _next(self) -> Job | None:
+        """Wait for the next job. None: the device has been closed."""
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    for job in [*self._steps, *self._encodes]:
+                        self._bridge.call(job.future.cancel)
+                    return None
+                encode_is_due = self._encodes and self._streak >= self._max_streak
+                if self._steps and not encode_is_due:
+                    self._streak += 1
+                    self._step_may_follow = self._linger_s > 0
+                    return self._steps.popleft()
+                if self._encodes and (encode_is_due or not self._step_may_follow):
+                    self._streak = 0
+                    return self._encodes.popleft()
+                lingers = bool(self._encodes)
+                if not self._changed.wait(self._linger_s if lingers else None) and lingers:
+                    self._step_may_follow = False

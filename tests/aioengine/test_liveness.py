@@ -22,6 +22,7 @@ from aioengine.errors import (
     RequestAbortedError,
     WrongLoopError,
 )
+from aioengine.streams.cuda import CudaDevice
 from tests.engines import (
     Spans,
     cancelled_at,
@@ -408,6 +409,35 @@ async def test_a_start_that_fails_leaves_nothing(tmp_path: Path, folder: Path) -
             await engine.start()
         assert engine_threads() == []
         await engine.aclose()
+
+
+class NoStreams:
+    """The driver of a GPU that cannot be used."""
+
+    def start(self) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    def queue(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def mark(self, name: str) -> Any:
+        raise NotImplementedError
+
+
+async def test_a_device_that_cannot_be_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def open_broken(name: str) -> CudaDevice:
+        return CudaDevice(asyncio.get_running_loop(), NoStreams())
+
+    async def without_torch(name: str) -> CudaDevice:
+        raise ImportError("No module named 'torch'")
+
+    for open_device, reason in ((open_broken, "kernel image"), (without_torch, "No module")):
+        monkeypatch.setattr("aioengine.engine._open_device", open_device)
+        with pytest.raises(ModelLoadError, match=reason):
+            await AsyncEngine.from_pretrained(folder).start()
+        assert engine_threads() == []
 
 
 # ---- several engines

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine.streams.cuda import DECODER, ENCODER, CudaDevice, TorchDriver
+from aioengine.streams.cuda import CudaDevice, TorchDriver
+from aioengine.streams.device import DECODER, ENCODER
 from aioengine.types import Launched
 
 

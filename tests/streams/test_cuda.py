@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import pytest_asyncio
 
-from aioengine.streams.cuda import DECODER, ENCODER, CudaDevice
+from aioengine.streams.cuda import CudaDevice
+from aioengine.streams.device import DECODER, ENCODER
 from aioengine.types import Launched
 
 WAIT_S = 20
