@@ -85,9 +85,13 @@ class Desk:
 
     def deliver(self, plan: StepPlan, result: StepResult) -> None:
         """Take a step's result and hand its tokens to their streams."""
-        for name, (first, scores) in result.prompt_logprobs.items():
-            if name in self._owners:
-                self._owners[name].note_prompt(first, scores)
+        for sequence in plan.sequences:
+            name = sequence.request_id
+            if name in result.prompt_logprobs and name in self._owners:
+                ticket = self._owners[name]
+                # The name may have a new owner since the step was launched.
+                if ticket.completions[name].request.sampling is sequence.sampling:
+                    ticket.note_prompt(*result.prompt_logprobs[name])
         for advance in self._scheduler.commit(plan, result.token_ids):
             name = advance.request_id
             ticket = self._owners.get(name)

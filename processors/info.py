@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class ProcessingContext:
         """This worker's tokenizer: its HF processor's where that is loaded, else loaded now."""
         if self._tokenizer is None:
             # A large vocabulary takes a second to load: not twice.
-            self._tokenizer = getattr(self._hf_processor, "tokenizer", None)
+            self._tokenizer = _tokenizer_in(self._hf_processor)
         if self._tokenizer is None:
             self._tokenizer = self._load("tokenizer", self._tokenizer_factory)
         return self._tokenizer
@@ -70,14 +71,10 @@ class ProcessingContext:
 
     def clone(self) -> ProcessingContext:
         """The same for another worker thread, with a tokenizer and an HF processor of its own."""
-        return ProcessingContext(
-            self.model,
-            hf_config=self.hf_config,
-            tokenizer_factory=self._tokenizer_factory,
-            processor_factory=self._processor_factory,
-            limit_mm_per_prompt=self.limit_mm_per_prompt,
-            mm_processor_kwargs=self.mm_processor_kwargs,
-        )
+        other = copy.copy(self)
+        # In one go, as one may hold the other; half as long as to load them again.
+        other._tokenizer, other._hf_processor = copy.deepcopy((self._tokenizer, self._hf_processor))
+        return other
 
     def _load(self, what: str, factory: Callable[[], Any]) -> Any:
         try:
@@ -87,6 +84,12 @@ class ProcessingContext:
             raise ModelLoadError(
                 f"the {what} of {self.model!r} could not be loaded: {type(error).__name__}"
             ) from error
+
+
+def _tokenizer_in(hf_processor: Any) -> Any:
+    """The one that a processor holds; for a text model AutoProcessor gives a tokenizer itself."""
+    is_tokenizer = hasattr(hf_processor, "convert_ids_to_tokens")
+    return hf_processor if is_tokenizer else getattr(hf_processor, "tokenizer", None)
 
 
 def load_context(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -206,10 +209,36 @@ async def test_a_late_failure_spares_the_name_s_new_owner(
         stream = engine.stream("Tell", params(1, max_tokens=100), request_id="a")
         async with stream:
             await stream.receive()
-            await engine.abort("a")
-        late.append("a")
+            desk.abort("a", "enough")  # with no moment between the two for that step to end
+            late.append("a")
         output = await engine.generate("Tell", params(1), request_id="a")
         assert len(output.token_ids) == 12
+
+
+async def test_late_scores_of_a_prompt_are_not_the_name_s_new_owner_s(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt is the longer one, and its second step ends after the name changed hands."""
+    async with running_engine(folder, max_num_batched_tokens=16) as engine:
+        wanted = params(1, prompt_logprobs=1)
+        expected = await engine.generate("Tell", wanted)
+        runner, numbers = engine._parts.runner, itertools.count()
+        is_held, gate, step = threading.Event(), threading.Event(), runner.step
+
+        def held(plan: StepPlan) -> Any:
+            if next(numbers) == 1:
+                is_held.set()
+                assert gate.wait(20)
+            return step(plan)
+
+        monkeypatch.setattr(runner, "step", held)
+        async with engine.stream("Tell me more " * 10, wanted, request_id="a") as first:
+            await asyncio.to_thread(is_held.wait, 20)
+            first.close()
+        async with engine.stream("Tell", wanted, request_id="a") as second:
+            gate.set()
+            output = await second.result()
+        assert output.prompt_logprobs == expected.prompt_logprobs
 
 
 async def test_followers_ask_for_no_picture_again(folder: Path) -> None:
