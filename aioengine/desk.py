@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioengine.errors import InvalidRequestError, RequestAbortedError, typed
-from aioengine.plan import StepPlan, StepResult
+from aioengine.plan import SequencePlan, StepPlan, StepResult
 from aioengine.scheduler import Scheduler
 from aioengine.ticket import Ticket
 from aioengine.types import Prompt
@@ -86,12 +86,7 @@ class Desk:
     def deliver(self, plan: StepPlan, result: StepResult) -> None:
         """Take a step's result and hand its tokens to their streams."""
         for sequence in plan.sequences:
-            name = sequence.request_id
-            if name in result.prompt_logprobs and name in self._owners:
-                ticket = self._owners[name]
-                # The name may have a new owner since the step was launched.
-                if ticket.completions[name].request.sampling is sequence.sampling:
-                    ticket.note_prompt(*result.prompt_logprobs[name])
+            self._note_prompt(sequence, result)
         for advance in self._scheduler.commit(plan, result.token_ids):
             name = advance.request_id
             ticket = self._owners.get(name)
@@ -110,6 +105,14 @@ class Desk:
                 self._release(ticket)
             elif has_ended:
                 self._drop(name)
+
+    def _note_prompt(self, sequence: SequencePlan, result: StepResult) -> None:
+        name = sequence.request_id
+        if name in result.prompt_logprobs and name in self._owners:
+            ticket = self._owners[name]
+            # The name may have a new owner since the step was launched.
+            if ticket.completions[name].request.sampling is sequence.sampling:
+                ticket.note_prompt(*result.prompt_logprobs[name])
 
     def fail(self, ticket: Ticket, error: BaseException) -> None:
         """End a request with an error."""

@@ -267,7 +267,9 @@ class EngineStatistics:
     """A snapshot of an engine's counters.
 
     `kv_blocks_free` is what a new request could get: unused blocks plus cached, unreferenced ones;
-    at rest it equals `kv_blocks_total`. Bytes are bytes; tokens are prompt tokens.
+    at rest it equals `kv_blocks_total`. Bytes are bytes; tokens are prompt tokens. `running` and
+    `waiting` count completions (a request of `n` has so many, once it is laid out), `finished`,
+    `aborted` and `failed` count requests.
     """
 
     running: int
