@@ -6,7 +6,7 @@ Names and defaults are vLLM's where the meaning is the same. What an engine reso
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,66 @@ class MediaConfig:
     """Encoded size of one picture."""
     image_formats: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
     """Pillow format names that may be decoded."""
+    max_audio_bytes: int = 64 * MIB
+    """Encoded size of one recording."""
+    max_audio_s: float = 1800.0
+    """Length of one recording, in seconds."""
+    audio_formats: tuple[str, ...] = ("WAV", "FLAC", "OGG", "MP3")
+    """libsndfile's names of the formats that may be decoded."""
+    max_video_bytes: int = 512 * MIB
+    """Encoded size of one video."""
+    max_video_s: float = 3600.0
+    """Length of one video, in seconds."""
+    max_video_frames: int = 512
+    """Frames that may be taken of one video."""
+    max_video_pixels: int = 300_000_000
+    """Width times height times frames that are taken of one video."""
+    video_formats: tuple[str, ...] = ("mp4", "matroska", "avi")
+    """FFmpeg's names of the containers that may be decoded ("mp4" is MOV too, "matroska" WebM)."""
+    video_num_frames: int | None = 32
+    """Frames taken of a video at equal distances; all, if it has fewer."""
+    video_fps: float | None = None
+    """Frames taken of each second, in place of `video_num_frames`."""
     local_roots: tuple[str | Path, ...] = ()
     """Folders that `file:` URLs may point into; a path given by the application is not limited."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts that http(s) URLs may name ("*": any). Their addresses must be public."""
     fetcher: Callable[[str], Awaitable[bytes]] | None = None
-    """Called with an http(s) URL, returns the body; without one, such URLs are refused."""
+    """Called with an http(s) URL, returns the body, in place of the engine's own client."""
     fetch_timeout_s: float = 30.0
     """How long one fetch may take."""
 
     def __post_init__(self) -> None:
-        for name in ("max_image_pixels", "max_image_bytes"):
+        for name in (
+            "max_image_pixels",
+            "max_image_bytes",
+            "max_audio_bytes",
+            "max_video_bytes",
+            "max_video_frames",
+            "max_video_pixels",
+        ):
             value = getattr(self, name)
             require(is_int(value) and value > 0, f"media.{name}", value, "a positive integer")
-        require(
-            is_real(self.fetch_timeout_s) and self.fetch_timeout_s > 0,
-            "media.fetch_timeout_s",
-            self.fetch_timeout_s,
-            "a positive number of seconds",
-        )
+        for name in ("max_audio_s", "max_video_s", "fetch_timeout_s"):
+            value = getattr(self, name)
+            rule = "a positive number of seconds"
+            require(is_real(value) and value > 0, f"media.{name}", value, rule)
+        count, rate = self.video_num_frames, self.video_fps
+        is_count = count is None or (is_int(count) and count > 0)
+        require(is_count, "media.video_num_frames", count, "a positive integer or None")
+        is_rate = rate is None or (is_real(rate) and rate > 0)
+        require(is_rate, "media.video_fps", rate, "a positive number or None")
+        for name in ("image_formats", "audio_formats", "video_formats", "allowed_hosts"):
+            value = getattr(self, name)
+            is_list = isinstance(value, Collection) and not isinstance(value, str)
+            rule = "a tuple of texts"
+            are_texts = is_list and all(isinstance(entry, str) for entry in value)
+            require(are_texts, f"media.{name}", value, rule)
+
+    def max_bytes(self, modality: str) -> int:
+        """Encoded size of one item of the modality: "image", "audio" or "video"."""
+        limit: int = getattr(self, f"max_{modality}_bytes")
+        return limit
 
 
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")

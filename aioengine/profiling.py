@@ -19,14 +19,13 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.processors.inputs import MultiModalKwargsItem
-from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
+from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.runner import Runner
 from aioengine.sampler import Sampling
 
 __all__ = ["measure_activations", "peak_bytes"]
 
-ITEMS = {"image": ImageProcessorItems}
 TOKENS_CPU = (64, 256)
 """Tokens that are tried on a CPU, where a full step takes long; what they add is scaled up."""
 CONTEXT_CPU = 4096
@@ -109,7 +108,7 @@ def _worst_encodes(
     info = processor.info
     runs: list[Callable[[Runner], object]] = []
     for modality in info.get_supported_mm_limits():
-        if modality not in ITEMS:
+        if modality not in PROCESSOR_ITEMS:
             continue
         sizes = info.get_mm_max_tokens_per_item(limits.max_model_len, {modality: 1}) or {}
         rows = max(1, sizes.get(modality, 1))
@@ -117,7 +116,7 @@ def _worst_encodes(
         dummy = processor.dummy_inputs.get_dummy_processor_inputs(
             limits.max_model_len, {modality: 1}
         )
-        items = MultiModalDataItems({modality: ITEMS[modality](dummy.mm_data[modality])})
+        items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality](dummy.mm_data[modality])})
         (item,) = processor.process(items, {})[modality]
         runs.append(partial(_encode, modality, [item] * count))
     return runs

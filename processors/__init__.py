@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from aioengine.processors.inputs import MultiModalKwargs as MultiModalKwargs
     from aioengine.processors.inputs import MultiModalKwargsItem as MultiModalKwargsItem
     from aioengine.processors.inputs import PlaceholderRange as PlaceholderRange
+    from aioengine.processors.items import AudioProcessorItems as AudioProcessorItems
     from aioengine.processors.items import EmbeddingItems as EmbeddingItems
     from aioengine.processors.items import ImageProcessorItems as ImageProcessorItems
     from aioengine.processors.items import ImageSize as ImageSize
     from aioengine.processors.items import MultiModalDataItems as MultiModalDataItems
+    from aioengine.processors.items import VideoProcessorItems as VideoProcessorItems
     from aioengine.processors.processor import BaseMultiModalProcessor as BaseMultiModalProcessor
     from aioengine.processors.registry import MULTIMODAL_REGISTRY as MULTIMODAL_REGISTRY
     from aioengine.processors.updates import PromptIndexTargets as PromptIndexTargets
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "MULTIMODAL_REGISTRY": "registry",
+    "AudioProcessorItems": "items",
     "BaseDummyInputsBuilder": "info",
     "BaseMultiModalProcessor": "processor",
     "BaseProcessingInfo": "info",
@@ -52,6 +55,7 @@ _HOMES = {
     "PromptReplacement": "updates",
     "PromptUpdate": "updates",
     "PromptUpdateDetails": "updates",
+    "VideoProcessorItems": "items",
     "load_context": "info",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -16,12 +16,19 @@ from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsI
 from aioengine.types import Embeddings
 
 __all__ = [
+    "PROCESSOR_ITEMS",
+    "AudioClip",
+    "AudioHeader",
+    "AudioProcessorItems",
     "EmbeddingItems",
     "ImageHeader",
     "ImageProcessorItems",
     "ImageSize",
     "ModalityDataItems",
     "MultiModalDataItems",
+    "VideoClip",
+    "VideoHeader",
+    "VideoProcessorItems",
 ]
 
 ItemT = TypeVar("ItemT")
@@ -48,6 +55,49 @@ class ImageHeader:
     mode: str
     format: str | None = None
     orientation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AudioHeader:
+    """What is known of a recording before it is decoded: mono samples, at the model's rate (Hz)."""
+
+    num_samples: int
+    sample_rate: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioClip:
+    """A decoded recording: `samples` float32 `[num_samples]`, mono, at `sample_rate` (Hz)."""
+
+    samples: np.ndarray[Any, Any]
+    sample_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class VideoHeader:
+    """What is known of a video before it is decoded.
+
+    `size` of a frame; `indices`: the frames that are taken, of `num_source_frames`, which come
+    `fps` in a second (None: not known, as for a list of pictures).
+    """
+
+    size: ImageSize
+    indices: tuple[int, ...]
+    num_source_frames: int
+    fps: float | None = None
+
+    @property
+    def num_frames(self) -> int:
+        """How many frames the model is given."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoClip:
+    """The frames of a video that were taken: `frames` uint8 `[num_frames, height, width, 3]`."""
+
+    frames: np.ndarray[Any, Any]
+    header: VideoHeader
 
 
 class ModalityDataItems(ABC, Generic[ItemT]):
@@ -107,6 +157,60 @@ class ImageProcessorItems(ModalityDataItems[Any]):
 
     def get_processor_data(self) -> Mapping[str, object]:
         return {"images": self.get_all()}
+
+
+class AudioProcessorItems(ModalityDataItems[Any]):
+    """Recordings for the HF feature extractor: `AudioClip`, or `AudioHeader` for a layout."""
+
+    def __init__(self, items: Sequence[AudioClip | AudioHeader]) -> None:
+        super().__init__(items, "audio")
+
+    def get(self, index: int) -> AudioClip:
+        """The decoded recording. Raises ValueError if only its header is here."""
+        item = self._items[index]
+        if not isinstance(item, AudioClip):
+            raise ValueError(f"audio {index} is not decoded, only its header is known")
+        return item
+
+    def get_audio_length(self, item_idx: int) -> int:
+        """The number of samples at the model's rate."""
+        item = self._items[item_idx]
+        return len(item.samples) if isinstance(item, AudioClip) else int(item.num_samples)
+
+    def get_processor_data(self) -> Mapping[str, object]:
+        # transformers' processors have no plural for it.
+        return {"audio": [clip.samples for clip in self.get_all()]}
+
+
+class VideoProcessorItems(ModalityDataItems[Any]):
+    """Videos for the HF video processor: `VideoClip`, or `VideoHeader` for a layout."""
+
+    def __init__(self, items: Sequence[VideoClip | VideoHeader]) -> None:
+        super().__init__(items, "video")
+
+    def get(self, index: int) -> VideoClip:
+        """The frames that were taken. Raises ValueError if only the header is here."""
+        item = self._items[index]
+        if not isinstance(item, VideoClip):
+            raise ValueError(f"video {index} is not decoded, only its header is known")
+        return item
+
+    def get_header(self, item_idx: int) -> VideoHeader:
+        """Sizes, and which frames are taken."""
+        item = self._items[item_idx]
+        header: VideoHeader = item.header if isinstance(item, VideoClip) else item
+        return header
+
+    def get_num_frames(self, item_idx: int) -> int:
+        """How many frames the model is given."""
+        return self.get_header(item_idx).num_frames
+
+    def get_frame_size(self, item_idx: int) -> ImageSize:
+        """The size of each frame."""
+        return self.get_header(item_idx).size
+
+    def get_processor_data(self) -> Mapping[str, object]:
+        return {"videos": [clip.frames for clip in self.get_all()]}
 
 
 class EmbeddingItems(ModalityDataItems[torch.Tensor]):
@@ -248,3 +352,11 @@ class MultiModalDataItems(Mapping[str, ModalityDataItems[Any]]):
         if not isinstance(group, kind):
             raise TypeError(f"{modality!r} items are {type(group).__name__}, not {kind}")
         return group
+
+
+PROCESSOR_ITEMS: Mapping[str, Callable[[Sequence[Any]], ModalityDataItems[Any]]] = {
+    "image": ImageProcessorItems,
+    "audio": AudioProcessorItems,
+    "video": VideoProcessorItems,
+}
+"""Modality -> what holds its items."""
