@@ -29,8 +29,10 @@ from aioengine.processors.inputs import (
     PlaceholderRange,
 )
 from aioengine.processors.items import EmbeddingItems, MultiModalDataItems
+from aioengine.processors.matching import apply_updates, find_expanded, has_open_ends
 from aioengine.processors.media.resize import resize_ahead
-from aioengine.processors.updates import PromptUpdate, apply_updates, resolve_contents
+from aioengine.processors.text_matching import apply_text_updates
+from aioengine.processors.updates import PromptUpdate, resolve_contents
 
 __all__ = ["BaseMultiModalProcessor", "Layout", "MultiModalInputs", "TextOnlyProcessor"]
 
@@ -177,10 +179,9 @@ class BaseMultiModalProcessor(ABC):
         counts = items.get_all_counts()
         self.validate_num_items(counts)
         token_ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
-        token_ids = self._apply_hf_processor_tokens_only(token_ids)
-        return self._apply_prompt_updates(
-            token_ids, self._updates(items, mm_kwargs, outputs or {}), counts
-        )
+        updates = self._updates(items, mm_kwargs, outputs or {})
+        text = prompt if isinstance(prompt, str) else None
+        return self._expand(token_ids, text, updates, counts)
 
     def process(self, items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]) -> ItemsByModality:
         """Runs the HF processor on decoded media: modality -> one kwargs item for each.
@@ -243,7 +244,9 @@ class BaseMultiModalProcessor(ABC):
         self.validate_num_items(items.get_all_counts())
         token_ids, outputs = self._apply_hf_processor_main(prompt, items, mm_kwargs or {})
         updates = self._updates(items, mm_kwargs or {}, outputs)
-        layout = self._apply_prompt_updates(token_ids, updates, items.get_all_counts())
+        is_plain = isinstance(prompt, str) and token_ids == self.tokenize(prompt)
+        text = prompt if is_plain and isinstance(prompt, str) else None
+        layout = self._expand(token_ids, text, updates, items.get_all_counts())
         return MultiModalInputs(
             token_ids=layout.token_ids, placeholders=layout.placeholders, items=outputs
         )
@@ -253,12 +256,34 @@ class BaseMultiModalProcessor(ABC):
     def _apply_hf_processor_main(
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]
     ) -> tuple[list[int], ItemsByModality]:
-        """Text and media through their own halves of the HF processor; no update applied yet."""
+        """Text and media through their own halves of the HF processor.
+
+        A family may give both to its HF processor at once: that its placeholders are expanded
+        already is seen by the tokens.
+        """
         token_ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
-        return (
-            self._apply_hf_processor_tokens_only(token_ids),
-            self.process(mm_items, mm_kwargs),
-        )
+        return token_ids, self.process(mm_items, mm_kwargs)
+
+    def _expand(
+        self,
+        token_ids: list[int],
+        text: str | None,
+        updates: Sequence[PromptUpdate],
+        counts: Mapping[str, int],
+    ) -> Layout:
+        """The layout of a prompt of tokens: as `text` became (if that is not None), or as they
+        came from the caller or an HF processor, which may have expanded them."""
+        tokenizer = self.info.get_tokenizer()
+        if text is None and any(counts.values()):
+            placed = find_expanded(token_ids, updates, counts, tokenizer)
+            if placed is not None:
+                return Layout(token_ids=token_ids, placeholders=placed)
+        plain = self._apply_hf_processor_tokens_only(token_ids)
+        if plain == token_ids and has_open_ends(updates, counts, tokenizer):
+            expanded = apply_text_updates(token_ids, text, updates, counts, tokenizer)
+            if expanded is not None:
+                return Layout(token_ids=expanded[0], placeholders=expanded[1])
+        return self._apply_prompt_updates(plain, updates, counts)
 
     def _apply_prompt_updates(
         self, token_ids: list[int], updates: Sequence[PromptUpdate], counts: Mapping[str, int]

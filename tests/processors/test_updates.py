@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import PlaceholderMismatchError
+from aioengine.processors.matching import apply_updates
 from aioengine.processors.updates import (
     PromptIndexTargets,
     PromptInsertion,
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
-    apply_updates,
 )
 
 
