@@ -18,6 +18,16 @@ from aioengine.processors.processor import BaseMultiModalProcessor
 
 __all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer"]
 
+PARTS = {
+    "image": "image",
+    "image_url": "image",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video": "video",
+    "video_url": "video",
+}
+"""Type of a message's part -> modality."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Private-use characters: no tokenizer gives them a meaning, and they are taken out of user text.
 _START, _END = "\ue0f0", "\ue0f1"
@@ -125,34 +135,29 @@ class ChatRenderer:
         kind = part.get("type")
         if kind == "text":
             return {"type": "text", "text": self._mark(_text(part.get("text"), f"{path}.text"))}
-        if kind not in ("image", "image_url"):
+        modality = PARTS.get(kind) if isinstance(kind, str) else None
+        if modality is None:
             shown = kind if isinstance(kind, str) else type(kind).__name__
             raise UnsupportedModalityError(
-                f"{path} has the type {shown!r:.40}; supported: text, image, image_url",
+                f"{path} has the type {shown!r:.40}; supported: text, {', '.join(PARTS)}",
                 parameter=path,
             )
-        if "image" not in self._processor.info.get_supported_mm_limits():
-            raise UnsupportedModalityError(f"{path}: the model takes no images", parameter=path)
-        item = self._image_of(part, path)
+        if modality not in self._processor.info.get_supported_mm_limits():
+            raise UnsupportedModalityError(
+                f"{path}: the model takes no {modality} items", parameter=path
+            )
+        item = _item_of(part, modality, path)
         uuid = part.get("uuid")
         if uuid is not None:
             uuid = _text(uuid, f"{path}.uuid")
         if item is None and uuid is None:
-            raise InvalidRequestError(f"{path} has neither a picture nor a uuid", parameter=path)
+            raise InvalidRequestError(
+                f"{path} has neither content ({part['type']}) nor a uuid", parameter=path
+            )
         trusted = not isinstance(item, str)  # a path object cannot come out of JSON
         found = ChatMedia(item=item, parameter=path, trusted=trusted, uuid=uuid)
-        media.setdefault("image", []).append(found)
-        return {"type": "image"}
-
-    def _image_of(self, part: Mapping[Any, Any], path: str) -> Any:
-        if part["type"] == "image":
-            return part.get("image", part.get("url"))
-        item = part.get("image_url")
-        if isinstance(item, Mapping):
-            item = item.get("url")
-        if item is not None and not isinstance(item, str):
-            raise _wrong(f"{path}.image_url", "a mapping with a url", item)
-        return item
+        media.setdefault(modality, []).append(found)
+        return {"type": modality}
 
     def _mark(self, text: str) -> str:
         text = text.replace(_START, "").replace(_END, "")
@@ -309,6 +314,24 @@ class ChatRenderer:
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
         return [], []
+
+
+def _item_of(part: Mapping[Any, Any], modality: str, path: str) -> Any:
+    """The media item of a part, in any of the forms that OpenAI's and HF's messages have."""
+    kind = part["type"]
+    if kind == modality:
+        return part.get(modality, part.get("url"))
+    item = part.get(kind)
+    if kind == "input_audio":
+        if not isinstance(item, Mapping):
+            raise _wrong(f"{path}.{kind}", "a mapping with data and format", item)
+        data = _text(item.get("data"), f"{path}.{kind}.data")
+        return f"data:audio/{_text(item.get('format', ''), f'{path}.{kind}.format')};base64,{data}"
+    if isinstance(item, Mapping):
+        item = item.get("url")
+    if item is not None and not isinstance(item, str):
+        raise _wrong(f"{path}.{kind}", "a mapping with a url", item)
+    return item
 
 
 def _texts(conversation: list[dict[str, Any]]) -> Iterator[str]:

@@ -162,6 +162,46 @@ def test_unsupported_part(renderer: Any) -> None:
     assert caught.value.parameter == "messages[0].content[1]"
 
 
+@pytest.mark.parametrize(
+    ("part", "modality", "item"),
+    [
+        ({"type": "audio", "audio": "a"}, "audio", "a"),
+        ({"type": "audio", "url": "a"}, "audio", "a"),
+        ({"type": "audio_url", "audio_url": {"url": "a"}}, "audio", "a"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+            "audio",
+            "data:audio/wav;base64,AAAA",
+        ),
+        ({"type": "video", "video": b"bytes"}, "video", b"bytes"),
+        ({"type": "video_url", "video_url": "v"}, "video", "v"),
+    ],
+)
+def test_parts_of_every_modality(
+    llava: Any, monkeypatch: pytest.MonkeyPatch, part: Any, modality: str, item: Any
+) -> None:
+    every = {"image": None, "audio": None, "video": None}
+    monkeypatch.setattr(llava.info, "get_supported_mm_limits", lambda: every)
+    template = "{% for part in messages[0]['content'] %}{{ part['type'] }}{% endfor %}"
+    renderer = ChatRenderer(llava)
+    renderer._template, renderer._takes = template, (False, True)
+    prompt = renderer.render([{"role": "user", "content": [part]}])
+    (found,) = prompt.media[modality]
+    assert found.item == item and found.trusted is not isinstance(item, str)
+    assert prompt.token_ids == llava.tokenize(modality)
+
+
+@pytest.mark.parametrize("audio", ["AAAA", {"data": 1, "format": "wav"}, {"format": "wav"}])
+def test_recordings_of_the_wrong_form(
+    llava: Any, monkeypatch: pytest.MonkeyPatch, audio: Any
+) -> None:
+    monkeypatch.setattr(llava.info, "get_supported_mm_limits", lambda: {"audio": None})
+    part = {"type": "input_audio", "input_audio": audio}
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatRenderer(llava).render([{"role": "user", "content": [part]}])
+    assert caught.value.parameter.startswith("messages[0].content[0].input_audio")
+
+
 def text_only(llava_folder: Path, template: str | None) -> ChatRenderer:
     context = context_of(llava_folder)
     context._tokenizer = make_tokenizer("bytes")
@@ -185,7 +225,7 @@ def test_template_for_strings(llava_folder: Path) -> None:
         [{"role": "user", "content": "a\nb"}], add_generation_prompt=True, return_dict=False
     )
     assert whole.token_ids == expected
-    with pytest.raises(UnsupportedModalityError, match="no images"):
+    with pytest.raises(UnsupportedModalityError, match="no image items"):
         renderer.render([{"role": "user", "content": [IMAGE]}])
 
 
