@@ -56,6 +56,8 @@ class MediaConfig:
     """Called with an http(s) URL, returns the body, in place of the engine's own client."""
     fetch_timeout_s: float = 30.0
     """How long one fetch may take."""
+    max_concurrent_fetches: int = 16
+    """Fetches under way at once; the others wait."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -65,6 +67,7 @@ class MediaConfig:
             "max_video_bytes",
             "max_video_frames",
             "max_video_pixels",
+            "max_concurrent_fetches",
         ):
             value = getattr(self, name)
             require(is_int(value) and value > 0, f"media.{name}", value, "a positive integer")
@@ -131,8 +134,12 @@ class EngineConfig:
     """Extra arguments for the HF processor."""
     mm_processor_cache_bytes: int = 256 * MIB
     """Bytes of processed media kept in memory; 0 keeps none."""
+    mm_processor_cache_dir: str | Path | None = None
+    """A folder where processed media are kept beyond memory, and beyond the process."""
+    mm_processor_cache_dir_bytes: int = 4096 * MIB
+    """Bytes of processed media kept there."""
     processor_workers: str = "thread:2"
-    """Where media are decoded and processed: "thread:N"."""
+    """Where media are decoded and processed: "thread:N" or "process:N"."""
     media: MediaConfig = field(default_factory=MediaConfig)
     """Limits, allow-lists and the fetcher."""
     max_queued_requests: int | None = None
@@ -159,8 +166,12 @@ class EngineConfig:
             require(value is None or (is_int(value) and value > 0), name, value, "positive or None")
         share = self.gpu_memory_utilization
         require(is_real(share) and 0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
-        size = self.mm_processor_cache_bytes
-        require(is_int(size) and size >= 0, "mm_processor_cache_bytes", size, "0 or more")
+        for name in ("mm_processor_cache_bytes", "mm_processor_cache_dir_bytes"):
+            size = getattr(self, name)
+            require(is_int(size) and size >= 0, name, size, "0 or more")
+        folder = self.mm_processor_cache_dir
+        is_folder = isinstance(folder, str | Path | None)
+        require(is_folder, "mm_processor_cache_dir", type(folder).__name__, "a path or None")
         require(
             self.tensor_parallel_size == 1,
             "tensor_parallel_size",
@@ -181,11 +192,17 @@ class EngineConfig:
             self.num_processor_workers > 0,
             "processor_workers",
             self.processor_workers,
-            '"thread:N" with N >= 1',
+            '"thread:N" or "process:N" with N >= 1',
         )
 
     @property
     def num_processor_workers(self) -> int:
-        """N of `processor_workers="thread:N"`; 0 if that is not its form."""
-        kind, _, count = self.processor_workers.partition(":")
-        return int(count) if kind == "thread" and count.isdecimal() else 0
+        """N of `processor_workers`; 0 if it has another form."""
+        kind, _, count = str(self.processor_workers).partition(":")
+        is_known = kind in ("thread", "process") and count.isascii() and count.isdecimal()
+        return int(count) if is_known else 0
+
+    @property
+    def uses_processes(self) -> bool:
+        """Whether media are decoded and processed in processes of their own."""
+        return self.processor_workers.startswith("process:")

@@ -20,7 +20,7 @@ from aioengine.streams.device import Device
 from aioengine.ticket import MediaInput, Ticket
 
 if TYPE_CHECKING:
-    from aioengine.intake import Intake
+    from aioengine.pipeline import MediaPipeline
     from aioengine.runner import Runner
 
 __all__ = ["Encoder"]
@@ -32,7 +32,7 @@ class Encoder:
     def __init__(
         self,
         scheduler: Scheduler,
-        intake: Intake,
+        pipeline: MediaPipeline,
         runner: Runner,
         device: Device,
         instruments: Instruments,
@@ -46,7 +46,7 @@ class Encoder:
         are the live requests, `fail` ends one."""
         self.num_items_run = 0
         self._scheduler = scheduler
-        self._intake = intake
+        self._pipeline = pipeline
         self._runner = runner
         self._device = device
         self._instruments = instruments
@@ -86,7 +86,7 @@ class Encoder:
 
     async def _decode(self, key: str, ticket: Ticket, media: MediaInput) -> None:
         try:
-            features = await self._intake.features(ticket, media)
+            features = await self._pipeline.features(ticket, media)
         except (InvalidRequestError, EngineError) as error:
             self._jobs.pop(key, None)
             self._fail_waiters(key, error)

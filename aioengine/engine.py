@@ -164,7 +164,7 @@ class AsyncEngine:
         )
         self._encoder = Encoder(
             self._scheduler,
-            self._intake,
+            self._intake.media,
             loaded.runner,
             self._device,
             self.instruments,
@@ -277,7 +277,7 @@ class AsyncEngine:
         """Forget all prefixes, encoder outputs and processed media that no live request holds."""
         self._check_open()
         self._scheduler.pool.clear()
-        self._intake.cache.clear()
+        self._intake.media.cache.clear()
         evicted = self._scheduler.media.cache.clear()
         self._changed.set()
         if evicted:
@@ -290,7 +290,7 @@ class AsyncEngine:
         self._check_loop()
         return take_snapshot(
             self._scheduler,
-            self._intake.cache.statistics(),
+            self._intake.media.cache.statistics(),
             self.instruments.stages(),
             endings=self._desk.counters,
             in_intake=self._desk.num_in_intake,

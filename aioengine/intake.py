@@ -1,48 +1,37 @@
-"""From a caller's prompt to a request that can be scheduled, and from media to features.
+"""From a caller's prompt to a request that can be scheduled.
 
-Layout first: a media item is fetched, hashed and measured by its header, the prompt is laid out,
-and the request is admitted; decoding and processing follow when the scheduler asks for the item.
-Each stage waits for its own threads only, so that a prompt without media never queues behind
+Layout first: a request's media are fetched and measured by their headers (pipeline.py), the prompt
+is laid out, and the request is admitted; decoding and processing follow when the scheduler asks for
+an item. Text waits for its own thread only, so that a prompt without media never queues behind
 pictures, and nothing but bookkeeping runs on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import anyio.to_thread
 
 from aioengine.config import EngineConfig
 from aioengine.detokenizer import Detokenizer, fast_tokenizer
-from aioengine.errors import (
-    InvalidRequestError,
-    MediaError,
-    PromptTooLongError,
-    UnsupportedModalityError,
-)
-from aioengine.instruments import Instruments, StageSpan
+from aioengine.errors import InvalidRequestError, PromptTooLongError
+from aioengine.instruments import Instruments
 from aioengine.loading import Loaded
 from aioengine.params import SamplingParams
+from aioengine.pipeline import MediaPipeline
 from aioengine.prefix import extend_digests
-from aioengine.processors.cache import ProcessorCache
 from aioengine.processors.chat import ChatRenderer
-from aioengine.processors.hasher import item_key
 from aioengine.processors.inputs import MultiModalKwargsItem
-from aioengine.processors.items import EmbeddingItems, ImageProcessorItems, MultiModalDataItems
-from aioengine.processors.media.fetch import fetch
-from aioengine.processors.media.image import open_image
+from aioengine.processors.items import make_items
 from aioengine.prompts import count_characters
 from aioengine.request import Item, Request
 from aioengine.sampler import Constraint
 from aioengine.sampling import SamplingContext
 from aioengine.ticket import Completion, MediaInput, Ticket
-from aioengine.types import Embeddings, Prompt
+from aioengine.types import Prompt
 
 __all__ = ["Intake"]
 
@@ -58,11 +47,9 @@ class Intake:
     def __init__(
         self, loaded: Loaded, config: EngineConfig, model_id: str, instruments: Instruments
     ) -> None:
-        self.cache = ProcessorCache(config.mm_processor_cache_bytes)
+        self.media = MediaPipeline(loaded, config, model_id, instruments)
         self._loaded = loaded
         self._config = config
-        self._model_id = model_id
-        self._instruments = instruments
         self._renderer: ChatRenderer | None = None
         self._sampling = SamplingContext(
             loaded.front.info.get_tokenizer(),
@@ -71,23 +58,14 @@ class Intake:
             loaded.eos_token_ids,
         )
         self._decoder = fast_tokenizer(loaded.home.info.get_tokenizer())
-        self._fetches = _SharedJobs()
-        self._processors: SimpleQueue[Any] = SimpleQueue()
-        for processor in loaded.processors:
-            self._processors.put(processor)
-        workers = len(loaded.processors)
         self._front = ThreadPoolExecutor(1, thread_name_prefix="aioengine-front")
-        self._headers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-header")
-        self._media = ThreadPoolExecutor(workers, thread_name_prefix="aioengine-media")
 
     async def aclose(self) -> None:
-        """Drop what is queued and wait for the items being worked on."""
-        await self._fetches.aclose()
+        """Drop what is queued and wait for what is being worked on."""
+        await self.media.aclose()
         self._loaded.grammars.close()
-        for pool in (self._front, self._headers, self._media):
-            pool.shutdown(wait=False, cancel_futures=True)
-        for pool in (self._front, self._headers, self._media):
-            await anyio.to_thread.run_sync(pool.shutdown)
+        self._front.shutdown(wait=False, cancel_futures=True)
+        await anyio.to_thread.run_sync(self._front.shutdown)
 
     # ---- a request
 
@@ -102,7 +80,7 @@ class Intake:
             ticket.media = _list_media(prompt)
         ticket.mm_processor_kwargs = dict(prompt.mm_processor_kwargs)
         if ticket.media:
-            await self._fetch_all(ticket, prompt.cache_salt)
+            await self.media.identify(ticket, prompt.cache_salt)
             ticket.stamp("fetched")
         structure, constraints = ticket.params.structured_outputs, []
         if structure is not None:
@@ -137,81 +115,6 @@ class Intake:
         ]
         return chat.token_ids
 
-    async def _fetch_all(self, ticket: Ticket, cache_salt: str | None) -> None:
-        """Fetch and identify all items side by side; the first failure ends the others."""
-        self._loaded.front.validate_num_items(Counter(media.modality for media in ticket.media))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for media in ticket.media:
-                    tasks.create_task(self._fetch_one(ticket, media, cache_salt))
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        for media in ticket.media:
-            if not media.key:  # a fetcher may raise CancelledError, which no task group reports
-                raise MediaError(
-                    f"{media.parameter} could not be fetched: the fetcher was cancelled",
-                    parameter=media.parameter,
-                )
-
-    async def _fetch_one(self, ticket: Ticket, media: MediaInput, cache_salt: str | None) -> None:
-        start = time.perf_counter()
-        fetched = await self._fetch(media)
-        if fetched is not media.item:
-            self._instruments.record(
-                StageSpan("fetch", start, time.perf_counter(), (ticket.request_id,))
-            )
-        await self._run(self._headers, self._identify, ticket, media, fetched, cache_salt)
-
-    async def _fetch(self, media: MediaInput) -> object:
-        def get() -> Coroutine[Any, Any, object]:
-            return fetch(
-                media.item, self._config.media, parameter=media.parameter, trusted=media.trusted
-            )
-
-        if not isinstance(media.item, str) or not media.item.startswith(("http:", "https:")):
-            return await get()
-        try:
-            return await self._fetches.join(media.item, get)
-        except MediaError as error:
-            raise error.for_parameter(media.parameter) from error
-
-    def _identify(
-        self, ticket: Ticket, media: MediaInput, fetched: object, cache_salt: str | None
-    ) -> None:
-        """Read the header and hash the content, without decoding."""
-        if fetched is None:
-            raise MediaError(
-                f"{media.parameter} has no content, and nothing is cached under its uuid",
-                parameter=media.parameter,
-            )
-        if isinstance(fetched, Embeddings):
-            items = EmbeddingItems(
-                [fetched],
-                modality=media.modality,
-                hidden_size=self._loaded.front.info.get_hidden_size(),
-                parameters=[media.parameter],
-            )
-            # A copy: the caller may write to the rows once the request is under way.
-            media.source = media.header = Embeddings(items.get(0).clone(), **items.extra[0])
-            identity: Any = ["embeddings", media.source.rows, *items.extra]
-        elif media.modality == "image":
-            media.source = open_image(fetched, self._config.media, parameter=media.parameter)
-            media.header = media.source.header()
-            identity = media.source.identity()
-        else:
-            raise UnsupportedModalityError(
-                f"{media.parameter}: {media.modality} items are not supported",
-                parameter=media.parameter,
-            )
-        media.item = None
-        media.key = item_key(
-            model_id=self._model_id,
-            modality=media.modality,
-            identity=identity,
-            mm_processor_kwargs=self._loaded.front.merged_kwargs(ticket.mm_processor_kwargs),
-            cache_salt=cache_salt,
-        )
-
     def _lay_out(
         self,
         ticket: Ticket,
@@ -221,8 +124,17 @@ class Intake:
     ) -> list[Completion]:
         """Expand the placeholders and make the core's requests."""
         front = self._loaded.front
-        items = self._data_items(ticket.media, [media.header for media in ticket.media])
-        layout = ticket.layout = front.layout(prompt, items, ticket.mm_processor_kwargs)
+        items = make_items(
+            ((media.modality, media.parameter, media.header) for media in ticket.media),
+            front.info.get_hidden_size,
+        )
+        outputs: dict[str, list[MultiModalKwargsItem]] = {}
+        if front.layout_needs_hf_outputs:
+            for media in ticket.media:
+                assert media.features is not None
+                outputs.setdefault(media.modality, []).append(media.features)
+        layout = front.layout(prompt, items, ticket.mm_processor_kwargs, outputs)
+        ticket.layout = layout
         core_items = []
         for media in ticket.media:
             span = layout.placeholders[media.modality][media.index].to_span()
@@ -289,117 +201,10 @@ class Intake:
                     value=token_id,
                 )
 
-    # ---- a media item
-
-    async def features(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
-        """The item decoded and processed, from the cache where it is there. Raises MediaError."""
-        cached = self.cache.get(media.key)
-        if cached is not None:
-            return cached
-        item, start, decoded, processed = await self._run(
-            self._media, self._decode_and_process, ticket, media
-        )
-        requests = (ticket.request_id,)
-        self._instruments.record(StageSpan("decode", start, decoded, requests))
-        self._instruments.record(StageSpan("process", decoded, processed, requests))
-        self.cache.put(media.key, item)
-        return item
-
-    def _decode_and_process(
-        self, ticket: Ticket, media: MediaInput
-    ) -> tuple[MultiModalKwargsItem, float, float, float]:
-        """Both in one go, so that only as many decoded pictures are in memory as workers."""
-        processor = self._processors.get()
-        try:
-            start = time.perf_counter()
-            is_decoded = isinstance(media.source, Embeddings)
-            content = media.source if is_decoded else media.source.decode()
-            decoded = time.perf_counter()
-            items = self._data_items([media], [content])
-            outputs = processor.process(items, ticket.mm_processor_kwargs)
-            if not is_decoded:
-                media.source.verify()
-            assert ticket.layout is not None
-            processor.verify_layout(
-                ticket.layout,
-                items,
-                outputs,
-                ticket.mm_processor_kwargs,
-                {media.modality: [media.index]},
-            )
-            return outputs[media.modality][0], start, decoded, time.perf_counter()
-        except MediaError as error:
-            raise error.for_parameter(media.parameter) from error
-        finally:
-            self._processors.put(processor)
-
-    def _data_items(
-        self, media: Sequence[MediaInput], contents: Sequence[Any]
-    ) -> MultiModalDataItems:
-        """Headers or decoded contents as the processor takes them."""
-        groups: dict[str, list[Any]] = {}
-        names: dict[str, list[str]] = {}
-        for item, content in zip(media, contents, strict=True):
-            groups.setdefault(item.modality, []).append(content)
-            names.setdefault(item.modality, []).append(item.parameter)
-        return MultiModalDataItems(
-            {
-                modality: self._modality_items(modality, group, names[modality])
-                for modality, group in groups.items()
-            }
-        )
-
-    def _modality_items(self, modality: str, group: list[Any], names: list[str]) -> Any:
-        are_embeddings = [isinstance(content, Embeddings) for content in group]
-        if all(are_embeddings):
-            return EmbeddingItems(
-                group,
-                modality=modality,
-                hidden_size=self._loaded.front.info.get_hidden_size(),
-                parameters=names,
-            )
-        if any(are_embeddings):
-            raise MediaError(
-                f"{names[are_embeddings.index(True)]}: embeddings and pictures cannot be mixed in "
-                f"one prompt",
-                parameter=names[are_embeddings.index(True)],
-            )
-        return ImageProcessorItems(group)
-
     async def _run(
         self, pool: ThreadPoolExecutor, function: Callable[..., Result], *args: Any
     ) -> Result:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
-
-
-class _SharedJobs:
-    """Equal work in flight is done once. A waiter may leave; the last one's leaving cancels it."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[str, asyncio.Task[Any]] = {}
-        self._num_waiters: Counter[str] = Counter()
-        self._ending: set[asyncio.Task[Any]] = set()
-
-    async def aclose(self) -> None:
-        """Wait for cancelled jobs to clean up after themselves."""
-        if self._ending:
-            await asyncio.wait(self._ending)
-
-    async def join(self, key: str, make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        job = self._jobs.get(key)
-        if job is None:
-            job = self._jobs[key] = asyncio.create_task(make())
-        self._num_waiters[key] += 1
-        try:
-            result: Result = await asyncio.shield(job)
-            return result
-        finally:
-            self._num_waiters[key] -= 1
-            if not self._num_waiters[key]:
-                del self._num_waiters[key], self._jobs[key]
-                if job.cancel():
-                    self._ending.add(job)
-                    job.add_done_callback(self._ending.discard)
 
 
 def _list_media(prompt: Prompt) -> list[MediaInput]:

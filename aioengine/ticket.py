@@ -27,6 +27,7 @@ from aioengine.types import (
 )
 
 if TYPE_CHECKING:
+    from aioengine.processors.inputs import MultiModalKwargsItem
     from aioengine.processors.processor import Layout
 
 __all__ = ["Completion", "MediaInput", "Ticket"]
@@ -36,8 +37,9 @@ __all__ = ["Completion", "MediaInput", "Ticket"]
 class MediaInput:
     """One media item of a request, from the caller's object to its place in the prompt.
 
-    `source` is what is decoded (an `ImageSource`), or the item itself where it needs no decoding;
-    `header` is what the layout reads of it; `index` counts within the modality.
+    `source` is what is decoded (a `MediaSource`), or the item itself where it needs no decoding;
+    `header` is what the layout reads of it; `index` counts within the modality; `features` are kept
+    where they cannot be made again, or were needed for the layout.
     """
 
     modality: str
@@ -48,6 +50,7 @@ class MediaInput:
     uuid: str | None = None
     source: Any = None
     header: Any = None
+    features: MultiModalKwargsItem | None = None
     key: str = ""
 
 

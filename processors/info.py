@@ -155,6 +155,12 @@ class BaseProcessingInfo(ABC):
         """This worker's tokenizer."""
         return self.ctx.tokenizer
 
+    def get_sample_rate(self) -> int:
+        """The rate in Hz at which the HF feature extractor takes recordings."""
+        hf_processor = self.get_hf_processor()
+        extractor = getattr(hf_processor, "feature_extractor", None) or hf_processor
+        return int(extractor.sampling_rate)
+
     def get_hidden_size(self) -> int:
         """The width of the rows that the encoder gives to the decoder."""
         return int(self.get_hf_config().get_text_config().hidden_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -29,6 +29,7 @@ __all__ = [
     "VideoClip",
     "VideoHeader",
     "VideoProcessorItems",
+    "make_items",
 ]
 
 ItemT = TypeVar("ItemT")
@@ -360,3 +361,40 @@ PROCESSOR_ITEMS: Mapping[str, Callable[[Sequence[Any]], ModalityDataItems[Any]]]
     "video": VideoProcessorItems,
 }
 """Modality -> what holds its items."""
+
+
+def make_items(
+    entries: Iterable[tuple[str, str, Any]], get_hidden_size: Callable[[], int]
+) -> MultiModalDataItems:
+    """Media of one prompt from (modality, parameter, content), each modality in its order.
+
+    A content is a header, a decoded item or `Embeddings`; `parameter` names it in the caller's
+    words. Raises MediaError.
+    """
+    groups: dict[str, list[tuple[str, Any]]] = {}
+    for modality, parameter, content in entries:
+        groups.setdefault(modality, []).append((parameter, content))
+    return MultiModalDataItems(
+        {
+            modality: _modality_items(modality, group, get_hidden_size)
+            for modality, group in groups.items()
+        }
+    )
+
+
+def _modality_items(
+    modality: str, group: list[tuple[str, Any]], get_hidden_size: Callable[[], int]
+) -> ModalityDataItems[Any]:
+    names, contents = [name for name, _ in group], [content for _, content in group]
+    are_embeddings = [isinstance(content, Embeddings) for content in contents]
+    if not any(are_embeddings):
+        return PROCESSOR_ITEMS[modality](contents)
+    if all(are_embeddings):
+        return EmbeddingItems(
+            contents, modality=modality, hidden_size=get_hidden_size(), parameters=names
+        )
+    name = names[are_embeddings.index(True)]
+    raise MediaError(
+        f"{name}: embeddings and other {modality} items cannot be mixed in one prompt",
+        parameter=name,
+    )

@@ -1,10 +1,12 @@
-"""Getting a media item's bytes, wherever the caller says they are. The only async file here."""
+"""Getting a media item's bytes, wherever the caller says they are."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
@@ -22,30 +24,60 @@ INLINE_CHARACTERS = 1 << 16
 MAX_DATA_HEAD = 256
 
 
-async def fetch(item: object, config: MediaConfig, *, parameter: str, trusted: bool) -> object:
+@dataclass(frozen=True)
+class _Order:
+    """What is wanted: an item of this modality, which the caller knows under this name."""
+
+    config: MediaConfig
+    parameter: str
+    modality: str
+
+    @property
+    def max_bytes(self) -> int:
+        return self.config.max_bytes(self.modality)
+
+    @property
+    def limit_name(self) -> str:
+        return f"media.max_{self.modality}_bytes"
+
+    def check_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise MediaError(
+                f"{self.parameter} has {num_bytes} bytes, more than {self.limit_name} "
+                f"({self.max_bytes})",
+                parameter=self.parameter,
+                value=num_bytes,
+            )
+
+
+async def fetch(
+    item: object, config: MediaConfig, *, parameter: str, trusted: bool, modality: str = "image"
+) -> object:
     """The item's encoded bytes, or the item itself where it is an object with the data in it.
 
     Strings are `data:`, `file:` or http(s) URLs, or, if `trusted` (given by the application, not
-    found in a chat message), local paths. Nothing is decoded here, and no more than
-    `config.max_image_bytes` is read. Every failure is a MediaError naming `parameter`, with its
-    cause; cancellation passes through.
+    found in a chat message), local paths. http(s) needs `config.fetcher` or, for the engine's own
+    client, `config.allowed_hosts`. Nothing is decoded here, and no more than
+    `config.max_bytes(modality)` is read. Every failure is a MediaError naming `parameter`;
+    cancellation passes through.
     """
+    order = _Order(config, parameter, modality)
     if isinstance(item, PurePath):
         if not trusted:
             raise _refuse_path(parameter)
-        return await anyio.to_thread.run_sync(_read_file, Path(item), config, parameter)
+        return await anyio.to_thread.run_sync(_read_file, Path(item), order)
     if not isinstance(item, str):
         return item
     scheme = item[: item.find(":")].lower() if ":" in item[:32] else ""
     if scheme == "data":
-        return await _fetch_data(item, config, parameter)
+        return await _fetch_data(item, order)
     if scheme == "file":
-        return await anyio.to_thread.run_sync(_read_url, item, config, parameter)
+        return await anyio.to_thread.run_sync(_read_url, item, order)
     if scheme in ("http", "https"):
-        return await _fetch_http(item, config, parameter)
+        return await _fetch_http(item, order)
     if not trusted:
         raise _refuse_path(parameter)
-    return await anyio.to_thread.run_sync(_read_file, Path(item), config, parameter)
+    return await anyio.to_thread.run_sync(_read_file, Path(item), order)
 
 
 def _refuse_path(parameter: str) -> MediaError:
@@ -56,17 +88,8 @@ def _refuse_path(parameter: str) -> MediaError:
     )
 
 
-def _check_bytes(num_bytes: int, config: MediaConfig, parameter: str) -> None:
-    if num_bytes > config.max_image_bytes:
-        raise MediaError(
-            f"{parameter} has {num_bytes} bytes, more than media.max_image_bytes "
-            f"({config.max_image_bytes})",
-            parameter=parameter,
-            value=num_bytes,
-        )
-
-
-async def _fetch_data(url: str, config: MediaConfig, parameter: str) -> bytes:
+async def _fetch_data(url: str, order: _Order) -> bytes:
+    parameter = order.parameter
     comma = url.find(",", 0, MAX_DATA_HEAD)
     if comma < 0 or not url[:comma].lower().endswith(";base64"):
         raise MediaError(
@@ -74,12 +97,12 @@ async def _fetch_data(url: str, config: MediaConfig, parameter: str) -> bytes:
             parameter=parameter,
         )
     # Four characters are at most three bytes; the exact number is checked after decoding.
-    _check_bytes((len(url) - comma - 1) * 3 // 4 - 2, config, parameter)
+    order.check_bytes((len(url) - comma - 1) * 3 // 4 - 2)
     if len(url) <= INLINE_CHARACTERS:
         data = _decode_base64(url, comma + 1, parameter)
     else:
         data = await anyio.to_thread.run_sync(_decode_base64, url, comma + 1, parameter)
-    _check_bytes(len(data), config, parameter)
+    order.check_bytes(len(data))
     return data
 
 
@@ -101,7 +124,8 @@ def _decode_base64(url: str, start: int, parameter: str) -> bytes:
     return bytes(decoded)
 
 
-def _read_url(url: str, config: MediaConfig, parameter: str) -> bytes:
+def _read_url(url: str, order: _Order) -> bytes:
+    config, parameter = order.config, order.parameter
     if not config.local_roots:
         raise MediaError(
             f"{parameter} is a file: URL, and no folder is open to those; name some in "
@@ -121,38 +145,70 @@ def _read_url(url: str, config: MediaConfig, parameter: str) -> bytes:
         raise MediaError(
             f"{parameter} is not a readable file under media.local_roots", parameter=parameter
         ) from error
-    return _read_file(path, config, parameter)
+    return _read_file(path, order)
 
 
-def _read_file(path: Path, config: MediaConfig, parameter: str) -> bytes:
+def _read_file(path: Path, order: _Order) -> bytes:
     try:
         if not path.is_file():
             raise FileNotFoundError("not a regular file")
-        _check_bytes(path.stat().st_size, config, parameter)
+        order.check_bytes(path.stat().st_size)
         with path.open("rb") as file:
-            data = file.read(config.max_image_bytes + 1)
+            data = file.read(order.max_bytes + 1)
     except (OSError, ValueError) as error:
         raise MediaError(
-            f"{parameter} could not be read: {type(error).__name__}", parameter=parameter
+            f"{order.parameter} could not be read: {type(error).__name__}",
+            parameter=order.parameter,
         ) from error
-    _check_bytes(len(data), config, parameter)
+    order.check_bytes(len(data))
     return data
 
 
-async def _fetch_http(url: str, config: MediaConfig, parameter: str) -> bytes:
-    if config.fetcher is None:
+async def _fetch_http(url: str, order: _Order) -> bytes:
+    config, parameter = order.config, order.parameter
+    if config.fetcher is not None:
+        return await _call_fetcher(config.fetcher, url, order)
+    if not config.allowed_hosts:
         raise MediaError(
-            f"{parameter} is an http(s) URL, and fetching is off; pass "
-            "media=MediaConfig(fetcher=...), an async function from URL to bytes, to allow it",
+            f"{parameter} is an http(s) URL, and fetching is off; name the hosts that may be asked "
+            'in media=MediaConfig(allowed_hosts=...) ("*": any public one), or pass '
+            "MediaConfig(fetcher=...), an async function from URL to bytes",
             parameter=parameter,
         )
     try:
-        async with asyncio.timeout(config.fetch_timeout_s):
-            body = await config.fetcher(url)
+        # In a thread, as httpx takes a fifth of a second to import.
+        fetch_url = await anyio.to_thread.run_sync(_import_client)
+    except ModuleNotFoundError as error:
+        raise MediaError(
+            f"{parameter} is an http(s) URL, and fetching needs httpx: pip install "
+            "'aioengine[fetch]', or pass MediaConfig(fetcher=...)",
+            parameter=parameter,
+        ) from error
+    return await fetch_url(
+        url,
+        config,
+        max_bytes=order.max_bytes,
+        parameter=parameter,
+        limit_name=order.limit_name,
+    )
+
+
+def _import_client() -> Callable[..., Awaitable[bytes]]:
+    from aioengine.processors.media.http import fetch_url
+
+    return fetch_url
+
+
+async def _call_fetcher(
+    fetcher: Callable[[str], Awaitable[bytes]], url: str, order: _Order
+) -> bytes:
+    parameter, timeout_s = order.parameter, order.config.fetch_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await fetcher(url)
     except TimeoutError as error:
         raise MediaError(
-            f"{parameter} was not fetched within media.fetch_timeout_s "
-            f"({config.fetch_timeout_s:g} s)",
+            f"{parameter} was not fetched within media.fetch_timeout_s ({timeout_s:g} s)",
             parameter=parameter,
         ) from error
     except asyncio.CancelledError as error:
@@ -174,5 +230,5 @@ async def _fetch_http(url: str, config: MediaConfig, parameter: str) -> bytes:
             "not bytes",
             parameter=parameter,
         ) from TypeError(type(body).__name__)
-    _check_bytes(memoryview(body).nbytes, config, parameter)
+    order.check_bytes(memoryview(body).nbytes)
     return bytes(body)

@@ -165,14 +165,14 @@ async def test_a_picture_that_is_written_to_poisons_no_cache(
         expected = await engine.generate("<image>", GREEDY, images=[item])
         await engine.reset_caches()
         item, change = make()
-        asked, gate, features = asyncio.Event(), asyncio.Event(), engine._intake.features
+        asked, gate, features = asyncio.Event(), asyncio.Event(), engine._intake.media.features
 
         async def gated(*args: Any) -> Any:
             asked.set()
             await gate.wait()
             return await features(*args)
 
-        monkeypatch.setattr(engine._intake, "features", gated)
+        monkeypatch.setattr(engine._intake.media, "features", gated)
         changed = asyncio.ensure_future(engine.generate("<image>", GREEDY, images=[item]))
         await asked.wait()
         change()
@@ -249,7 +249,7 @@ async def test_closing_waits_for_a_fetcher_to_clean_up(folder: Path) -> None:
     asking = asyncio.ensure_future(
         engine.generate("<image>", GREEDY, images=["https://example.com/a.png"])
     )
-    await until(lambda: engine._intake._fetches._jobs)
+    await until(lambda: engine._intake.media._fetches._jobs)
     await asyncio.sleep(0)
     await engine.aclose()
     assert cleaned

@@ -182,16 +182,9 @@ async def test_many_large_pictures_do_not_hold_the_loop(
         assert engine.statistics().stages["decode"].count >= NUM_PICTURES
 
 
-def decode_by(intake: Any, around: Callable[[Callable[[], Any]], Awaitable[Any]]) -> Any:
-    """A stand-in for the intake's way to its threads: `around` runs the decoding its own way."""
-    run = intake._run
-
-    def run_otherwise(pool: Any, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        if function.__name__ != "_decode_and_process":
-            return run(pool, function, *args)
-        return around(lambda: function(*args))
-
-    return run_otherwise
+def decode_by(workers: Any, around: Callable[[Callable[[], Any]], Awaitable[Any]]) -> Any:
+    """A stand-in for a worker thread: `around` runs the decoding its own way."""
+    return lambda ticket, media: around(lambda: workers._work(ticket, media))
 
 
 async def test_a_decoder_on_the_loop_is_caught(
@@ -201,7 +194,8 @@ async def test_a_decoder_on_the_loop_is_caught(
         return decode()
 
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
-        monkeypatch.setattr(engine._intake, "_run", decode_by(engine._intake, decode_inline))
+        workers: Any = engine._intake.media._workers
+        monkeypatch.setattr(workers, "work", decode_by(workers, decode_inline))
         probe = await measure(engine, pictures[:2])
     assert probe.longest_held > MAX_STALL_S
     assert probe.longest_stall > MAX_STALL_S
@@ -220,7 +214,8 @@ async def test_a_decoder_that_keeps_the_interpreters_lock_is_caught(
         return await asyncio.to_thread(lambda: (number * number, decode())[1])
 
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
-        monkeypatch.setattr(engine._intake, "_run", decode_by(engine._intake, decode_locked))
+        workers: Any = engine._intake.media._workers
+        monkeypatch.setattr(workers, "work", decode_by(workers, decode_locked))
         probe = await measure(engine, pictures[:2])
     assert probe.longest_held < MAX_HELD_S
     assert probe.longest_stall > MAX_STALL_S

@@ -66,7 +66,11 @@ class Points:
         monkeypatch.setattr(device, "submit_step", self._watch_future(device.submit_step))
         monkeypatch.setattr(device, "submit_encode", self._watch_future(device.submit_encode))
         monkeypatch.setattr(intake, "_run", self._watch_coroutine(intake._run))
-        monkeypatch.setattr(intake, "_fetch", self._watch_coroutine(intake._fetch))
+        pipeline = intake.media
+        monkeypatch.setattr(pipeline, "_fetch", self._watch_coroutine(pipeline._fetch))
+        monkeypatch.setattr(pipeline, "_read", self._watch_coroutine(pipeline._read))
+        workers = pipeline._workers
+        monkeypatch.setattr(workers, "work", self._watch_coroutine(workers.work))
 
     def arm(self, number: int, after: bool, strike: Callable[[], object]) -> None:
         self.seen, self.number, self.after, self.strike = 0, number, after, strike
@@ -118,7 +122,7 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     assert engine._desk is not None and not engine._desk.tickets
     assert not engine._encoder._features and not engine._encoder._jobs
     assert not engine._scheduler.media._users and not engine._scheduler.media._decoded
-    assert not engine._intake._fetches._jobs
+    assert not engine._intake.media._fetches._jobs
     engine._scheduler.pool.check()
     engine._scheduler.media.cache.check()
 

@@ -1,0 +1,249 @@
+"""Media on their way to the encoder: fetched, identified, and, once somebody asks, made features.
+
+Each stage has its own limit, and an item waits only for others in its stage: one whose features are
+cached waits for no worker, one whose uuid is known not even for the network. Equal work in flight
+is done once. Nothing but bookkeeping runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+from cachetools import LRUCache
+
+from aioengine.config import EngineConfig
+from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.instruments import Instruments, StageSpan
+from aioengine.loading import Loaded
+from aioengine.processors.cache import ProcessorCache
+from aioengine.processors.hasher import item_key
+from aioengine.processors.inputs import MultiModalKwargsItem
+from aioengine.processors.items import EmbeddingItems
+from aioengine.processors.media.fetch import fetch
+from aioengine.processors.media.open import open_media
+from aioengine.ticket import MediaInput, Ticket
+from aioengine.types import Embeddings
+from aioengine.workers import make_workers
+
+__all__ = ["MediaPipeline"]
+
+Result = TypeVar("Result")
+
+MAX_NAMED = 1 << 16
+"""Items whose headers are remembered under their uuids."""
+
+
+class MediaPipeline:
+    """One engine's. Its coroutines run in the engine's tasks."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        config: EngineConfig,
+        model_id: str,
+        instruments: Instruments,
+    ) -> None:
+        self.cache = ProcessorCache(config.mm_processor_cache_bytes)
+        self._front = loaded.front
+        self._config = config
+        self._model_id = model_id
+        self._workers = make_workers(loaded, config)
+        self._instruments = instruments
+        self._fetching = anyio.CapacityLimiter(config.media.max_concurrent_fetches)
+        self._headers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-header")
+        self._fetches = _SharedJobs()
+        self._works = _SharedJobs()
+        self._named: LRUCache[str, Any] = LRUCache(MAX_NAMED)  # used by the loop and `_headers`
+
+    async def aclose(self) -> None:
+        """Drop what is queued and wait for the items being worked on."""
+        await self._fetches.aclose()
+        await self._works.aclose()
+        await self._workers.aclose()
+        self._headers.shutdown(wait=False, cancel_futures=True)
+        await anyio.to_thread.run_sync(self._headers.shutdown)
+
+    async def identify(self, ticket: Ticket, cache_salt: str | None) -> None:
+        """Fetch all items of a request, side by side, read their headers and give them their keys.
+
+        The first failure ends the others. Raises the request's error.
+        """
+        self._front.validate_num_items(Counter(media.modality for media in ticket.media))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for media in ticket.media:
+                    tasks.create_task(self._identify(ticket, media, cache_salt))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        for media in ticket.media:
+            if not media.key:  # a fetcher may raise CancelledError, which no task group reports
+                raise MediaError(
+                    f"{media.parameter} could not be fetched: the fetcher was cancelled",
+                    parameter=media.parameter,
+                )
+
+    async def features(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
+        """The item decoded and processed, from the cache where it is there. Raises MediaError."""
+        if media.features is not None:
+            return media.features
+        cached = self.cache.get(media.key)
+        if cached is not None:
+            return cached
+        try:
+            return await self._works.join(media.key, partial(self._work, ticket, media))
+        except InvalidRequestError as error:
+            raise error.for_parameter(media.parameter) from error
+
+    # ---- one item
+
+    async def _identify(self, ticket: Ticket, media: MediaInput, cache_salt: str | None) -> None:
+        if media.uuid is not None and self._recall(ticket, media, cache_salt):
+            return
+        start = time.perf_counter()
+        fetched = await self._fetch(media)
+        if fetched is not media.item:
+            self._instruments.record(
+                StageSpan("fetch", start, time.perf_counter(), (ticket.request_id,))
+            )
+        identity = await self._read(ticket, media, fetched)
+        media.item = None
+        if media.uuid is not None and not isinstance(media.header, Embeddings):
+            self._named[self._key(ticket, media, cache_salt)] = media.header
+        media.key = self._key(ticket, media, cache_salt, identity, media.header)
+        if self._front.layout_needs_hf_outputs:
+            media.features = await self.features(ticket, media)
+
+    def _recall(self, ticket: Ticket, media: MediaInput, cache_salt: str | None) -> bool:
+        """Whether the item is known by its uuid, and its features are still there."""
+        header = self._named.get(self._key(ticket, media, cache_salt))
+        if header is None:
+            return False
+        key = self._key(ticket, media, cache_salt, header=header)
+        features = self.cache.get(key)
+        if features is None:
+            return False
+        # Held until the request ends: there is nothing to make them from again.
+        media.key, media.header, media.features, media.item = key, header, features, None
+        return True
+
+    async def _fetch(self, media: MediaInput) -> object:
+        async def get() -> object:
+            async with self._fetching:
+                return await fetch(
+                    media.item,
+                    self._config.media,
+                    parameter=media.parameter,
+                    trusted=media.trusted,
+                    modality=media.modality,
+                )
+
+        if not isinstance(media.item, str) or not media.item.startswith(("http:", "https:")):
+            return await get()
+        try:
+            return await self._fetches.join(f"{media.modality} {media.item}", get)
+        except MediaError as error:
+            raise error.for_parameter(media.parameter) from error
+
+    async def _read(self, ticket: Ticket, media: MediaInput, fetched: object) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._headers, self._open, ticket, media, fetched)
+
+    def _open(self, ticket: Ticket, media: MediaInput, fetched: object) -> Any:
+        """Read the header and hash the content, without decoding."""
+        info = self._front.info
+        if fetched is None:
+            raise MediaError(
+                f"{media.parameter} has no content, and nothing is cached under its uuid",
+                parameter=media.parameter,
+            )
+        if isinstance(fetched, Embeddings):
+            items = EmbeddingItems(
+                [fetched],
+                modality=media.modality,
+                hidden_size=info.get_hidden_size(),
+                parameters=[media.parameter],
+            )
+            # A copy: the caller may write to the rows once the request is under way.
+            media.source = media.header = Embeddings(items.get(0).clone(), **items.extra[0])
+            return ["embeddings", media.source.rows, *items.extra]
+        media.source = open_media(
+            media.modality,
+            fetched,
+            self._config.media,
+            parameter=media.parameter,
+            options=self._front.merged_kwargs(ticket.mm_processor_kwargs),
+            get_sample_rate=info.get_sample_rate,
+        )
+        media.header = media.source.header()
+        # Asked for beside a uuid as well: it makes the source safe from changes.
+        return media.source.identity()
+
+    def _key(
+        self,
+        ticket: Ticket,
+        media: MediaInput,
+        cache_salt: str | None,
+        identity: Any = None,
+        header: Any = None,
+    ) -> str:
+        return item_key(
+            model_id=self._model_id,
+            modality=media.modality,
+            mm_processor_kwargs=self._front.merged_kwargs(ticket.mm_processor_kwargs),
+            identity=identity,
+            cache_salt=cache_salt,
+            uuid=media.uuid,
+            header=None if header is None else _describe(header),
+        )
+
+    async def _work(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
+        worked = await self._workers.work(ticket, media)
+        requests = (ticket.request_id,)
+        self._instruments.record(StageSpan("decode", worked.began, worked.decoded, requests))
+        self._instruments.record(StageSpan("process", worked.decoded, worked.processed, requests))
+        self.cache.put(media.key, worked.item)
+        return worked.item
+
+
+def _describe(header: Any) -> str:
+    """What of an item decides how many rows it takes."""
+    if not isinstance(header, Embeddings):
+        return repr(header)
+    return repr((len(header.rows), sorted((k, v.tolist()) for k, v in header.extra.items())))
+
+
+class _SharedJobs:
+    """Equal work in flight is done once. A waiter may leave; the last one's leaving cancels it."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, asyncio.Task[Any]] = {}
+        self._num_waiters: Counter[str] = Counter()
+        self._ending: set[asyncio.Task[Any]] = set()
+
+    async def aclose(self) -> None:
+        """Wait for cancelled jobs to clean up after themselves."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def join(self, key: str, make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = asyncio.create_task(make())
+        self._num_waiters[key] += 1
+        try:
+            result: Result = await asyncio.shield(job)
+            return result
+        finally:
+            self._num_waiters[key] -= 1
+            if not self._num_waiters[key]:
+                del self._num_waiters[key], self._jobs[key]
+                if job.cancel():
+                    self._ending.add(job)
+                    job.add_done_callback(self._ending.discard)
