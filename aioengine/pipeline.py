@@ -134,20 +134,23 @@ class MediaPipeline:
         return True
 
     async def _fetch(self, media: MediaInput) -> object:
-        async def get() -> object:
+        def get() -> Coroutine[Any, Any, object]:
+            return fetch(
+                media.item,
+                self._config.media,
+                parameter=media.parameter,
+                trusted=media.trusted,
+                modality=media.modality,
+            )
+
+        async def get_in_turn() -> object:
             async with self._fetching:
-                return await fetch(
-                    media.item,
-                    self._config.media,
-                    parameter=media.parameter,
-                    trusted=media.trusted,
-                    modality=media.modality,
-                )
+                return await get()
 
         if not isinstance(media.item, str) or not media.item.startswith(("http:", "https:")):
             return await get()
         try:
-            return await self._fetches.join(f"{media.modality} {media.item}", get)
+            return await self._fetches.join(f"{media.modality} {media.item}", get_in_turn)
         except MediaError as error:
             raise error.for_parameter(media.parameter) from error
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aioengine.processors.inputs import PlaceholderRange as PlaceholderRange
     from aioengine.processors.items import AudioProcessorItems as AudioProcessorItems
     from aioengine.processors.items import EmbeddingItems as EmbeddingItems
+    from aioengine.processors.items import ImageHeader as ImageHeader
     from aioengine.processors.items import ImageProcessorItems as ImageProcessorItems
     from aioengine.processors.items import ImageSize as ImageSize
     from aioengine.processors.items import MultiModalDataItems as MultiModalDataItems
@@ -40,6 +41,7 @@ _HOMES = {
     "BaseMultiModalProcessor": "processor",
     "BaseProcessingInfo": "info",
     "EmbeddingItems": "items",
+    "ImageHeader": "items",
     "ImageProcessorItems": "items",
     "ImageSize": "items",
     "MultiModalDataItems": "items",

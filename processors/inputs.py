@@ -3,6 +3,9 @@
 HF processors return one batch for all of a request's media; caches and single flight want items.
 A `MultiModalFieldConfig` says, for each output of the HF processor, how the batch is cut into
 items; `MultiModalKwargs.reduce` puts items together again, from one request or from many.
+
+A name that begins with an underscore is for the host only: it travels with the item, but no batch
+for the encoder has it.
 """
 
 from __future__ import annotations
@@ -23,10 +26,16 @@ __all__ = [
     "MultiModalKwargs",
     "MultiModalKwargsItem",
     "PlaceholderRange",
+    "is_host_only",
 ]
 
 FieldData: TypeAlias = torch.Tensor | list[torch.Tensor]
 """One HF output for a batch of items: a tensor, or a list where the items' shapes differ."""
+
+
+def is_host_only(name: str) -> bool:
+    """Whether an item's tensor of that name is for layouts, and never for the encoder."""
+    return name.startswith("_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,9 +270,14 @@ class MultiModalKwargs(Mapping[str, FieldData]):
 
     def __init__(self, items: Mapping[str, Sequence[MultiModalKwargsItem]] | None = None) -> None:
         self._items = {modality: list(group) for modality, group in (items or {}).items() if group}
-        self._data: dict[str, FieldData] = {}
+
+    @cached_property
+    def _data(self) -> dict[str, FieldData]:
+        # On first use: a layout reads single items, and batching copies all pixels.
+        data: dict[str, FieldData] = {}
         for group in self._items.values():
-            self._data.update(self.reduce(group))
+            data.update(self.reduce(group))
+        return data
 
     @staticmethod
     def build(
@@ -295,13 +309,21 @@ class MultiModalKwargs(Mapping[str, FieldData]):
 
     @staticmethod
     def reduce(items: Sequence[MultiModalKwargsItem]) -> dict[str, FieldData]:
-        """The inverse of `build`, for items of one modality and the same names from any batches."""
+        """The inverse of `build`, for items of one modality and the same names from any batches.
+
+        What is for the host only (`is_host_only`) is left out, and may differ.
+        """
         if not items:
             return {}
         first = items[0]
-        if any(item.keys() != first.keys() or item.modality != first.modality for item in items):
+        names = [name for name in first if not is_host_only(name)]
+        if any(
+            item.modality != first.modality
+            or {name for name in item if not is_host_only(name)} != set(names)
+            for item in items
+        ):
             raise ValueError("items of one batch must have the same modality and names")
-        return {name: first.field(name).join([item[name] for item in items]) for name in first}
+        return {name: first.field(name).join([item[name] for item in items]) for name in names}
 
     def get_items(self, modality: str) -> list[MultiModalKwargsItem]:
         """The items of one modality, in order."""

@@ -225,6 +225,9 @@ def _spare_targets(matcher: _Matcher, updates: Sequence[PromptUpdate]) -> tuple[
         if callable(target) or isinstance(target, PromptIndexTarget) or update.keeps_target:
             continue
         wanted = to_token_ids(target, matcher.tokenizer)
+        # A place that the tokenizer makes in every text is no sign of a missing item.
+        if wanted == list(matcher.tokenizer.encode("", add_special_tokens=True)):
+            continue
         name = name or f"`{matcher.tokenizer.decode(wanted)}` "
         start = matcher.cursor
         while (start := find(matcher.prompt, wanted, start)) >= 0:

@@ -278,7 +278,7 @@ class BaseMultiModalProcessor(ABC):
             placed = find_expanded(token_ids, updates, counts, tokenizer)
             if placed is not None:
                 return Layout(token_ids=token_ids, placeholders=placed)
-        plain = self._apply_hf_processor_tokens_only(token_ids)
+        plain = self._apply_hf_processor_tokens_only(list(token_ids))
         if plain == token_ids and has_open_ends(updates, counts, tokenizer):
             expanded = apply_text_updates(token_ids, text, updates, counts, tokenizer)
             if expanded is not None:

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from aioengine.errors import MediaError
 from aioengine.processors.inputs import PlaceholderRange
 
 __all__ = [
@@ -34,7 +35,7 @@ class TextEncoder(Protocol):
     """What matching needs of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text."""
+        """The token ids of a text, with or without what the tokenizer puts around every text."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:
@@ -94,13 +95,18 @@ class PromptUpdateDetails:
         return PromptUpdateDetails(full=seq)
 
     @staticmethod
-    def select_token_id(seq: PromptSequence, embed_token_id: int) -> PromptUpdateDetails:
+    def select_token_id(
+        seq: PromptSequence, embed_token_id: int, *, features: PromptSequence | None = None
+    ) -> PromptUpdateDetails:
         """Only tokens with this id take encoder rows."""
-        return PromptUpdateDetails.select_token_ids(seq, [embed_token_id])
+        return PromptUpdateDetails.select_token_ids(seq, [embed_token_id], features=features)
 
     @staticmethod
     def select_token_ids(
-        seq: PromptSequence, embed_token_ids: Sequence[int]
+        seq: PromptSequence,
+        embed_token_ids: Sequence[int],
+        *,
+        features: PromptSequence | None = None,
     ) -> PromptUpdateDetails:
         """Only tokens with one of these ids take encoder rows."""
         wanted = torch.tensor(list(embed_token_ids))
@@ -108,10 +114,12 @@ class PromptUpdateDetails:
         def select(tokenizer: TextEncoder, token_ids: list[int]) -> torch.Tensor:
             return torch.isin(torch.tensor(token_ids), wanted)
 
-        return PromptUpdateDetails(full=seq, is_embed=select)
+        return PromptUpdateDetails(full=seq, features=features, is_embed=select)
 
     @staticmethod
-    def select_text(seq: PromptSequence, embed_text: str) -> PromptUpdateDetails:
+    def select_text(
+        seq: PromptSequence, embed_text: str, *, features: PromptSequence | None = None
+    ) -> PromptUpdateDetails:
         """Only the tokens that spell `embed_text`, at each of its occurrences, take rows."""
 
         def select(tokenizer: TextEncoder, token_ids: list[int]) -> torch.Tensor:
@@ -123,7 +131,7 @@ class PromptUpdateDetails:
                 start += len(wanted)
             return mask
 
-        return PromptUpdateDetails(full=seq, is_embed=select)
+        return PromptUpdateDetails(full=seq, features=features, is_embed=select)
 
 
 Content: TypeAlias = PromptSequence | PromptUpdateDetails
@@ -237,6 +245,9 @@ def _resolve_content(
         if start < 0:
             raise ValueError("`features` must be a contiguous part of `full`")
     mask = None if content.is_embed is None else content.is_embed(tokenizer, features)
+    if not (features if mask is None else bool(mask.any())):
+        name = f"{update.modality}s[{item_idx}]"
+        raise MediaError(f"{name} is too small for the model: it becomes no rows", parameter=name)
     text = content.full if isinstance(content.full, str) else None
     return ResolvedContent(full, start, start + len(features), mask, text)
 

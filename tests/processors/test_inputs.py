@@ -14,6 +14,7 @@ from aioengine.processors.inputs import (
     MultiModalKwargs,
     MultiModalKwargsItem,
     PlaceholderRange,
+    is_host_only,
 )
 from aioengine.types import Span
 
@@ -110,6 +111,33 @@ def test_items_of_different_batches() -> None:
     assert torch.equal(MultiModalKwargs.reduce(first + rest)["x"], data)
     data.zero_()
     assert rest[2]["x"].tolist() == [9, 10, 11]
+
+
+def test_what_is_for_the_host_only_is_in_no_batch() -> None:
+    assert is_host_only("_layout") and not is_host_only("pixel_values")
+    field = MultiModalFieldConfig.flat_from_sizes("image", [2])
+    items = [
+        MultiModalKwargsItem.from_config(
+            {"x": torch.full((2, 3), float(number)), **extra}, {"x": field, "_layout": field}
+        )
+        for number, extra in enumerate([{"_layout": torch.tensor([4, 5])}, {}])
+    ]
+    assert items[0]["_layout"].tolist() == [4, 5]
+    assert items[0].num_bytes == 2 * 3 * 4 + 2 * 8
+    reduced = MultiModalKwargs.reduce(items)
+    assert reduced.keys() == {"x"}
+    both = MultiModalKwargs({"image": items})
+    assert set(both) == {"x"} and "_layout" not in both
+    assert both.get_item("image", 0)["_layout"].tolist() == [4, 5]
+
+
+def test_nothing_is_batched_before_it_is_asked_for() -> None:
+    shared = {"x": MultiModalFieldConfig.shared("image", 1)}
+    items = [MultiModalKwargsItem.from_config({"x": torch.full((1,), v)}, shared) for v in (1, 2)]
+    kwargs = MultiModalKwargs({"image": items})
+    assert kwargs.get_item("image", 1)["x"].tolist() == [2]
+    with pytest.raises(ValueError, match="shared"):
+        kwargs["x"]
 
 
 def test_bfloat16_items() -> None:

@@ -1,0 +1,239 @@
+"""What media wait for, and what they do not: limits, cached items, names, layouts from outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from aioengine import MediaConfig, Prompt
+from aioengine.errors import MediaError
+from aioengine.models.llava import LlavaMultiModalProcessor
+from tests.engines import greedy, other_tasks, running_engine, settled, until
+from tests.tiny import save_tiny_llava, tiny_image
+
+URL = "https://example.com/"
+TEXT = "USER: <image> tell ASSISTANT:"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny_llava")
+    save_tiny_llava(path)
+    return path
+
+
+def png(number: int, size: tuple[int, int] = (40, 30)) -> bytes:
+    buffer = io.BytesIO()
+    tiny_image(number).resize(size).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Server:
+    """A fetcher that counts, and waits for `gate` where a URL says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.running = self.most_running = 0
+        self.gate = asyncio.Event()
+
+    async def __call__(self, url: str) -> bytes:
+        self.asked.append(url)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if "slow" in url:
+                await self.gate.wait()
+            if "broken" in url:
+                raise OSError("no such picture")
+            return png(int(url.rpartition("/")[2]))
+        finally:
+            self.running -= 1
+
+
+def named(item: Any, uuid: str | None, **options: Any) -> Prompt:
+    return Prompt(text=TEXT, media={"image": [item]}, uuids={"image": [uuid]}, **options)
+
+
+async def test_a_known_name_skips_fetching_and_decoding(folder: Path) -> None:
+    server = Server()
+    async with running_engine(folder, media=MediaConfig(fetcher=server)) as engine:
+        first = await engine.generate(named(URL + "1", "cat"), greedy(8))
+        assert server.asked == [URL + "1"]
+        for item in (URL + "1", None):
+            again = await engine.generate(named(item, "cat"), greedy(8))
+            assert again.token_ids == first.token_ids
+        assert server.asked == [URL + "1"]
+        assert engine.statistics().stages["decode"].count == 1
+        other = await engine.generate(named(URL + "2", "dog"), greedy(8))
+        assert other.token_ids != first.token_ids and len(server.asked) == 2
+        for options in ({"cache_salt": "tenant"}, {"mm_processor_kwargs": {"do_normalize": False}}):
+            with pytest.raises(MediaError, match="nothing is cached under its uuid"):
+                await engine.generate(named(None, "cat", **options), greedy(8))
+        await engine.reset_caches()
+        with pytest.raises(MediaError, match="nothing is cached under its uuid"):
+            await engine.generate(named(None, "cat"), greedy(8))
+
+
+async def test_a_name_for_two_pictures_of_other_sizes(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+        small, large = png(1), png(2, (300, 20))
+        alone = [
+            (await engine.generate(TEXT, greedy(8), images=[image])).token_ids
+            for image in (small, large)
+        ]
+        await engine.reset_caches()
+        both = await asyncio.gather(
+            *(engine.generate(named(image, "name"), greedy(8)) for image in (small, large))
+        )
+        assert [output.token_ids for output in both] == alone
+
+
+async def test_a_named_picture_outlives_the_cache(folder: Path) -> None:
+    """Nothing is left to make its features from, so the request holds them."""
+    async with running_engine(folder, encoder_cache_bytes=16 * 48 * 8) as engine:
+        expected = await engine.generate(named(png(1), "cat"), greedy(8))
+        stream = engine.stream(named(None, "cat"), greedy(8))
+        async with stream:
+            engine._intake.media.cache.clear()
+            engine._scheduler.media.cache.clear()
+            engine._scheduler.pool.clear()
+            assert (await stream.result()).token_ids == expected.token_ids
+
+
+async def test_fetches_have_a_limit(folder: Path) -> None:
+    server = Server()
+    config = MediaConfig(fetcher=server, max_concurrent_fetches=3)
+    async with running_engine(folder, media=config) as engine:
+        requests = [
+            asyncio.create_task(engine.generate(TEXT, greedy(2), images=[f"{URL}slow/{n}"]))
+            for n in range(8)
+        ]
+        await until(lambda: server.running == 3)
+        text = await engine.generate("no picture", greedy(2))
+        held = await engine.generate(TEXT, greedy(2), images=[png(1)])
+        assert len(text.token_ids) == len(held.token_ids) == 2
+        server.gate.set()
+        await asyncio.gather(*requests)
+        assert server.most_running == 3 and len(server.asked) == 8
+
+
+async def test_a_failed_fetch_ends_its_siblings_at_once(folder: Path) -> None:
+    server = Server()
+    async with running_engine(folder, media=MediaConfig(fetcher=server)) as engine:
+        before = other_tasks()
+        images = [URL + "slow/1", URL + "broken/2", URL + "slow/3"]
+        with pytest.raises(MediaError) as caught:
+            await engine.generate("<image>" * 3, greedy(2), images=images)
+        assert caught.value.parameter == "images[1]"
+        await until(lambda: server.running == 0)
+        assert other_tasks() == before
+
+
+class Gate:
+    """Holds up every decoding on the worker threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.num_held = threading.Event(), 0
+        plain = LlavaMultiModalProcessor.process
+
+        def process(processor: Any, items: Any, options: Any) -> Any:
+            self.num_held += 1
+            assert self.open.wait(20)
+            return plain(processor, items, options)
+
+        monkeypatch.setattr(LlavaMultiModalProcessor, "process", process)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    yield gate
+    gate.open.set()
+
+
+async def test_cached_pictures_never_queue_behind_others(folder: Path, gate: Gate) -> None:
+    async with running_engine(folder) as engine:
+        expected = await engine.generate(TEXT, greedy(4), images=[png(0)])
+        engine._scheduler.media.cache.clear()
+        gate.open.clear()
+        slow = [
+            asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(n)]))
+            for n in range(1, 9)
+        ]
+        await until(lambda: gate.num_held == 3)  # one before, and both workers are busy
+        hit = await engine.generate(TEXT, greedy(4), images=[png(0)])
+        assert hit.token_ids == expected.token_ids and not any(task.done() for task in slow)
+        gate.open.set()
+        await asyncio.gather(*slow)
+
+
+@pytest.fixture
+def after_processing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlavaMultiModalProcessor, "layout_needs_hf_outputs", True)
+
+
+async def test_a_layout_from_the_outputs(
+    folder: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [png(1), png(2), png(1)]
+    async with running_engine(folder) as engine:
+        expected = await engine.generate("<image> a <image><image>", greedy(8), images=images)
+    monkeypatch.setattr(LlavaMultiModalProcessor, "layout_needs_hf_outputs", True)
+    async with running_engine(folder) as engine:
+        gate.open.clear()
+        outputs = [
+            asyncio.create_task(
+                engine.generate("<image> a <image><image>", greedy(8), images=images)
+            )
+            for _ in range(3)
+        ]
+        await until(lambda: gate.num_held == 4)  # two before
+        gate.open.set()
+        for output in await asyncio.gather(*outputs):
+            assert output.token_ids == expected.token_ids
+            assert output.prompt_token_ids == expected.prompt_token_ids
+        assert engine.statistics().stages["process"].count == 2
+        await settled(engine)
+
+
+async def test_a_picture_that_cannot_be_processed_ends_its_request_only(
+    folder: Path, after_processing: None
+) -> None:
+    async with running_engine(folder) as engine:
+        good, broken = png(1), png(2)[:-40]
+        results = await asyncio.gather(
+            engine.generate("<image><image>", greedy(4), images=[good, broken]),
+            engine.generate(TEXT, greedy(4), images=[good]),
+            return_exceptions=True,
+        )
+        assert isinstance(results[0], MediaError) and results[0].parameter == "images[1]"
+        assert not isinstance(results[1], BaseException)
+
+
+async def test_a_waiter_may_leave_shared_work(
+    folder: Path, gate: Gate, after_processing: None
+) -> None:
+    async with running_engine(folder) as engine:
+        gate.open.clear()
+        first, second = (
+            asyncio.create_task(engine.generate(TEXT, greedy(4), images=[png(1)])) for _ in "ab"
+        )
+        await until(lambda: gate.num_held == 1)
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        gate.open.set()
+        assert len((await second).token_ids) == 4 and gate.num_held == 1
+        await settled(engine)
+
+
+def test_pictures_are_what_the_test_says() -> None:
+    assert Image.open(io.BytesIO(png(2, (300, 20)))).size == (300, 20)
