@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioengine.processors.encdec import (
+        EncDecMultiModalProcessor as EncDecMultiModalProcessor,
+    )
     from aioengine.processors.info import BaseDummyInputsBuilder as BaseDummyInputsBuilder
     from aioengine.processors.info import BaseProcessingInfo as BaseProcessingInfo
     from aioengine.processors.info import ProcessingContext as ProcessingContext
@@ -41,6 +44,7 @@ _HOMES = {
     "BaseMultiModalProcessor": "processor",
     "BaseProcessingInfo": "info",
     "EmbeddingItems": "items",
+    "EncDecMultiModalProcessor": "encdec",
     "ImageHeader": "items",
     "ImageProcessorItems": "items",
     "ImageSize": "items",

@@ -34,7 +34,13 @@ from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.text_matching import apply_text_updates
 from aioengine.processors.updates import PromptUpdate, resolve_contents
 
-__all__ = ["BaseMultiModalProcessor", "Layout", "MultiModalInputs", "TextOnlyProcessor"]
+__all__ = [
+    "BaseMultiModalProcessor",
+    "Layout",
+    "MultiModalInputs",
+    "TextOnlyProcessor",
+    "TextOrTokens",
+]
 
 TextOrTokens: TypeAlias = str | Sequence[int]
 ItemsByModality: TypeAlias = dict[str, list[MultiModalKwargsItem]]
