@@ -20,7 +20,7 @@ from aioengine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
 from aioengine.loading import Loaded
-from aioengine.params import SamplingParams
+from aioengine.params import SamplingParams, StructuredOutputs
 from aioengine.pipeline import MediaPipeline
 from aioengine.prefix import extend_digests
 from aioengine.processors.chat import ChatRenderer
@@ -37,6 +37,8 @@ __all__ = ["Intake"]
 
 Result = TypeVar("Result")
 
+GRAMMAR_LOOK_S = 1.0
+"""How often one who waits for a grammar looks whether the one being compiled takes too long."""
 MARGIN_TOKENS = 1024
 """By so many a prompt may exceed the limit before it is laid out, which could make it shorter."""
 
@@ -82,14 +84,24 @@ class Intake:
         if ticket.media:
             await self.media.identify(ticket, prompt.cache_salt)
             ticket.stamp("fetched")
-        structure, constraints = ticket.params.structured_outputs, []
+        structure = ticket.params.structured_outputs
+        constraints: Sequence[Constraint] = ()
         if structure is not None:
-            grammars = self._loaded.grammars
-            work = grammars.compile, structure, ticket.params.n
-            constraints = await self._run(grammars.pool, *work)
+            constraints = await self._compile(structure, ticket.params.n)
         return await self._run(
             self._front, self._lay_out, ticket, text_or_ids, prompt.cache_salt, constraints
         )
+
+    async def _compile(self, structure: StructuredOutputs, count: int) -> Sequence[Constraint]:
+        grammars = self._loaded.grammars
+        compiled = asyncio.wrap_future(grammars.submit(structure, count))
+        try:
+            while not compiled.done():
+                await asyncio.wait([compiled], timeout=GRAMMAR_LOOK_S)
+                grammars.relieve()
+            return compiled.result()
+        finally:
+            compiled.cancel()
 
     def _refuse_hopeless(self, prompt: Prompt) -> None:
         """Refuse what no tokenizer could make short enough, before one spends minutes on it."""

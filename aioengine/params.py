@@ -6,8 +6,11 @@ Names and defaults are vLLM's.
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from aioengine.checks import is_int, is_real, is_text, require
@@ -27,6 +30,21 @@ MAX_GRAMMAR_LENGTH = 64 * 1024
 MAX_RULES = 1000
 MAX_SCHEMA_DEPTH = 32
 MAX_REFERENCES = 500
+# A number that is to be a multiple of m makes some m states, and patterns that hold at once make as
+# many states as each of them, multiplied. Where schemas are combined, any two might hold at once.
+MAX_MULTIPLE = 2_000
+MAX_SUM_OF_MULTIPLES = 10_000
+MAX_COMBINED = 8
+COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
+MERGED = {
+    "additionalProperties",
+    "items",
+    "multipleOf",
+    "pattern",
+    "patternProperties",
+    "prefixItems",
+    "properties",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +60,8 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     """The only texts that may come."""
     grammar: str | None = None
-    """A context-free grammar in Lark's notation, as llguidance reads it; it begins at `start`."""
+    """A context-free grammar in Lark's notation, as llguidance reads it; it begins at `start`. No
+    `%json` or other directives that bring in a schema."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if self._has(name)]
@@ -90,6 +109,9 @@ class StructuredOutputs:
             f"text of 1 to {MAX_GRAMMAR_LENGTH} characters, in at most {MAX_RULES} lines of at "
             f"most {MAX_EXPRESSION_LENGTH} characters",
         )
+        # A schema in there would be compiled unseen.
+        is_plain = not any(word in grammar for word in ("%json", "%regex", "%lark"))
+        self._require(is_plain, "grammar", "free of %json, %regex and %lark")
 
     def _check_schema(self, schema: Any) -> None:
         self._require(isinstance(schema, str | Mapping), "json", "a JSON schema")
@@ -118,33 +140,91 @@ def _fault_of_schema(schema: str | Mapping[str, Any]) -> str:
         return f"nested at most {MAX_SCHEMA_DEPTH} levels deep"
     except ValueError:
         return "JSON"
-    num_references = num_values = 0
-    level = [parsed]
+    load = _SchemaLoad()
+    level: list[tuple[str, Any]] = [("", parsed)]
     for _ in range(MAX_SCHEMA_DEPTH):
-        nested = [item for item in level if isinstance(item, Mapping | list | tuple)]
-        mappings = [item for item in nested if isinstance(item, Mapping)]
-        num_values += sum(map(len, nested))
-        if num_values > MAX_GRAMMAR_LENGTH:
-            return f"of at most {MAX_GRAMMAR_LENGTH} characters"
-        num_references += sum("$ref" in mapping for mapping in mappings)
-        patterns = [mapping.get("pattern", "") for mapping in mappings]
-        patterns += [key for m in mappings for key in _keys(m.get("patternProperties"))]
-        if any(isinstance(p, str) and len(p) > MAX_EXPRESSION_LENGTH for p in patterns):
-            return f"with patterns of at most {MAX_EXPRESSION_LENGTH} characters"
-        if num_references > MAX_REFERENCES:
-            return f"with at most {MAX_REFERENCES} references"
-        level = [
-            child
-            for item in nested
-            for child in (item.values() if isinstance(item, Mapping) else item)
-        ]
-        if not nested:
-            return ""
+        level = [entry for entry in level if isinstance(entry[1], dict | list | tuple | Mapping)]
+        if not level:
+            return load.fault
+        below: list[tuple[str, Any]] = []
+        for name, item in level:
+            load.num_values += len(item)
+            if isinstance(item, list | tuple):
+                below += [(name, child) for child in item]
+                continue
+            load.add(name, item)
+            for key, child in item.items():
+                is_named = key == "properties" and isinstance(child, Mapping)
+                below += child.items() if is_named else [(name, child)]
+        if fault := load.fault:
+            return fault
+        level = below
     return f"nested at most {MAX_SCHEMA_DEPTH} levels deep"
 
 
-def _keys(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Mapping) else []
+class _SchemaLoad:
+    """What of a schema makes work for its compiler, counted.
+
+    Expressions and multiples are counted for each property's name: those of one name might have to
+    hold at once, where schemas are combined; equal ones are one.
+    """
+
+    def __init__(self) -> None:
+        self.num_values = self.num_references = self.longest_pattern = 0
+        self.is_combined = False
+        self._patterns: defaultdict[str, set[str]] = defaultdict(set)
+        self._multiples: defaultdict[str, set[int]] = defaultdict(set)
+
+    def add(self, name: str, mapping: Mapping[str, Any]) -> None:
+        """One object of the schema, somewhere in the property `name`."""
+        self.num_references += "$ref" in mapping
+        keyed = mapping.get("patternProperties")
+        patterns = list(keyed) if isinstance(keyed, Mapping) else []
+        patterns += [mapping[key] for key in ("pattern", "format") if key in mapping]
+        patterns = [pattern for pattern in patterns if isinstance(pattern, str)]
+        if patterns:
+            self._patterns[name].update(patterns)
+            self.longest_pattern = max([self.longest_pattern, *map(len, patterns)])
+        if "multipleOf" in mapping:
+            self._multiples[name].add(_significant(mapping["multipleOf"]))
+        joins = sum(key in mapping for key in COMBINING)
+        if joins:
+            entries = mapping.get("allOf")
+            merges = isinstance(entries, list | tuple) and len(entries) > 1
+            self.is_combined |= merges or joins > 1 or not MERGED.isdisjoint(mapping)
+
+    @property
+    def fault(self) -> str:
+        """The first bound that is passed, or nothing."""
+        if self.num_values > MAX_GRAMMAR_LENGTH:
+            return f"of at most {MAX_GRAMMAR_LENGTH} characters"
+        if self.longest_pattern > MAX_EXPRESSION_LENGTH:
+            return f"with patterns of at most {MAX_EXPRESSION_LENGTH} characters"
+        if self.num_references > MAX_REFERENCES:
+            return f"with at most {MAX_REFERENCES} references"
+        if max((max(found) for found in self._multiples.values()), default=1) > MAX_MULTIPLE:
+            return f"with values of multipleOf of at most {MAX_MULTIPLE}, the point taken out"
+        if sum(sum(found) for found in self._multiples.values()) > MAX_SUM_OF_MULTIPLES:
+            return f"with values of multipleOf of {MAX_SUM_OF_MULTIPLES} in sum"
+        if not self.is_combined:
+            return ""
+        everywhere = self._patterns.get("", set())
+        if any(len(found | everywhere) > MAX_COMBINED for found in self._patterns.values()):
+            return f"with at most {MAX_COMBINED} patterns for one property, if combined"
+        always = self._multiples.get("", set())
+        if any(math.prod(found | always) > MAX_MULTIPLE for found in self._multiples.values()):
+            return f"with values of multipleOf whose product is at most {MAX_MULTIPLE}, if combined"
+        return ""
+
+
+def _significant(multiple: Any) -> int:
+    """The digits of a number without its point and the zeros at its ends: 0.25 is 25."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+        return 1
+    if not math.isfinite(multiple):
+        return 1
+    digits = "".join(map(str, Decimal(str(multiple)).as_tuple().digits)).strip("0")
+    return int(digits[:20] or 1)
 
 
 @dataclass(frozen=True, kw_only=True)

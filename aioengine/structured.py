@@ -2,40 +2,51 @@
 
 llguidance compiles each into a matcher, which says before every token which ones may come. The
 grammars are hostile. Their size is bounded before they are compiled (params.py), because the
-compiler's work grows faster than that and its recursion with it; the rest by llguidance's own
-budgets. They are compiled on a thread of their own, with a large stack and with the interpreter's
-lock released. The vocabulary is prepared while the engine loads: that holds the lock for long.
+compiler's work grows faster than that and its recursion with it; then by llguidance's own budgets,
+by time, and by their number. Each completion has a matcher of its own: copies would share the
+states of one lexer, and with them what is left of its budget. The vocabulary is prepared while the
+engine loads: that holds the interpreter's lock for long.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import InvalidRequestError, OverloadedError
 from aioengine.params import StructuredOutputs
 
 __all__ = ["Constraint", "Grammars"]
 
 PARAMETER = "structured_outputs"
-MAX_COMPILED = 16
-"""Compiled grammars that are kept."""
+MAX_LIVE = 1024
+"""Constraints of live completions."""
+MAX_COMPILE_S = 5.0
+"""For all constraints of a request. A compilation cannot be stopped: it is left to itself then."""
+MAX_ABANDONED = 2
+"""Compilations that were left to themselves and still run."""
+MASK_TOKEN_S = 0.002
+"""Processor time for the mask of one token, on the average of a completion."""
+MASK_EXTRA_S = 0.25
+"""And beyond that, for a completion as a whole."""
 STACK_BYTES = 64 << 20
 """Of the thread that compiles; reserved, not taken."""
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 20_000,  # some 2 kB each
-    "max_grammar_size": 200_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 2_000,  # what an ambiguous grammar makes of each grows with their square
+    "max_lexer_states": 20_000,  # some 10 MB
+    "max_grammar_size": 50_000,
     "verbose_errors": False,
 }
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -43,15 +54,15 @@ JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 
 
 class Grammars:
-    """Compiles grammars for one model's vocabulary. `compile` runs on the thread of `pool`."""
+    """Compiles grammars for one model's vocabulary, on a thread of their own."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         """Blocks for a second where the vocabulary is large; `tokenizer` is used here only."""
         self._vocab_size = vocab_size
         self._refusal = ""
         self._vocabulary: Any = None
-        self._compiled: LRUCache[str, Any] = LRUCache(MAX_COMPILED)
-        self._pool: ThreadPoolExecutor | None = None
+        self._live: weakref.WeakSet[Constraint] = weakref.WeakSet()
+        self._thread = _CompileThread()
         ends = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         if not ends:
             self._refusal = "needs a model with an end-of-sequence token"
@@ -66,36 +77,39 @@ class Grammars:
         except Exception as error:  # whatever a tokenizer may be that llguidance does not know
             self._refusal = f"does not work with this model's tokenizer ({type(error).__name__})"
 
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        """The thread that compiles."""
-        if self._pool is None:
-            usual = threading.stack_size(STACK_BYTES)
-            try:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="aioengine-grammar")
-                self._pool.submit(int)  # starts the thread
-            finally:
-                threading.stack_size(usual)
-        return self._pool
+    def submit(self, structure: StructuredOutputs, count: int) -> Future[list[Constraint]]:
+        """`count` constraints that share nothing. The future ends with them or the error.
+
+        Raises InvalidRequestError where the model cannot, OverloadedError where there are too many.
+        Whoever waits calls `relieve` from time to time.
+        """
+        if self._vocabulary is None:
+            raise InvalidRequestError(f"{PARAMETER} {self._refusal}", parameter=PARAMETER)
+        if len(self._live) + count > MAX_LIVE or self._thread.num_abandoned >= MAX_ABANDONED:
+            raise OverloadedError(f"{PARAMETER}: {len(self._live)} are live already; try later")
+        return self._thread.submit(lambda: self._compile(structure, count))
+
+    def relieve(self) -> None:
+        """Refuse the compilation under way, and go on without it, if it has taken too long."""
+        self._thread.relieve()
 
     def close(self) -> None:
         """Give up what is not compiled yet; does not wait."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
-    def compile(self, structure: StructuredOutputs, count: int) -> list[Constraint]:
-        """`count` constraints that do not share state. Raises InvalidRequestError."""
-        if self._vocabulary is None:
-            raise InvalidRequestError(f"{PARAMETER} {self._refusal}", parameter=PARAMETER)
+    def _compile(self, structure: StructuredOutputs, count: int) -> list[Constraint]:
         with _refusing_panics():
             grammar = _grammar(structure)
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = self._compile(grammar)
-                self._compiled[grammar] = matcher
-            return [Constraint(matcher.deep_copy(), self._vocab_size) for _ in range(count)]
+            found = []
+            end = time.perf_counter() + MAX_COMPILE_S
+            for _ in range(count):
+                found.append(Constraint(self._matcher(grammar), self._vocab_size))
+                if time.perf_counter() > end:
+                    raise _refused("it takes too long to compile")
+            self._live.update(found)
+            return found
 
-    def _compile(self, grammar: str) -> Any:
+    def _matcher(self, grammar: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**LIMITS)
@@ -105,6 +119,83 @@ class Grammars:
         if matcher.is_error():
             raise _refused(matcher.get_error())
         return matcher
+
+
+class _CompileThread:
+    """Does one job after the other, with the interpreter's lock released most of the time.
+
+    A daemon: a compilation that does not end must not keep the process from its end.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._running: tuple[float, Future[Any]] | None = None
+        self._thread: threading.Thread | None = None
+        self._abandoned: list[threading.Thread] = []
+
+    @property
+    def num_abandoned(self) -> int:
+        """Threads whose job was given up and has not ended."""
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        return len(self._abandoned)
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Queue a job."""
+        future: Future[Any] = Future()
+        self._jobs.put((function, future))
+        if self._thread is None:
+            self._start()
+        return future
+
+    def relieve(self) -> None:
+        """Give up the running job if it has taken too long."""
+        with self._lock:
+            if self._running is None or time.perf_counter() < self._running[0] + MAX_COMPILE_S:
+                return
+            (_, future), self._running = self._running, None
+            assert self._thread is not None
+            self._abandoned.append(self._thread)
+            self._start()
+        future.set_exception(_refused("it takes too long to compile"))
+
+    def close(self) -> None:
+        """Cancel what has not begun."""
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None:
+                job[1].cancel()
+        self._jobs.put(None)
+
+    def _start(self) -> None:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            self._thread = threading.Thread(target=self._run, name="aioengine-grammar", daemon=True)
+            self._thread.start()
+        finally:
+            threading.stack_size(usual)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, future = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            mine = time.perf_counter(), future
+            with self._lock:
+                self._running = mine
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as caught:
+                error = caught
+            with self._lock:
+                if self._running is not mine:
+                    return  # given up, and another thread goes on
+                self._running = None
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+            del job, function, future, mine, result, error
 
 
 @contextmanager
@@ -127,13 +218,15 @@ class Constraint:
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
         self._num_taken = 0
+        self._spent_s = 0.0
 
     def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor:
         """Which tokens may be number `output_index`: int32 [ceil(vocab / 32)], one bit each.
 
         `token_ids` end with the output so far. Raises InvalidRequestError where the grammar turns
-        out to be too complex.
+        out to be too complex: every other sequence of the step waits for the mask.
         """
+        begin = time.thread_time()
         count = output_index - self._num_taken
         with _refusing_panics():
             for token_id in token_ids[len(token_ids) - count :] if count else ():
@@ -142,6 +235,9 @@ class Constraint:
             bits = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
             if self._matcher.is_error():
                 raise _refused(self._matcher.get_error())
+        self._spent_s += time.thread_time() - begin
+        if self._spent_s > MASK_EXTRA_S + MASK_TOKEN_S * (output_index + 1):
+            raise _refused("what may come next takes too long to find")
         return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._num_words]
 
 
@@ -157,11 +253,16 @@ def _grammar(structure: StructuredOutputs) -> str:
     elif structure.regex is not None:
         found = LLMatcher.grammar_from_regex(structure.regex)
     elif structure.choice is not None:
-        texts = (json.dumps(choice, ensure_ascii=False) for choice in structure.choice)
+        texts = (_quote(choice) for choice in structure.choice)
         found = LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
     else:
         found = LLMatcher.grammar_from_lark(structure.grammar or "")
     return found
+
+
+def _quote(text: str) -> str:
+    # JSON leaves this one control character as it is, and Lark does not take it.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _refused(reason: str) -> InvalidRequestError:

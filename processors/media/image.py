@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import struct
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,12 @@ from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
 from aioengine.processors.hasher import ContentHasher
 from aioengine.processors.items import ImageHeader, ImageSize
+from aioengine.processors.media.effort import (
+    BoundedReader,
+    EffortError,
+    excess_before_opening,
+    excess_when_opened,
+)
 from aioengine.processors.media.pixels import (
     Array,
     PixelError,
@@ -89,7 +96,7 @@ class ImageSource(ABC):
         image, reason, kind = None, "", None
         try:
             image = to_rgb(orient(self._pixels(header), header.orientation))
-        except PixelError as error:
+        except (PixelError, EffortError) as error:
             reason = str(error)
         # Decoders raise whatever they meet in broken data, with pieces of it in the text.
         except Exception as error:
@@ -191,7 +198,6 @@ class _EncodedImage(ImageSource):
             self._check_size(*canvas)
         image = self._open()
         width, height = image.size
-        self._check_size(width, height)
         orientation = _orientation(image, self._data)
         if orientation >= 5:
             width, height = height, width
@@ -202,21 +208,47 @@ class _EncodedImage(ImageSource):
         names = [name.upper() for name in self._config.image_formats]
         if any(name not in Image.OPEN for name in names):
             Image.init()
+        prefix = self._data[:16]
+        unmarked = []
         for name in names:
             factory, accepts = Image.OPEN.get(name, (None, None))
-            if factory is None or accepts is None or accepts(self._data[:16]) is not True:
+            if factory is None:
                 continue
-            kind = ""
-            try:
-                image = factory(io.BytesIO(self._data), "")
-            # Readers raise whatever they meet in a broken header, with pieces of it in the text.
-            except Exception as error:
-                kind = type(error).__name__
-            if kind:
-                raise self._error(f"its {name} header is corrupt or cut short", value=kind)
-            assert isinstance(image, ImageFile.ImageFile)
-            return image
+            if accepts is None:
+                unmarked.append(factory)
+            elif accepts(prefix) is True:
+                image, reason, kind = self._read_with(factory, name)
+                if image is None:
+                    raise self._error(reason, value=kind)
+                return self._checked(image)
+        # Formats without a mark to know them by: whoever can read it.
+        for factory in unmarked:
+            image, _, _ = self._read_with(factory, "")
+            if image is not None:
+                return self._checked(image)
         raise self._error(f"it is in none of the allowed formats ({', '.join(names)})")
+
+    def _read_with(
+        self, factory: Callable[..., Any], name: str
+    ) -> tuple[ImageFile.ImageFile | None, str, str | None]:
+        """The picture with its header read; else None, why, and the kind of error."""
+        reason = excess_before_opening(self._data, name)
+        if reason:
+            return None, reason, None
+        try:
+            return factory(BoundedReader(self._data), ""), "", None
+        except EffortError as error:
+            return None, str(error), None
+        # Readers raise whatever they meet in a broken header, with pieces of it in the text.
+        except Exception as error:
+            return None, f"its {name} header is corrupt or cut short", type(error).__name__
+
+    def _checked(self, image: ImageFile.ImageFile) -> ImageFile.ImageFile:
+        self._check_size(*image.size)
+        reason = excess_when_opened(image, self._data, self._config.max_image_pixels)
+        if reason:
+            raise self._error(reason)
+        return image
 
 
 class _PillowImage(ImageSource):

@@ -162,7 +162,7 @@ def test_stops_have_to_be_sequences(parameter: str) -> None:
         ("block_size", {"block_size": 1.5}),
         ("dtype", {"dtype": "int8"}),
         ("kv_cache_bytes", {"kv_cache_bytes": -1}),
-        ("processor_workers", {"processor_workers": "process:2"}),
+        ("processor_workers", {"processor_workers": "process:0"}),
         ("processor_workers", {"processor_workers": "thread:0"}),
         ("limit_mm_per_prompt['image']", {"limit_mm_per_prompt": {"image": -1}}),
         ("tensor_parallel_size", {"tensor_parallel_size": 2}),

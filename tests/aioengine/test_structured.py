@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,9 +14,16 @@ from typing import Any
 
 import pytest
 
-from aioengine import AsyncEngine, FinishReason, SamplingParams, StructuredOutputs
-from aioengine.errors import InvalidRequestError
-from tests.engines import running_engine
+from aioengine import (
+    AsyncEngine,
+    FinishReason,
+    SamplingParams,
+    StructuredOutputs,
+    intake,
+    structured,
+)
+from aioengine.errors import InvalidRequestError, OverloadedError
+from tests.engines import running_engine, until
 from tests.tiny import save_tiny_llava, tiny_image
 
 LONG = 400
@@ -226,6 +234,21 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "impossible": {"json": {"type": "integer", "minimum": 5, "maximum": 4}},
     "a deep grammar": {"grammar": "start: " + "(" * 1000 + '"a"' + ")" * 1000},
     "a deep expression": {"regex": "(" * 1000 + "a" + ")" * 1000},
+    "a multiple": {"json": {"type": "integer", "multipleOf": 1999}},
+    "two expressions at once": {
+        "json": {
+            "type": "string",
+            "allOf": [{"pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in (9, 99)],
+        }
+    },
+    "an ambiguous grammar": {"grammar": "start: s\ns: s s | /[a-z0-9 ]/"},
+    "many ways to go on": {
+        "grammar": "start: s\ns: s s | "
+        + " | ".join(f"a{i}" for i in range(80))
+        + "\n"
+        + "\n".join(f"a{i}: /[a-z0-9 ]/" for i in range(80))
+    },
+    "far back": {"regex": "(?s:.*)a(?s:.){60}x"},
 }
 
 
@@ -244,6 +267,120 @@ async def test_hostile_grammars(engine: AsyncEngine, name: str) -> None:
     assert max(steps) < 1.0, "a mask held up a step, and with it every stream"
     assert not isinstance(found, BaseException)
     assert isinstance(refused, InvalidRequestError) or not isinstance(refused, BaseException)
+
+
+TOO_MUCH: dict[str, dict[str, Any]] = {
+    "a large multiple": {"json": {"type": "integer", "multipleOf": 5000011}},
+    "a multiple with a point": {"json": {"type": "number", "multipleOf": 123.4567}},
+    "multiples at once": {"json": {"allOf": [{"multipleOf": i} for i in (97, 89, 83, 79)]}},
+    "multiples in a choice": {"json": {"multipleOf": 97, "anyOf": [{"multipleOf": 89}]}},
+    "expressions at once": {
+        "json": {"allOf": [{"pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(37)]}
+    },
+    "a schema in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleOf": 5000011}'},
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_a_compiler_would_never_end_with(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs"):
+        StructuredOutputs(**TOO_MUCH[name])
+
+
+def test_schemas_that_are_combined_as_usual() -> None:
+    fields = {
+        f"field{i}": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}
+        for i in range(20)
+    }
+    money = {f"price{i}": {"type": "number", "multipleOf": 0.01} for i in range(100)}
+    base = {"properties": {"id": {"format": "uuid"}}, "required": ["id"]}
+    schema = {"properties": fields | money, "allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": base}}
+    StructuredOutputs(json=schema)
+    StructuredOutputs(json={"allOf": [base, schema]})
+
+
+async def test_an_ambiguous_grammar_is_ended_before_it_costs_much(engine: AsyncEngine) -> None:
+    grammars = engine._parts.grammars
+    structure = StructuredOutputs(**HOSTILE["an ambiguous grammar"])
+    (constraint,) = await asyncio.wrap_future(grammars.submit(structure, 1))
+    (letter,) = engine.tokenizer.encode("a", add_special_tokens=False)
+    with pytest.raises(InvalidRequestError, match="cannot be followed"):
+        for index in range(2000):
+            constraint.mask([letter] * index, index)
+    assert constraint._spent_s < 4.0
+
+
+async def test_masks_that_take_long_end_their_request(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "MASK_EXTRA_S", 0.0)
+    monkeypatch.setattr(structured, "MASK_TOKEN_S", 1e-9)
+    with pytest.raises(InvalidRequestError, match="takes too long to find"):
+        await engine.generate("Write: ", params(StructuredOutputs(regex="[a-z ]+")))
+
+
+async def test_a_budget_of_states_is_each_completion_s_own(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random texts that follow one schema would fill one lexer's states together."""
+    monkeypatch.setitem(structured.LIMITS, "max_lexer_states", 1500)
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 500}, "minItems": 2}
+    wanted = [
+        params(StructuredOutputs(json=schema), max_tokens=40, seed=seed, temperature=30.0, n=2)
+        for seed in range(20)
+    ]
+    outputs = await asyncio.gather(*(engine.generate("Write: ", each) for each in wanted))
+    assert all(len(output.outputs) == 2 for output in outputs)
+
+
+async def test_a_compilation_that_does_not_end(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = engine._parts.grammars
+    compile_plain, gate = grammars._matcher, threading.Event()
+
+    def compile_slowly(grammar: str) -> Any:
+        if "hostile" in grammar:
+            gate.wait(60)
+        return compile_plain(grammar)
+
+    monkeypatch.setattr(grammars, "_matcher", compile_slowly)
+    monkeypatch.setattr(structured, "MAX_COMPILE_S", 0.05)
+    monkeypatch.setattr(intake, "GRAMMAR_LOOK_S", 0.02)
+    try:
+        for number in range(structured.MAX_ABANDONED):
+            bad = params(StructuredOutputs(choice=[f"hostile{number}"]))
+            refused, good = await asyncio.gather(
+                engine.generate("Write: ", bad),
+                engine.generate("Write: ", params(StructuredOutputs(choice=["yes", "no"]))),
+                return_exceptions=True,
+            )
+            assert isinstance(refused, InvalidRequestError)
+            assert "takes too long to compile" in str(refused)
+            if number == 0:
+                assert not isinstance(good, BaseException) and good.text in ("yes", "no")
+        with pytest.raises(OverloadedError):
+            await engine.generate("Write: ", params(StructuredOutputs(choice=["yes"])))
+    finally:
+        gate.set()
+    await until(lambda: grammars._thread.num_abandoned == 0)
+    assert await write(engine, StructuredOutputs(choice=["yes"])) == "yes"
+
+
+async def test_live_constraints_have_a_limit(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "MAX_LIVE", 3)
+    choice = StructuredOutputs(choice=["yes", "no"])
+    with pytest.raises(OverloadedError, match="live already"):
+        await engine.generate("Write: ", params(choice, n=4))
+    await engine.generate("Write: ", params(choice, n=3))
+    await engine.generate("Write: ", params(choice, n=3))  # those before are gone
+
+
+async def test_any_letter_may_be_chosen(engine: AsyncEngine) -> None:
+    for text in ("\x7f", '"\\', "\u00e9\u2028", "a\nb", "%json"):
+        assert await write(engine, StructuredOutputs(choice=[text])) == text
 
 
 async def test_names_are_refused_with_the_reason(engine: AsyncEngine) -> None:
