@@ -7,10 +7,10 @@ groups draw from one pool; a request has one block table per group. A full block
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from aioengine.prefix import extend_digests
-from aioengine.request import Request
+from aioengine.request import KnownPrefix, Request
 
 __all__ = ["BlockPool"]
 
@@ -32,7 +32,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
-        self._version = 0  # raised whenever the cached content changes
+        self._num_published = 0  # blocks that became cached content, ever
+        self._num_forgotten = 0  # blocks that ceased to be
+        self._last_search: Request | None = None
 
     @property
     def num_free(self) -> int:
@@ -89,18 +91,42 @@ class BlockPool:
         """The cached blocks of the longest known prefix: one table per group, equally long.
 
         Takes no references. At least one token is left to compute. A request that waits asks at
-        every step, so the answer is remembered while the cached content stays the same.
+        every step, so the answer is remembered: blocks that were found stay where they are until
+        one is forgotten, and the search goes on behind them.
         """
-        if request.known_prefix is None or request.known_prefix[0] != self._version:
-            request.known_prefix = (self._version, self._search(request))
-        return [list(table) for table in request.known_prefix[1]]
-
-    def _search(self, request: Request) -> list[list[int]]:
-        tables: list[list[int]] = [[] for _ in range(self.num_groups)]
         if not (self._caching and request.reads_prefix):
-            return tables
+            return [[] for _ in range(self.num_groups)]
+        candidates = request.known_prefix, self._prefix_of_sibling(request)
+        known = max(
+            (k for k in candidates if k is not None and k.num_forgotten == self._num_forgotten),
+            key=lambda k: (len(k.tables[0]), k.num_published),
+            default=KnownPrefix(self._num_forgotten, -1, tuple([] for _ in range(self.num_groups))),
+        )
+        if known.num_published != self._num_published:
+            tables = tuple(list(table) for table in known.tables)
+            self._search(request, tables)
+            known = KnownPrefix(self._num_forgotten, self._num_published, tables)
+        request.known_prefix = known
+        self._last_search = request
+        return [list(table) for table in known.tables]
+
+    def _prefix_of_sibling(self, request: Request) -> KnownPrefix | None:
+        """What the last request has found, if it is another completion of the same prompt."""
+        last = self._last_search
+        if last is None or last.prompt_token_ids is not request.prompt_token_ids:
+            return None
+        known = last.known_prefix
+        assert known is not None
+        num_blocks = len(known.tables[0])
+        if num_blocks > (request.num_known - 1) // self.block_size:
+            return None
         digests = extend_digests(request, self.block_size)
-        for index in range((request.num_known - 1) // self.block_size):
+        return known if last.digests[:num_blocks] == digests[:num_blocks] else None
+
+    def _search(self, request: Request, tables: Sequence[list[int]]) -> None:
+        """Go on behind the blocks in `tables`."""
+        digests = extend_digests(request, self.block_size)
+        for index in range(len(tables[0]), (request.num_known - 1) // self.block_size):
             token_ids = self._token_ids(request, index)
             found = [self._cached.get((group, digests[index])) for group in range(self.num_groups)]
             column = [entry[0] for entry in found if entry is not None and entry[1] == token_ids]
@@ -108,7 +134,6 @@ class BlockPool:
                 break
             for table, block in zip(tables, column, strict=True):
                 table.append(block)
-        return tables
 
     def publish(self, request: Request) -> None:
         """Offer the request's blocks that are computed in full to others."""
@@ -123,7 +148,7 @@ class BlockPool:
                 if self._keys[block] is None and key not in self._cached:
                     self._keys[block] = key
                     self._cached[key] = (block, token_ids)
-                    self._version += 1
+                    self._num_published += 1
         request.num_published = num_full
 
     def clear(self) -> None:
@@ -152,4 +177,4 @@ class BlockPool:
         assert key is not None
         del self._cached[key]
         self._keys[block] = None
-        self._version += 1
+        self._num_forgotten += 1

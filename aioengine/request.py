@@ -14,7 +14,7 @@ from typing import Any
 from aioengine.plan import UNSAMPLED
 from aioengine.types import FinishReason, Span
 
-__all__ = ["Item", "Request", "StopRule"]
+__all__ = ["Item", "KnownPrefix", "Request", "StopRule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,16 @@ class StopRule:
         if num_output >= self.max_tokens:
             return FinishReason.LENGTH, None
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPrefix:
+    """Cached blocks that a search found, one table per group, when so many blocks had been cached
+    and forgotten."""
+
+    num_forgotten: int
+    num_published: int
+    tables: tuple[list[int], ...]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -88,8 +98,8 @@ class Request:
     block_tables: list[list[int]] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
-    known_prefix: tuple[int, list[list[int]]] | None = None
-    """The cached blocks found last, and the version of the pool's content then."""
+    known_prefix: KnownPrefix | None = None
+    """The cached blocks found last."""
     hit_estimate: int = 0
     """Tokens that the prefix cache held when it was last asked."""
     num_cached_tokens: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
 from abc import ABC, abstractmethod
@@ -18,10 +17,10 @@ from aioengine.errors import MediaError
 from aioengine.processors.hasher import ContentHasher
 from aioengine.processors.items import ImageHeader, ImageSize
 from aioengine.processors.media.effort import (
-    BoundedReader,
     EffortError,
     excess_before_opening,
     excess_when_opened,
+    make_reader,
 )
 from aioengine.processors.media.pixels import (
     Array,
@@ -43,6 +42,9 @@ ACCEPTED = (
 # Processors scale the short side to the model's size and the long side with it, then crop: at 8000
 # pixels by 1 that would be gigabytes.
 MAX_ASPECT_RATIO = 200
+
+# Of a PNG, looked through for EXIF data behind the pixels.
+MAX_CHUNKS = 50_000
 
 # Pillow decodes a lazily opened picture on first use, and not safely from two threads at once. The
 # same object may be part of two requests, so its loading is guarded by one of a few locks.
@@ -216,7 +218,7 @@ class _EncodedImage(ImageSource):
                 continue
             if accepts is None:
                 unmarked.append(factory)
-            elif accepts(prefix) is True:
+            elif _accepts(accepts, prefix):
                 image, reason, kind = self._read_with(factory, name)
                 if image is None:
                     raise self._error(reason, value=kind)
@@ -236,7 +238,7 @@ class _EncodedImage(ImageSource):
         if reason:
             return None, reason, None
         try:
-            return factory(BoundedReader(self._data), ""), "", None
+            return factory(make_reader(self._data, name), ""), "", None
         except EffortError as error:
             return None, str(error), None
         # Readers raise whatever they meet in a broken header, with pieces of it in the text.
@@ -345,6 +347,13 @@ class _ArrayImage(ImageSource):
         raise self._error(f"its shape is {array.shape}; accepted: {ACCEPTED}", value=array.shape)
 
 
+def _accepts(accepts: Callable[[bytes], bool | str], prefix: bytes) -> bool:
+    try:
+        return accepts(prefix) is True
+    except Exception:  # of a file shorter than the mark that it looks for
+        return False
+
+
 def _orientation(image: Image.Image, data: bytes) -> int:
     """The EXIF orientation, 1 to 8, still to be applied after loading."""
     if image.format == "TIFF":
@@ -364,7 +373,9 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 def _late_exif(data: bytes) -> bytes:
     """The EXIF block of a PNG wherever it lies, found by walking the chunks; b"" without one."""
     position = 8
-    while position + 8 <= len(data):
+    for _ in range(MAX_CHUNKS):
+        if position + 8 > len(data):
+            break
         length, kind = struct.unpack_from(">I4s", data, position)
         if kind == b"eXIf":
             return b"Exif\0\0" + data[position + 8 : position + 8 + length]
