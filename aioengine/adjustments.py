@@ -24,12 +24,13 @@ __all__ = ["Adjuster", "Adjustments"]
 class Adjustments:
     """Of one request. Token ids are below the vocabulary's size.
 
-    `allowed`: the only tokens that may come, or None for all; `bias`: token id and what is added to
-    its logit; `banned`: get no chance before output token `min_tokens`; `bad_words`: token
-    sequences that the output must not contain; `prompt_token_ids` count for the repetition penalty.
+    `allowed`: the only tokens that may come (int64 on the CPU), or None for all; `bias`: token id
+    and what is added to its logit; `banned`: get no chance before output token `min_tokens`;
+    `bad_words`: token sequences that the output must not contain; `prompt_token_ids` count for the
+    repetition penalty.
     """
 
-    allowed: tuple[int, ...] | None = None
+    allowed: Tensor | None = None
     bias: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -179,7 +180,7 @@ class _Fixed:
         def ids(values: Sequence[int]) -> Tensor:
             return upload(values, device)
 
-        self.allowed = None if a.allowed is None else ids(a.allowed)
+        self.allowed = None if a.allowed is None else to_device(a.allowed, device)
         self.columns = ids([token_id for token_id, _ in a.bias] + list(a.banned))
         added = [value for _, value in a.bias] + [-torch.inf] * len(a.banned)
         self.values = upload(added, device, torch.float32)

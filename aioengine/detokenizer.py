@@ -64,7 +64,8 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._matchers = [_Matcher(string) for string in stop]
+        self._automaton = _automaton(tuple(stop)) if stop else None
+        self._state = 0
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
@@ -88,16 +89,16 @@ class Detokenizer:
         self._num_tokens += 1
         self._window.append(token_id)
         fresh = self._decode_fresh()
-        if not self._matchers:
+        if self._automaton is None:
             return self._show(fresh)
         text = self._held + fresh
-        found = self._find_stop(fresh)
+        found = self._find_stop(self._automaton, fresh)
         if found is not None:
             stop, end = found
             end += len(self._held)
             self._held = ""
             return self._show(text[: end if self._include_stop else end - len(stop)], stop)
-        keep = max(matcher.matched for matcher in self._matchers)
+        keep = self._automaton.depths[self._state]
         self._held = text[len(text) - keep :]
         return self._show(text[: len(text) - keep])
 
@@ -142,47 +143,54 @@ class Detokenizer:
             self._num_read = len(self._decode(self._window))
         return fresh
 
-    def _find_stop(self, fresh: str) -> tuple[str, int] | None:
+    def _find_stop(self, automaton: _Automaton, fresh: str) -> tuple[str, int] | None:
         """The stop string that is complete first, the longest of several, and where in `fresh` it
         ends. Those complete before `min_tokens` are passed over."""
         for end, character in enumerate(fresh, 1):
-            complete = [m.stop for m in self._matchers if m.is_complete_with(character)]
-            if complete and self._num_tokens > self._min_tokens:
-                return max(complete, key=len), end
+            self._state = automaton.step(self._state, character)
+            stop = automaton.complete[self._state]
+            if stop is not None and self._num_tokens > self._min_tokens:
+                return stop, end
+            self._state = automaton.open[self._state]
         return None
 
 
-class _Matcher:
-    """Follows one stop string through a text in constant time per character, on average.
+class _Automaton:
+    """Follows all stop strings through a text at once, in constant time per character on average.
 
-    `matched`: how many last characters of the text begin the string. Method: Knuth, Morris and
-    Pratt, "Fast pattern matching in strings" (1977).
+    A state is the longest end of the text that begins a string. By state, `depths`: its length;
+    `complete`: the longest string that the text ends with; `open`: the longest end that some string
+    goes on from. Method: Aho and Corasick, "Efficient string matching" (1975).
     """
 
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0
-        self._shorter = _shorter_beginnings(stop)
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.depths = [0]
+        self.complete: list[str | None] = [None]
+        self._next: list[dict[str, int]] = [{}]
+        for string in strings:
+            state = 0
+            for depth, character in enumerate(string, 1):
+                state = self._next[state].setdefault(character, len(self._next))
+                if state == len(self._next):
+                    self._next.append({})
+                    self.depths.append(depth)
+                    self.complete.append(None)
+            self.complete[state] = string
+        self._shorter = [0] * len(self._next)
+        self.open = [0] * len(self._next)
+        # Nearer the root first, so that the shorter ends are known.
+        for state in sorted(range(len(self._next)), key=self.depths.__getitem__):
+            shorter = self._shorter[state]
+            self.complete[state] = self.complete[state] or self.complete[shorter]
+            self.open[state] = state if self._next[state] else self.open[shorter]
+            for character, child in self._next[state].items():
+                self._shorter[child] = self.step(shorter, character) if state else 0
 
-    def is_complete_with(self, character: str) -> bool:
-        """Take the next character."""
-        while self.matched and self.stop[self.matched] != character:
-            self.matched = self._shorter[self.matched - 1]
-        self.matched += self.stop[self.matched] == character
-        if self.matched < len(self.stop):
-            return False
-        self.matched = self._shorter[-1]
-        return True
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while state and character not in self._next[state]:
+            state = self._shorter[state]
+        return self._next[state].get(character, 0)
 
 
-@lru_cache(maxsize=1024)
-def _shorter_beginnings(stop: str) -> list[int]:
-    """matched - 1 -> how long the next shorter beginning is that matches too."""
-    shorter = [0]
-    length = 0
-    for character in stop[1:]:
-        while length and stop[length] != character:
-            length = shorter[length - 1]
-        length += stop[length] == character
-        shorter.append(length)
-    return shorter
+_automaton = lru_cache(maxsize=64)(_Automaton)

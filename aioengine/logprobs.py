@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.transfer import to_host
+from aioengine.prompt_logprobs import ScoreColumns
 from aioengine.types import Logprob, TokenLogprobs
 
 __all__ = ["CHUNK_NUMBERS", "Scores", "score"]
@@ -35,6 +36,21 @@ class Scores:
         """The same on its way to the host: to be read when the work launched so far is done."""
         columns = self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
         return Scores(*map(to_host, columns))
+
+    def columns(self) -> ScoreColumns:
+        """The same as arrays, of the host; shares their memory."""
+        return ScoreColumns(
+            *(
+                column.numpy()
+                for column in (
+                    self.token_ids,
+                    self.logprobs,
+                    self.ranks,
+                    self.top_ids,
+                    self.top_logprobs,
+                )
+            )
+        )
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """For each position the given token, then so many (`counts`) of the most probable ones."""

@@ -21,6 +21,7 @@ MAX_COMPLETIONS = 256
 MAX_LOGPROBS = {"logprobs": 128, "prompt_logprobs": 20}
 MAX_STRINGS = 64
 MAX_STRING_LENGTH = 1024
+MAX_STRINGS_LENGTH = 4096
 MAX_TOKEN_IDS = {"stop_token_ids": 1024, "allowed_token_ids": 1 << 18, "logit_bias": 1 << 14}
 
 # A grammar's compiler works in time that grows with the square of an expression's length, and on a
@@ -248,7 +249,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens there were (prompt too), multiplies the negative."""
     seed: int | None = None
-    """The same seed gives the same tokens, alone or in company; None draws one."""
+    """The same seed gives the same tokens, alone or in company; None (or -1) draws one."""
     stop: str | Sequence[str] | None = None
     """Strings that end the text; the one completed first wins."""
     stop_token_ids: Sequence[int] | None = None
@@ -354,10 +355,12 @@ class SamplingParams:
             require(
                 (value is None or isinstance(value, Sequence))
                 and len(strings) <= MAX_STRINGS
-                and all(is_text(string, MAX_STRING_LENGTH) for string in strings),
+                and all(is_text(string, MAX_STRING_LENGTH) for string in strings)
+                and sum(map(len, strings)) <= MAX_STRINGS_LENGTH,
                 name,
                 type(value).__name__,
-                f"up to {MAX_STRINGS} strings, each of 1 to {MAX_STRING_LENGTH} characters",
+                f"up to {MAX_STRINGS} strings, each of 1 to {MAX_STRING_LENGTH} characters, of "
+                f"{MAX_STRINGS_LENGTH} in all",
             )
         is_list = self.bad_words is None or not isinstance(self.bad_words, str)
         words = self.bad_words or ()

@@ -104,13 +104,13 @@ class StepResult:
     `failures`: requests that cannot go on; their tokens mean nothing.
 
     Log probabilities, where they were asked for, by request: of the sampled token in `logprobs`; in
-    `prompt_logprobs` of the prompt's tokens, from the position given on.
+    `prompt_logprobs` of the prompt's tokens, from the position given on, as `ScoreColumns`.
     """
 
     token_ids: Sequence[int]
     failures: Mapping[str, Exception] = field(default_factory=dict)
     logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: Mapping[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ def measure_activations(
         encode_bytes = max(
             (peak_bytes(model.device, partial(run, runner)) for run in runs), default=0
         )
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not _is_shortage(error):
+            raise
         raise ModelLoadError(
             f"a step of {most} tokens, or an encoder run of {limits.max_num_encoder_input_tokens} "
             f"rows, does not fit the device beside the weights; lower max_num_batched_tokens, "
@@ -128,7 +130,7 @@ def _encode(modality: str, items: Sequence[MultiModalKwargsItem], runner: Runner
     outcomes = runner.encode(EncodePlan(modality, keys, (0,) * len(keys), ()), items)
     runner.drop(keys)
     for _, error in outcomes:
-        if isinstance(error, torch.OutOfMemoryError):
+        if error is not None and _is_shortage(error):
             raise error
 
 
@@ -140,6 +142,12 @@ class _AnyToken:
 
     def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor:
         return self._mask
+
+
+def _is_shortage(error: BaseException) -> bool:
+    """Whether memory ran out: torch has a class of its own for that on a GPU only."""
+    is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_known or "DefaultCPUAllocator" in str(error)
 
 
 def _worst_step(

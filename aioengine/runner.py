@@ -7,8 +7,9 @@ runner follows plans to the letter and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from aioengine.kernels.transfer import to_device, to_host, upload
 from aioengine.logprobs import Scores, score
 from aioengine.models.adapter import TransformersModel
 from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
+from aioengine.prompt_logprobs import ScoreColumns
 from aioengine.sampler import Sampler
 from aioengine.types import Launched, TokenLogprobs
 
@@ -233,12 +235,12 @@ def _read_scores(
 
 def _read_prompts(
     prompts: Sequence[tuple[SequencePlan, list[Scores]]],
-) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+) -> dict[str, tuple[int, ScoreColumns]]:
     found = {}
     for s, parts in prompts:
-        count = s.sampling.prompt_logprobs
-        read = [part.read([count] * len(part.token_ids)) for part in parts]
-        found[s.request_id] = (s.start + 1, list(chain.from_iterable(read)))
+        if parts:
+            columns = zip(*(part.columns() for part in parts), strict=True)
+            found[s.request_id] = s.start + 1, ScoreColumns(*map(np.concatenate, columns))
     return found
 
 

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from aioengine.adjustments import Adjustments
 from aioengine.errors import InvalidRequestError
 from aioengine.params import SamplingParams
@@ -48,7 +52,8 @@ class SamplingContext:
         """
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed
+        assert seed is not None
         adjustments = self._adjustments(params, prompt_token_ids)
         return [
             Sampling(
@@ -75,9 +80,7 @@ class SamplingContext:
         repeats = params.repetition_penalty != 1
         prompt = tuple(i for i in set(prompt_token_ids) if i < self.vocab_size) if repeats else ()
         adjustments = Adjustments(
-            allowed=None
-            if params.allowed_token_ids is None
-            else tuple(sorted(set(params.allowed_token_ids))),
+            allowed=None if params.allowed_token_ids is None else _sorted(params.allowed_token_ids),
             bias=tuple((i, float(bias)) for i, bias in (params.logit_bias or {}).items() if bias),
             banned=tuple(sorted(i for i in ends if i < self.vocab_size)),
             min_tokens=params.min_tokens,
@@ -107,3 +110,8 @@ class SamplingContext:
                 parameter=parameter,
                 value=largest,
             )
+
+
+def _sorted(token_ids: Sequence[int]) -> Tensor:
+    """The ids in order, each once: int64 [count]. They may be as many as the vocabulary."""
+    return torch.from_numpy(np.unique(np.fromiter(token_ids, np.int64, len(token_ids))))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aioengine.detokenizer import Detokenizer
 from aioengine.params import SamplingParams
 from aioengine.plan import Advance
+from aioengine.prompt_logprobs import PromptLogprobs, ScoreColumns
 from aioengine.request import Request
 from aioengine.streams.tokens import TokenSink
 from aioengine.types import (
@@ -130,7 +130,7 @@ class Ticket:
         """By the scheduler's name for each."""
         self.intake: asyncio.Task[None] | None = None
         self.has_ended = False
-        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._sink = sink
         self._submitted = time.perf_counter()
         self._times: dict[str, float] = {}
@@ -153,11 +153,12 @@ class Ticket:
         """The first of its items with this content key."""
         return next((media for media in self.media if media.key == key), None)
 
-    def note_prompt(self, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+    def note_prompt(self, first: int, scores: ScoreColumns) -> None:
         """Log probabilities of prompt tokens, from position `first` on."""
-        found = self._prompt_logprobs
-        found.extend([None] * (first - len(found)))
-        found[first : first + len(logprobs)] = logprobs
+        if self._prompt_logprobs is None:
+            length = len(next(iter(self.completions.values())).request.prompt_token_ids)
+            self._prompt_logprobs = PromptLogprobs(length, scores.top_ids.shape[1])
+        self._prompt_logprobs.put(first, scores)
 
     def deliver(self, advance: Advance, logprobs: TokenLogprobs | None) -> bool:
         """Turn an accepted token into a delta. Returns whether its completion has ended."""
@@ -200,14 +201,13 @@ class Ticket:
             )
         )
 
-    def _prompt_scores(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
-        """By position; None where encoder rows stand and no token was predicted."""
+    def _prompt_scores(self, request: Request) -> PromptLogprobs | None:
+        """None where they were not asked for. Where encoder rows stand there are none."""
         if self.params.prompt_logprobs is None:
             return None
         length = len(request.prompt_token_ids)
-        # Whole runs at a time: prompts are long, and this is the event loop.
-        found = self._prompt_logprobs + [None] * (length - len(self._prompt_logprobs))
+        found = self._prompt_logprobs or PromptLogprobs(length, 0)
         for item in request.items:
             for position, _, count in item.span.row_runs(0, length):
-                found[position : position + count] = [None] * count
-        return tuple(found)
+                found.hide(position, count)
+        return found

@@ -240,7 +240,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: Usage
     timings: Timings
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:

@@ -63,7 +63,7 @@ def kinds(vocab: int) -> list[Callable[[int], Sampling]]:
         lambda seed: adjusted(repetition_penalty=1.2, prompt_token_ids=prompt),
         lambda seed: adjusted(presence_penalty=0.5, frequency_penalty=0.5),
         lambda seed: adjusted(bias=bias, bad_words=words),
-        lambda seed: adjusted(allowed=tuple(range(vocab // 2))),
+        lambda seed: adjusted(allowed=torch.arange(vocab // 2)),
         lambda seed: Sampling(temperature=1.0, seed=seed, constraint=grammar),
     ]
 

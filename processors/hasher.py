@@ -82,7 +82,10 @@ class ContentHasher:
         else:
             if value.dtype.hasobject:
                 raise InvalidRequestError(f"{parameter} must hold numbers", parameter=parameter)
-            dtype = value.dtype.str.lstrip("<=|") if value.dtype.kind == "V" else value.dtype.name
+            is_void = value.dtype.kind == "V"
+            dtype = value.dtype.str.lstrip("<=|") if is_void else value.dtype.name
+            if not value.dtype.isnative:  # the same bytes, but not the same numbers
+                dtype = f"swapped {dtype}"
             array = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         self._frame(b"dtype", dtype.encode())
         self._frame(b"shape", struct.pack(f"<{value.ndim}Q", *value.shape))

@@ -185,8 +185,9 @@ class _EncodedImage(ImageSource):
 
     def _pixels(self, header: ImageHeader) -> Image.Image:
         image = self._open()
-        if image.format in _PLAIN_FORMATS and image.mode in _PLAIN_MODES:
-            # Pillow's reader would make room itself, and hold the GIL while it clears it.
+        if image.tile and image.format in _PLAIN_FORMATS and image.mode in _PLAIN_MODES:
+            # Pillow's reader would make room itself, and hold the GIL while it clears it. Without
+            # any pixels to read it would take this for the picture.
             image.im = blank(image.mode, image.size).im
         image.load()
         return image

@@ -90,14 +90,16 @@ def _convert(tile: Image.Image) -> Image.Image:
 
 
 def _over_white(tile: Image.Image) -> Image.Image:
-    rgba = tile.convert("RGBA")
+    # Pillow knows no direct way from grey with its alpha multiplied in.
+    rgba = (tile.convert("LA") if tile.mode == "La" else tile).convert("RGBA")
     white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, rgba).convert("RGB")
 
 
 def _deep_converter(image: Image.Image) -> Callable[[Image.Image], Image.Image]:
+    clear = image.info.get("transparency")
     if image.mode.startswith("I;16"):
-        return lambda tile: Image.fromarray((np.asarray(tile) >> 8).astype(np.uint8))
+        return lambda tile: _upper_eight_bits(np.asarray(tile), clear)
     factor = _deep_factor(*_extrema(image), is_float=image.mode == "F")
 
     def convert(tile: Image.Image) -> Image.Image:
@@ -105,6 +107,14 @@ def _deep_converter(image: Image.Image) -> Callable[[Image.Image], Image.Image]:
         return Image.fromarray(np.minimum(scaled, 255).astype(np.uint8))
 
     return convert
+
+
+def _upper_eight_bits(tile: Array, clear: object) -> Image.Image:
+    """`clear`: the one value that is transparent, if any."""
+    pixels = (tile >> 8).astype(np.uint8)
+    if isinstance(clear, int):
+        pixels = np.where(tile == clear, np.uint8(255), pixels)
+    return Image.fromarray(pixels)
 
 
 def _extrema(image: Image.Image) -> tuple[float, float]:

@@ -63,7 +63,7 @@ def reference(logits: Tensor, a: Adjustments, output: list[int]) -> Tensor:
 tokens = st.integers(0, VOCAB - 1)
 adjustments = st.builds(
     Adjustments,
-    allowed=st.none() | st.lists(tokens, min_size=1, unique=True).map(tuple),
+    allowed=st.none() | st.lists(tokens, min_size=1, unique=True).map(torch.tensor),
     bias=st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 0.5, 100.0])).map(
         lambda found: tuple(found.items())
     ),

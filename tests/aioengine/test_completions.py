@@ -261,3 +261,22 @@ async def test_completions_count_for_the_queue(folder: Path) -> None:
         with pytest.raises(OverloadedError):
             engine.stream("Tell")
         await four
+
+
+async def test_seeds_that_are_drawn(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+        wanted = [params(1, seed=seed, max_tokens=30) for seed in (None, None, -1, -1, 7, 7)]
+        found = [await tokens(engine, each) for each in wanted]
+        assert len({str(each) for each in found[:4]}) == 4 and found[4] == found[5]
+
+
+async def test_scores_of_a_prompt_are_a_sequence(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+        output = await engine.generate("Tell me more", params(1, prompt_logprobs=2))
+        scores = output.prompt_logprobs
+        assert scores is not None and len(scores) == len(output.prompt_token_ids)
+        assert scores[0] is None and scores[-1] == list(scores)[-1] == scores[1:][-1]
+        for token_id, found in list(zip(output.prompt_token_ids, scores, strict=True))[1:]:
+            assert found is not None and next(iter(found)) == token_id and 2 <= len(found) <= 3
+        with pytest.raises(IndexError):
+            scores[len(scores)]

@@ -72,6 +72,8 @@ from aioengine.errors import InvalidRequestError
         ("logit_bias[1]", {"logit_bias": {1: 10**400}}),
         ("allowed_token_ids", {"allowed_token_ids": [True]}),
         ("prompt_logprobs", {"prompt_logprobs": 21}),
+        ("bad_words", {"bad_words": ["a" * 1000] * 5}),
+        ("stop", {"stop": ["a" * 1000 + str(n) for n in range(5)]}),
         ("structured_outputs", {"structured_outputs": {"regex": "a"}}),
         ("ignore_eos", {"structured_outputs": StructuredOutputs(regex="a"), "ignore_eos": True}),
     ],

@@ -39,6 +39,7 @@ DIFFERENT = [
     np.zeros((2, 2), np.uint8), np.zeros((1, 4), np.uint8), np.zeros((4, 1), np.uint8),
     np.zeros(0, np.uint8), np.zeros((0, 3), np.uint8), np.zeros((), np.uint8),
     torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.float16),
+    np.ones(4, ">f4"), np.ones(4, "<f4").byteswap(),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Expansion by way of the text, against the plain thing: replace in the text, tokenise the whole."""
+"""Expansion by way of the text, against replacing in the text and tokenising the whole of it."""
 
 from __future__ import annotations
 

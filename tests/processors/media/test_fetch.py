@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -18,13 +21,17 @@ from aioengine.processors.media.fetch import fetch
 CONFIG = MediaConfig()
 
 
-async def get(item: Any, config: MediaConfig = CONFIG, *, trusted: bool = True) -> object:
-    return await fetch(item, config, parameter="images[2]", trusted=trusted)
+async def get(
+    item: Any, config: MediaConfig = CONFIG, *, trusted: bool = True, **options: Any
+) -> object:
+    return await fetch(item, config, parameter="images[2]", trusted=trusted, **options)
 
 
-async def refuse(item: Any, config: MediaConfig = CONFIG, *, trusted: bool = True) -> MediaError:
+async def refuse(
+    item: Any, config: MediaConfig = CONFIG, *, trusted: bool = True, **options: Any
+) -> MediaError:
     with pytest.raises(MediaError) as caught:
-        await get(item, config, trusted=trusted)
+        await get(item, config, trusted=trusted, **options)
     assert caught.value.parameter == "images[2]"
     assert str(caught.value).startswith("images[2]")
     return caught.value
@@ -35,8 +42,10 @@ def data_url(data: bytes, head: str = "image/png;base64") -> str:
 
 
 async def test_objects_pass_through() -> None:
-    for item in (b"bytes", Image.new("RGB", (1, 1)), None, 3):
-        assert await get(item, trusted=False) is item
+    samples = (np.zeros(3), 16_000)
+    for item in (b"bytes", Image.new("RGB", (1, 1)), None, 3, samples, ["data:x"], np.zeros(3)):
+        for modality in ("image", "audio", "video"):
+            assert await get(item, trusted=False, modality=modality) is item
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 1000, 49_150, 49_153, 300_001])
@@ -121,9 +130,55 @@ async def test_file_urls(tmp_path: Path) -> None:
     await refuse(root.as_uri(), config)
 
 
-async def test_http_needs_a_fetcher() -> None:
+@pytest.mark.parametrize("modality", ["image", "audio", "video"])
+async def test_each_modality_has_its_limit(tmp_path: Path, modality: str) -> None:
+    async def fetcher(url: str) -> bytes:
+        return b"x" * 10
+
+    limits = {f"max_{name}_bytes": 1000 for name in ("image", "audio", "video")}
+    large = MediaConfig(**limits, local_roots=(tmp_path,), fetcher=fetcher)
+    small = dataclasses.replace(large, **{f"max_{modality}_bytes": 9})
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 10)
+    for item in (file, str(file), file.as_uri(), data_url(b"x" * 10), "http://a/"):
+        assert await get(item, large, modality=modality) == b"x" * 10
+        error = await refuse(item, small, modality=modality)
+        assert f"media.max_{modality}_bytes (9)" in str(error)
+        for other in {"image", "audio", "video"} - {modality}:
+            assert await get(item, small, modality=other) == b"x" * 10
+
+
+async def test_http_is_off_unless_allowed() -> None:
     for url in ("http://127.0.0.1/", "HTTPS://example.org/a.png"):
-        assert "MediaConfig(fetcher=" in str(await refuse(url, trusted=True))
+        text = str(await refuse(url, trusted=True))
+        assert "MediaConfig(allowed_hosts=" in text and "MediaConfig(fetcher=" in text
+
+
+async def test_http_through_the_engines_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MediaConfig(allowed_hosts=("example.org",), max_audio_bytes=9)
+    text = str(await refuse("http://127.0.0.1/", config))
+    assert "media.allowed_hosts" in text and "media.fetcher" in text
+    calls = []
+
+    async def fetch_url(url: str, config: MediaConfig, **options: Any) -> bytes:
+        calls.append((url, options))
+        return b"body"
+
+    monkeypatch.setattr("aioengine.processors.media.http.fetch_url", fetch_url)
+    assert await get("http://example.org/", config, modality="audio") == b"body"
+    limit = {"max_bytes": 9, "limit_name": "media.max_audio_bytes"}
+    assert calls == [("http://example.org/", {"parameter": "images[2]", **limit})]
+
+
+async def test_http_without_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("httpx", "h11"):
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "aioengine.processors.media.http", raising=False)
+            patch.delattr("aioengine.processors.media.http", raising=False)
+            patch.setitem(sys.modules, name, None)
+            error = await refuse("http://example.org/", MediaConfig(allowed_hosts=("*",)))
+            assert "pip install 'aioengine[fetch]'" in str(error)
+            assert isinstance(error.__cause__, ModuleNotFoundError)
 
 
 async def test_http_through_the_fetcher() -> None:

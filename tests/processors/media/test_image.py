@@ -67,6 +67,18 @@ def test_modes_without_alpha(noise: Noise, mode: str) -> None:
     assert same(decode(picture), picture.convert("RGB"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "format"),
+    [("1", "PNG"), ("1", "TIFF"), ("1", "BMP"), ("L", "JPEG"), ("P", "PNG"), ("P", "GIF"),
+     ("P", "TIFF"), ("P", "BMP"), ("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "JPEG"),
+     ("YCbCr", "TIFF"), ("LAB", "TIFF")],
+)  # fmt: skip
+def test_modes_in_files(encode: Encode, noise: Noise, mode: str, format: str) -> None:
+    picture = noise(300, 260).convert(mode) if mode != "LAB" else noise(300, 260, "L")
+    data = encode(picture, format)
+    assert same(decode(data), Image.open(io.BytesIO(data)).convert("RGB"))
+
+
 def over_white(picture: Image.Image) -> Image.Image:
     rgba = picture.convert("RGBA")
     white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -81,6 +93,9 @@ def test_alpha_goes_over_white(encode: Encode, noise: Noise, mode: str) -> None:
     assert same(decode(picture), over_white(picture))
     if mode != "PA":
         assert same(decode(encode(picture, "PNG")), over_white(picture))
+        assert same(decode(encode(picture, "TIFF")), over_white(picture))
+        multiplied = picture.convert(mode.replace("A", "a"))
+        assert same(decode(multiplied), over_white(multiplied.convert(mode)))
 
 
 def test_transparent_colours(encode: Encode, noise: Noise) -> None:
@@ -103,6 +118,32 @@ def test_sixteen_bits_keep_their_upper_eight(encode: Encode) -> None:
     for item in (picture, encode(picture, "PNG"), encode(picture, "TIFF")):
         assert np.array_equal(np.asarray(decode(item)), expected)
     assert np.array_equal(np.asarray(decode(Image.fromarray(deep.astype(np.int32)))), expected)
+    swapped = Image.frombytes("I;16B", (64, 64), deep.astype(">u2").tobytes())
+    for item in (swapped, encode(swapped, "TIFF")):
+        assert np.array_equal(np.asarray(decode(item)), expected)
+    for clear in (0, 4096):
+        picture = decode(encode(Image.fromarray(deep), "PNG", transparency=clear))
+        covered = np.where((deep == clear)[..., None], 255, expected)
+        assert np.array_equal(np.asarray(picture), covered)
+
+
+def test_sixteen_bits_of_each_colour(noise: Noise) -> None:
+    upper = np.asarray(noise(20, 30)).astype(np.uint16)
+    rows = b"".join(b"\0" + row.tobytes() for row in (upper * 256 + 99).astype(">u2"))
+    picture = decode(png(struct.pack(">IIBBBBB", 20, 30, 16, 2, 0, 0, 0), rows))
+    assert np.array_equal(np.asarray(picture), upper)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_few_bits(bits: int) -> None:
+    levels = np.arange(64).reshape(8, 8) % (1 << bits)
+    packed = np.zeros((8, bits), np.uint8)
+    for column in range(8):
+        byte, place = divmod(column * bits, 8)
+        packed[:, byte] |= (levels[:, column] << (8 - bits - place)).astype(np.uint8)
+    rows = b"".join(b"\0" + row.tobytes() for row in packed)
+    picture = decode(png(struct.pack(">IIBBBBB", 8, 8, bits, 0, 0, 0, 0), rows))
+    assert np.array_equal(np.asarray(picture)[..., 0], levels * (255 // ((1 << bits) - 1)))
 
 
 @pytest.mark.parametrize(("scale", "top"), [(1.0, 1.0), (255.0, 255.0)])
@@ -198,14 +239,13 @@ def test_no_picture_at_all(data: bytes) -> None:
     refuse(data)
 
 
-def png_header(width: int, height: int) -> bytes:
+def png(header: bytes, rows: bytes) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         body = kind + data
         return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
-    start = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    pixels = chunk(b"IDAT", zlib.compress(b"\0" * 1000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", start) + pixels + chunk(b"IEND", b"")
+    pixels = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
 
 
 def webp_header(width: int, height: int) -> bytes:
@@ -218,7 +258,21 @@ def bombs(encode: Encode) -> list[bytes]:
     gif[6:10] = struct.pack("<HH", 60000, 60000)
     bmp = bytearray(encode(Image.new("RGB", (4, 4)), "BMP"))
     bmp[18:26] = struct.pack("<ii", 50000, 50000)
-    return [png_header(50_000, 50_000), webp_header(16_000, 16_000), bytes(gif), bytes(bmp)]
+    jpeg = bytearray(encode(Image.new("RGB", (4, 4)), "JPEG"))
+    size = jpeg.index(b"\xff\xc0") + 5
+    jpeg[size : size + 4] = struct.pack(">HH", 50000, 50000)
+    tiff = encode(Image.new("RGB", (4, 4)), "TIFF")
+    for tag in (256, 257):
+        tiff = tiff.replace(
+            struct.pack("<HHLL", tag, 4, 1, 4), struct.pack("<HHLL", tag, 4, 1, 50000)
+        )
+        tiff = tiff.replace(
+            struct.pack("<HHLL", tag, 3, 1, 4), struct.pack("<HHLL", tag, 3, 1, 50000)
+        )
+    header = struct.pack(">IIBBBBB", 50000, 50000, 8, 2, 0, 0, 0)
+    lossless = b"RIFF\x16\0\0\0WEBPVP8L\x0a\0\0\0\x2f\xff\xff\xff\x0f" + b"\0" * 8
+    webp = webp_header(16_000, 16_000)
+    return [png(header, b"\0" * 1000), webp, lossless, bytes(gif), bytes(bmp), bytes(jpeg), tiff]
 
 
 def test_bombs_are_refused_before_decoding(encode: Encode) -> None:
@@ -340,6 +394,10 @@ def test_identity(encode: Encode, noise: Noise) -> None:
         Image.new("1", (150, 30)),
         encode(Image.new("RGB", (150, 30)), "PNG"),
         encode(Image.new("RGB", (150, 30)), "BMP"),
+        *(noise(32, 32, "RGBA", seed=3).convert(mode) for mode in ("RGBA", "RGBa", "CMYK")),
+        (view := np.random.default_rng(3).random((30, 4), dtype=np.float32)),
+        view.view(np.uint8),
+        view.reshape(10, 12),
     ]
     keys = [key(item) for item in different]
     assert len(set(keys)) == len(different)
