@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PICTURES := .cache/pillow-images
 
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
 
-test: $(STAMP)
+test: $(STAMP) $(PICTURES)
 	$(BIN)/python -m pytest -q
 
 quick: $(STAMP)
@@ -23,6 +24,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The pictures of Pillow's own tests. Without a package registry the tests that need them are skipped.
+$(PICTURES): | $(STAMP)
+	-$(BIN)/python tests/processors/media/corpus.py $(PICTURES)
 
 # torch goes first, under its pin: a range would fetch a build with gigabytes of GPU libraries.
 $(STAMP): pyproject.toml constraints.txt

@@ -6,6 +6,7 @@ Names and defaults are vLLM's where the meaning is the same. What an engine reso
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from aioengine.checks import is_int, is_real, require
 __all__ = ["EngineConfig", "MediaConfig"]
 
 MIB = 1 << 20
+HOST = re.compile(r"(\*|(\*\.)?[^\s*:/@\[\]\\]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,9 @@ class MediaConfig:
             rule = "a tuple of texts"
             are_texts = is_list and all(isinstance(entry, str) for entry in value)
             require(are_texts, f"media.{name}", value, rule)
+        for host in self.allowed_hosts:
+            rule = "a host, *.host or *, with a port or without"
+            require(HOST.fullmatch(host) is not None, "media.allowed_hosts", host, rule)
 
     def max_bytes(self, modality: str) -> int:
         """Encoded size of one item of the modality: "image", "audio" or "video"."""

@@ -112,6 +112,7 @@ class AsyncEngine:
             loaded = await self._open()
             if loaded is not None:
                 self._assemble(loaded)
+                await self._intake.media.start()
                 started = self._loop.create_future()
                 self._main = asyncio.create_task(self._serve(started), name="aioengine")
                 self._resources.push_async_callback(self._stop_serving)
@@ -151,9 +152,7 @@ class AsyncEngine:
         intake_module = import_module("aioengine.intake")
         self._parts = loaded
         self._scheduler = Scheduler(loaded.limits)
-        self._intake = intake_module.Intake(
-            loaded, self.config, os.fspath(self._model), self.instruments
-        )
+        self._intake = intake_module.Intake(loaded, self.config, self._model, self.instruments)
         self._resources.push_async_callback(self._intake.aclose)
         self._changed = asyncio.Event()
         self._desk = Desk(
@@ -277,11 +276,11 @@ class AsyncEngine:
         """Forget all prefixes, encoder outputs and processed media that no live request holds."""
         self._check_open()
         self._scheduler.pool.clear()
-        self._intake.media.cache.clear()
         evicted = self._scheduler.media.cache.clear()
         self._changed.set()
         if evicted:
             await asyncio.wait([self._encoder.drop(evicted)])
+        await self._intake.media.clear()
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of all counters. Raises EngineClosedError before the first start."""

@@ -9,6 +9,7 @@ pictures, and nothing but bookkeeping runs on the event loop.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -47,9 +48,13 @@ class Intake:
     """One engine's front door. Its coroutines run in the engine's tasks."""
 
     def __init__(
-        self, loaded: Loaded, config: EngineConfig, model_id: str, instruments: Instruments
+        self,
+        loaded: Loaded,
+        config: EngineConfig,
+        model: str | os.PathLike[str],
+        instruments: Instruments,
     ) -> None:
-        self.media = MediaPipeline(loaded, config, model_id, instruments)
+        self.media = MediaPipeline(loaded, config, model, instruments)
         self._loaded = loaded
         self._config = config
         self._renderer: ChatRenderer | None = None

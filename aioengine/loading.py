@@ -33,8 +33,9 @@ class Loaded:
     """What an engine is made of.
 
     Tokenizers and HF processors must not be shared between threads, so there are several:
-    `processors` for the media workers, `front` for the thread that tokenises and lays out, `home`
-    for the event loop's own thread, which detokenises and lends it to the application.
+    `processors` for the media threads (none, if media have processes of their own), `front` for the
+    thread that tokenises and lays out, `home` for the event loop's own thread, which detokenises
+    and lends it to the application.
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
     compiles structured outputs for the model's vocabulary.
@@ -93,7 +94,10 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         limits=limits,
         front=front,
         home=_clone(model_class, context),
-        processors=tuple(_clone(model_class, context) for _ in range(config.num_processor_workers)),
+        processors=tuple(
+            _clone(model_class, context)
+            for _ in range(0 if config.uses_processes else config.num_processor_workers)
+        ),
         eos_token_ids=eos_token_ids,
         row_bytes=model.hidden_size * model.dtype.itemsize,
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),

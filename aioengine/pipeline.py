@@ -8,26 +8,34 @@ is done once. Nothing but bookkeeping runs on the event loop.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 from cachetools import LRUCache
 
 from aioengine.config import EngineConfig
-from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.instruments import Instruments, StageSpan
 from aioengine.loading import Loaded
 from aioengine.processors.cache import ProcessorCache
-from aioengine.processors.hasher import item_key
+from aioengine.processors.disk import DiskCache
+from aioengine.processors.hasher import ContentHasher, item_key
 from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.items import EmbeddingItems
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.work import Promise, WorkItem
 from aioengine.ticket import MediaInput, Ticket
 from aioengine.types import Embeddings
 from aioengine.workers import make_workers
@@ -47,28 +55,54 @@ class MediaPipeline:
         self,
         loaded: Loaded,
         config: EngineConfig,
-        model_id: str,
+        model: str | os.PathLike[str],
         instruments: Instruments,
     ) -> None:
         self.cache = ProcessorCache(config.mm_processor_cache_bytes)
         self._front = loaded.front
         self._config = config
-        self._model_id = model_id
-        self._workers = make_workers(loaded, config)
+        self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front)}"
+        self._workers = make_workers(loaded, config, model)
         self._instruments = instruments
+        self._disk: DiskCache | None = None
         self._fetching = anyio.CapacityLimiter(config.media.max_concurrent_fetches)
         self._headers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-header")
+        self._files = ThreadPoolExecutor(2, thread_name_prefix="aioengine-cache")
         self._fetches = _SharedJobs()
         self._works = _SharedJobs()
-        self._named: LRUCache[str, Any] = LRUCache(MAX_NAMED)  # used by the loop and `_headers`
+        self._stores: set[asyncio.Future[Any]] = set()
+        self._named: LRUCache[str, Any] = LRUCache(MAX_NAMED)
+
+    async def start(self) -> None:
+        """Before the first request. Raises ModelLoadError."""
+        folder, size = (
+            self._config.mm_processor_cache_dir,
+            self._config.mm_processor_cache_dir_bytes,
+        )
+        if folder is not None:
+            try:
+                self._disk = await self._on_files(_open_disk, Path(folder), size)
+            except OSError as error:
+                raise ModelLoadError(
+                    f"mm_processor_cache_dir cannot be used: {error.strerror}"
+                ) from error
+        await self._workers.start()
 
     async def aclose(self) -> None:
         """Drop what is queued and wait for the items being worked on."""
         await self._fetches.aclose()
         await self._works.aclose()
         await self._workers.aclose()
-        self._headers.shutdown(wait=False, cancel_futures=True)
-        await anyio.to_thread.run_sync(self._headers.shutdown)
+        for pool in (self._headers, self._files):
+            pool.shutdown(wait=False, cancel_futures=pool is self._headers)
+            await anyio.to_thread.run_sync(pool.shutdown)
+
+    async def clear(self) -> None:
+        """Forget all processed media, on disk too."""
+        self.cache.clear()
+        self._named.clear()
+        if self._disk is not None:
+            await self._on_files(self._disk.clear)
 
     async def identify(self, ticket: Ticket, cache_salt: str | None) -> None:
         """Fetch all items of a request, side by side, read their headers and give them their keys.
@@ -76,6 +110,7 @@ class MediaPipeline:
         The first failure ends the others. Raises the request's error.
         """
         self._front.validate_num_items(Counter(media.modality for media in ticket.media))
+        self._workers.check(ticket.mm_processor_kwargs)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for media in ticket.media:
@@ -147,7 +182,8 @@ class MediaPipeline:
             async with self._fetching:
                 return await get()
 
-        if not isinstance(media.item, str) or not media.item.startswith(("http:", "https:")):
+        is_url = isinstance(media.item, str) and media.item[:6].lower().startswith("http")
+        if not is_url:
             return await get()
         try:
             return await self._fetches.join(f"{media.modality} {media.item}", get_in_turn)
@@ -207,12 +243,55 @@ class MediaPipeline:
         )
 
     async def _work(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
-        worked = await self._workers.work(ticket, media)
+        if self._disk is not None:
+            stored = await self._on_files(self._disk.get, media.key)
+            if stored is not None:
+                self.cache.put(media.key, stored)
+                return stored
+        layout = ticket.layout
+        worked = await self._workers.work(
+            WorkItem(
+                source=media.source,
+                modality=media.modality,
+                index=media.index,
+                parameter=media.parameter,
+                mm_kwargs=ticket.mm_processor_kwargs,
+                promise=None if layout is None else Promise.of(layout, media.modality, media.index),
+            )
+        )
         requests = (ticket.request_id,)
         self._instruments.record(StageSpan("decode", worked.began, worked.decoded, requests))
         self._instruments.record(StageSpan("process", worked.decoded, worked.processed, requests))
         self.cache.put(media.key, worked.item)
+        if self._disk is not None and not isinstance(media.source, Embeddings):
+            # Nobody waits for it.
+            store = asyncio.ensure_future(self._on_files(self._disk.put, media.key, worked.item))
+            self._stores.add(store)
+            store.add_done_callback(self._stores.discard)
         return worked.item
+
+    def _on_files(self, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
+        return asyncio.get_running_loop().run_in_executor(self._files, function, *args)
+
+
+def _open_disk(folder: Path, capacity_bytes: int) -> DiskCache:
+    """Raises OSError for what is no folder to write to; later failures are misses."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return DiskCache(folder, capacity_bytes)
+
+
+def _fingerprint(front: BaseMultiModalProcessor) -> str:
+    """What processed media depend on beside the model's name: they may outlive the process."""
+    if not front.info.get_supported_mm_limits():
+        return ""
+    described = getattr(front.info.get_hf_processor(), "to_json_string", str)()
+    hasher = ContentHasher("processor")
+    for part in (version("aioengine"), version("transformers"), version("pillow"), described):
+        hasher.update(part)
+    hasher.update([type(front).__module__, type(front).__qualname__])
+    return hasher.hexdigest()
 
 
 def _describe(header: Any) -> str:

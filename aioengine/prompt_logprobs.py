@@ -31,6 +31,10 @@ class ScoreColumns(NamedTuple):
     top_ids: Array
     top_logprobs: Array
 
+    def blank(self, length: int) -> PromptLogprobs:
+        """For a prompt of `length` tokens, with nothing in it yet."""
+        return PromptLogprobs(length, self.top_ids.shape[1])
+
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
     """By position; None where no token was predicted, or where encoder rows stand."""

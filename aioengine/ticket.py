@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aioengine.detokenizer import Detokenizer
 from aioengine.params import SamplingParams
 from aioengine.plan import Advance
-from aioengine.prompt_logprobs import PromptLogprobs, ScoreColumns
 from aioengine.request import Request
 from aioengine.streams.tokens import TokenSink
 from aioengine.types import (
@@ -29,6 +29,7 @@ from aioengine.types import (
 if TYPE_CHECKING:
     from aioengine.processors.inputs import MultiModalKwargsItem
     from aioengine.processors.processor import Layout
+    from aioengine.prompt_logprobs import PromptLogprobs, ScoreColumns
 
 __all__ = ["Completion", "MediaInput", "Ticket"]
 
@@ -157,7 +158,7 @@ class Ticket:
         """Log probabilities of prompt tokens, from position `first` on."""
         if self._prompt_logprobs is None:
             length = len(next(iter(self.completions.values())).request.prompt_token_ids)
-            self._prompt_logprobs = PromptLogprobs(length, scores.top_ids.shape[1])
+            self._prompt_logprobs = scores.blank(length)
         self._prompt_logprobs.put(first, scores)
 
     def deliver(self, advance: Advance, logprobs: TokenLogprobs | None) -> bool:
@@ -201,12 +202,11 @@ class Ticket:
             )
         )
 
-    def _prompt_scores(self, request: Request) -> PromptLogprobs | None:
+    def _prompt_scores(self, request: Request) -> Sequence[TokenLogprobs | None] | None:
         """None where they were not asked for. Where encoder rows stand there are none."""
-        if self.params.prompt_logprobs is None:
-            return None
-        length = len(request.prompt_token_ids)
-        found = self._prompt_logprobs or PromptLogprobs(length, 0)
+        found, length = self._prompt_logprobs, len(request.prompt_token_ids)
+        if self.params.prompt_logprobs is None or found is None:
+            return None if self.params.prompt_logprobs is None else (None,) * length
         for item in request.items:
             for position, _, count in item.span.row_runs(0, length):
                 found.hide(position, count)

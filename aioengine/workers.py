@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio.to_thread
 
 from aioengine.config import EngineConfig
 from aioengine.loading import Loaded
-from aioengine.processors.inputs import MultiModalKwargsItem
-from aioengine.processors.items import make_items
+from aioengine.pool import ProcessorPool, check_portable
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.ticket import MediaInput, Ticket
-from aioengine.types import Embeddings
+from aioengine.processors.work import Worked, WorkItem, work_item
 
-__all__ = ["ThreadWorkers", "Worked", "Workers", "make_workers"]
-
-
-@dataclass(frozen=True, slots=True)
-class Worked:
-    """A processed item, and when its work began and its stages ended (`time.perf_counter`)."""
-
-    item: MultiModalKwargsItem
-    began: float
-    decoded: float
-    processed: float
+__all__ = ["ProcessWorkers", "ThreadWorkers", "Workers", "make_workers"]
 
 
 class Workers(Protocol):
     """Decode and process items, each on a worker of its own."""
 
-    async def work(self, ticket: Ticket, media: MediaInput) -> Worked:
-        """Features of one item. Raises MediaError, whatever the processor raises."""
+    async def start(self) -> None:
+        """Before the first item. Raises ModelLoadError."""
+        ...
+
+    def check(self, mm_kwargs: Mapping[str, Any]) -> None:
+        """Raise InvalidRequestError for a request's options that a worker cannot be given."""
+        ...
+
+    async def work(self, work: WorkItem) -> Worked:
+        """Features of one item. Raises MediaError, and what else a processor may raise."""
         ...
 
     async def aclose(self) -> None:
@@ -54,41 +49,57 @@ class ThreadWorkers:
             self._processors.put(processor)
         self._pool = ThreadPoolExecutor(len(processors), thread_name_prefix="aioengine-media")
 
-    async def work(self, ticket: Ticket, media: MediaInput) -> Worked:
+    async def start(self) -> None:
+        """See `Workers`: threads start when they are needed."""
+
+    def check(self, mm_kwargs: Mapping[str, Any]) -> None:
+        """See `Workers`: a thread can be given anything."""
+
+    async def work(self, work: WorkItem) -> Worked:
         """See `Workers`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._work, ticket, media)
+        return await loop.run_in_executor(self._pool, self._work, work)
 
     async def aclose(self) -> None:
         """See `Workers`."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         await anyio.to_thread.run_sync(self._pool.shutdown)
 
-    def _work(self, ticket: Ticket, media: MediaInput) -> Worked:
-        """Both stages in one go, so that only as many decoded items are in memory as workers."""
+    def _work(self, work: WorkItem) -> Worked:
         processor = self._processors.get()
         try:
-            return _work(processor, ticket, media)
+            return work_item(processor, work)
         finally:
             self._processors.put(processor)
 
 
-def _work(processor: BaseMultiModalProcessor, ticket: Ticket, media: MediaInput) -> Worked:
-    began = time.perf_counter()
-    is_decoded = isinstance(media.source, Embeddings)
-    content = media.source if is_decoded else media.source.decode()
-    decoded = time.perf_counter()
-    items = make_items([(media.modality, media.parameter, content)], processor.info.get_hidden_size)
-    options = ticket.mm_processor_kwargs
-    outputs = processor.process(items, options)
-    if not is_decoded:
-        media.source.verify()
-    if ticket.layout is not None:
-        places = {media.modality: [media.index]}
-        processor.verify_layout(ticket.layout, items, outputs, options, places)
-    return Worked(outputs[media.modality][0], began, decoded, time.perf_counter())
+class ProcessWorkers:
+    """Processes, so that what a processor does in Python takes no time from the loop."""
+
+    def __init__(self, pool: ProcessorPool) -> None:
+        self._pool = pool
+
+    async def start(self) -> None:
+        """See `Workers`."""
+        await self._pool.start()
+
+    def check(self, mm_kwargs: Mapping[str, Any]) -> None:
+        """See `Workers`."""
+        check_portable(mm_kwargs)
+
+    async def work(self, work: WorkItem) -> Worked:
+        """See `Workers`."""
+        return await self._pool.run(work)
+
+    async def aclose(self) -> None:
+        """See `Workers`."""
+        await self._pool.aclose()
 
 
-def make_workers(loaded: Loaded, config: EngineConfig) -> Workers:
-    """The workers that the configuration means."""
-    return ThreadWorkers(loaded.processors)
+def make_workers(
+    loaded: Loaded, config: EngineConfig, model: str | os.PathLike[str]
+) -> ThreadWorkers | ProcessWorkers:
+    """The workers that the configuration means. A model without media needs no processes."""
+    if config.uses_processes and loaded.front.info.get_supported_mm_limits():
+        return ProcessWorkers(ProcessorPool(model, config, loaded.front))
+    return ThreadWorkers(loaded.processors or [loaded.front])

@@ -170,18 +170,19 @@ def has_open_ends(
         if not isinstance(sequence, str):
             return False
         token_ids = to_token_ids(sequence, tokenizer)
+        # Others that were added may still merge, as line ends do with more of them.
         added = tokenizer.added_tokens_decoder
-        return bool(token_ids) and not {token_ids[0], token_ids[-1]} <= added.keys()
+        ends = [added.get(token_id) for token_id in (*token_ids[:1], *token_ids[-1:])]
+        return any(token is None or not token.special for token in ends)
 
     for update in updates:
-        if not counts.get(update.modality):
-            continue
-        target, content = update.target, update.content
-        target = target(0) if callable(target) else target
-        content = content(0) if callable(content) else content
-        full = content.full if isinstance(content, PromptUpdateDetails) else content
-        if is_open(target) or is_open(full):
-            return True
+        for index in range(counts.get(update.modality, 0)):
+            target, content = update.target, update.content
+            target = target(index) if callable(target) else target
+            content = content(index) if callable(content) else content
+            full = content.full if isinstance(content, PromptUpdateDetails) else content
+            if is_open(target) or is_open(full):
+                return True
     return False
 
 

@@ -169,7 +169,9 @@ def hash_pixels(hasher: ContentHasher, pixels: Image.Image | Array) -> None:
         for box in tiles(size):
             hasher.fill(pixels.crop(box).tobytes())
         return
-    hasher.update(["array", pixels.dtype.name, list(pixels.shape)])
+    # With the byte order: the same bytes may be other numbers.
+    hasher.update(["array", pixels.dtype.newbyteorder("=").str, list(pixels.shape)])
+    hasher.update(pixels.dtype.isnative)
     hasher.begin("data", pixels.nbytes)
     rows = max(1, TILE_PIXELS // max(1, pixels[0].size))
     for start in range(0, len(pixels), rows):

@@ -166,6 +166,8 @@ def test_stops_have_to_be_sequences(parameter: str) -> None:
         ("kv_cache_bytes", {"kv_cache_bytes": -1}),
         ("processor_workers", {"processor_workers": "process:0"}),
         ("processor_workers", {"processor_workers": "thread:0"}),
+        ("mm_processor_cache_dir", {"mm_processor_cache_dir": 5}),
+        ("mm_processor_cache_dir_bytes", {"mm_processor_cache_dir_bytes": -1}),
         ("limit_mm_per_prompt['image']", {"limit_mm_per_prompt": {"image": -1}}),
         ("tensor_parallel_size", {"tensor_parallel_size": 2}),
     ],
@@ -182,3 +184,26 @@ def test_configurations_are_checked_when_made() -> None:
             MediaConfig(**options)
     with pytest.raises(InvalidRequestError):
         EngineConfig(limit_mm_per_prompt={"image": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "options"),
+    [
+        *(
+            ("media.allowed_hosts", {"allowed_hosts": (entry,)})
+            for entry in ("", "a b", "http://a.test", "a.test/", "**", "*a", "2606::1", "a.test:x")
+        ),
+        ("media.allowed_hosts", {"allowed_hosts": ("user@a.test",)}),
+        ("media.allowed_hosts", {"allowed_hosts": "a.test"}),
+        ("media.max_audio_s", {"max_audio_s": 0}),
+        ("media.max_video_frames", {"max_video_frames": 1.5}),
+        ("media.video_num_frames", {"video_num_frames": 0}),
+        ("media.video_fps", {"video_fps": -1}),
+        ("media.audio_formats", {"audio_formats": "WAV"}),
+        ("media.max_concurrent_fetches", {"max_concurrent_fetches": 0}),
+    ],
+)
+def test_bad_media_options(parameter: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        MediaConfig(**options)
+    assert caught.value.parameter == parameter

@@ -184,7 +184,7 @@ async def test_many_large_pictures_do_not_hold_the_loop(
 
 def decode_by(workers: Any, around: Callable[[Callable[[], Any]], Awaitable[Any]]) -> Any:
     """A stand-in for a worker thread: `around` runs the decoding its own way."""
-    return lambda ticket, media: around(lambda: workers._work(ticket, media))
+    return lambda work: around(lambda: workers._work(work))
 
 
 async def test_a_decoder_on_the_loop_is_caught(

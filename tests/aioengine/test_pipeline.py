@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from aioengine import MediaConfig, Prompt
-from aioengine.errors import MediaError
+from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.llava import LlavaMultiModalProcessor
 from tests.engines import greedy, other_tasks, running_engine, settled, until
 from tests.tiny import save_tiny_llava, tiny_image
@@ -233,6 +237,82 @@ async def test_a_waiter_may_leave_shared_work(
         gate.open.set()
         assert len((await second).token_ids) == 4 and gate.num_held == 1
         await settled(engine)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_processed_pictures_outlive_the_process(folder: Path, tmp_path: Path) -> None:
+    options = {"mm_processor_cache_dir": tmp_path / "processed"}
+    image = png(1)
+    async with running_engine(folder, **options) as engine:
+        expected = await engine.generate(TEXT, greedy(8), images=[image])
+        await until(lambda: not engine._intake.media._stores)
+    files = files_in(tmp_path)
+    assert len(files) == 1 and files[0].suffix == ".safetensors"
+    async with running_engine(folder, **options) as engine:
+        again = await engine.generate(TEXT, greedy(8), images=[image])
+        assert again.token_ids == expected.token_ids
+        assert not engine.statistics().stages["decode"].count
+        salted = Prompt(text=TEXT, media={"image": [image]}, cache_salt="tenant")
+        assert (await engine.generate(salted, greedy(8))).token_ids == expected.token_ids
+        assert engine.statistics().stages["decode"].count == 1
+    content = files[0].read_bytes()
+    files[0].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    async with running_engine(folder, **options) as engine:
+        again = await engine.generate(TEXT, greedy(8), images=[image])
+        assert again.token_ids == expected.token_ids
+        assert engine.statistics().stages["decode"].count == 1
+        await until(lambda: not engine._intake.media._stores)
+        await engine.reset_caches()
+    assert not files_in(tmp_path)
+
+
+async def test_another_processor_finds_nothing_on_disk(folder: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "model"
+    shutil.copytree(folder, changed)
+    options = {"mm_processor_cache_dir": tmp_path / "processed"}
+    async with running_engine(changed, **options) as engine:
+        await engine.generate(TEXT, greedy(2), images=[png(1)])
+    path = changed / "processor_config.json"
+    config = json.loads(path.read_text())
+    config["image_processor"]["image_mean"] = [0.1, 0.2, 0.3]
+    path.write_text(json.dumps(config))
+    async with running_engine(changed, **options) as engine:
+        await engine.generate(TEXT, greedy(2), images=[png(1)])
+        assert engine.statistics().stages["decode"].count == 1
+
+
+async def test_a_folder_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelLoadError, match="mm_processor_cache_dir"):
+        async with running_engine(folder, mm_processor_cache_dir=tmp_path / "file"):
+            raise AssertionError
+
+
+async def test_worker_processes_give_the_same(folder: Path) -> None:
+    images = [png(1), png(2), tiny_image(3), np.asarray(tiny_image(4))]
+    text = "<image> and <image>, <image> or <image>"
+    async with running_engine(folder) as engine:
+        expected = await engine.generate(text, greedy(8), images=images)
+    async with running_engine(folder, processor_workers="process:1") as engine:
+        output, broken = await asyncio.gather(
+            engine.generate(text, greedy(8), images=images),
+            engine.generate(TEXT, greedy(8), images=[png(5)[:-40]]),
+            return_exceptions=True,
+        )
+        assert not isinstance(output, BaseException) and output.token_ids == expected.token_ids
+        assert isinstance(broken, MediaError) and broken.parameter == "images[0]"
+        assert engine.statistics().stages["process"].count == 4
+        with pytest.raises(InvalidRequestError, match="worker process"):
+            await engine.generate(
+                Prompt(text=TEXT, media={"image": [png(1)]}, mm_processor_kwargs={"a": object()})
+            )
+        workers: Any = engine._intake.media._workers
+        (process_id,) = workers._pool.process_ids
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
 
 
 def test_pictures_are_what_the_test_says() -> None:

@@ -1,0 +1,345 @@
+"""What an HF processor that reports its replacements takes, and how it is asked.
+
+`generic.py` makes items and prompts of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from aioengine.errors import ModelLoadError
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessingContext,
+    ProcessorInputs,
+)
+from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
+
+__all__ = [
+    "CONTRACTS",
+    "Contract",
+    "GenericDummyInputsBuilder",
+    "GenericProcessingInfo",
+    "notes_of",
+]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """How HF processors take a modality: `_process_images(images, **images_kwargs)`, say."""
+
+    modality: str
+    keyword: str
+    part: str
+
+    @property
+    def scope(self) -> str:
+        return f"{self.keyword}_kwargs"
+
+    @property
+    def process(self) -> str:
+        return f"_process_{self.keyword}"
+
+    @property
+    def ids_name(self) -> str:
+        """The item's replacement as token ids: int64 [num_tokens]."""
+        return f"_{self.modality}_replacement_ids"
+
+    @property
+    def text_name(self) -> str:
+        """The item's replacement as UTF-8: uint8 [num_bytes]."""
+        return f"_{self.modality}_replacement_text"
+
+    def is_met_by(self, hf_processor: Any) -> bool:
+        """Whether the HF processor takes the modality and reports its replacements."""
+        from transformers.processing_utils import ProcessorMixin
+
+        if not isinstance(hf_processor, ProcessorMixin):
+            return False
+        has_token = isinstance(getattr(hf_processor, f"{self.modality}_token", None), str)
+        if not has_token or getattr(hf_processor, self.part, None) is None:
+            return False
+        own, methods = type(hf_processor), (self.process, f"replace_{self.modality}_token")
+        if all(getattr(own, name) is getattr(ProcessorMixin, name) for name in methods):
+            return False
+        # What the method takes beside items and options would come from another modality.
+        known = own.valid_processor_kwargs.__annotations__
+        options = {*known, *known[self.scope].__annotations__} - {each.scope for each in CONTRACTS}
+        return options.issuperset(self.extra_parameters(hf_processor))
+
+    def extra_parameters(self, hf_processor: Any) -> list[str]:
+        """What the method takes by name, beside the items and whatever options there are."""
+        _, *others = inspect.signature(getattr(hf_processor, self.process)).parameters.values()
+        return [each.name for each in others if each.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+CONTRACTS = (
+    Contract("image", "images", "image_processor"),
+    Contract("video", "videos", "video_processor"),
+    Contract("audio", "audio", "_audio_processor"),
+)
+
+
+class GenericProcessingInfo(BaseProcessingInfo):
+    """What the HF processor can do, and how it is asked.
+
+    `contracts`: modality -> how it is processed. Raises ModelLoadError where there is none.
+    """
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        processor = self.get_hf_processor()
+        self.contracts = {each.modality: each for each in CONTRACTS if each.is_met_by(processor)}
+        if not self.contracts:
+            raise ModelLoadError(
+                f"{self.describe_processor()} does not report what its media become in the text "
+                "(`_process_images` with `replace_image_token`, or the same for videos or audio). "
+                "Such a model needs a file of its own in models/, with a BaseMultiModalProcessor "
+                "whose `_get_prompt_updates` says it"
+            )
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """The modalities that have a placeholder and a processor that could be loaded.
+
+        So there are videos only where the HF video processor can be loaded. One item of a kind
+        where the HF processor refuses two in a prompt; else any number.
+        """
+        return {
+            modality: notes_of(self.ctx).get(("limit", modality)) for modality in self.contracts
+        }
+
+    def get_placeholder(self, modality: str) -> str:
+        """What stands in a prompt for one item."""
+        return str(getattr(self.get_hf_processor(), f"{modality}_token"))
+
+    def get_part(self, modality: str) -> Any:
+        """The HF image processor, video processor or feature extractor."""
+        return getattr(self.get_hf_processor(), self.contracts[modality].part)
+
+    def get_sample_rate(self) -> int:
+        """The rate in Hz at which the HF feature extractor takes recordings."""
+        return int(self.get_part("audio").sampling_rate)
+
+    def describe_processor(self) -> str:
+        """The HF processor, for messages."""
+        return f"{type(self.get_hf_processor()).__name__}, the processor of {self.model_id!r},"
+
+    def process_item(
+        self, modality: str, item: Any, mm_kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        """HF's outputs for one decoded item, and the text that its placeholder becomes.
+
+        Raises whatever the HF processor raises.
+        """
+        contract, processor = self.contracts[modality], self.get_hf_processor()
+        merged = processor._merge_kwargs(
+            processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=getattr(self.get_tokenizer(), "init_kwargs", {}),
+            **copy.deepcopy(dict(mm_kwargs)),  # older versions empty the scopes in it
+            return_tensors="pt",
+        )
+        contents, known = self.unwrap(modality, [item])
+        extra = {n: merged[n] for n in contract.extra_parameters(processor) if n in merged}
+        method = getattr(processor, contract.process)
+        outputs, (text,) = method(contents, **{**merged[contract.scope], **known, **extra})
+        return outputs, str(text)
+
+    def unwrap(self, modality: str, items: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Decoded items as HF processors take them, and the options that say what they are."""
+        if modality == "audio":
+            asks = inspect.signature(type(self.get_part(modality)).__call__).parameters
+            rates = {"sampling_rate": items[0].sample_rate} if "sampling_rate" in asks else {}
+            return [clip.samples for clip in items], rates
+        if modality == "video":
+            metadata = [_video_metadata(clip.header) for clip in items]
+            # The frames were chosen when the video was decoded.
+            options = {"video_metadata": metadata, "do_sample_frames": False}
+            return [clip.frames for clip in items], options
+        return list(items), {}
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, nothing added."""
+        return list(self.get_tokenizer().encode(text, add_special_tokens=False))
+
+    def get_embed_token_id(self, modality: str, token_ids: Sequence[int]) -> int:
+        """The token of a replacement at which encoder rows stand.
+
+        The one that the config names, else the HF processor, if it occurs; else the most frequent.
+        """
+        counts = Counter(token_ids)
+        for owner in (self.get_hf_config(), self.get_hf_processor()):
+            found = [each for each in _placeholder_ids(owner, modality) if each in counts]
+            if found:
+                return max(found, key=counts.__getitem__)
+        return counts.most_common(1)[0][0]
+
+    def get_largest_item(self, modality: str) -> tuple[Any, int]:
+        """Of a few blank dummies the one with the most encoder rows, and how many those are.
+
+        Found by processing them, once for a context and its clones. A trial and not a bound:
+        pictures of the sizes that the HF processor's settings name (edges, pixels, tiles, grids),
+        a recording as long as the feature extractor takes it (30 s if it does not say), a video of
+        32 frames. Raises ModelLoadError where none can be processed.
+        """
+        notes = notes_of(self.ctx)
+        if ("largest", modality) not in notes:
+            trials = list(self._try_dummies(modality))
+            if not trials:
+                raise ModelLoadError(f"{self.describe_processor()} takes no blank {modality}")
+            notes["largest", modality] = max(trials, key=lambda trial: trial[1])
+        item, num_rows = notes["largest", modality]
+        return item, num_rows
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Encoder rows of the largest dummies; see `get_largest_item`."""
+        known = [modality for modality in mm_counts if modality in self.contracts]
+        return {modality: self.get_largest_item(modality)[1] for modality in known}
+
+    def _try_dummies(self, modality: str) -> Iterator[tuple[Any, int]]:
+        options = self.ctx.mm_processor_kwargs
+        settings = {**options, **options.get(self.contracts[modality].scope, {})}
+        for dummy in self._dummies(modality, settings):
+            # A size that an HF processor refuses, with whatever exception, is no candidate.
+            with suppress(Exception):
+                token_ids = self.encode(self.process_item(modality, dummy, options)[1])
+                yield dummy, token_ids.count(self.get_embed_token_id(modality, token_ids))
+
+    def _dummies(self, modality: str, settings: Mapping[str, Any]) -> Iterator[Any]:
+        part = self.get_part(modality)
+        if modality == "audio":
+            rate = self.get_sample_rate()
+            yield _silence(getattr(part, "n_samples", None) or 30 * rate, rate)
+            return
+        sizes = _image_sizes(part, settings)
+        if modality == "video":
+            yield _blank_video(32, ImageSize(*(min(side, 768) for side in sizes[0])))
+            return
+        # HF's own count ranks many sizes at once; with markers in some families, and not in all.
+        # Not with options, which older versions would take over as everyone's defaults.
+        with suppress(Exception):
+            count = self.get_hf_processor()._get_num_multimodal_tokens
+            shapes = [(size.height, size.width) for size in sizes]
+            ranks = [] if settings else count(image_sizes=shapes)["num_image_tokens"]
+            if len(set(ranks)) > 1:
+                sizes = [sizes[max(range(len(sizes)), key=ranks.__getitem__)]]
+        sizes = sizes[:_NUM_TRIALS]
+        for size in sizes:
+            yield Image.new("RGB", size, _WHITE)
+
+
+class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
+    """The placeholders, and the largest dummies that `GenericProcessingInfo` found."""
+
+    info: GenericProcessingInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        """Each item's placeholder, and nothing else."""
+        return "".join(self.info.get_placeholder(name) * mm_counts[name] for name in mm_counts)
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        """`mm_data` has one decoded dummy of each modality, as often as it is asked for."""
+        mm_data = {
+            modality: [self.info.get_largest_item(modality)[0]] * count
+            for modality, count in mm_counts.items()
+        }
+        return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data=mm_data)
+
+    def get_small_item(self, modality: str) -> Any:
+        """A small decoded dummy."""
+        if modality == "audio":
+            rate = self.info.get_sample_rate()
+            return _silence(rate // 2, rate)
+        size = ImageSize(72, 56)
+        return _blank_video(4, size) if modality == "video" else Image.new("RGB", size, _WHITE)
+
+
+def notes_of(ctx: ProcessingContext) -> dict[tuple[str, object], Any]:
+    """What was found out about a context's HF processor, for its later clones too."""
+    notes: dict[tuple[str, object], Any] = vars(ctx).setdefault("_generic_notes", {})
+    return notes
+
+
+def _placeholder_ids(owner: Any, modality: str) -> Iterator[int]:
+    """The ids that a config or an HF processor names; videos may use the pictures'."""
+    for name in (modality, "image") if modality == "video" else (modality,):
+        for ending in ("token_id", "token_index", "token_ids"):
+            value = getattr(owner, f"{name}_{ending}", None)
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (each for each in values if isinstance(each, int))
+
+
+def _silence(num_samples: int, rate: int) -> AudioClip:
+    return AudioClip(np.zeros(num_samples, np.float32), rate)
+
+
+def _blank_video(num_frames: int, size: ImageSize) -> VideoClip:
+    frames = np.zeros((num_frames, size.height, size.width, 3), np.uint8)
+    return VideoClip(frames, VideoHeader(size, tuple(range(num_frames)), num_frames, fps=2.0))
+
+
+def _video_metadata(header: VideoHeader) -> Any:
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(
+        total_num_frames=header.num_source_frames,
+        fps=header.fps,
+        width=header.size.width,
+        height=header.size.height,
+        duration=header.num_source_frames / header.fps if header.fps else None,
+        frames_indices=list(header.indices),
+    )
+
+
+_WHITE = (255, 255, 255)
+_NUM_TRIALS = 5
+_LARGEST_SIDE = 4096
+_EDGES = ("size", "crop_size", "max_image_size", "tile_size", "max_pixels")
+_TILES = ("max_patches", "max_tiles", "max_image_tiles", "max_slice_nums")
+_GRIDS = ("image_grid_pinpoints", "split_resolutions")
+
+
+def _image_sizes(part: Any, settings: Mapping[str, Any]) -> list[ImageSize]:
+    """Sizes at which an HF image processor may make the most of a picture, the likeliest first."""
+
+    def values(names: Sequence[str]) -> list[Any]:
+        return [settings.get(name, getattr(part, name, None)) for name in names]
+
+    sides = []
+    for value in values(_EDGES):
+        edges = [value] if isinstance(value, int) else [*dict(value or {}).values()]
+        edges = [edge for edge in edges if edge]
+        # Numbers larger than any side count pixels, whatever they are called.
+        counts_pixels = max(edges, default=0) > _LARGEST_SIDE
+        sides += [math.isqrt(edge) if counts_pixels else edge for edge in edges]
+    side = max(sides, default=448)
+    shapes = [(1.0, 1.0)]
+    for tiles in values(_TILES):
+        if isinstance(tiles, int) and 1 < tiles <= 64:
+            columns = next(n for n in range(math.isqrt(tiles), 0, -1) if tiles % n == 0)
+            shapes += [(columns, tiles // columns), (tiles // columns, columns), (1, tiles)]
+    shapes += [(1, 4), (4, 1), (0.87, 0.87), (0.7, 0.7)]
+    # Where a number of pixels is the limit, what is lost to rounding depends on the shape.
+    shapes += [(scale * n / 16, scale * 16 / n) for scale in (1, 0.87, 0.7) for n in range(8, 16)]
+    grids = sorted((size for grid in values(_GRIDS) for size in grid or ()), key=math.prod)
+    sizes = [(width, height) for height, width in grids[:-3:-1]]
+    sizes += [(side * across, side * down) for across, down in shapes]
+    shrinks = [min(1.0, _LARGEST_SIDE / max(size)) for size in sizes]
+    return [
+        ImageSize(*(max(1, int(edge * shrink)) for edge in size))
+        for size, shrink in dict.fromkeys(zip(sizes, shrinks, strict=True))
+    ]

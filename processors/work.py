@@ -1,0 +1,309 @@
+"""The work on one media item, wherever it is done: decode, process, check against the layout.
+
+A thread of the engine calls `work_item` as it is. For another process, `describe` takes a source
+apart into plain values and bytes, and `rebuild` makes one of them that decodes to the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from aioengine.config import MediaConfig
+from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.processors.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader, make_items
+from aioengine.processors.media.image import ImageSource
+from aioengine.processors.media.open import open_media
+from aioengine.processors.processor import BaseMultiModalProcessor, Layout
+from aioengine.processors.wire import Readable, item_parts, load_item
+from aioengine.types import Embeddings
+
+__all__ = [
+    "Described",
+    "Promise",
+    "WorkItem",
+    "Worked",
+    "describe",
+    "pack_value",
+    "rebuild",
+    "unpack_value",
+    "work_item",
+]
+
+BAND_PIXELS = 1 << 16
+"""Of a picture that is turned into bytes at once, with the GIL held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the layout gave one item: its placeholder's token ids, and which take encoder rows."""
+
+    token_ids: tuple[int, ...]
+    embed_runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, modality: str, index: int) -> Promise:
+        """That of one item of a prompt's layout."""
+        placed = layout.placeholders[modality][index]
+        token_ids = layout.token_ids[placed.offset : placed.offset + placed.length]
+        return cls(tuple(token_ids), placed.embed_runs)
+
+    def to_layout(self, modality: str, index: int) -> Layout:
+        """A layout in which this is the item's; of the others it tells nothing true."""
+        length = len(self.token_ids)
+        is_embed = None
+        if self.embed_runs != ((0, length),):
+            is_embed = torch.zeros(length, dtype=torch.bool)
+            for start, stop in self.embed_runs:
+                is_embed[start:stop] = True
+        placed = PlaceholderRange(0, length, is_embed)
+        return Layout(
+            token_ids=list(self.token_ids), placeholders={modality: [placed] * (index + 1)}
+        )
+
+    def pack(self) -> dict[str, Any]:
+        """As JSON; a placeholder is mostly one token, many times."""
+        tokens = [
+            [token_id, sum(1 for _ in run)] for token_id, run in itertools.groupby(self.token_ids)
+        ]
+        return {"tokens": tokens, "embed_runs": [list(run) for run in self.embed_runs]}
+
+    @classmethod
+    def unpack(cls, packed: Mapping[str, Any]) -> Promise:
+        """The inverse of `pack`."""
+        tokens = [[token_id] * count for token_id, count in packed["tokens"]]
+        runs = tuple((start, stop) for start, stop in packed["embed_runs"])
+        return cls(tuple(itertools.chain.from_iterable(tokens)), runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkItem:
+    """One media item of a request, to be worked on.
+
+    `source`: a `MediaSource` or `Embeddings`; `index`: its place among the request's items of the
+    modality; `parameter`: its name in the caller's words; `promise`: None while there is no layout.
+    """
+
+    source: Any
+    modality: str
+    index: int
+    parameter: str
+    mm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    promise: Promise | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Worked:
+    """A processed item, and when its work began and its stages ended (`time.perf_counter`)."""
+
+    item: MultiModalKwargsItem
+    began: float
+    decoded: float
+    processed: float
+
+
+def work_item(processor: BaseMultiModalProcessor, work: WorkItem) -> Worked:
+    """Decodes and processes one item, and checks that it is what its layout promised.
+
+    Both in one go, so that only as many decoded items are in memory as workers. Raises MediaError,
+    and what else a processor may raise.
+    """
+    try:
+        began = time.perf_counter()
+        is_decoded = isinstance(work.source, Embeddings)
+        content = work.source if is_decoded else work.source.decode()
+        decoded = time.perf_counter()
+        items = make_items(
+            [(work.modality, work.parameter, content)], processor.info.get_hidden_size
+        )
+        outputs = processor.process(items, work.mm_kwargs)
+        if not is_decoded:
+            work.source.verify()
+        if work.promise is not None:
+            processor.verify_layout(
+                work.promise.to_layout(work.modality, work.index),
+                items,
+                outputs,
+                work.mm_kwargs,
+                {work.modality: [work.index]},
+            )
+        item = outputs[work.modality][0]
+    except MediaError as error:
+        raise error.for_parameter(work.parameter) from error
+    return Worked(item=item, began=began, decoded=decoded, processed=time.perf_counter())
+
+
+# ---- sources for another process
+
+
+class Described(NamedTuple):
+    """A source's content: what it is, plain values about it, and its bytes, piece by piece."""
+
+    kind: str
+    meta: dict[str, Any]
+    buffers: Iterable[Readable]
+
+
+def describe(source: Any) -> Described:
+    """A source, or `Embeddings`, taken apart, so that `rebuild` makes one of the same content.
+
+    Encoded media stay encoded, and an array stays what it is. A picture of Pillow's, samples and
+    frames are decoded here: the caller's objects can be in too many states to be told of, and what
+    they cost to read is paid for their identity anyway. Raises MediaError, from decoding.
+    """
+    if isinstance(source, Embeddings):
+        return _describe_embeddings(source)
+    # No source tells in public what it was made from; those that keep it do so under these names.
+    given = getattr(source, "_data", None)
+    if isinstance(given, bytes | bytearray | memoryview):
+        return Described("encoded", {}, [given])
+    given = getattr(source, "_array", None)
+    if isinstance(source, ImageSource) and isinstance(given, np.ndarray):
+        return Described("array", *_describe_array(given))
+    content = source.decode()
+    if isinstance(content, Image.Image):
+        return Described("picture", {"size": list(content.size)}, _bands(content))
+    if isinstance(content, AudioClip):
+        meta, buffers = _describe_array(content.samples)
+        return Described("samples", {**meta, "sample_rate": content.sample_rate}, buffers)
+    assert isinstance(content, VideoClip), type(content)
+    meta, buffers = _describe_array(content.frames)
+    header = content.header
+    meta |= {"size": list(header.size), "indices": list(header.indices)}
+    meta |= {"num_source_frames": header.num_source_frames, "fps": header.fps}
+    return Described("frames", meta, buffers)
+
+
+def rebuild(
+    described: Described,
+    work: WorkItem,
+    config: MediaConfig,
+    processor: BaseMultiModalProcessor,
+) -> Any:
+    """A source that decodes to what the described one does, or fails with the same MediaError.
+
+    `described.buffers` is one buffer, which may be written to and is not needed any more. `work`:
+    all about the item but its source.
+    """
+    kind, meta, (data,) = described
+    if kind == "embeddings":
+        found = load_item(data)
+        extra = {name.removeprefix("extra "): found[name] for name in found if name != "rows"}
+        return Embeddings(found["rows"], **extra)
+    if kind == "picture":
+        size = meta["size"][0], meta["size"][1]
+        return _Decoded(Image.frombytes("RGB", size, data))
+    if kind == "samples":
+        return _Decoded(AudioClip(_rebuild_array(meta, data), meta["sample_rate"]))
+    if kind == "frames":
+        header = VideoHeader(
+            ImageSize(*meta["size"]), tuple(meta["indices"]), meta["num_source_frames"], meta["fps"]
+        )
+        return _Decoded(VideoClip(_rebuild_array(meta, data), header))
+    return open_media(
+        work.modality,
+        bytes(data) if kind == "encoded" else _rebuild_array(meta, data),
+        config,
+        parameter=work.parameter,
+        options=processor.merged_kwargs(work.mm_kwargs),
+        get_sample_rate=processor.info.get_sample_rate,
+    )
+
+
+class _Decoded:
+    """What was decoded before it came here."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def decode(self) -> Any:
+        """The content."""
+        return self._content
+
+    def verify(self) -> None:
+        """Where it was decoded, it was looked at."""
+
+
+def _bands(picture: Image.Image) -> Iterator[bytes]:
+    """The pixels of an RGB picture, some rows at a time."""
+    width, height = picture.size
+    num_rows = max(1, BAND_PIXELS // width)
+    for upper in range(0, height, num_rows):
+        yield picture.crop((0, upper, width, min(upper + num_rows, height))).tobytes()
+
+
+def _describe_array(array: np.ndarray[Any, Any]) -> tuple[dict[str, Any], list[Readable]]:
+    whole = np.ascontiguousarray(array)
+    meta = {"dtype": whole.dtype.str, "shape": list(array.shape)}
+    return meta, [whole.reshape(-1).view(np.uint8).data]
+
+
+def _rebuild_array(meta: Mapping[str, Any], data: Readable) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(meta["dtype"])
+    assert not dtype.hasobject
+    return np.frombuffer(data, dtype).reshape(meta["shape"])
+
+
+def _describe_embeddings(embeddings: Embeddings) -> Described:
+    # Checked and made tensors when the item was identified.
+    tensors = {"rows": embeddings.rows}
+    tensors |= {f"extra {name}": value for name, value in embeddings.extra.items()}
+    batched = MultiModalFieldConfig.batched("")
+    item = MultiModalKwargsItem.from_config(tensors, dict.fromkeys(tensors, batched))
+    return Described("embeddings", {}, item_parts(item))
+
+
+# ---- values for another process
+
+
+def pack_value(value: Any, parameter: str) -> Any:
+    """A caller's value as JSON can hold it, tuples kept apart from lists.
+
+    Raises InvalidRequestError, naming `parameter`, for anything but None, bools, numbers, text,
+    lists, tuples and mappings from text to these.
+    """
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return int(value)  # an enumeration's member too
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, list | tuple):
+        packed = [pack_value(entry, f"{parameter}[{index}]") for index, entry in enumerate(value)]
+        return packed if isinstance(value, list) else {"tuple": packed}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {
+            "map": {
+                name: pack_value(entry, f"{parameter}[{name!r}]") for name, entry in value.items()
+            }
+        }
+    raise InvalidRequestError(
+        f"{parameter} cannot be given to a worker process: {type(value).__name__} is not a number, "
+        'text, list, tuple or mapping from text to these; use processor_workers="thread:N"',
+        parameter=parameter,
+        value=type(value).__name__,
+    )
+
+
+def unpack_value(packed: Any) -> Any:
+    """The inverse of `pack_value`."""
+    if isinstance(packed, list):
+        return [unpack_value(entry) for entry in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tuple":
+        return tuple(unpack_value(entry) for entry in content)
+    return {name: unpack_value(entry) for name, entry in content.items()}
