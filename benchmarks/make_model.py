@@ -1,10 +1,11 @@
 """Writes the benchmark model: a random LLaVA of the size of a small real one.
 
-    python benchmarks/make_model.py FOLDER [--layers 16] [--dtype bfloat16]
+    python benchmarks/make_model.py FOLDER [--layers 16] [--dtype bfloat16] [--tiny]
 
 CLIP tower 12 x 768 at 224/14, two-layer projector, Llama decoder 16 x 1024 with 16 heads and 8 KV
 heads, 2816 wide, vocabulary 8000; byte-level tokenizer, filled up with words that mean nothing.
-Seeded; some 500 MB in bfloat16.
+Seeded; some 500 MB in bfloat16. `--tiny`: the same pictures and tokens, but one narrow layer in
+each stack, so that everything around the model takes the time.
 """
 
 from __future__ import annotations
@@ -57,26 +58,32 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(folder: Path, layers: int = 16, dtype: torch.dtype = torch.bfloat16) -> None:
+def make_model(
+    folder: Path,
+    layers: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    is_tiny: bool = False,
+) -> None:
     """Write weights, configuration, tokenizer and processor to `folder`."""
     torch.manual_seed(0)
     text = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
+        hidden_size=32 if is_tiny else 1024,
+        intermediate_size=64 if is_tiny else 2816,
+        num_hidden_layers=1 if is_tiny else layers,
+        num_attention_heads=2 if is_tiny else 16,
+        num_key_value_heads=1 if is_tiny else 8,
         max_position_embeddings=8192,
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
     vision = CLIPVisionConfig(
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
+        hidden_size=32 if is_tiny else 768,
+        intermediate_size=64 if is_tiny else 3072,
+        num_hidden_layers=2 if is_tiny else 12,
+        num_attention_heads=2 if is_tiny else 12,
         image_size=224,
         patch_size=14,
     )
@@ -100,8 +107,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    make_model(args.folder, args.layers, getattr(torch, args.dtype))
+    make_model(args.folder, args.layers, getattr(torch, args.dtype), is_tiny=args.tiny)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import io
 import struct
 from typing import Any
 
+import numpy as np
 from PIL import ImageFile
 
 __all__ = ["EffortError", "excess_before_opening", "excess_when_opened", "make_reader"]
@@ -24,6 +25,7 @@ MAX_PLAIN_SCANS = 4
 # Pillow decodes these in Python. They are decades old and small.
 MAX_RUN_LENGTH_COST = 4 << 20
 MAX_EXIF_SEGMENTS = 100
+MAX_SEGMENTS = 10_000
 # The strips of the thinnest picture that passes are fewer.
 MAX_TIFF_VALUES = 120_000
 PIECE_BYTES = 1 << 20
@@ -31,6 +33,7 @@ PIECE_BYTES = 1 << 20
 _TOO_MANY_BLOCKS = "it has too many blocks for its size"
 _FORMATS = {"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"}
 _SCAN = b"\xff\xda"
+_WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xDA), 0xFF}
 _JPEG_FORMATS = {"JPEG", "MPO"}
 _JPEG_IN_TIFF = {"jpeg", "tiff_jpeg"}
 _BYTE_TYPES = {1, 2, 6, 7}
@@ -75,17 +78,37 @@ class _BoundedReader(io.BytesIO):
 def excess_before_opening(data: bytes, format: str) -> str:
     """Why its header alone takes too long, or too much memory, to read; "" if it does not."""
     # Pillow joins them one by one.
-    if format == "JPEG" and _count(data, b"Exif\0\0") > MAX_EXIF_SEGMENTS:
+    if format == "JPEG" and _exif_segments(data) > MAX_EXIF_SEGMENTS:
         return _TOO_MANY_BLOCKS
     if format == "TIFF" and _most_values(data) > MAX_TIFF_VALUES:
         return _TOO_MANY_BLOCKS
     return ""
 
 
-def _count(data: bytes, mark: bytes) -> int:
-    # In pieces: all of a large file at once would hold the GIL for tens of milliseconds.
-    starts = range(0, len(data), PIECE_BYTES)
-    return sum(data.count(mark, start, start + PIECE_BYTES + len(mark) - 1) for start in starts)
+def _exif_segments(data: bytes) -> int:
+    """Segments of a JPEG file's header that claim to be EXIF; more than allowed is enough."""
+    position, found = 2, 0
+    for _ in range(MAX_SEGMENTS):
+        position = data.find(b"\xff", position)  # Pillow too skips what lies between
+        if position < 0 or position + 4 > len(data) or data[position + 1] == _SCAN[1]:
+            return found
+        kind = data[position + 1]
+        if kind in _WITHOUT_LENGTH:
+            position += 1 if kind == 0xFF else 2
+            continue
+        found += kind == 0xE1 and data.startswith(b"Exif", position + 4)
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    return MAX_EXIF_SEGMENTS + 1
+
+
+def _count_scans(data: bytes) -> int:
+    """How often the marker of a scan stands in a JPEG file. numpy lets other threads run."""
+    count = 0
+    numbers = np.frombuffer(data, np.uint8)
+    for start in range(0, len(data) - 1, PIECE_BYTES):
+        piece = numbers[start : start + PIECE_BYTES + 1]
+        count += int(np.count_nonzero((piece[:-1] == _SCAN[0]) & (piece[1:] == _SCAN[1])))
+    return count
 
 
 def _most_values(data: bytes) -> int:
@@ -116,7 +139,7 @@ def excess_when_opened(image: ImageFile.ImageFile, data: bytes, max_pixels: int)
         if tile_width * tile_length > max_pixels:
             return f"its tiles are larger than media.max_image_pixels ({max_pixels})"
     if image.format in _JPEG_FORMATS or image.info.get("compression") in _JPEG_IN_TIFF:
-        num_scans = _count(data, _SCAN)
+        num_scans = _count_scans(data)
         if num_scans > MAX_PLAIN_SCANS and num_scans * part > MAX_SCANNED_PIXELS:
             return f"it has too many scans ({num_scans}) for its size"
     if any(tile[0] == "bmp_rle" for tile in image.tile):
