@@ -34,7 +34,7 @@ class BlockPool:
         self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
         self._num_published = 0  # blocks that became cached content, ever
         self._num_forgotten = 0  # blocks that ceased to be
-        self._last_search: Request | None = None
+        self._last_search: tuple[tuple[int, ...], list[bytes], KnownPrefix] | None = None
 
     @property
     def num_free(self) -> int:
@@ -107,21 +107,20 @@ class BlockPool:
             self._search(request, tables)
             known = KnownPrefix(self._num_forgotten, self._num_published, tables)
         request.known_prefix = known
-        self._last_search = request
+        # Not the request itself, which holds what is to be freed with it.
+        self._last_search = request.prompt_token_ids, request.digests, known
         return [list(table) for table in known.tables]
 
     def _prefix_of_sibling(self, request: Request) -> KnownPrefix | None:
         """What the last request has found, if it is another completion of the same prompt."""
-        last = self._last_search
-        if last is None or last.prompt_token_ids is not request.prompt_token_ids:
+        if self._last_search is None or self._last_search[0] is not request.prompt_token_ids:
             return None
-        known = last.known_prefix
-        assert known is not None
+        _, found, known = self._last_search
         num_blocks = len(known.tables[0])
         if num_blocks > (request.num_known - 1) // self.block_size:
             return None
         digests = extend_digests(request, self.block_size)
-        return known if last.digests[:num_blocks] == digests[:num_blocks] else None
+        return known if found[:num_blocks] == digests[:num_blocks] else None
 
     def _search(self, request: Request, tables: Sequence[list[int]]) -> None:
         """Go on behind the blocks in `tables`."""

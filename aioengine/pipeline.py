@@ -45,7 +45,7 @@ __all__ = ["MediaPipeline"]
 Result = TypeVar("Result")
 
 MAX_NAMED = 1 << 16
-"""Items whose headers are remembered under their uuids."""
+"""Items whose keys and headers are remembered under their uuids."""
 
 
 class MediaPipeline:
@@ -71,7 +71,7 @@ class MediaPipeline:
         self._fetches = _SharedJobs()
         self._works = _SharedJobs()
         self._stores: set[asyncio.Future[Any]] = set()
-        self._named: LRUCache[str, Any] = LRUCache(MAX_NAMED)
+        self._named: LRUCache[str, tuple[str, Any]] = LRUCache(MAX_NAMED)
 
     async def start(self) -> None:
         """Before the first request. Raises ModelLoadError."""
@@ -139,8 +139,11 @@ class MediaPipeline:
     # ---- one item
 
     async def _identify(self, ticket: Ticket, media: MediaInput, cache_salt: str | None) -> None:
-        if media.uuid is not None and self._recall(ticket, media, cache_salt):
-            return
+        name = None
+        if media.uuid is not None:
+            name = self._key(ticket, media, cache_salt, uuid=media.uuid)
+            if (media.item is None or _is_url(media.item)) and self._recall(media, name):
+                return
         start = time.perf_counter()
         fetched = await self._fetch(media)
         if fetched is not media.item:
@@ -149,23 +152,25 @@ class MediaPipeline:
             )
         identity = await self._read(ticket, media, fetched)
         media.item = None
-        if media.uuid is not None and not isinstance(media.header, Embeddings):
-            self._named[self._key(ticket, media, cache_salt)] = media.header
-        media.key = self._key(ticket, media, cache_salt, identity, media.header)
+        media.key = self._key(ticket, media, cache_salt, identity)
+        if name is not None and not isinstance(media.header, Embeddings):
+            self._named[name] = media.key, media.header
         if self._front.layout_needs_hf_outputs:
             media.features = await self.features(ticket, media)
 
-    def _recall(self, ticket: Ticket, media: MediaInput, cache_salt: str | None) -> bool:
-        """Whether the item is known by its uuid, and its features are still there."""
-        header = self._named.get(self._key(ticket, media, cache_salt))
-        if header is None:
-            return False
-        key = self._key(ticket, media, cache_salt, header=header)
-        features = self.cache.get(key)
-        if features is None:
+    def _recall(self, media: MediaInput, name: str) -> bool:
+        """Whether the item is known by its uuid, and its features are still there.
+
+        A uuid is another name for what was last given under it. What is at hand is looked at all
+        the same; for what would have to be fetched, the caller's word is taken.
+        """
+        known = self._named.get(name)
+        features = None if known is None else self.cache.get(known[0])
+        if known is None or features is None:
             return False
         # Held until the request ends: there is nothing to make them from again.
-        media.key, media.header, media.features, media.item = key, header, features, None
+        media.key, media.header = known
+        media.features, media.item = features, None
         return True
 
     async def _fetch(self, media: MediaInput) -> object:
@@ -182,8 +187,7 @@ class MediaPipeline:
             async with self._fetching:
                 return await get()
 
-        is_url = isinstance(media.item, str) and media.item[:6].lower().startswith("http")
-        if not is_url:
+        if not _is_url(media.item):
             return await get()
         try:
             return await self._fetches.join(f"{media.modality} {media.item}", get_in_turn)
@@ -221,7 +225,6 @@ class MediaPipeline:
             get_sample_rate=info.get_sample_rate,
         )
         media.header = media.source.header()
-        # Asked for beside a uuid as well: it makes the source safe from changes.
         return media.source.identity()
 
     def _key(
@@ -230,7 +233,8 @@ class MediaPipeline:
         media: MediaInput,
         cache_salt: str | None,
         identity: Any = None,
-        header: Any = None,
+        *,
+        uuid: str | None = None,
     ) -> str:
         return item_key(
             model_id=self._model_id,
@@ -238,8 +242,7 @@ class MediaPipeline:
             mm_processor_kwargs=self._front.merged_kwargs(ticket.mm_processor_kwargs),
             identity=identity,
             cache_salt=cache_salt,
-            uuid=media.uuid,
-            header=None if header is None else _describe(header),
+            uuid=uuid,
         )
 
     async def _work(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
@@ -294,11 +297,8 @@ def _fingerprint(front: BaseMultiModalProcessor) -> str:
     return hasher.hexdigest()
 
 
-def _describe(header: Any) -> str:
-    """What of an item decides how many rows it takes."""
-    if not isinstance(header, Embeddings):
-        return repr(header)
-    return repr((len(header.rows), sorted((k, v.tolist()) for k, v in header.extra.items())))
+def _is_url(item: object) -> bool:
+    return isinstance(item, str) and item[:6].lower().startswith(("http:", "https:"))
 
 
 class _SharedJobs:

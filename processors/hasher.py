@@ -130,20 +130,17 @@ def item_key(
     identity: bytes | Sequence[Any] | None = None,
     cache_salt: str | None = None,
     uuid: str | None = None,
-    header: str | None = None,
 ) -> str:
     """The key under which one media item's features are shared, as 64 hexadecimal characters.
 
     `identity` is what a media source's `identity()` returns. A caller's `uuid` replaces it, in a
     namespace of its own: it can never stand for content, for another modality, for another model,
-    for other processor options or for another tenant's (`cache_salt`) item of the same name; nor,
-    with what is known of the item's `header`, for one that takes another number of rows.
+    for other processor options or for another tenant's (`cache_salt`) item of the same name.
     """
     hasher = ContentHasher(_DOMAIN.decode())
     hasher.update(cache_salt, "cache_salt")
     hasher.update(model_id)
     hasher.update(modality)
     hasher.update(mm_processor_kwargs, "mm_processor_kwargs")
-    named = {"uuid": uuid, "header": header}
-    hasher.update(named if uuid is not None else {"content": identity})
+    hasher.update({"uuid": uuid} if uuid is not None else {"content": identity})
     return hasher.hexdigest()

@@ -85,9 +85,9 @@ async def test_a_known_name_skips_fetching_and_decoding(folder: Path) -> None:
             await engine.generate(named(None, "cat"), greedy(8))
 
 
-async def test_a_name_for_two_pictures_of_other_sizes(folder: Path) -> None:
+async def test_a_name_for_two_pictures(folder: Path) -> None:
     async with running_engine(folder) as engine:
-        small, large = png(1), png(2, (300, 20))
+        small, large = png(1), png(2, (300, 20))  # at hand: each is looked at
         alone = [
             (await engine.generate(TEXT, greedy(8), images=[image])).token_ids
             for image in (small, large)

@@ -19,7 +19,7 @@ def processor_of(image_processor: Any) -> Any:
 
     processor = ProcessorMixin.__new__(ProcessorMixin)
     processor.image_processor = image_processor
-    processor._merge_kwargs = lambda **kwargs: {"images_kwargs": kwargs}
+    processor._merge_kwargs = lambda kind, **kwargs: {"images_kwargs": kwargs}
     return processor
 
 
