@@ -3,7 +3,8 @@
 Throughput: prompts with 1, 4 and 8 JPEGs of 1920 x 1080 to a model so small that intake takes the
 time. The baseline, in the same run and with the same engine, decodes and processes each picture
 inline, in the coroutine that asks, as an application without this engine would: Pillow's decoder,
-then the HF processor. Then the same prompts again, with their pictures cached.
+then the HF processor. Then the same prompts again, with their pictures cached. torch is given one
+core less than there are, as the README advises where other work runs beside it.
 
 Features: how long one picture takes from its bytes to the encoder's input, cold and cached.
 
@@ -214,6 +215,8 @@ def medians_of(stages: Sequence[dict[str, float]]) -> dict[str, float]:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     pictures = Pictures()
+    all_threads = torch.get_num_threads()
+    torch.set_num_threads(args.threads or max(1, all_threads - 1))
     result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), dtype=torch.float32, is_tiny=True)
@@ -232,6 +235,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             result["features"] = await features(engine, pictures, 10 * args.rounds)
             print("features:", {name: round(v, 2) for name, v in result["features"].items()})
     if not args.skip_model:
+        torch.set_num_threads(all_threads)  # threads that are made from here on
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), args.layers, getattr(torch, args.dtype))
             options["kv_cache_bytes"] = 512 << 20
@@ -247,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--prompts", type=int, default=24, help="pictures in a round, at least")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="torch's, beside the workers")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--skip-model", action="store_true")
