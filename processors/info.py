@@ -105,7 +105,9 @@ def load_context(
 
     Raises ModelLoadError.
     """
-    from transformers import AutoProcessor, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from aioengine.processors.hf import load_processor
 
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     source = str(model)
@@ -114,7 +116,7 @@ def load_context(
         return AutoTokenizer.from_pretrained(source, **options)
 
     def make_processor(**kwargs: Any) -> Any:
-        return AutoProcessor.from_pretrained(source, **options, **kwargs)
+        return load_processor(source, hf_config, options, **kwargs)
 
     context = ProcessingContext(
         source,

@@ -21,6 +21,7 @@ from aioengine.errors import (
     MediaError,
     UnsupportedModalityError,
 )
+from aioengine.processors.hf import lacks_video
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
@@ -150,8 +151,12 @@ class BaseMultiModalProcessor(ABC):
         for modality, count in counts.items():
             if count and modality not in supported:
                 takes = ", ".join(sorted(supported)) or "no media"
+                lacks = modality == "video" and lacks_video(self.info.get_hf_processor())
                 raise UnsupportedModalityError(
-                    f"the model takes no {modality} items, only {takes}"
+                    "the model's video processor needs torchvision; install it, or give the frames "
+                    "as images"
+                    if lacks
+                    else f"the model takes no {modality} items, only {takes}"
                     if supported
                     else f"the model takes no {modality} items: it is for text only",
                     parameter=f"{modality}s",
