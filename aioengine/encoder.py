@@ -90,14 +90,6 @@ class Encoder:
         except (InvalidRequestError, EngineError) as error:
             self._jobs.pop(key, None)
             self._fail_waiters(key, error)
-        except Exception as error:  # a processor may raise anything; its text may hold payload
-            self._jobs.pop(key, None)
-            wrapped = MediaError(
-                f"{media.parameter} could not be processed: {type(error).__name__}",
-                parameter=media.parameter,
-            )
-            wrapped.__cause__ = error
-            self._fail_waiters(key, wrapped)
         else:
             self._jobs.pop(key, None)
             self._features[key] = features

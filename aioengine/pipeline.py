@@ -24,7 +24,7 @@ import anyio.to_thread
 from cachetools import LRUCache
 
 from aioengine.config import EngineConfig
-from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
+from aioengine.errors import EngineError, InvalidRequestError, MediaError, ModelLoadError
 from aioengine.instruments import Instruments, StageSpan
 from aioengine.loading import Loaded
 from aioengine.processors.cache import ProcessorCache
@@ -75,13 +75,12 @@ class MediaPipeline:
 
     async def start(self) -> None:
         """Before the first request. Raises ModelLoadError."""
-        folder, size = (
-            self._config.mm_processor_cache_dir,
-            self._config.mm_processor_cache_dir_bytes,
-        )
+        config, folder = self._config, self._config.mm_processor_cache_dir
         if folder is not None:
             try:
-                self._disk = await self._on_files(_open_disk, Path(folder), size)
+                self._disk = await self._on_files(
+                    _open_disk, Path(folder), config.mm_processor_cache_dir_bytes
+                )
             except OSError as error:
                 raise ModelLoadError(
                     f"mm_processor_cache_dir cannot be used: {error.strerror}"
@@ -125,7 +124,10 @@ class MediaPipeline:
                 )
 
     async def features(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
-        """The item decoded and processed, from the cache where it is there. Raises MediaError."""
+        """The item decoded and processed, from the cache where it is there.
+
+        Raises MediaError, whatever the processor raises, or EngineError.
+        """
         if media.features is not None:
             return media.features
         cached = self.cache.get(media.key)
@@ -135,6 +137,13 @@ class MediaPipeline:
             return await self._works.join(media.key, partial(self._work, ticket, media))
         except InvalidRequestError as error:
             raise error.for_parameter(media.parameter) from error
+        except EngineError:
+            raise
+        except Exception as error:  # a processor may raise anything; its text may hold payload
+            raise MediaError(
+                f"{media.parameter} could not be processed: {type(error).__name__}",
+                parameter=media.parameter,
+            ) from error
 
     # ---- one item
 
