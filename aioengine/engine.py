@@ -120,9 +120,10 @@ class AsyncEngine:
         except BaseException as error:
             await self._resources.aclose()
             task = asyncio.current_task()
-            if not isinstance(error, asyncio.CancelledError) or (task and task.cancelling()):
+            is_cancelled = isinstance(error, asyncio.CancelledError) and task and task.cancelling()
+            if self._closing is None or is_cancelled:
                 raise
-            # The load was cancelled by aclose(), not by whoever awaits this.
+            # What failed has failed because of aclose().
         if self._closing is not None:
             await asyncio.shield(self._closing)
             await self._resources.aclose()

@@ -16,8 +16,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aioengine import MediaConfig, Prompt
-from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
+from aioengine import AsyncEngine, MediaConfig, Prompt
+from aioengine.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    MediaError,
+    ModelLoadError,
+)
 from aioengine.models.llava import LlavaMultiModalProcessor
 from tests.engines import greedy, other_tasks, running_engine, settled, until
 from tests.tiny import save_tiny_llava, tiny_image
@@ -313,6 +318,20 @@ async def test_worker_processes_give_the_same(folder: Path) -> None:
         (process_id,) = workers._pool.process_ids
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
+
+
+async def test_closed_while_its_workers_start(folder: Path) -> None:
+    engine = AsyncEngine.from_pretrained(folder, device="cpu", processor_workers="process:2")
+    start = asyncio.create_task(engine.start())
+    await until(lambda: hasattr(engine, "_intake") and engine._intake.media._workers._pool._workers)
+    workers: Any = engine._intake.media._workers
+    process_ids = workers._pool.process_ids
+    await engine.aclose()
+    with pytest.raises(EngineClosedError, match="while it was starting"):
+        await start
+    for process_id in process_ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_id, 0)
 
 
 def test_pictures_are_what_the_test_says() -> None:
