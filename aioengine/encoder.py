@@ -8,6 +8,7 @@ Jobs belong to the engine: a waiter may leave, and the last one's leaving cancel
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ class Encoder:
             features = await self._pipeline.features(ticket, media)
         except (InvalidRequestError, EngineError) as error:
             self._jobs.pop(key, None)
-            self._fail_waiters(key, error)
+            self._decoding_failed(key, ticket, media, error)
         else:
             self._jobs.pop(key, None)
             self._features[key] = features
@@ -98,6 +99,18 @@ class Encoder:
                 waiter.stamp("decoded")
                 waiter.stamp("processed")
         self._changed()
+
+    def _decoding_failed(
+        self, key: str, ticket: Ticket, media: MediaInput, error: Exception
+    ) -> None:
+        others = [waiter for waiter in self._waiters(key) if waiter[0] is not ticket]
+        if not others or not getattr(media.source, "may_change", False):
+            self._fail_waiters(key, error)
+            return
+        # An object of the caller's own, that may be broken while others' equals are not.
+        if not ticket.has_ended:
+            self._fail(ticket, _own(error, media))
+        self._jobs[key] = self._spawn(self._decode, key, *others[0])
 
     async def _encode(self, plan: EncodePlan, features: list[Any]) -> None:
         requests = tuple({t.request_id for key in plan.keys for t, _ in self._waiters(key)})
@@ -116,6 +129,7 @@ class Encoder:
                     waiter.stamp("encoded")
                 continue
             self._scheduler.media.encoding_failed(key)
+            self._pipeline.forget(key)
             if not isinstance(error, MediaError):
                 kind = type(error).__name__  # its text may hold anything
                 failure = MediaError(f"item could not be encoded: {kind}", parameter="item")
@@ -127,8 +141,15 @@ class Encoder:
     def _fail_waiters(self, key: str, error: Exception) -> None:
         """Each waiter gets an error of its own, naming its own parameter."""
         for ticket, media in self._waiters(key):
-            own: BaseException = error
-            if isinstance(error, InvalidRequestError):
-                own = error.for_parameter(media.parameter)
-                own.__cause__ = error.__cause__ or error
-            self._fail(ticket, own)
+            self._fail(ticket, _own(error, media))
+
+
+def _own(error: Exception, media: MediaInput) -> Exception:
+    """The error in the words of one waiter; raising it marks nobody else's."""
+    own = (
+        error.for_parameter(media.parameter)
+        if isinstance(error, InvalidRequestError)
+        else copy.copy(error)
+    )
+    own.__cause__ = error.__cause__ or error
+    return own

@@ -17,8 +17,6 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import anyio.to_thread
-
 from aioengine.config import EngineConfig
 from aioengine.desk import Desk
 from aioengine.encoder import Encoder
@@ -39,6 +37,7 @@ from aioengine.plan import StepPlan, StepResult
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.scheduler import Scheduler
 from aioengine.snapshot import take_snapshot
+from aioengine.streams.bridge import run_apart
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
@@ -417,7 +416,7 @@ async def _open_device(name: str) -> Device:
     loop = asyncio.get_running_loop()
     if name == "cpu":
         return CpuDevice(loop)
-    device = await anyio.to_thread.run_sync(_find_device, name)
+    device = await run_apart(_find_device, name)
     if device.type == "cpu":
         return CpuDevice(loop)
     return CudaDevice(loop, TorchDriver(device))

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import anyio.to_thread
-
 from aioengine.config import EngineConfig
 from aioengine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.errors import InvalidRequestError, PromptTooLongError
@@ -31,6 +29,7 @@ from aioengine.prompts import count_characters
 from aioengine.request import Item, Request
 from aioengine.sampler import Constraint
 from aioengine.sampling import SamplingContext
+from aioengine.streams.bridge import run_apart
 from aioengine.ticket import Completion, MediaInput, Ticket
 from aioengine.types import Prompt
 
@@ -72,7 +71,7 @@ class Intake:
         await self.media.aclose()
         self._loaded.grammars.close()
         self._front.shutdown(wait=False, cancel_futures=True)
-        await anyio.to_thread.run_sync(self._front.shutdown)
+        await run_apart(self._front.shutdown)
 
     # ---- a request
 
@@ -130,6 +129,7 @@ class Intake:
             for modality, items in chat.media.items()
             for index, media in enumerate(items)
         ]
+        ticket.literals = chat.literals
         return chat.token_ids
 
     def _lay_out(
@@ -150,7 +150,8 @@ class Intake:
             for media in ticket.media:
                 assert media.features is not None
                 outputs.setdefault(media.modality, []).append(media.features)
-        layout = front.layout(prompt, items, ticket.mm_processor_kwargs, outputs)
+        options = ticket.mm_processor_kwargs
+        layout = front.layout(prompt, items, options, outputs, ticket.literals)
         ticket.layout = layout
         core_items = []
         for media in ticket.media:

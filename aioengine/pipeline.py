@@ -14,13 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
 from cachetools import LRUCache
 
 from aioengine.config import EngineConfig
@@ -36,6 +36,7 @@ from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.work import Promise, WorkItem
+from aioengine.streams.bridge import run_apart
 from aioengine.ticket import MediaInput, Ticket
 from aioengine.types import Embeddings
 from aioengine.workers import make_workers
@@ -44,6 +45,19 @@ __all__ = ["MediaPipeline"]
 
 Result = TypeVar("Result")
 
+VERSIONS = (
+    "aioengine",
+    "transformers",
+    "torch",
+    "torchvision",
+    "pillow",
+    "av",
+    "soundfile",
+    "soxr",
+)
+"""Of what decodes and processes media."""
+FETCH_THREADS = 8
+"""That read files and decode `data:` URLs at once."""
 MAX_NAMED = 1 << 16
 """Items whose keys and headers are remembered under their uuids."""
 
@@ -61,10 +75,11 @@ class MediaPipeline:
         self.cache = ProcessorCache(config.mm_processor_cache_bytes)
         self._front = loaded.front
         self._config = config
-        self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front)}"
+        self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front, config.revision)}"
         self._workers = make_workers(loaded, config, model)
         self._instruments = instruments
         self._disk: DiskCache | None = None
+        self._threads = anyio.CapacityLimiter(FETCH_THREADS)
         self._fetching = anyio.CapacityLimiter(config.media.max_concurrent_fetches)
         self._headers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-header")
         self._files = ThreadPoolExecutor(2, thread_name_prefix="aioengine-cache")
@@ -94,14 +109,22 @@ class MediaPipeline:
         await self._workers.aclose()
         for pool in (self._headers, self._files):
             pool.shutdown(wait=False, cancel_futures=pool is self._headers)
-            await anyio.to_thread.run_sync(pool.shutdown)
+            await run_apart(pool.shutdown)
 
     async def clear(self) -> None:
         """Forget all processed media, on disk too."""
         self.cache.clear()
         self._named.clear()
         if self._disk is not None:
+            if self._stores:
+                await asyncio.wait(self._stores)
             await self._on_files(self._disk.clear)
+
+    def forget(self, key: str) -> None:
+        """Forget features that the encoder could not use, so that the next request makes them."""
+        self.cache.discard(key)
+        if self._disk is not None:
+            self._store(self._disk.discard, key)
 
     async def identify(self, ticket: Ticket, cache_salt: str | None) -> None:
         """Fetch all items of a request, side by side, read their headers and give them their keys.
@@ -190,6 +213,7 @@ class MediaPipeline:
                 parameter=media.parameter,
                 trusted=media.trusted,
                 modality=media.modality,
+                threads=self._threads,
             )
 
         async def get_in_turn() -> object:
@@ -224,7 +248,9 @@ class MediaPipeline:
             )
             # A copy: the caller may write to the rows once the request is under way.
             media.source = media.header = Embeddings(items.get(0).clone(), **items.extra[0])
-            return ["embeddings", media.source.rows, *items.extra]
+            hasher = ContentHasher("embeddings")
+            hasher.update([media.source.rows, media.source.extra])
+            return hasher.digest()
         media.source = open_media(
             media.modality,
             fetched,
@@ -257,7 +283,7 @@ class MediaPipeline:
     async def _work(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
         if self._disk is not None:
             stored = await self._on_files(self._disk.get, media.key)
-            if stored is not None:
+            if stored is not None and stored.modality == media.modality:
                 self.cache.put(media.key, stored)
                 return stored
         layout = ticket.layout
@@ -276,11 +302,14 @@ class MediaPipeline:
         self._instruments.record(StageSpan("process", worked.decoded, worked.processed, requests))
         self.cache.put(media.key, worked.item)
         if self._disk is not None and not isinstance(media.source, Embeddings):
-            # Nobody waits for it.
-            store = asyncio.ensure_future(self._on_files(self._disk.put, media.key, worked.item))
-            self._stores.add(store)
-            store.add_done_callback(self._stores.discard)
+            self._store(self._disk.put, media.key, worked.item)
         return worked.item
+
+    def _store(self, function: Callable[..., object], *args: Any) -> None:
+        """Have something done to the files. Nobody waits for it."""
+        store = asyncio.ensure_future(self._on_files(function, *args))
+        self._stores.add(store)
+        store.add_done_callback(self._stores.discard)
 
     def _on_files(self, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
         return asyncio.get_running_loop().run_in_executor(self._files, function, *args)
@@ -294,15 +323,22 @@ def _open_disk(folder: Path, capacity_bytes: int) -> DiskCache:
     return DiskCache(folder, capacity_bytes)
 
 
-def _fingerprint(front: BaseMultiModalProcessor) -> str:
+def _fingerprint(front: BaseMultiModalProcessor, revision: str | None) -> str:
     """What processed media depend on beside the model's name: they may outlive the process."""
     if not front.info.get_supported_mm_limits():
         return ""
-    described = getattr(front.info.get_hf_processor(), "to_json_string", str)()
+    hf_processor, tokenizer = front.info.get_hf_processor(), front.info.get_tokenizer()
     hasher = ContentHasher("processor")
-    for part in (version("aioengine"), version("transformers"), version("pillow"), described):
-        hasher.update(part)
-    hasher.update([type(front).__module__, type(front).__qualname__])
+    described = getattr(hf_processor, "to_json_string", None)
+    hasher.update(repr(hf_processor) if described is None else described())
+    # An item may hold the ids of its placeholder's tokens.
+    hasher.update({str(token): id for id, token in tokenizer.added_tokens_decoder.items()})
+    hasher.update(
+        [revision, tokenizer.vocab_size, type(front).__module__, type(front).__qualname__]
+    )
+    for name in VERSIONS:
+        with suppress(PackageNotFoundError):
+            hasher.update([name, version(name)])
     return hasher.hexdigest()
 
 

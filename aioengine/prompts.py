@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from aioengine.params import SamplingParams
 from aioengine.types import Prompt
 
 __all__ = ["PromptLike", "check_arguments", "count_characters", "read_prompt"]
+
+MAX_OPTIONS_DEPTH = 8
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
@@ -40,7 +43,32 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
             "chat messages carry their media in their parts; give none beside them",
             parameter=f"{next(iter(merged))}s",
         )
-    return replace(read, media=merged)
+    return replace(read, media=merged, mm_processor_kwargs=_own(read.mm_processor_kwargs))
+
+
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that the caller cannot change any more."""
+    level: list[Any] = [options]
+    for _ in range(MAX_OPTIONS_DEPTH):
+        nested = (child.values() if isinstance(child, Mapping) else child for child in level)
+        level = [
+            child
+            for children in nested
+            for child in children
+            if isinstance(child, Mapping | list | tuple)
+        ]
+    if level:
+        raise InvalidRequestError(
+            f"mm_processor_kwargs must be nested at most {MAX_OPTIONS_DEPTH} levels deep",
+            parameter="mm_processor_kwargs",
+        )
+    try:
+        return copy.deepcopy(dict(options))
+    except Exception as error:
+        raise InvalidRequestError(
+            f"mm_processor_kwargs must be plain values: {type(error).__name__}",
+            parameter="mm_processor_kwargs",
+        ) from error
 
 
 def count_characters(prompt: Prompt) -> int:

@@ -125,6 +125,8 @@ class Ticket:
         self.params = params
         self.priority = priority
         self.media: list[MediaInput] = []
+        self.literals: list[tuple[int, int]] = []
+        """Token ranges of the prompt in which nothing is a placeholder."""
         self.layout: Layout | None = None
         self.mm_processor_kwargs: dict[str, Any] = {}
         self.completions: dict[str, Completion] = {}

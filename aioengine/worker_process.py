@@ -282,8 +282,11 @@ class WorkerProcess:
             if not isinstance(work.source, Embeddings):
                 # What the application may change is a copy from here on.
                 work.source.verify()
-        except MediaError as error:
-            raise error.for_parameter(work.parameter) from error
+        except BaseException as error:
+            self._memory.trim()
+            if isinstance(error, MediaError):
+                raise error.for_parameter(work.parameter) from error
+            raise
         job: dict[str, Any] = {"kind": kind, "meta": meta, "num_bytes": num_bytes}
         job |= {"modality": work.modality, "index": work.index, "parameter": work.parameter}
         job["mm_kwargs"] = pack_value(dict(work.mm_kwargs), "mm_processor_kwargs")

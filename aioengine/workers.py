@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-import anyio.to_thread
-
 from aioengine.config import EngineConfig
 from aioengine.loading import Loaded
 from aioengine.pool import ProcessorPool, check_portable
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.work import Worked, WorkItem, work_item
+from aioengine.streams.bridge import run_apart
 
 __all__ = ["ProcessWorkers", "ThreadWorkers", "Workers", "make_workers"]
 
@@ -63,7 +62,7 @@ class ThreadWorkers:
     async def aclose(self) -> None:
         """See `Workers`."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        await anyio.to_thread.run_sync(self._pool.shutdown)
+        await run_apart(self._pool.shutdown)
 
     def _work(self, work: WorkItem) -> Worked:
         processor = self._processors.get()

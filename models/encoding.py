@@ -11,6 +11,7 @@ from torch import Tensor
 from aioengine.errors import EngineError
 from aioengine.kernels.transfer import to_device
 from aioengine.models.interfaces import MultiModalEmbeddings
+from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem, is_host_only
 
 __all__ = ["encode_batch", "encode_items", "passed_through", "rows_by_item"]
 
@@ -100,18 +101,26 @@ def rows_by_item(output: Any, num_items: int) -> list[Tensor] | None:
     return [torch.cat(flat)] if num_items == 1 and flat else None
 
 
+def _batch(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """One batch of items as keyword arguments; each field says how, where they say it."""
+    made = [item for item in items if isinstance(item, MultiModalKwargsItem)]
+    if len(made) == len(items):
+        return dict(MultiModalKwargs.reduce(made))
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
 def encode_items(
     embed_multimodal: Callable[..., MultiModalEmbeddings], items: Sequence[Mapping[str, Tensor]]
 ) -> list[Tensor]:
     """Rows of each item; items whose tensors agree in shape and dtype share one call."""
     batches: dict[tuple[object, ...], list[int]] = {}
     for i, item in enumerate(items):
-        shape = tuple((name, t.shape, t.dtype) for name, t in sorted(item.items()))
+        named = sorted((name, t) for name, t in item.items() if not is_host_only(name))
+        shape = tuple((name, t.shape, t.dtype) for name, t in named)
         batches.setdefault(shape, []).append(i)
     rows: dict[int, Tensor] = {}
     for members in batches.values():
-        names = items[members[0]].keys()
-        stacked = {name: torch.stack([items[i][name] for i in members]) for name in names}
+        stacked = _batch([items[i] for i in members])
         found = rows_by_item(embed_multimodal(**stacked), len(members))
         if found is None:
             raise EngineError(f"embed_multimodal gave no rows for each of {len(members)} items")

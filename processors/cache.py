@@ -61,6 +61,11 @@ class ProcessorCache:
             self._items[key] = item
             return True
 
+    def discard(self, key: str) -> None:
+        """Drops one item, if it is here."""
+        with self._lock:
+            self._items.pop(key, None)
+
     def __contains__(self, key: str) -> bool:
         with self._lock:
             return key in self._items

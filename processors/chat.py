@@ -51,10 +51,14 @@ class ChatMedia:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """A conversation as token ids, placeholders not expanded; modality -> media in prompt order."""
+    """A conversation as token ids, placeholders not expanded; modality -> media in prompt order.
+
+    `literals`: token ranges of what a user typed and only looks like a placeholder.
+    """
 
     token_ids: list[int]
     media: dict[str, list[ChatMedia]] = field(default_factory=dict)
+    literals: list[tuple[int, int]] = field(default_factory=list)
 
 
 class ChatRenderer:
@@ -90,7 +94,8 @@ class ChatRenderer:
             for index, message in enumerate(messages)
         ]
         rendered = self._render(self._separated(conversation))
-        return ChatPrompt(token_ids=self._tokenize(rendered), media=media)
+        token_ids, literals = self._tokenize(rendered)
+        return ChatPrompt(token_ids=token_ids, media=media, literals=literals)
 
     # Reading what the caller gave.
 
@@ -259,26 +264,27 @@ class ChatRenderer:
         longest_first = sorted(literals, key=lambda literal: (-len(literal), literal))
         return re.compile("|".join(map(re.escape, longest_first))) if literals else None
 
-    def _tokenize(self, rendered: str) -> list[int]:
+    def _tokenize(self, rendered: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and where among them the literals lie."""
         # As in HF: a tokenizer's template writes every special token itself, a processor's leaves
         # them to the tokenizer unless it begins with the first one.
         bos = getattr(self._tokenizer, "bos_token", None)
         add_special_tokens = self._is_multimodal and not (bos and rendered.startswith(bos))
         if _START not in rendered and _END not in rendered:
-            return self._processor.tokenize(rendered, add_special_tokens=add_special_tokens)
-        token_ids: list[int] = []
+            return self._processor.tokenize(rendered, add_special_tokens=add_special_tokens), []
+        prefix, suffix = self._surrounding() if add_special_tokens else ([], [])
+        token_ids = list(prefix)
+        literals = []
         end = 0
         for found in _MARKED.finditer(rendered):
             token_ids += self._fragment(rendered[end : found.start()], at_start=end == 0)
             if found[1]:
-                at_start = found.start() == 0
+                start, at_start = len(token_ids), found.start() == 0
                 token_ids += self._fragment(found[1], at_start=at_start, as_text=True)
+                literals.append((start, len(token_ids)))
             end = found.end()
         token_ids += self._fragment(rendered[end:], at_start=False)
-        if not add_special_tokens:
-            return token_ids
-        prefix, suffix = self._surrounding()
-        return [*prefix, *token_ids, *suffix]
+        return [*token_ids, *suffix], literals
 
     def _fragment(self, text: str, *, at_start: bool, as_text: bool = False) -> list[int]:
         """The token ids of a piece of the prompt: unless `at_start`, no word begins with it."""

@@ -57,13 +57,12 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
                     return int(found)
         return None
 
-    def decoder_prompt(self, prompt: TextOrTokens, mm_items: MultiModalDataItems) -> list[int]:
+    def decoder_prompt(self, prompt: TextOrTokens) -> list[int]:
         """The decoder's token ids, with its start token before them where it is not there yet."""
-        created = self.create_decoder_prompt(prompt, mm_items)
         token_ids = (
-            self.tokenize(created, add_special_tokens=False)
-            if isinstance(created, str)
-            else self._checked_ids(created)
+            self.tokenize(prompt, add_special_tokens=False)
+            if isinstance(prompt, str)
+            else self._checked_ids(prompt)
         )
         start = self.decoder_start_token_id
         if start is None or token_ids[:1] == [start]:
@@ -80,10 +79,11 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
         """Both halves. An explicit `decoder_prompt` wins over what is made of `prompt`."""
         read = self.create_encoder_prompt(prompt, items)
         encoder = super().apply(read, items, mm_kwargs)
-        begun = prompt if decoder_prompt is None else decoder_prompt
+        if decoder_prompt is None:
+            decoder_prompt = self.create_decoder_prompt(prompt, items)
         return MultiModalEncDecInputs(
             token_ids=encoder.token_ids,
             placeholders=encoder.placeholders,
             items=encoder.items,
-            decoder_token_ids=self.decoder_prompt(begun, items),
+            decoder_token_ids=self.decoder_prompt(decoder_prompt),
         )

@@ -198,8 +198,9 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         text: str | None,
         updates: Sequence[PromptUpdate],
         counts: Mapping[str, int],
+        literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
-        is_open = any(
+        is_open = not literals and any(
             isinstance(each.target, str) and counts.get(each.modality) for each in updates
         )
         if is_open and self._apply_hf_processor_tokens_only(list(token_ids)) == token_ids:
@@ -209,7 +210,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
                 expanded = apply_text_updates(token_ids, text, updates, counts, tokenizer)
                 if expanded is not None:
                     return Layout(token_ids=expanded[0], placeholders=expanded[1])
-        return super()._expand(token_ids, text, updates, counts)
+        return super()._expand(token_ids, text, updates, counts, literals)
 
     def _details(self, modality: str, full: str | list[int], ids: list[int]) -> PromptUpdateDetails:
         embed_id = self.info.get_embed_token_id(modality, ids)

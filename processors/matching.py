@@ -45,6 +45,8 @@ class _Matcher:
 
     prompt: Sequence[int]
     tokenizer: TextEncoder
+    literals: Sequence[tuple[int, int]] = ()
+    """Token ranges in which nothing is a placeholder."""
     cursor: int = 0
     """Prompt tokens before it have been copied to the output."""
     floor: int = 0
@@ -69,10 +71,19 @@ class _Matcher:
         wanted = to_token_ids(target, self.tokenizer)
         if update.keeps_target:
             # An insertion's target may have been copied already, by an insertion at the same place.
-            start = find(self.prompt, wanted, max(self.floor, self.cursor - len(wanted)))
+            start = self.position(wanted, max(self.floor, self.cursor - len(wanted)))
         else:
-            start = find(self.prompt, wanted, self.cursor)
+            start = self.position(wanted, self.cursor)
         return None if start < 0 else _Match(start, start + len(wanted), update)
+
+    def position(self, wanted: Sequence[int], start: int) -> int:
+        """Where `wanted` lies from `start` on, outside of literals, or -1."""
+        while (start := find(self.prompt, wanted, start)) >= 0:
+            stop = start + len(wanted)
+            if not any(start < high and low < stop for low, high in self.literals):
+                break
+            start += 1
+        return start
 
     def _find_index(self, update: PromptUpdate, target: PromptIndexTarget) -> _Match | None:
         start, stop = 0, 0
@@ -92,8 +103,11 @@ def apply_updates(
     updates: Sequence[PromptUpdate],
     counts: Mapping[str, int],
     tokenizer: TextEncoder,
+    literals: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[int], dict[str, list[PlaceholderRange]]]:
     """The prompt with every item's tokens in it, and modality -> ranges in item order.
+
+    `literals`: token ranges of the prompt in which nothing is a placeholder.
 
     Targets are matched leftmost first, without overlap, items in order; a stretch of the prompt
     serves one modality only. Raises PlaceholderMismatchError where the prompt has more or fewer
@@ -103,7 +117,7 @@ def apply_updates(
     by_modality: dict[str, list[PromptUpdate]] = {}
     for update in updates:
         by_modality.setdefault(update.modality, []).append(update)
-    matcher = _Matcher(prompt, tokenizer)
+    matcher = _Matcher(prompt, tokenizer, literals)
     output: list[int] = []
     ranges: dict[str, list[PlaceholderRange]] = {modality: [] for modality in counts}
     while (match := _next_match(matcher, by_modality, counts)) is not None:
@@ -231,7 +245,7 @@ def _spare_targets(matcher: _Matcher, updates: Sequence[PromptUpdate]) -> tuple[
             continue
         name = name or f"`{matcher.tokenizer.decode(wanted)}` "
         start = matcher.cursor
-        while (start := find(matcher.prompt, wanted, start)) >= 0:
+        while (start := matcher.position(wanted, start)) >= 0:
             positions.add(start)
             start += len(wanted)
     return len(positions), name

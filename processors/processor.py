@@ -33,7 +33,7 @@ from aioengine.processors.items import EmbeddingItems, MultiModalDataItems
 from aioengine.processors.matching import apply_updates, find_expanded, has_open_ends
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.text_matching import apply_text_updates
-from aioengine.processors.updates import PromptUpdate, resolve_contents
+from aioengine.processors.updates import PromptUpdate, find, resolve_contents
 
 __all__ = [
     "BaseMultiModalProcessor",
@@ -180,10 +180,12 @@ class BaseMultiModalProcessor(ABC):
         items: MultiModalDataItems,
         mm_kwargs: Mapping[str, Any],
         outputs: Mapping[str, Sequence[MultiModalKwargsItem]] | None = None,
+        literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
         """The prompt with every item's placeholder tokens in it, from headers alone.
 
-        `outputs`: the processed items, needed only where `layout_needs_hf_outputs`. Raises
+        `outputs`: the processed items, needed only where `layout_needs_hf_outputs`; `literals`:
+        token ranges of the prompt that hold no placeholder, whatever they look like. Raises
         UnsupportedModalityError, PlaceholderMismatchError, or InvalidRequestError for token ids
         that the model does not have.
         """
@@ -192,7 +194,7 @@ class BaseMultiModalProcessor(ABC):
         token_ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         updates = self._updates(items, mm_kwargs, outputs or {})
         text = prompt if isinstance(prompt, str) else None
-        return self._expand(token_ids, text, updates, counts)
+        return self._expand(token_ids, text, updates, counts, literals)
 
     def process(self, items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]) -> ItemsByModality:
         """Runs the HF processor on decoded media: modality -> one kwargs item for each.
@@ -281,15 +283,20 @@ class BaseMultiModalProcessor(ABC):
         text: str | None,
         updates: Sequence[PromptUpdate],
         counts: Mapping[str, int],
+        literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
         """The layout of a prompt of tokens: as `text` became (if that is not None), or as they
         came from the caller or an HF processor, which may have expanded them."""
         tokenizer = self.info.get_tokenizer()
-        if text is None and any(counts.values()):
+        if text is None and any(counts.values()) and not literals:
             placed = find_expanded(token_ids, updates, counts, tokenizer)
             if placed is not None:
                 return Layout(token_ids=token_ids, placeholders=placed)
         plain = self._apply_hf_processor_tokens_only(list(token_ids))
+        if literals:
+            shift = max(0, find(plain, token_ids))
+            literals = [(start + shift, stop + shift) for start, stop in literals]
+            return self._apply_prompt_updates(plain, updates, counts, literals)
         if plain == token_ids and has_open_ends(updates, counts, tokenizer):
             expanded = apply_text_updates(token_ids, text, updates, counts, tokenizer)
             if expanded is not None:
@@ -297,11 +304,15 @@ class BaseMultiModalProcessor(ABC):
         return self._apply_prompt_updates(plain, updates, counts)
 
     def _apply_prompt_updates(
-        self, token_ids: list[int], updates: Sequence[PromptUpdate], counts: Mapping[str, int]
+        self,
+        token_ids: list[int],
+        updates: Sequence[PromptUpdate],
+        counts: Mapping[str, int],
+        literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
         """Expands the placeholders, and finds where each item came to lie."""
         tokenizer = self.info.get_tokenizer()
-        expanded, placeholders = apply_updates(token_ids, updates, counts, tokenizer)
+        expanded, placeholders = apply_updates(token_ids, updates, counts, tokenizer, literals)
         return Layout(token_ids=expanded, placeholders=placeholders)
 
     def _updates(

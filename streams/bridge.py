@@ -1,4 +1,4 @@
-"""The one door from other threads into an event loop.
+"""The one door from other threads into an event loop, and the way out to a thread.
 
 Calls queue up under one lock and wake the loop once per batch. The closed-check and the enqueueing
 happen under the same lock, so that a call that returns True is certain to run as long as the loop
@@ -12,9 +12,12 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
-__all__ = ["LoopBridge"]
+__all__ = ["LoopBridge", "run_apart"]
+
+Result = TypeVar("Result")
 
 
 class LoopBridge:
@@ -70,3 +73,15 @@ class LoopBridge:
                 with self._lock:
                     self._calls.extendleft(reversed(calls))
                 self.loop.call_soon(self._drain)
+
+
+async def run_apart(function: Callable[..., Result], *args: Any) -> Result:
+    """`function(*args)` in a thread made for it.
+
+    The threads that asyncio or anyio share out may all be held by handlers that wait for us.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="aioengine-apart")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+    finally:
+        pool.shutdown(wait=False)

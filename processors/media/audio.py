@@ -49,6 +49,8 @@ class AudioSource(ABC):
     Every failure is a MediaError that names the parameter and shows nothing of the data.
     """
 
+    may_change = False
+
     def __init__(self, config: MediaConfig, parameter: str, sample_rate: int) -> None:
         self._config = config
         self._parameter = parameter

@@ -8,7 +8,8 @@ import binascii
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from urllib.parse import unquote, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import anyio
@@ -19,7 +20,10 @@ from aioengine.errors import MediaError
 
 __all__ = ["fetch"]
 
+Result = TypeVar("Result")
+
 # Up to this, decoding base64 takes less time than a trip to a worker thread. A multiple of four.
+_ESCAPES = (("%2B", "+"), ("%2b", "+"), ("%2F", "/"), ("%2f", "/"), ("%3D", "="), ("%3d", "="))
 INLINE_CHARACTERS = 1 << 16
 MAX_DATA_HEAD = 256
 
@@ -31,6 +35,13 @@ class _Order:
     config: MediaConfig
     parameter: str
     modality: str
+    threads: anyio.CapacityLimiter | None
+
+    async def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """In a worker thread of the engine's own count: the application's may all be held by
+        handlers that wait for this very fetch."""
+        limiter = self.threads or anyio.CapacityLimiter(1)
+        return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
 
     @property
     def max_bytes(self) -> int:
@@ -51,33 +62,39 @@ class _Order:
 
 
 async def fetch(
-    item: object, config: MediaConfig, *, parameter: str, trusted: bool, modality: str = "image"
+    item: object,
+    config: MediaConfig,
+    *,
+    parameter: str,
+    trusted: bool,
+    modality: str = "image",
+    threads: anyio.CapacityLimiter | None = None,
 ) -> object:
     """The item's encoded bytes, or the item itself where it is an object with the data in it.
 
     Strings are `data:`, `file:` or http(s) URLs, or, if `trusted` (given by the application, not
     found in a chat message), local paths. http(s) needs `config.fetcher` or, for the engine's own
     client, `config.allowed_hosts`. Nothing is decoded here, and no more than
-    `config.max_bytes(modality)` is read. Every failure is a MediaError naming `parameter`;
-    cancellation passes through.
+    `config.max_bytes(modality)` is read. `threads`: how many may be used at once. Every failure is
+    a MediaError naming `parameter`; cancellation passes through.
     """
-    order = _Order(config, parameter, modality)
+    order = _Order(config, parameter, modality, threads)
     if isinstance(item, PurePath):
         if not trusted:
             raise _refuse_path(parameter)
-        return await anyio.to_thread.run_sync(_read_file, Path(item), order)
+        return await order.run(_read_file, Path(item), order)
     if not isinstance(item, str):
         return item
     scheme = item[: item.find(":")].lower() if ":" in item[:32] else ""
     if scheme == "data":
         return await _fetch_data(item, order)
     if scheme == "file":
-        return await anyio.to_thread.run_sync(_read_url, item, order)
+        return await order.run(_read_url, item, order)
     if scheme in ("http", "https"):
         return await _fetch_http(item, order)
     if not trusted:
         raise _refuse_path(parameter)
-    return await anyio.to_thread.run_sync(_read_file, Path(item), order)
+    return await order.run(_read_file, Path(item), order)
 
 
 def _refuse_path(parameter: str) -> MediaError:
@@ -101,7 +118,7 @@ async def _fetch_data(url: str, order: _Order) -> bytes:
     if len(url) <= INLINE_CHARACTERS:
         data = _decode_base64(url, comma + 1, parameter)
     else:
-        data = await anyio.to_thread.run_sync(_decode_base64, url, comma + 1, parameter)
+        data = await order.run(_decode_base64, url, comma + 1, parameter)
     order.check_bytes(len(data))
     return data
 
@@ -110,7 +127,11 @@ def _decode_base64(url: str, start: int, parameter: str) -> bytes:
     decoded = bytearray()
     try:
         if url.find("%", start) >= 0:
-            url, start = unquote(url[start:]), 0
+            # The only characters of base64 that a URL may have to escape; anything else is refused
+            # below. A full decoder would hold the GIL for seconds.
+            url, start = url[start:], 0
+            for escape, character in _ESCAPES:
+                url = url.replace(escape, character)
         if (len(url) - start) % 4:
             raise binascii.Error("the length is not a multiple of four")
         # binascii holds the GIL while it decodes, so a large payload is decoded piece by piece.
@@ -177,7 +198,7 @@ async def _fetch_http(url: str, order: _Order) -> bytes:
         )
     try:
         # In a thread, as httpx takes a fifth of a second to import.
-        fetch_url = await anyio.to_thread.run_sync(_import_client)
+        fetch_url = await order.run(_import_client)
     except ModuleNotFoundError as error:
         raise MediaError(
             f"{parameter} is an http(s) URL, and fetching needs httpx: pip install "
@@ -231,4 +252,5 @@ async def _call_fetcher(
             parameter=parameter,
         ) from TypeError(type(body).__name__)
     order.check_bytes(memoryview(body).nbytes)
-    return bytes(body)
+    # A copy of what may still change, made where it holds up nobody.
+    return body if isinstance(body, bytes) else await order.run(bytes, body)

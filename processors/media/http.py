@@ -280,7 +280,8 @@ async def _connect(target: _Target, addresses: Sequence[str]) -> ByteStream:
     """A connection to the first address that answers; the certificate must be the host's."""
     context = None
     if target.url.scheme == "https":
-        context = await anyio.to_thread.run_sync(_ssl_context)
+        limiter = anyio.CapacityLimiter(1)  # not the application's threads
+        context = await anyio.to_thread.run_sync(_ssl_context, limiter=limiter)
     addresses = addresses[:MAX_ADDRESSES]
     for address in addresses:
         try:
@@ -376,13 +377,17 @@ class _Body:
             self._keep(data)
             return
         while data:
+            if self._inflater.eof:
+                if not data.startswith(b"\x1f\x8b"):
+                    return  # what stands behind the body is nobody's
+                self._inflater = zlib.decompressobj(47)  # gzip may come in several members
             # A kilobyte may hold a megabyte: in steps, each one counted before the next.
             try:
-                piece = b"" if self._inflater.eof else self._inflater.decompress(data, PIECE_BYTES)
+                piece = self._inflater.decompress(data, PIECE_BYTES)
             except zlib.error:
                 raise _RefusedError(_CORRUPT) from None
             self._keep(piece)
-            data = self._inflater.unconsumed_tail
+            data = self._inflater.unconsumed_tail or self._inflater.unused_data
             await asyncio.sleep(0)
 
     def finish(self) -> bytes:

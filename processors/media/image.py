@@ -62,6 +62,8 @@ class ImageSource(ABC):
     Every failure is a MediaError that names the parameter and shows nothing of the data.
     """
 
+    may_change = False
+
     def __init__(self, config: MediaConfig, parameter: str) -> None:
         self._config = config
         self._parameter = parameter
@@ -256,6 +258,8 @@ class _EncodedImage(ImageSource):
 
 class _PillowImage(ImageSource):
     """A picture of Pillow's, possibly opened and not loaded yet."""
+
+    may_change = True
 
     def __init__(self, image: Image.Image, config: MediaConfig, parameter: str) -> None:
         super().__init__(config, parameter)

@@ -12,6 +12,11 @@ __all__ = ["MediaSource"]
 class MediaSource(Protocol):
     """One media item of a request. Every failure is a MediaError without anything of the data."""
 
+    @property
+    def may_change(self) -> bool:
+        """Whether it is an object of the caller's, of which the engine holds no copy."""
+        ...
+
     def header(self) -> ImageHeader | AudioHeader | VideoHeader:
         """What the layout needs, without decoding where the format tells; checked against limits.
 

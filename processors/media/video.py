@@ -53,6 +53,8 @@ class VideoSource(ABC):
     Every failure is a MediaError that names the parameter and shows nothing of the data.
     """
 
+    may_change = False
+
     def __init__(self, config: MediaConfig, parameter: str, sampling: Sampling) -> None:
         self._config = config
         self._parameter = parameter
@@ -296,6 +298,8 @@ class _ArrayVideo(VideoSource):
 
 class _PictureList(VideoSource):
     """Pictures, one for each frame. Those that are not taken are not looked at."""
+
+    may_change = True
 
     def __init__(
         self, pictures: Sequence[Any], config: MediaConfig, parameter: str, sampling: Sampling

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio.from_thread
+import anyio.to_thread
 import numpy as np
 import pytest
 from PIL import Image
@@ -19,11 +21,15 @@ from PIL import Image
 from aioengine import AsyncEngine, MediaConfig, Prompt
 from aioengine.errors import (
     EngineClosedError,
+    EngineError,
     InvalidRequestError,
     MediaError,
     ModelLoadError,
 )
-from aioengine.models.llava import LlavaMultiModalProcessor
+from aioengine.models.llava import Llava, LlavaMultiModalProcessor
+from aioengine.processors import MULTIMODAL_REGISTRY
+from aioengine.processors.generic import GenericMultiModalProcessor
+from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from tests.engines import greedy, other_tasks, running_engine, settled, until
 from tests.tiny import save_tiny_llava, tiny_image
 
@@ -332,6 +338,100 @@ async def test_closed_while_its_workers_start(folder: Path) -> None:
     for process_id in process_ids:
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
+
+
+async def test_threads_of_the_application_may_all_wait_for_the_engine(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Handlers in anyio's threads, as in a web service, that call the engine and wait."""
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(1))
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    async with running_engine(folder) as engine, asyncio.timeout(60):
+
+        def handler() -> int:
+            output = anyio.from_thread.run(lambda: engine.generate(TEXT, greedy(2), images=[path]))
+            return len(output.token_ids)
+
+        count = int(limiter.total_tokens)
+        handlers = [anyio.to_thread.run_sync(handler) for _ in range(count)]
+        assert await asyncio.gather(*handlers) == [2] * count
+
+
+async def test_an_equal_picture_that_was_drawn_on_is_nobody_else_s(
+    folder: Path, gate: Gate
+) -> None:
+    mine, theirs = tiny_image(1), tiny_image(1)
+    async with running_engine(folder) as engine:
+        expected = await engine.generate(TEXT, greedy(4), images=[tiny_image(1)])
+        await engine.reset_caches()
+        gate.open.clear()
+        first = asyncio.create_task(engine.generate(TEXT, greedy(4), images=[mine]))
+        await until(lambda: gate.num_held == 2)
+        second = asyncio.create_task(engine.generate(TEXT, greedy(4), images=[theirs]))
+        await until(lambda: engine._desk is not None and engine._desk.num_in_intake == 0)
+        mine.paste((0, 0, 0), (0, 0, 20, 20))
+        gate.open.set()
+        with pytest.raises(MediaError, match="was changed"):
+            await first
+        assert (await second).token_ids == expected.token_ids
+
+
+async def test_options_that_change_after_the_call(folder: Path, gate: Gate) -> None:
+    async with running_engine(folder) as engine:
+        options = {"image_mean": [0.5, 0.5, 0.5]}
+        prompt = Prompt(text=TEXT, media={"image": [png(1)]}, mm_processor_kwargs=options)
+        expected = await engine.generate(prompt, greedy(8))
+        await engine.reset_caches()
+        gate.open.clear()
+        task = asyncio.create_task(engine.generate(prompt, greedy(8)))
+        await until(lambda: gate.num_held == 2)
+        options["image_mean"][0] = 18.0
+        gate.open.set()
+        assert (await task).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("kind", ["itself", "deep", "odd"])
+async def test_options_that_cannot_be_kept(folder: Path, kind: str) -> None:
+    options: dict[str, Any] = {}
+    options["a"] = options if kind == "itself" else threading.Lock()
+    if kind == "deep":
+        options = {"a": [[[[[[[[[[[1]]]]]]]]]]]}
+    async with running_engine(folder) as engine:
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.generate(
+                Prompt(text=TEXT, media={"image": [png(1)]}, mm_processor_kwargs=options)
+            )
+        assert caught.value.parameter == "mm_processor_kwargs"
+
+
+async def test_errors_of_the_engine_are_each_waiter_s_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_engine(folder) as engine:
+        pipeline = engine._intake.media
+
+        async def broken(work: Any) -> Any:
+            await asyncio.sleep(0.05)
+            raise EngineError("the workers are gone")
+
+        monkeypatch.setattr(pipeline._workers, "work", broken)
+        requests = [engine.generate(TEXT, greedy(2), images=[png(1)]) for _ in range(3)]
+        found = await asyncio.gather(*requests, return_exceptions=True)
+        assert all(type(error) is EngineError for error in found)
+        assert len({id(error) for error in found}) == 3
+
+
+async def test_the_generic_processor_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [png(1), png(2, (30, 90))]
+    async with running_engine(folder) as engine:
+        expected = await engine.generate("<image> or <image>", greedy(8), images=images)
+    generic = (GenericMultiModalProcessor, GenericProcessingInfo, GenericDummyInputsBuilder)
+    monkeypatch.setitem(MULTIMODAL_REGISTRY._entries, Llava, generic)
+    async with running_engine(folder) as engine:
+        output = await engine.generate("<image> or <image>", greedy(8), images=images)
+    assert output.token_ids == expected.token_ids
+    assert output.prompt_token_ids == expected.prompt_token_ids
 
 
 def test_pictures_are_what_the_test_says() -> None:

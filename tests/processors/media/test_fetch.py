@@ -235,3 +235,15 @@ async def test_cancellation_passes_through() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_escapes_in_a_data_url() -> None:
+    data = bytes(range(256)) * 400
+    plain = base64.b64encode(data).decode()
+    escaped = plain.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")
+    for text in (plain, escaped):
+        url = f"data:image/png;base64,{text}"
+        assert await fetch(url, MediaConfig(), parameter="image", trusted=False) == data
+    with pytest.raises(MediaError, match="base64"):
+        url = "data:image/png;base64," + "%41" * 40_000
+        await fetch(url, MediaConfig(), parameter="image", trusted=False)

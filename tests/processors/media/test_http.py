@@ -104,6 +104,8 @@ async def test_a_picture_is_fetched(loopback: Names) -> None:
      answer(CHUNKED, "Transfer-Encoding: chunked", sized=False), b"HTTP/1.0 200\r\n\r\nbody",
      answer(gzip.compress(b"body"), "Content-Encoding: GZip"),
      answer(gzip.compress(b"body") + b"more", "Content-Encoding: x-gzip"),
+     answer(gzip.compress(b"bo") + gzip.compress(b"dy"), "Content-Encoding: gzip"),
+     answer(gzip.compress(b"body") + b"\0" * 8, "Content-Encoding: gzip"),
      answer(zlib.compress(b"body"), "Content-Encoding: deflate", sized=False)],
 )  # fmt: skip
 @on_both_loops
