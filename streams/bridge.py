@@ -81,7 +81,8 @@ async def run_apart(function: Callable[..., Result], *args: Any) -> Result:
     The threads that asyncio or anyio share out may all be held by handlers that wait for us.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="aioengine-apart")
+    work = pool.submit(function, *args)
     try:
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+        return await asyncio.wrap_future(work)
     finally:
-        pool.shutdown(wait=False)
+        pool.shutdown(wait=work.done())  # then the thread has nothing left to do but to end
