@@ -123,8 +123,7 @@ class ProcessorPool:
             await asyncio.wait(starts)
             for worker in tuple(self._workers):
                 await self._end_worker(worker)
-            for start in starts:
-                assert start.cancelled() or start.exception() or start.result()  # so none is logged
+            await asyncio.gather(*starts, return_exceptions=True)  # so that none is logged
             raise
         for number, worker in enumerate(workers):
             self._slots.append(asyncio.create_task(self._tend(number, worker)))
