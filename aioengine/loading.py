@@ -20,7 +20,7 @@ from aioengine.plan import Limits
 from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.profiling import measure_activations
+from aioengine.profiling import largest_items, measure_activations
 from aioengine.runner import Runner
 from aioengine.sizing import ModelSizes, find_device, resolve_limits
 from aioengine.structured import Grammars
@@ -85,7 +85,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         itemsize=model.dtype.itemsize,
         hidden_size=model.hidden_size,
         max_position_embeddings=model.max_position_embeddings,
-        max_item_rows=_max_item_rows(front, config),
+        max_item_rows=max(largest_items(front, config.max_model_len or 0).values(), default=0),
     )
     limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
     eos_token_ids = _eos_token_ids(model)
@@ -123,13 +123,6 @@ def _dtype(name: str, hf_config: Any) -> torch.dtype:
         if isinstance(found, torch.dtype):
             return found
     return torch.float32
-
-
-def _max_item_rows(processor: BaseMultiModalProcessor, config: EngineConfig) -> int:
-    info = processor.info
-    counts = {modality: 1 for modality in info.get_supported_mm_limits()}
-    largest = info.get_mm_max_tokens_per_item(config.max_model_len or 0, counts) or {}
-    return max(largest.values(), default=0)
 
 
 def _eos_token_ids(model: TransformersModel) -> frozenset[int]:

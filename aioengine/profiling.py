@@ -6,7 +6,7 @@ as one can have, each at the end of the longest context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.runner import Runner
 from aioengine.sampler import Sampling
 
-__all__ = ["measure_activations", "peak_bytes"]
+__all__ = ["largest_items", "measure_activations", "peak_bytes"]
 
 TOKENS_CPU = (64, 256)
 """Tokens that are tried on a CPU, where a full step takes long; what they add is scaled up."""
@@ -73,6 +73,21 @@ def measure_activations(
     return max(encode_bytes, needed) if is_cpu else encode_bytes + needed
 
 
+def largest_items(processor: BaseMultiModalProcessor, seq_len: int) -> Mapping[str, int]:
+    """Modality -> encoder rows of its largest item: as the family says, or found by a trial."""
+    counts = dict.fromkeys(processor.info.get_supported_mm_limits(), 1)
+    said = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
+    if said is not None:
+        return said
+    found = {}
+    for modality in counts:
+        dummy = processor.dummy_inputs.get_dummy_processor_inputs(seq_len, {modality: 1})
+        items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality](dummy.mm_data[modality])})
+        (placed,) = processor.apply(dummy.prompt_text, items).placeholders[modality]
+        found[modality] = placed.num_embeds
+    return found
+
+
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """By how much memory in use grows, at its highest, while `work()` runs.
 
@@ -107,13 +122,11 @@ def _worst_encodes(
     processor: BaseMultiModalProcessor, limits: Limits
 ) -> list[Callable[[Runner], object]]:
     """Encoder runs over as many of the largest items of each modality as one may have."""
-    info = processor.info
     runs: list[Callable[[Runner], object]] = []
-    for modality in info.get_supported_mm_limits():
+    for modality, most in largest_items(processor, limits.max_model_len).items():
         if modality not in PROCESSOR_ITEMS:
             continue
-        sizes = info.get_mm_max_tokens_per_item(limits.max_model_len, {modality: 1}) or {}
-        rows = max(1, sizes.get(modality, 1))
+        rows = max(1, most)
         count = min(limits.max_encode_items, max(1, limits.max_num_encoder_input_tokens // rows))
         dummy = processor.dummy_inputs.get_dummy_processor_inputs(
             limits.max_model_len, {modality: 1}

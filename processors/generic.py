@@ -34,10 +34,8 @@ from aioengine.processors.inputs import (
     MultiModalKwargsItem,
 )
 from aioengine.processors.items import PROCESSOR_ITEMS, EmbeddingItems, MultiModalDataItems
-from aioengine.processors.matching import find_expanded
 from aioengine.processors.media.resize import resize_ahead
-from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality, Layout
-from aioengine.processors.text_matching import apply_text_updates
+from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 
 __all__ = ["GenericDummyInputsBuilder", "GenericMultiModalProcessor", "GenericProcessingInfo"]
@@ -192,25 +190,9 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
             )
         return self._fixed[token_id]
 
-    def _expand(
-        self,
-        token_ids: list[int],
-        text: str | None,
-        updates: Sequence[PromptUpdate],
-        counts: Mapping[str, int],
-        literals: Sequence[tuple[int, int]] = (),
-    ) -> Layout:
-        is_open = not literals and any(
-            isinstance(each.target, str) and counts.get(each.modality) for each in updates
-        )
-        if is_open and self._apply_hf_processor_tokens_only(list(token_ids)) == token_ids:
-            tokenizer = self.info.get_tokenizer()
-            placed = find_expanded(token_ids, updates, counts, tokenizer) if text is None else None
-            if placed is None:
-                expanded = apply_text_updates(token_ids, text, updates, counts, tokenizer)
-                if expanded is not None:
-                    return Layout(token_ids=expanded[0], placeholders=expanded[1])
-        return super()._expand(token_ids, text, updates, counts, literals)
+    def _has_open_ends(self, updates: Sequence[PromptUpdate], counts: Mapping[str, int]) -> bool:
+        # `_updates_of` has looked: only what is open has text for a target.
+        return any(isinstance(each.target, str) and counts.get(each.modality) for each in updates)
 
     def _details(self, modality: str, full: str | list[int], ids: list[int]) -> PromptUpdateDetails:
         embed_id = self.info.get_embed_token_id(modality, ids)

@@ -297,11 +297,15 @@ class BaseMultiModalProcessor(ABC):
             shift = max(0, find(plain, token_ids))
             literals = [(start + shift, stop + shift) for start, stop in literals]
             return self._apply_prompt_updates(plain, updates, counts, literals)
-        if plain == token_ids and has_open_ends(updates, counts, tokenizer):
+        if plain == token_ids and self._has_open_ends(updates, counts):
             expanded = apply_text_updates(token_ids, text, updates, counts, tokenizer)
             if expanded is not None:
                 return Layout(token_ids=expanded[0], placeholders=expanded[1])
         return self._apply_prompt_updates(plain, updates, counts)
+
+    def _has_open_ends(self, updates: Sequence[PromptUpdate], counts: Mapping[str, int]) -> bool:
+        """Whether the text beside an update may merge with it, so that the text is expanded."""
+        return has_open_ends(updates, counts, self.info.get_tokenizer())
 
     def _apply_prompt_updates(
         self,

@@ -26,7 +26,7 @@ from aioengine.errors import (
     MediaError,
     ModelLoadError,
 )
-from aioengine.models.llava import Llava, LlavaMultiModalProcessor
+from aioengine.models.llava import Llava, LlavaMultiModalProcessor, LlavaProcessingInfo
 from aioengine.processors import MULTIMODAL_REGISTRY
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
@@ -432,6 +432,19 @@ async def test_the_generic_processor_serves(folder: Path, monkeypatch: pytest.Mo
         output = await engine.generate("<image> or <image>", greedy(8), images=images)
     assert output.token_ids == expected.token_ids
     assert output.prompt_token_ids == expected.prompt_token_ids
+
+
+async def test_the_largest_item_is_found_by_a_trial(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_engine(folder) as engine:
+        said = engine._parts.limits
+        expected = await engine.generate(TEXT, greedy(8), images=[png(1)])
+    monkeypatch.setattr(LlavaProcessingInfo, "get_mm_max_tokens_per_item", lambda *_: None)
+    async with running_engine(folder) as engine:
+        assert engine._parts.limits == said
+        output = await engine.generate(TEXT, greedy(8), images=[png(1)])
+        assert output.token_ids == expected.token_ids
 
 
 def test_pictures_are_what_the_test_says() -> None:
