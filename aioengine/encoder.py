@@ -68,6 +68,7 @@ class Encoder:
 
     def forget(self, ticket: Ticket) -> None:
         """A request has ended: stop the work that nobody else waits for."""
+        self._pipeline.release(ticket)
         for media in ticket.media:
             if media.key and not self._scheduler.media.is_needed(media.key):
                 self._features.pop(media.key, None)

@@ -23,8 +23,8 @@ from aioengine.params import SamplingParams, StructuredOutputs
 from aioengine.pipeline import MediaPipeline
 from aioengine.prefix import extend_digests
 from aioengine.processors.chat import ChatRenderer
-from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.items import make_items
+from aioengine.processors.processor import ItemsByModality
 from aioengine.prompts import count_characters
 from aioengine.request import Item, Request
 from aioengine.sampler import Constraint
@@ -85,15 +85,16 @@ class Intake:
             text_or_ids = prompt.text if prompt.text is not None else prompt.token_ids or ()
             ticket.media = _list_media(prompt)
         ticket.mm_processor_kwargs = dict(prompt.mm_processor_kwargs)
+        outputs: ItemsByModality = {}
         if ticket.media:
-            await self.media.identify(ticket, prompt.cache_salt)
+            outputs = await self.media.identify(ticket, prompt.cache_salt)
             ticket.stamp("fetched")
         structure = ticket.params.structured_outputs
         constraints: Sequence[Constraint] = ()
         if structure is not None:
             constraints = await self._compile(structure, ticket.params.n)
         return await self._run(
-            self._front, self._lay_out, ticket, text_or_ids, prompt.cache_salt, constraints
+            self._front, self._lay_out, ticket, text_or_ids, outputs, prompt.cache_salt, constraints
         )
 
     async def _compile(self, structure: StructuredOutputs, count: int) -> Sequence[Constraint]:
@@ -136,6 +137,7 @@ class Intake:
         self,
         ticket: Ticket,
         prompt: str | Sequence[int],
+        outputs: ItemsByModality,
         cache_salt: str | None,
         constraints: Sequence[Constraint],
     ) -> list[Completion]:
@@ -145,11 +147,6 @@ class Intake:
             ((media.modality, media.parameter, media.header) for media in ticket.media),
             front.info.get_hidden_size,
         )
-        outputs: dict[str, list[MultiModalKwargsItem]] = {}
-        if front.layout_needs_hf_outputs:
-            for media in ticket.media:
-                assert media.features is not None
-                outputs.setdefault(media.modality, []).append(media.features)
         options = ticket.mm_processor_kwargs
         layout = front.layout(prompt, items, options, outputs, ticket.literals)
         ticket.layout = layout

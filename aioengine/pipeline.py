@@ -27,14 +27,14 @@ from aioengine.config import EngineConfig
 from aioengine.errors import EngineError, InvalidRequestError, MediaError, ModelLoadError
 from aioengine.instruments import Instruments, StageSpan
 from aioengine.loading import Loaded
-from aioengine.processors.cache import ProcessorCache
+from aioengine.processors.cache import HeldItems, ProcessorCache
 from aioengine.processors.disk import DiskCache
 from aioengine.processors.hasher import ContentHasher, item_key
 from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.items import EmbeddingItems
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
-from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.work import Promise, WorkItem
 from aioengine.streams.bridge import run_apart
 from aioengine.ticket import MediaInput, Ticket
@@ -60,6 +60,8 @@ FETCH_THREADS = 8
 """That read files and decode `data:` URLs at once."""
 MAX_NAMED = 1 << 16
 """Items whose keys and headers are remembered under their uuids."""
+MIN_HELD_BYTES = 256 << 20
+"""That requests may hold beside the cache, if the cache is smaller than this."""
 
 
 class MediaPipeline:
@@ -73,6 +75,7 @@ class MediaPipeline:
         instruments: Instruments,
     ) -> None:
         self.cache = ProcessorCache(config.mm_processor_cache_bytes)
+        self.held = HeldItems(max(config.mm_processor_cache_bytes, MIN_HELD_BYTES))
         self._front = loaded.front
         self._config = config
         self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front, config.revision)}"
@@ -126,34 +129,48 @@ class MediaPipeline:
         if self._disk is not None:
             self._store(self._disk.discard, key)
 
-    async def identify(self, ticket: Ticket, cache_salt: str | None) -> None:
+    def release(self, ticket: Ticket) -> None:
+        """The request has ended, and holds no features any more."""
+        for media in ticket.media:
+            if media.is_held:
+                media.is_held = False
+                self.held.release(media.key)
+
+    async def identify(self, ticket: Ticket, cache_salt: str | None) -> ItemsByModality:
         """Fetch all items of a request, side by side, read their headers and give them their keys.
 
-        The first failure ends the others. Raises the request's error.
+        Returns their features, if the layout needs them. The first failure ends the others. Raises
+        the request's error.
         """
         self._front.validate_num_items(Counter(media.modality for media in ticket.media))
         self._workers.check(ticket.mm_processor_kwargs)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for media in ticket.media:
+                jobs = [
                     tasks.create_task(self._identify(ticket, media, cache_salt))
+                    for media in ticket.media
+                ]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-        for media in ticket.media:
-            if not media.key:  # a fetcher may raise CancelledError, which no task group reports
+        outputs: ItemsByModality = {}
+        for media, job in zip(ticket.media, jobs, strict=True):
+            if job.cancelled():  # a fetcher may raise CancelledError, which no task group reports
                 raise MediaError(
                     f"{media.parameter} could not be fetched: the fetcher was cancelled",
                     parameter=media.parameter,
                 )
+            features = job.result()
+            if self._front.layout_needs_hf_outputs:
+                assert features is not None
+                outputs.setdefault(media.modality, []).append(features)
+        return outputs
 
     async def features(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
         """The item decoded and processed, from the cache where it is there.
 
         Raises MediaError, whatever the processor raises, or EngineError.
         """
-        if media.features is not None:
-            return media.features
-        cached = self.cache.get(media.key)
+        cached = self._find(media.key)
         if cached is not None:
             return cached
         try:
@@ -170,12 +187,17 @@ class MediaPipeline:
 
     # ---- one item
 
-    async def _identify(self, ticket: Ticket, media: MediaInput, cache_salt: str | None) -> None:
+    async def _identify(
+        self, ticket: Ticket, media: MediaInput, cache_salt: str | None
+    ) -> MultiModalKwargsItem | None:
+        """The item's features, if the layout needs them."""
         name = None
         if media.uuid is not None:
             name = self._key(ticket, media, cache_salt, uuid=media.uuid)
-            if (media.item is None or _is_url(media.item)) and self._recall(media, name):
-                return
+            if media.item is None or _is_url(media.item):
+                known = self._recall(ticket, media, name)
+                if known is not None:
+                    return known
         start = time.perf_counter()
         fetched = await self._fetch(media)
         if fetched is not media.item:
@@ -187,23 +209,37 @@ class MediaPipeline:
         media.key = self._key(ticket, media, cache_salt, identity)
         if name is not None and not isinstance(media.header, Embeddings):
             self._named[name] = media.key, media.header
-        if self._front.layout_needs_hf_outputs:
-            media.features = await self.features(ticket, media)
+        if not self._front.layout_needs_hf_outputs:
+            return None
+        features = await self.features(ticket, media)
+        self._hold(ticket, media, features)  # else they are made again, from the source
+        return features
 
-    def _recall(self, media: MediaInput, name: str) -> bool:
-        """Whether the item is known by its uuid, and its features are still there.
+    def _recall(self, ticket: Ticket, media: MediaInput, name: str) -> MultiModalKwargsItem | None:
+        """The item's features, if it is known by its uuid and the request can hold them.
 
         A uuid is another name for what was last given under it. What is at hand is looked at all
         the same; for what would have to be fetched, the caller's word is taken.
         """
         known = self._named.get(name)
-        features = None if known is None else self.cache.get(known[0])
+        features = None if known is None else self._find(known[0])
         if known is None or features is None:
-            return False
-        # Held until the request ends: there is nothing to make them from again.
+            return None
         media.key, media.header = known
-        media.features, media.item = features, None
-        return True
+        # Held until the request ends: there is nothing to make them from again.
+        if not self._hold(ticket, media, features):
+            return None
+        media.item = None
+        return features
+
+    def _find(self, key: str) -> MultiModalKwargsItem | None:
+        cached = self.cache.get(key)  # looked up in any case: it counts, and has been used
+        return self.held.get(key) if cached is None else cached
+
+    def _hold(self, ticket: Ticket, media: MediaInput, features: MultiModalKwargsItem) -> bool:
+        """Whether the request holds the features now; one that has ended would for ever."""
+        media.is_held = not ticket.has_ended and self.held.hold(media.key, features)
+        return media.is_held
 
     async def _fetch(self, media: MediaInput) -> object:
         def get() -> Coroutine[Any, Any, object]:

@@ -27,7 +27,6 @@ from aioengine.types import (
 )
 
 if TYPE_CHECKING:
-    from aioengine.processors.inputs import MultiModalKwargsItem
     from aioengine.processors.processor import Layout
     from aioengine.prompt_logprobs import PromptLogprobs, ScoreColumns
 
@@ -39,8 +38,8 @@ class MediaInput:
     """One media item of a request, from the caller's object to its place in the prompt.
 
     `source` is what is decoded (a `MediaSource`), or the item itself where it needs no decoding;
-    `header` is what the layout reads of it; `index` counts within the modality; `features` are kept
-    where they cannot be made again, or were needed for the layout.
+    `header` is what the layout reads of it; `index` counts within the modality; `is_held`: whether
+    the request holds the item's features.
     """
 
     modality: str
@@ -51,8 +50,8 @@ class MediaInput:
     uuid: str | None = None
     source: Any = None
     header: Any = None
-    features: MultiModalKwargsItem | None = None
     key: str = ""
+    is_held: bool = False
 
 
 @dataclass(slots=True)

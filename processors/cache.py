@@ -1,15 +1,16 @@
-"""The processor-output cache: item key -> what the encoder is given, bounded by bytes."""
+"""Processed items in memory, bounded by bytes: those used lately, and those that requests hold."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 from cachetools import LRUCache
 
 from aioengine.processors.inputs import MultiModalKwargsItem
 
-__all__ = ["ProcessorCache", "ProcessorCacheStatistics"]
+__all__ = ["HeldItems", "ProcessorCache", "ProcessorCacheStatistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,40 @@ class ProcessorCache:
                 hits=self._hits,
                 misses=self._misses,
             )
+
+
+class HeldItems:
+    """Items that live requests hold, whatever the cache drops: each once, however many hold it.
+
+    For one thread. One item may be larger than the capacity, if it is alone.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.num_bytes = 0
+        self._capacity_bytes = capacity_bytes
+        self._items: dict[str, MultiModalKwargsItem] = {}
+        self._holders: Counter[str] = Counter()
+
+    def get(self, key: str) -> MultiModalKwargsItem | None:
+        """The item, if somebody holds it."""
+        return self._items.get(key)
+
+    def hold(self, key: str, item: MultiModalKwargsItem) -> bool:
+        """Holds the item for one more; False if there is no room. `release` has to follow."""
+        if key not in self._items:
+            num_bytes = self.num_bytes + _num_bytes(item)
+            if self._items and num_bytes > self._capacity_bytes:
+                return False
+            self._items[key], self.num_bytes = item, num_bytes
+        self._holders[key] += 1
+        return True
+
+    def release(self, key: str) -> None:
+        """One who held the item does so no longer."""
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self.num_bytes -= _num_bytes(self._items.pop(key))
 
 
 def _num_bytes(item: MultiModalKwargsItem) -> int:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioengine.processors.inputs import PlaceholderRange
+from aioengine.processors.matching import Matcher, targets_of
 from aioengine.processors.updates import (
     PromptIndexTarget,
+    PromptSequence,
     PromptUpdate,
     ResolvedContent,
     resolve_contents,
@@ -24,19 +26,6 @@ from aioengine.processors.updates import (
 __all__ = ["apply_text_updates"]
 
 Expanded = tuple[list[int], dict[str, list[PlaceholderRange]]]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Characters [start, stop) of the prompt that an item's update matched."""
-
-    start: int
-    stop: int
-    update: PromptUpdate
-
-    @property
-    def point(self) -> int:
-        return self.stop if self.update.keeps_target else self.start
 
 
 @dataclass(frozen=True)
@@ -62,13 +51,14 @@ def apply_text_updates(
     came as token ids, which must be what their own text is tokenised to. `tokenizer`: a fast one of
     transformers.
     """
+    if any(isinstance(target, PromptIndexTarget) for target in targets_of(updates, counts)):
+        return None  # a place among tokens, which the text does not show
     adds_special = text is not None
     if text is None:
-        text = tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False)
+        text = _decode(tokenizer, prompt)
     if _encode(tokenizer, text, adds_special)[0] != list(prompt):
         return None
-    contents = resolve_contents(updates, counts, tokenizer)
-    found = _expand(text, updates, counts, contents, tokenizer)
+    found = _expand(text, updates, counts, tokenizer)
     if found is None:
         return None
     expanded, puts = found
@@ -91,84 +81,37 @@ def _encode(
     return list(encoding["input_ids"]), list(encoding["offset_mapping"])
 
 
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+
 def _expand(
-    text: str,
-    updates: Sequence[PromptUpdate],
-    counts: Mapping[str, int],
-    contents: Mapping[str, list[list[ResolvedContent]]],
-    tokenizer: Any,
+    text: str, updates: Sequence[PromptUpdate], counts: Mapping[str, int], tokenizer: Any
 ) -> tuple[str, list[_Put]] | None:
     """The text with all contents in it; None where an item finds no place, or a place no item."""
-    by_modality: dict[str, list[PromptUpdate]] = {}
-    for update in updates:
-        by_modality.setdefault(update.modality, []).append(update)
-    done = dict.fromkeys(counts, 0)
-    cursor, floor, pieces, length = 0, 0, [], 0
+
+    def spell(target: PromptSequence) -> str:
+        return target if isinstance(target, str) else _decode(tokenizer, target)
+
+    contents = resolve_contents(updates, counts, tokenizer)
+    matcher = Matcher(text, spell)
+    places = matcher.places(updates, counts)
+    cursor = places[-1].stop if places else 0
+    if len(places) < sum(counts.values()) or matcher.spare(updates, cursor)[0]:
+        return None
+    cursor, pieces, length = 0, [], 0
     puts: list[_Put] = []
-    while True:
-        places = [
-            place
-            for modality, alternatives in by_modality.items()
-            if done.get(modality, 0) < counts.get(modality, 0)
-            and (place := _find(text, alternatives, done[modality], cursor, floor, tokenizer))
-        ]
-        if not places:
-            break
-        place = min(places, key=lambda place: place.point)
-        modality = place.update.modality
-        index = done[modality]
-        content = contents[modality][index][by_modality[modality].index(place.update)]
+    for place in places:
+        content = place.content(updates, contents)
         inserted = content.text
         if inserted is None:
-            inserted = tokenizer.decode(content.token_ids, clean_up_tokenization_spaces=False)
+            inserted = _decode(tokenizer, content.token_ids)
         pieces += [text[cursor : place.point], inserted]
         start = length + place.point - cursor
         length = start + len(inserted)
-        puts.append(_Put(modality, content, start, length))
-        done[modality], cursor = index + 1, place.stop
-        if not place.update.keeps_target:
-            floor = place.stop
-    is_complete = all(done[modality] == count for modality, count in counts.items())
-    if not is_complete or _has_spare(text[cursor:], updates, tokenizer):
-        return None
+        puts.append(_Put(place.update.modality, content, start, length))
+        cursor = place.stop
     return "".join([*pieces, text[cursor:]]), puts
-
-
-def _find(
-    text: str,
-    alternatives: Sequence[PromptUpdate],
-    index: int,
-    cursor: int,
-    floor: int,
-    tokenizer: Any,
-) -> _Place | None:
-    for update in alternatives:
-        wanted = _target_text(update, index, tokenizer)
-        if wanted is None:
-            continue
-        begin = max(floor, cursor - len(wanted)) if update.keeps_target else cursor
-        start = text.find(wanted, begin)
-        if start >= 0:
-            return _Place(start, start + len(wanted), update)
-    return None
-
-
-def _target_text(update: PromptUpdate, index: int, tokenizer: Any) -> str | None:
-    target = update.target
-    if callable(target):
-        target = target(index)
-    if isinstance(target, PromptIndexTarget):
-        return None  # a place among tokens, which the text does not show
-    if isinstance(target, str):
-        return target or None
-    return str(tokenizer.decode(list(target), clean_up_tokenization_spaces=False)) or None
-
-
-def _has_spare(rest: str, updates: Sequence[PromptUpdate], tokenizer: Any) -> bool:
-    """Whether a placeholder is left that no item took."""
-    fixed = [u for u in updates if not callable(u.target) and not u.keeps_target]
-    wanted = [_target_text(update, 0, tokenizer) for update in fixed]
-    return any(target is not None and target in rest for target in wanted)
 
 
 def _locate(

@@ -123,10 +123,10 @@ class PromptUpdateDetails:
         """Only the tokens that spell `embed_text`, at each of its occurrences, take rows."""
 
         def select(tokenizer: TextEncoder, token_ids: list[int]) -> torch.Tensor:
-            wanted = tokenizer.encode(embed_text, add_special_tokens=False)
+            wanted = as_string(tokenizer.encode(embed_text, add_special_tokens=False))
             mask = torch.zeros(len(token_ids), dtype=torch.bool)
-            start = 0
-            while (start := find(token_ids, wanted, start)) >= 0:
+            searched, start = as_string(token_ids), 0
+            while wanted and (start := searched.find(wanted, start)) >= 0:
                 mask[start : start + len(wanted)] = True
                 start += len(wanted)
             return mask
@@ -207,20 +207,14 @@ class ResolvedContent:
         return PlaceholderRange(offset + self.start, self.stop - self.start, self.is_embed)
 
 
-def find(haystack: Sequence[int], needle: Sequence[int], start: int = 0) -> int:
-    """The first position from `start` on at which `needle` lies in `haystack`, or -1."""
-    if not needle:
-        return -1
-    wanted, last = list(needle), len(haystack) - len(needle)
-    position = start
-    try:
-        while True:
-            position = haystack.index(wanted[0], position, last + 1)
-            if list(haystack[position : position + len(wanted)]) == wanted:
-                return position
-            position += 1
-    except ValueError:
-        return -1
+def as_string(token_ids: Iterable[int]) -> str:
+    """Token ids as characters: `str.find` looks for one sequence in another in linear time."""
+    return "".join(map(chr, token_ids))
+
+
+def find(haystack: Iterable[int], needle: Sequence[int]) -> int:
+    """The first position at which `needle` lies in `haystack`, or -1."""
+    return as_string(haystack).find(as_string(needle)) if needle else -1
 
 
 def to_token_ids(sequence: PromptSequence, tokenizer: TextEncoder) -> list[int]:

@@ -8,7 +8,7 @@ import itertools
 import threading
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +61,14 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     """Nothing is running, waiting or held."""
     statistics = engine.statistics()
     assert is_at_rest(statistics), statistics
+    assert engine._intake is None or engine._intake.media.held.num_bytes == 0
 
 
 async def settled(engine: AsyncEngine) -> None:
     """Wait until the steps and encoder runs in flight have committed; then all must be at rest."""
-    try:
+    with suppress(TimeoutError):
         await until(lambda: is_at_rest(engine.statistics()), timeout_s=10)
-    except TimeoutError:
-        assert_at_rest(engine)
+    assert_at_rest(engine)
 
 
 async def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.processors.cache import ProcessorCache
+from aioengine.processors.cache import HeldItems, ProcessorCache
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 
 CONFIG = {"x": MultiModalFieldConfig.batched("image")}
@@ -75,3 +75,29 @@ def test_from_many_threads() -> None:
     statistics = cache.statistics()
     assert statistics.hits + statistics.misses == 8 * 300
     assert statistics.used_bytes <= 50
+
+
+@given(
+    capacity=st.integers(0, 12),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60),
+)
+def test_what_is_held_is_counted_once_and_bounded(
+    capacity: int, steps: list[tuple[bool, int]]
+) -> None:
+    held, holders = HeldItems(capacity), Counter[str]()
+    items = [item(1 + 2 * number) for number in range(6)]
+    for holds, number in steps:
+        name = str(number)
+        if not holds:
+            if holders[name]:
+                held.release(name)
+                holders[name] -= 1
+        else:
+            before = held.num_bytes
+            fits = not before or holders[name] or before + items[number].num_bytes <= capacity
+            assert held.hold(name, items[number]) is bool(fits)
+            holders[name] += bool(fits)
+        live = [int(name) for name, count in holders.items() if count]
+        assert held.num_bytes == sum(items[number].num_bytes for number in live)
+        assert all((held.get(str(n)) is items[n]) == (n in live) for n in range(6))
+        assert held.num_bytes <= capacity or len(live) == 1

@@ -171,3 +171,20 @@ def test_mismatches_say_how_many(prompt: str, count: int, message: str) -> None:
 def test_a_modality_without_updates() -> None:
     with pytest.raises(PlaceholderMismatchError, match="0 placeholder"):
         run("ab", [], image=1)
+
+
+def test_literals_are_no_placeholders() -> None:
+    """Whole ones and those that a target would only touch, few or very many."""
+    updates = [replace("ab", "!"), insert("b", "?", "audio")]
+    literals = [(0, 3), (4, 5)]
+    tokens, ranges = apply_updates(
+        ids("abcabXabb"), updates, {"image": 1, "audio": 1}, Letters(), literals
+    )
+    assert Letters().decode(tokens) == "abcabX!b?"
+    assert ranges["image"][0].offset == 6 and ranges["audio"][0].offset == 8
+    many = 50_000
+    literals = [(2 * n, 2 * n + 2) for n in range(many)]
+    tokens, _ = apply_updates(
+        ids("ab" * (many + 1)), updates[:1], {"image": 1}, Letters(), literals
+    )
+    assert Letters().decode(tokens) == "ab" * many + "!"
