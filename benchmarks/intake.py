@@ -84,7 +84,7 @@ def inline_workers(engine: AsyncEngine) -> Callable[[WorkItem], Awaitable[Worked
     """Takes the place of the engine's workers: everything happens on the event loop."""
 
     async def work(work: WorkItem) -> Worked:
-        item, began, decoded, processed = process_inline(engine, work.source._data)
+        item, began, decoded, processed = process_inline(engine, work.source.undecoded)
         return Worked(item=item, began=began, decoded=decoded, processed=processed)
 
     return work

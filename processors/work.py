@@ -24,8 +24,8 @@ from aioengine.processors.inputs import (
     PlaceholderRange,
 )
 from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader, make_items
-from aioengine.processors.media.image import ImageSource
 from aioengine.processors.media.open import open_media
+from aioengine.processors.media.source import MediaSource
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
 from aioengine.processors.wire import Readable, item_parts, load_item
 from aioengine.types import Embeddings
@@ -156,7 +156,7 @@ class Described(NamedTuple):
     buffers: Iterable[Readable]
 
 
-def describe(source: Any) -> Described:
+def describe(source: MediaSource[Any, Any] | Embeddings) -> Described:
     """A source, or `Embeddings`, taken apart, so that `rebuild` makes one of the same content.
 
     Encoded media stay encoded, and an array stays what it is. A picture of Pillow's, samples and
@@ -165,13 +165,11 @@ def describe(source: Any) -> Described:
     """
     if isinstance(source, Embeddings):
         return _describe_embeddings(source)
-    # No source tells in public what it was made from; those that keep it do so under these names.
-    given = getattr(source, "_data", None)
-    if isinstance(given, bytes | bytearray | memoryview):
-        return Described("encoded", {}, [given])
-    given = getattr(source, "_array", None)
-    if isinstance(source, ImageSource) and isinstance(given, np.ndarray):
+    given = source.undecoded
+    if isinstance(given, np.ndarray):
         return Described("array", *_describe_array(given))
+    if given is not None:
+        return Described("encoded", {}, [given])
     content = source.decode()
     if isinstance(content, Image.Image):
         return Described("picture", {"size": list(content.size)}, _bands(content))

@@ -6,10 +6,10 @@ header claims. soundfile and soxr, the optional extra "audio", are imported on f
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
 from aioengine.processors.hasher import ContentHasher
 from aioengine.processors.items import AudioClip, AudioHeader
+from aioengine.processors.media.pixels import Array
+from aioengine.processors.media.source import Encoded, MediaSource, keep_bytes, to_numpy
 
 __all__ = ["AudioSource", "open_audio"]
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 ARRAYS = (np.ndarray, torch.Tensor)
 ACCEPTED = (
     "encoded bytes, or (samples, sample_rate) in this order, the samples a numpy array or torch "
@@ -43,44 +44,20 @@ _CODECS = {
 _INTEGERS = {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
 
 
-class AudioSource(ABC):
+class AudioSource(MediaSource[AudioHeader, AudioClip]):
     """One recording of a request, not decoded yet.
 
-    Every failure is a MediaError that names the parameter and shows nothing of the data.
+    Encoded recordings are told apart by their bytes; samples by dtype, shape, rate and bytes. The
+    model's rate is no part of their identity.
     """
 
-    may_change = False
+    _noun = "recording"
 
     def __init__(self, config: MediaConfig, parameter: str, sample_rate: int) -> None:
-        self._config = config
-        self._parameter = parameter
+        super().__init__(config, parameter)
         self._sample_rate = sample_rate
         self._num_frames = self._source_rate = 0
         self._holds_floats = False
-        self._header: AudioHeader | None = None
-
-    def header(self) -> AudioHeader:
-        """How many samples the model gets, at its rate; checked against the limits.
-
-        The source's length in seconds times the model's rate, rounded up.
-        """
-        if self._header is None:
-            frames, rate = self._num_frames, self._source_rate = self._measure()
-            if rate != self._sample_rate:
-                self._load("soxr")  # Said before the prompt is laid out, if it is missing.
-            self._header = AudioHeader(-(-frames * self._sample_rate // rate), self._sample_rate)
-        return self._header
-
-    @abstractmethod
-    def identity(self) -> bytes:
-        """32 bytes that are equal for equal recordings only; the model's rate is no part of them.
-
-        Encoded recordings are told apart by their bytes; samples by dtype, shape, rate and bytes.
-        """
-
-    def verify(self) -> None:
-        """Nothing to look for: encoded bytes and what `identity` copied cannot have changed."""
-        return
 
     def decode(self) -> AudioClip:
         """The recording as float32 `[num_samples]`, exactly as many as the header told.
@@ -101,6 +78,13 @@ class AudioSource(ABC):
             filled += len(part)
         assert filled == len(samples)
         return AudioClip(samples, header.sample_rate)
+
+    def _read_header(self) -> AudioHeader:
+        """How many samples the model gets: the length in seconds times its rate, rounded up."""
+        frames, rate = self._num_frames, self._source_rate = self._measure()
+        if rate != self._sample_rate:
+            self._load("soxr")  # Said before the prompt is laid out, if it is missing.
+        return AudioHeader(-(-frames * self._sample_rate // rate), self._sample_rate)
 
     @abstractmethod
     def _measure(self) -> tuple[int, int]:
@@ -140,10 +124,6 @@ class AudioSource(ABC):
             pass
         raise self._error(f"{name} is not installed: pip install 'aioengine[audio]'")
 
-    def _error(self, reason: str, *, value: object = None) -> MediaError:
-        text = f"{self._parameter} is not a usable recording: {reason}"
-        return MediaError(text, parameter=self._parameter, value=value)
-
 
 def open_audio(
     item: object, config: MediaConfig, *, parameter: str, sample_rate: int
@@ -156,8 +136,8 @@ def open_audio(
     the limits of `config`.
     """
     source: AudioSource
-    if isinstance(item, bytes | bytearray | memoryview):
-        source = _EncodedAudio(memoryview(item), config, parameter, sample_rate)
+    if isinstance(item, Encoded):
+        source = _EncodedAudio(item, config, parameter, sample_rate)
     elif isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], ARRAYS):
         source = _ArrayAudio(item[0], item[1], config, parameter, sample_rate)
     else:
@@ -171,16 +151,14 @@ def open_audio(
 class _EncodedAudio(AudioSource):
     """A recording's file in memory."""
 
+    _data: memoryview
+
     def __init__(
-        self, data: memoryview, config: MediaConfig, parameter: str, sample_rate: int
+        self, data: Encoded, config: MediaConfig, parameter: str, sample_rate: int
     ) -> None:
         super().__init__(config, parameter, sample_rate)
-        size, limit = data.nbytes, config.max_audio_bytes
-        if size > limit:
-            raise self._error(f"its {size} bytes are more than media.max_audio_bytes ({limit})")
-        data = data.cast("B") if size and data.c_contiguous else memoryview(bytes(data))
-        # What the application may still write to is copied, by numpy, which drops the GIL for it.
-        self._data = data if type(data.obj) is bytes else np.array(data).data
+        self._check_num_bytes(data, "audio")
+        self._data = keep_bytes(data)
         self._format, self._sound = _recognise(self._data)
         if self._format not in {name.upper() for name in config.audio_formats}:
             names = ", ".join(config.audio_formats)
@@ -199,7 +177,7 @@ class _EncodedAudio(AudioSource):
         if self._format == "OGG" and _has_more_streams(self._sound):
             raise self._error("it holds several OGG streams: give each on its own")
         if self._format == "MP3":
-            self._sound = self._guarded(_with_length, self._sound)
+            self._sound = self._guarded("its MP3 data", _with_length, self._sound)
         with self._open() as file:
             codecs, rate, frames = _CODECS[self._format], file.samplerate, file.frames
             if file.format.replace("WAVEX", "WAV") != self._format or file.subtype not in codecs:
@@ -223,25 +201,22 @@ class _EncodedAudio(AudioSource):
             raise self._error(f"its {self._format} data is cut short")
 
     def _open(self) -> Any:
-        file = self._guarded(self._load("soundfile").SoundFile, _File(self._sound))
+        open_file = self._load("soundfile").SoundFile
+        file = self._guarded(f"its {self._format} data", open_file, _File(self._sound))
         # soundfile would seek to where it is after each block, and decoders start over there.
         file.seekable = lambda: False
         return file
 
     def _read(self, file: Any, limit: int) -> Iterator[Array]:
         """Blocks `[n, channels]` up to the end or to `limit` frames; tags may lie behind them."""
+        what = f"its {self._format} data"
         block = np.empty((BLOCK_SAMPLES // file.channels, file.channels), np.float32)
-        while limit and len(part := self._guarded(file.read, min(limit, len(block)), out=block)):
+        while count := min(limit, len(block)):
+            part = self._guarded(what, file.read, count, out=block)
+            if not len(part):
+                return
             limit -= len(part)
             yield part
-
-    def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        try:
-            return call(*arguments, **options)
-        # Decoders raise whatever they meet in broken data, with addresses in the text.
-        except Exception as error:
-            kind = type(error).__name__
-        raise self._error(f"its {self._format} data is corrupt or cut short", value=kind)
 
 
 class _ArrayAudio(AudioSource):
@@ -298,13 +273,8 @@ class _ArrayAudio(AudioSource):
             yield np.array(self._frames[start : start + step], dtype, order="C")
 
     def _as_numpy(self, samples: Any) -> Array:
-        if isinstance(samples, torch.Tensor):
-            if samples.layout is not torch.strided or samples.is_meta or samples.is_quantized:
-                raise self._error("a tensor of samples must be dense")
-            if samples.is_floating_point() and samples.itemsize < 4:
-                samples = samples.float()  # numpy has no bfloat16.
-            samples = samples.numpy(force=True)
-        array: Array = np.asarray(samples)[...]  # A view: the size of its array is fixed then.
+        self._check_dense(samples, "samples")
+        array: Array = np.asarray(to_numpy(samples))[...]  # A view: its own shape cannot change.
         self._holds_floats = array.dtype.kind == "f"
         if not self._holds_floats and array.dtype.name not in _INTEGERS:
             raise self._error(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +31,7 @@ from aioengine.processors.media.pixels import (
     orient,
     to_rgb,
 )
+from aioengine.processors.media.source import Encoded, MediaSource, to_numpy
 
 __all__ = ["ImageSource", "open_image"]
 
@@ -56,35 +57,14 @@ _PLAIN_FORMATS = {"JPEG", "MPO", "PNG", "BMP", "WEBP"}
 _PLAIN_MODES = {"RGB", "RGBA", "L", "CMYK"}
 
 
-class ImageSource(ABC):
-    """One picture of a request, not decoded yet.
+class ImageSource(MediaSource[ImageHeader, Image.Image]):
+    """One picture of a request, not decoded yet. Its header tells size, mode and format.
 
-    Every failure is a MediaError that names the parameter and shows nothing of the data.
+    Encoded pictures are told apart by their bytes; pixels by mode, shape, type and bytes.
     """
 
-    may_change = False
-
-    def __init__(self, config: MediaConfig, parameter: str) -> None:
-        self._config = config
-        self._parameter = parameter
-
-    @abstractmethod
-    def header(self) -> ImageHeader:
-        """Size, mode and format, without decoding; checked against the limits."""
-
-    @abstractmethod
-    def identity(self) -> bytes:
-        """32 bytes that are equal for equal pictures only.
-
-        Encoded pictures are told apart by their bytes; pixels by mode, shape, type and bytes.
-        """
-
-    def verify(self) -> None:
-        """Raise MediaError if the picture is not what `identity` saw; called after processing.
-
-        Encoded bytes and copied arrays cannot change.
-        """
-        return
+    _noun = "picture"
+    _own_errors = (PixelError, EffortError)
 
     @abstractmethod
     def _pixels(self, header: ImageHeader) -> Image.Image:
@@ -97,18 +77,10 @@ class ImageSource(ABC):
         were RGB in memory already are not copied.
         """
         header = self.header()
-        image, reason, kind = None, "", None
-        try:
-            image = to_rgb(orient(self._pixels(header), header.orientation))
-        except (PixelError, EffortError) as error:
-            reason = str(error)
-        # Decoders raise whatever they meet in broken data, with pieces of it in the text.
-        except Exception as error:
-            reason = f"the {header.format or 'pixel'} data is corrupt or cut short"
-            kind = type(error).__name__
-        if image is None:
-            # Out here, so that the decoder's error, which holds on to the pixels, is gone.
-            raise self._error(reason, value=kind)
+        image = self._guarded(
+            f"the {header.format or 'pixel'} data",
+            lambda: to_rgb(orient(self._pixels(header), header.orientation)),
+        )
         if image.size != header.size:
             raise self._error("its header and its pixels differ in size")
         return image
@@ -130,13 +102,6 @@ class ImageSource(ABC):
             )
         return ImageSize(width, height)
 
-    def _error(self, reason: str, *, value: object = None) -> MediaError:
-        return MediaError(
-            f"{self._parameter} is not a usable picture: {reason}",
-            parameter=self._parameter,
-            value=value,
-        )
-
 
 def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSource:
     """The source for one picture as the caller gave it, or as it was fetched.
@@ -145,8 +110,8 @@ def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSou
     pictures over the limits of `config`.
     """
     source: ImageSource
-    if isinstance(item, bytes | bytearray | memoryview):
-        source = _EncodedImage(bytes(item), config, parameter)
+    if isinstance(item, Encoded):
+        source = _EncodedImage(item, config, parameter)
     elif isinstance(item, Image.Image):
         source = _PillowImage(item, config, parameter)
     elif isinstance(item, np.ndarray | torch.Tensor):
@@ -164,21 +129,13 @@ def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSou
 class _EncodedImage(ImageSource):
     """A picture file in memory."""
 
-    def __init__(self, data: bytes, config: MediaConfig, parameter: str) -> None:
-        super().__init__(config, parameter)
-        self._data = data
-        self._header: ImageHeader | None = None
-        if len(data) > config.max_image_bytes:
-            limit = config.max_image_bytes
-            raise self._error(
-                f"its {len(data)} bytes are more than media.max_image_bytes ({limit})",
-                value=len(data),
-            )
+    _data: bytes
 
-    def header(self) -> ImageHeader:
-        if self._header is None:
-            self._header = self._read_header()
-        return self._header
+    def __init__(self, data: Encoded, config: MediaConfig, parameter: str) -> None:
+        super().__init__(config, parameter)
+        self._check_num_bytes(data, "image")
+        # Pillow's readers share these: of anything else they would make a copy each.
+        self._data = bytes(data)
 
     def identity(self) -> bytes:
         hasher = ContentHasher("encoded image")
@@ -202,11 +159,8 @@ class _EncodedImage(ImageSource):
             # Pillow's WebP reader makes room for the whole canvas when it opens the file.
             self._check_size(*canvas)
         image = self._open()
-        width, height = image.size
         orientation = _orientation(image, self._data)
-        if orientation >= 5:
-            width, height = height, width
-        return ImageHeader(ImageSize(width, height), image.mode, image.format, orientation)
+        return ImageHeader(_shown(image, orientation), image.mode, image.format, orientation)
 
     def _open(self) -> ImageFile.ImageFile:
         # Not Image.open: its size limit is a global of the process that warns or raises by itself.
@@ -222,31 +176,24 @@ class _EncodedImage(ImageSource):
             if accepts is None:
                 unmarked.append(factory)
             elif _accepts(accepts, prefix):
-                image, reason, kind = self._read_with(factory, name)
-                if image is None:
-                    raise self._error(reason, value=kind)
-                return self._checked(image)
+                return self._checked(self._read_with(factory, name))
         # Formats without a mark to know them by: whoever can read it.
         for factory in unmarked:
-            image, _, _ = self._read_with(factory, "")
-            if image is not None:
-                return self._checked(image)
+            try:
+                image = self._read_with(factory, "")
+            except MediaError:
+                continue
+            return self._checked(image)
         raise self._error(f"it is in none of the allowed formats ({', '.join(names)})")
 
-    def _read_with(
-        self, factory: Callable[..., Any], name: str
-    ) -> tuple[ImageFile.ImageFile | None, str, str | None]:
-        """The picture with its header read; else None, why, and the kind of error."""
+    def _read_with(self, factory: Callable[..., Any], name: str) -> ImageFile.ImageFile:
+        """The picture with its header read."""
         reason = excess_before_opening(self._data, name)
         if reason:
-            return None, reason, None
-        try:
-            return factory(make_reader(self._data, name), ""), "", None
-        except EffortError as error:
-            return None, str(error), None
-        # Readers raise whatever they meet in a broken header, with pieces of it in the text.
-        except Exception as error:
-            return None, f"its {name} header is corrupt or cut short", type(error).__name__
+            raise self._error(reason)
+        reader = make_reader(self._data, name)
+        image: ImageFile.ImageFile = self._guarded(f"its {name} header", factory, reader, "")
+        return image
 
     def _checked(self, image: ImageFile.ImageFile) -> ImageFile.ImageFile:
         self._check_size(*image.size)
@@ -265,24 +212,6 @@ class _PillowImage(ImageSource):
         super().__init__(config, parameter)
         self._image = image
         self._identity: bytes | None = None
-        # Read once: loading may apply the orientation, and must not change what was laid out.
-        self._orientation = _orientation(image, b"")
-        self._size = image.size
-        is_lazy = isinstance(image, ImageFile.ImageFile) and bool(image.tile)
-        allowed = {name.upper() for name in config.image_formats} | {"MPO"}
-        if is_lazy and image.format not in allowed:
-            raise self._error(
-                f"the format {image.format} is none of the allowed ones "
-                f"({', '.join(config.image_formats)})",
-                value=image.format,
-            )
-
-    def header(self) -> ImageHeader:
-        width, height = self._size
-        self._check_size(width, height)
-        if self._orientation >= 5:
-            width, height = height, width
-        return ImageHeader(ImageSize(width, height), self._image.mode, None, self._orientation)
 
     def identity(self) -> bytes:
         hasher = ContentHasher("pixels in memory")
@@ -298,6 +227,19 @@ class _PillowImage(ImageSource):
         if before is not None and self.identity() != before:
             raise self._error("it was changed while the request was using it")
 
+    def _read_header(self) -> ImageHeader:
+        # Before it is loaded: that may apply the orientation, but must not change the layout.
+        image, formats = self._image, self._config.image_formats
+        is_lazy = isinstance(image, ImageFile.ImageFile) and bool(image.tile)
+        if is_lazy and image.format not in {*(name.upper() for name in formats), "MPO"}:
+            raise self._error(
+                f"the format {image.format} is none of the allowed ones ({', '.join(formats)})",
+                value=image.format,
+            )
+        self._check_size(*image.size)
+        orientation = _orientation(image, b"")
+        return ImageHeader(_shown(image, orientation), image.mode, None, orientation)
+
     def _pixels(self, header: ImageHeader) -> Image.Image:
         with _LOAD_LOCKS[(id(self._image) >> 4) % len(_LOAD_LOCKS)]:
             self._image.load()
@@ -307,37 +249,31 @@ class _PillowImage(ImageSource):
 class _ArrayImage(ImageSource):
     """Pixels in a numpy array or a torch tensor."""
 
-    def __init__(self, array: Array | torch.Tensor, config: MediaConfig, parameter: str) -> None:
-        super().__init__(config, parameter)
-        prefers_chw = isinstance(array, torch.Tensor)
-        self._array = self._channels_last(self._as_numpy(array), prefers_chw=prefers_chw)
+    _data: Array
 
-    def header(self) -> ImageHeader:
-        height, width, channels = self._array.shape
+    def __init__(self, pixels: Array | torch.Tensor, config: MediaConfig, parameter: str) -> None:
+        super().__init__(config, parameter)
+        self._check_dense(pixels, "pixels")
+        array = to_numpy(pixels)
+        if array.dtype != np.uint8 and array.dtype.kind != "f":
+            name = str(array.dtype)
+            raise self._error(f"its dtype is {name}, not uint8 or floating", value=name)
+        prefers_chw = isinstance(pixels, torch.Tensor)
+        self._data = self._channels_last(array, prefers_chw=prefers_chw)
+
+    def identity(self) -> bytes:
+        self._data = self._data.copy()  # the application may write to its own later
+        hasher = ContentHasher("array")
+        hash_pixels(hasher, self._data)
+        return hasher.digest()
+
+    def _read_header(self) -> ImageHeader:
+        height, width, channels = self._data.shape
         size = self._check_size(width, height)
         return ImageHeader(size, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
 
-    def identity(self) -> bytes:
-        self._array = self._array.copy()  # the application may write to its own later
-        hasher = ContentHasher("array")
-        hash_pixels(hasher, self._array)
-        return hasher.digest()
-
     def _pixels(self, header: ImageHeader) -> Image.Image:
-        return array_to_image(self._array)
-
-    def _as_numpy(self, array: Array | torch.Tensor) -> Array:
-        if isinstance(array, torch.Tensor):
-            if array.layout is not torch.strided or array.is_meta or array.is_quantized:
-                raise self._error("a tensor of pixels must be dense")
-            tensor = array.detach().cpu()
-            # numpy has no bfloat16.
-            array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        if array.dtype != np.uint8 and array.dtype.kind != "f":
-            raise self._error(
-                f"its dtype is {array.dtype}, not uint8 or floating", value=str(array.dtype)
-            )
-        return array
+        return array_to_image(self._data)
 
     def _channels_last(self, array: Array, *, prefers_chw: bool) -> Array:
         if array.ndim == 2:
@@ -357,6 +293,12 @@ def _accepts(accepts: Callable[[bytes], bool | str], prefix: bytes) -> bool:
         return accepts(prefix) is True
     except Exception:  # of a file shorter than the mark that it looks for
         return False
+
+
+def _shown(image: Image.Image, orientation: int) -> ImageSize:
+    """The size that a picture has once its orientation is applied."""
+    width, height = image.size
+    return ImageSize(height, width) if orientation >= 5 else ImageSize(width, height)
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:

@@ -20,7 +20,7 @@ def open_media(
     parameter: str,
     options: Mapping[str, Any],
     get_sample_rate: Callable[[], int],
-) -> MediaSource:
+) -> MediaSource[Any, Any]:
     """The source for one item as the caller gave it, or as it was fetched. Reads headers only.
 
     `options`: the HF processor's, of which a video's sampling is read (`num_frames`, `fps`, flat or

@@ -5,9 +5,9 @@ A video is a file in memory, an array of frames, or a list of pictures.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from aioengine.processors.media.pixels import (
     tiles,
     to_rgb,
 )
+from aioengine.processors.media.source import Encoded, MediaSource, keep_bytes, to_numpy
 from aioengine.processors.media.video_container import VideoError
 from aioengine.processors.media.video_frames import (
     VideoTable,
@@ -38,8 +39,6 @@ from aioengine.processors.media.video_sampling import Sampling
 
 __all__ = ["VideoSource", "open_video"]
 
-Read = TypeVar("Read")
-
 ACCEPTED = (
     "the bytes of a video file, a list of pictures, or a numpy array or torch tensor of shape "
     "(frames, height, width, channels) or (frames, channels, height, width) holding uint8 or "
@@ -47,44 +46,19 @@ ACCEPTED = (
 )
 
 
-class VideoSource(ABC):
+class VideoSource(MediaSource[VideoHeader, VideoClip]):
     """One video of a request, not decoded yet.
 
-    Every failure is a MediaError that names the parameter and shows nothing of the data.
+    Files are told apart by their bytes; arrays and pictures by the frames that are taken, and by
+    how many there were. Which frames are taken is part of the identity of all.
     """
 
-    may_change = False
+    _noun = "video"
+    _own_errors = (VideoError, PixelError)
 
     def __init__(self, config: MediaConfig, parameter: str, sampling: Sampling) -> None:
-        self._config = config
-        self._parameter = parameter
+        super().__init__(config, parameter)
         self._sampling = sampling
-        self._header: VideoHeader | None = None
-
-    def header(self) -> VideoHeader:
-        """Size of a frame as shown, and which frames are taken; checked against the limits.
-
-        A file is read to its end once, and its first frame is decoded. `decode` gives exactly this
-        number of frames, of this size.
-        """
-        if self._header is None:
-            self._header = self._guarded(self._read_header)
-        return self._header
-
-    @abstractmethod
-    def identity(self) -> bytes:
-        """32 bytes that are equal for equal videos of which the same frames are taken only.
-
-        Files are told apart by their bytes; arrays and pictures by the frames that are taken, and
-        by how many there were.
-        """
-
-    def verify(self) -> None:
-        """Raise MediaError if the video is not what `identity` saw; called after processing.
-
-        Files and arrays are copied, and cannot change.
-        """
-        return
 
     def decode(self) -> VideoClip:
         """The frames that the header tells, RGB, as they are to be shown.
@@ -93,31 +67,24 @@ class VideoSource(ABC):
         of pictures and arrays goes over white; that of a file's frames is dropped.
         """
         header = self.header()
-        frames = self._guarded(lambda: self._frames(header))
+        frames = self._guarded("its data", self._frames, header)
         assert frames.shape == (header.num_frames, header.size.height, header.size.width, 3)
         return VideoClip(frames, header)
 
-    @abstractmethod
     def _read_header(self) -> VideoHeader:
-        """The header; may raise VideoError."""
+        """Size of a frame as shown, and which frames are taken.
+
+        A file is read to its end once, and its first frame is decoded.
+        """
+        return self._guarded("its data", self._measure)
+
+    @abstractmethod
+    def _measure(self) -> VideoHeader:
+        """The header, checked against the limits; may raise VideoError."""
 
     @abstractmethod
     def _frames(self, header: VideoHeader) -> Array:
         """The frames; may raise VideoError and whatever decoders raise."""
-
-    def _guarded(self, read: Callable[[], Read]) -> Read:
-        """What `read` returns; a MediaError without the original error for whatever it raises."""
-        try:
-            return read()
-        except MediaError as error:
-            failure = error
-        except (VideoError, PixelError) as error:
-            failure = self._error(str(error), value=getattr(error, "value", None))
-        # Readers and decoders raise whatever they meet in broken data, with pieces of it.
-        except Exception as error:
-            failure = self._error("its data is corrupt or cut short", value=type(error).__name__)
-        # Out here, so that the original error, which holds on to frames, is gone.
-        raise failure
 
     def _choose(self, size: ImageSize, num_source_frames: int, fps: float | None) -> VideoHeader:
         """The header for what there is, checked against the limits on what is taken."""
@@ -135,13 +102,6 @@ class VideoSource(ABC):
     def _hash_sampling(self, hasher: ContentHasher) -> None:
         header = self.header()
         hasher.update([header.num_source_frames, list(header.indices)])
-
-    def _error(self, reason: str, *, value: object = None) -> MediaError:
-        return MediaError(
-            f"{self._parameter} is not a usable video: {reason}",
-            parameter=self._parameter,
-            value=value,
-        )
 
 
 def open_video(
@@ -164,7 +124,7 @@ def open_video(
     """
     sampling = Sampling.of(num_frames, fps, config, parameter)
     source: VideoSource
-    if isinstance(item, bytes | bytearray | memoryview):
+    if isinstance(item, Encoded):
         source = _VideoFile(item, config, parameter, sampling)
     elif isinstance(item, np.ndarray | torch.Tensor):
         source = _ArrayVideo(item, config, parameter, sampling)
@@ -182,29 +142,15 @@ def open_video(
 class _VideoFile(VideoSource):
     """A video file in memory."""
 
+    _data: memoryview
+
     def __init__(
-        self,
-        data: bytes | bytearray | memoryview,
-        config: MediaConfig,
-        parameter: str,
-        sampling: Sampling,
+        self, data: Encoded, config: MediaConfig, parameter: str, sampling: Sampling
     ) -> None:
         super().__init__(config, parameter, sampling)
         self._table: VideoTable | None = None
-        view = memoryview(data)
-        limit = config.max_video_bytes
-        if view.nbytes > limit:
-            raise self._error(
-                f"its {view.nbytes} bytes are more than media.max_video_bytes ({limit})",
-                value=view.nbytes,
-            )
-        if isinstance(data, bytes):
-            self._data = view
-        elif view.contiguous:
-            # The application may write to its own later. numpy copies without holding the GIL.
-            self._data = np.frombuffer(data, np.uint8).copy().data
-        else:
-            self._data = memoryview(bytes(view))
+        self._check_num_bytes(data, "video")
+        self._data = keep_bytes(data)
 
     def identity(self) -> bytes:
         hasher = ContentHasher("encoded video")
@@ -212,7 +158,7 @@ class _VideoFile(VideoSource):
         self._hash_sampling(hasher)
         return hasher.digest()
 
-    def _read_header(self) -> VideoHeader:
+    def _measure(self) -> VideoHeader:
         if not self._data.nbytes:
             raise VideoError("it is empty (0 bytes)", value=0)
         self._table = table = read_table(self._data, self._config)
@@ -237,10 +183,9 @@ class _ArrayVideo(VideoSource):
     ) -> None:
         super().__init__(config, parameter, sampling)
         self._copy: Array | None = None
+        self._check_dense(array, "frames")
         is_tensor = isinstance(array, torch.Tensor)
         if isinstance(array, torch.Tensor):
-            if array.layout is not torch.strided or array.is_meta or array.is_quantized:
-                raise self._error("a tensor of frames must be dense")
             array = array.detach()
             is_valid = array.dtype == torch.uint8 or array.is_floating_point()
         else:
@@ -264,7 +209,7 @@ class _ArrayVideo(VideoSource):
         self._hash_sampling(hasher)
         return hasher.digest()
 
-    def _read_header(self) -> VideoHeader:
+    def _measure(self) -> VideoHeader:
         shape = tuple(self._array.shape)
         height, width = shape[2:] if self._is_channels_first else shape[1:3]
         return self._choose(check_frame_size(width, height, self._config), shape[0], None)
@@ -273,11 +218,7 @@ class _ArrayVideo(VideoSource):
         """A copy of the frames that are taken, channels last."""
         copy = None
         for slot, index in enumerate(header.indices):
-            frame = self._array[index]
-            if isinstance(frame, torch.Tensor):
-                # numpy has no bfloat16.
-                frame = frame.float() if frame.dtype == torch.bfloat16 else frame
-                frame = frame.cpu().numpy()
+            frame = to_numpy(self._array[index])
             frame = np.moveaxis(frame, 0, -1) if self._is_channels_first else frame
             if copy is None:
                 copy = np.empty((header.num_frames, *frame.shape), frame.dtype)
@@ -319,7 +260,7 @@ class _PictureList(VideoSource):
         for source in self._sources:
             source.verify()
 
-    def _read_header(self) -> VideoHeader:
+    def _measure(self) -> VideoHeader:
         total = len(self._pictures)
         indices = self._sampling.indices(total, None, self._config.max_video_frames)
         self._sources = [

@@ -177,6 +177,8 @@ def test_dtypes() -> None:
     rounded = torch.from_numpy(wave).bfloat16()
     assert np.array_equal(decode((rounded, RATE)), rounded.float().numpy())
     assert np.array_equal(decode((torch.from_numpy(wave).requires_grad_(), RATE)), wave)
+    half = torch.from_numpy(wave).half()
+    assert open_((half, RATE)).identity() == open_((half.numpy(), RATE)).identity()
 
 
 def test_shapes() -> None:

@@ -361,6 +361,8 @@ def test_arrays(noise: Noise) -> None:
     assert same(decode(pixels[..., 0]), Image.fromarray(pixels[..., 0].copy()).convert("RGB"))
     alpha = np.dstack([pixels, np.full(pixels.shape[:2], 9, np.uint8)])
     assert same(decode(alpha), over_white(Image.fromarray(alpha)))
+    for dtype in (torch.bfloat16, torch.float8_e5m2):  # numpy has neither
+        assert same(decode(torch.ones(3, 4, 5, dtype=dtype)), Image.new("RGB", (5, 4), "white"))
 
 
 def test_ambiguous_channels_follow_the_librarys_habit() -> None:
