@@ -142,7 +142,7 @@ class MediaPipeline:
         Returns their features, if the layout needs them. The first failure ends the others. Raises
         the request's error.
         """
-        self._front.validate_num_items(Counter(media.modality for media in ticket.media))
+        self._front.info.validate_num_items(Counter(media.modality for media in ticket.media))
         self._workers.check(ticket.mm_processor_kwargs)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -207,6 +207,7 @@ class MediaPipeline:
         identity = await self._read(ticket, media, fetched)
         media.item = None
         media.key = self._key(ticket, media, cache_salt, identity)
+        self.cache.touch(media.key)  # so that a request's own items are the last to go
         if name is not None and not isinstance(media.header, Embeddings):
             self._named[name] = media.key, media.header
         if not self._front.layout_needs_hf_outputs:

@@ -121,6 +121,22 @@ async def test_a_name_stands_for_what_can_be_held(
             await engine.generate(prompt(0, known=True), greedy(6))
 
 
+async def test_a_request_keeps_its_own_items_in_the_cache(folder: Path) -> None:
+    """Whether or not their features are asked for: here the encoder has the rows already."""
+    size = await item_bytes(folder)
+    first, second, third = pictures()[:3]
+    async with running_engine(folder, mm_processor_cache_bytes=2 * size) as engine:
+        for picture in (first, second, first, third):
+            await ask(engine, picture)
+        assert engine.statistics().stages["process"].count == 3
+        assert engine.statistics().encoder_items_run == 3
+        engine._scheduler.media.cache.clear()
+        await ask(engine, first)
+        assert engine.statistics().stages["process"].count == 3
+        await ask(engine, second)
+        assert engine.statistics().stages["process"].count == 4
+
+
 async def test_cancelled_at_any_time_nothing_stays_held(
     folder: Path, after_processing: None
 ) -> None:
