@@ -36,7 +36,12 @@ from aioengine.processors.inputs import (
 from aioengine.processors.items import PROCESSOR_ITEMS, EmbeddingItems, MultiModalDataItems
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
-from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
+from aioengine.processors.updates import (
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+    ResolvedUpdates,
+)
 
 __all__ = ["GenericDummyInputsBuilder", "GenericMultiModalProcessor", "GenericProcessingInfo"]
 
@@ -66,9 +71,11 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
                 self._check_against_hf(modality)
             notes["checked", type(self)] = True
 
-    def process(self, items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]) -> ItemsByModality:
-        """Each decoded item for itself; see the base class."""
-        self.validate_num_items(dict.fromkeys(items.keys() - self.info.contracts, 1))
+    def _process_part(
+        self, items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]
+    ) -> ItemsByModality:
+        # Each decoded item for itself.
+        self.info.validate_num_items(dict.fromkeys(items.keys() - self.info.contracts, 1))
         merged = self.merged_kwargs(mm_kwargs)
         processed: ItemsByModality = {}
         for modality, group in items.items():
@@ -190,9 +197,9 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
             )
         return self._fixed[token_id]
 
-    def _has_open_ends(self, updates: Sequence[PromptUpdate], counts: Mapping[str, int]) -> bool:
+    def _has_open_ends(self, updates: ResolvedUpdates) -> bool:
         # `_updates_of` has looked: only what is open has text for a target.
-        return any(isinstance(each.target, str) and counts.get(each.modality) for each in updates)
+        return any(isinstance(update.target, str) for update in updates)
 
     def _details(self, modality: str, full: str | list[int], ids: list[int]) -> PromptUpdateDetails:
         embed_id = self.info.get_embed_token_id(modality, ids)
@@ -275,7 +282,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         group = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality](items)})
         token_ids, processed = self._apply_hf_processor_main(prompt, group, {})
         updates = self._updates(group, {}, processed)
-        layout = self._expand(token_ids, prompt, updates, group.get_all_counts())
+        layout = self._expand(token_ids, prompt, updates)
         theirs = np.asarray(outputs["input_ids"]).reshape(-1).tolist()
         return layout.token_ids, theirs, processed[modality][0], outputs
 

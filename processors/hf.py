@@ -1,7 +1,8 @@
-"""HF processors where torchvision is missing: everything but videos.
+"""HF processors where torchvision is missing: videos of the families that can do without it.
 
 transformers' video processors need torchvision, and an HF processor that has one is not made
-without it. Here such a processor is made with None in the place of its video processor.
+without it. Here such a processor is made with frames.py's in the place of its video processor where
+that gives the same tensors, and else with None.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ from typing import Any
 
 __all__ = ["lacks_video", "load_processor"]
 
+_COMPARED = ((5, 19), (5, 23))
+"""The first and last minor version of transformers with which frames.py was compared; others may
+have other defaults."""
+
 
 def load_processor(source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any) -> Any:
-    """The HF processor of a folder or hub id, without its video part if that cannot be made.
+    """The HF processor of a folder or hub id; what it lacks for videos without torchvision is None.
 
     `options`: revision and the like; `kwargs` override its saved settings. Raises what transformers
     raises.
     """
     from transformers import AutoProcessor
+    from transformers.utils import is_torchvision_available
 
     try:
         return AutoProcessor.from_pretrained(source, **options, **kwargs)
-    except ImportError as error:
-        found = _class_of(hf_config) if "torchvision" in str(error).lower() else None
+    except (ImportError, ValueError):  # where settings name no class, the latter
+        found = None if is_torchvision_available() else _class_of(hf_config)
         if found is None or not _video_parts(found):
             raise
-        return _load_without_video(found, source, options, kwargs)
+        return _load_without_torchvision(found, source, hf_config, options, kwargs)
 
 
 def lacks_video(hf_processor: Any) -> bool:
@@ -49,8 +55,12 @@ def _video_parts(processor_class: Any) -> list[str]:
     return [part for part in parts if part.startswith("video_processor")]
 
 
-def _load_without_video(
-    processor_class: Any, source: str, options: Mapping[str, Any], kwargs: Mapping[str, Any]
+def _load_without_torchvision(
+    processor_class: Any,
+    source: str,
+    hf_config: Any,
+    options: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
@@ -60,7 +70,7 @@ def _load_without_video(
         "tokenizer": AutoTokenizer,
     }
     parts = [
-        None
+        _load_video_part(source, hf_config, options)
         if part.startswith("video_processor")
         else loaders[part].from_pretrained(source, **options)
         for part in processor_class.get_attributes()
@@ -70,11 +80,41 @@ def _load_without_video(
     return lenient.from_args_and_dict(parts, {**settings, **kwargs}, **rest)
 
 
+def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+    """A video processor with the settings that HF's own would have; None where there is no equal.
+
+    Which class that is, transformers finds in three places, and so it is done here.
+    """
+    import transformers
+
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if not _COMPARED[0] <= release <= _COMPARED[1]:
+        return None
+    from aioengine.processors.frames import MODEL_TYPES, VIDEO_PROCESSORS, FrameProcessor
+
+    try:
+        settings, _ = FrameProcessor.get_video_processor_dict(source, **options)
+    except OSError:  # there are none, not even of an image processor
+        return None
+    name = settings.get("video_processor_type")
+    if name is None:
+        pictures = settings.pop("image_processor_type", None) or ""
+        name = pictures.replace("ImageProcessor", "VideoProcessor")
+    if not hasattr(transformers, name):
+        name = MODEL_TYPES.get(hf_config.model_type)
+    has_own_code = "AutoVideoProcessor" in settings.get("auto_map", ())
+    found = None if has_own_code else VIDEO_PROCESSORS.get(name)
+    return None if found is None else found.from_dict(settings)
+
+
 def _lenient(processor_class: Any) -> Any:
-    """The same class, by name too, but content with None for a part."""
+    """The same class, by name too, but content with whatever video part it is given.
+
+    transformers' own check asks for classes that are not there without torchvision.
+    """
 
     def check(self: Any, argument_name: str, argument: Any) -> Any:
-        if argument is None:
+        if argument_name.startswith("video_processor"):
             return None
         return processor_class.check_argument_for_proper_class(self, argument_name, argument)
 

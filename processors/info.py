@@ -11,7 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from aioengine.errors import ModelLoadError
+from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
+from aioengine.processors.hf import lacks_video, load_processor
 
 __all__ = [
     "BaseDummyInputsBuilder",
@@ -107,8 +108,6 @@ def load_context(
     """
     from transformers import AutoTokenizer
 
-    from aioengine.processors.hf import load_processor
-
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     source = str(model)
 
@@ -185,6 +184,41 @@ class BaseProcessingInfo(ABC):
             known = [number for number in (supported, limit) if number is not None]
             allowed[modality] = min(known, default=None)
         return allowed
+
+    def validate_num_items(self, counts: Mapping[str, int]) -> None:
+        """Raises UnsupportedModalityError for media that the model or the engine does not take.
+
+        And MediaError for videos that it would take if torchvision were there.
+        """
+        supported = self.get_supported_mm_limits()
+        allowed = self.get_allowed_mm_limits()
+        for modality, count in counts.items():
+            if count and modality not in supported:
+                if modality == "video" and lacks_video(self.get_hf_processor()):
+                    raise MediaError(
+                        "the model's videos need torchvision; install it, or give the frames as "
+                        "images",
+                        parameter="videos",
+                    )
+                takes = ", ".join(sorted(supported)) or "no media"
+                raise UnsupportedModalityError(
+                    f"the model takes no {modality} items, only {takes}"
+                    if supported
+                    else f"the model takes no {modality} items: it is for text only",
+                    parameter=f"{modality}s",
+                    value=count,
+                )
+            limit = allowed.get(modality)
+            if limit is None or count <= limit:
+                continue
+            most = supported[modality]
+            raises_it = most is None or count <= most
+            way_out = f"; raise limit_mm_per_prompt[{modality!r}]" if raises_it else ""
+            raise UnsupportedModalityError(
+                f"{count} {modality} items in one prompt are more than {limit}{way_out}",
+                parameter=f"{modality}s",
+                value=count,
+            )
 
 
 class TextOnlyInfo(BaseProcessingInfo):

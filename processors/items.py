@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = [
     "ImageHeader",
     "ImageProcessorItems",
     "ImageSize",
+    "MixedItems",
     "ModalityDataItems",
     "MultiModalDataItems",
     "VideoClip",
@@ -260,6 +262,28 @@ class EmbeddingItems(ModalityDataItems[torch.Tensor]):
         return items
 
 
+class MixedItems(ModalityDataItems[Any]):
+    """Media and embeddings of one modality in one prompt.
+
+    `parts`: the items of each kind, and their places among all of the modality. Only the engine
+    sees these: a family is asked for one kind at a time (`MultiModalDataItems.parts`).
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[ModalityDataItems[Any], Sequence[int]]], modality: str
+    ) -> None:
+        placed = [
+            (place, item)
+            for group, places in parts
+            for place, item in zip(places, group._items, strict=True)
+        ]
+        super().__init__([item for _, item in sorted(placed, key=itemgetter(0))], modality)
+        self.parts = parts
+
+    def get_processor_data(self) -> Mapping[str, object]:
+        raise TypeError(f"{self.modality} items and embeddings are processed apart")
+
+
 def _checked_tensor(value: object, parameter: str) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "fiub":
@@ -339,6 +363,23 @@ class MultiModalDataItems(Mapping[str, ModalityDataItems[Any]]):
         """Modality -> number of items."""
         return {modality: len(group) for modality, group in self._items.items()}
 
+    def parts(self) -> list[tuple[MultiModalDataItems, dict[str, Sequence[int]]]]:
+        """What a family is asked for at once, with the items' places: all, if nothing is mixed."""
+        parts: list[dict[str, tuple[ModalityDataItems[Any], Sequence[int]]]] = [{}, {}]
+        for modality, group in self._items.items():
+            if isinstance(group, MixedItems):
+                parts[0][modality], parts[1][modality] = group.parts
+            else:
+                parts[0][modality] = group, range(len(group))
+        return [
+            (
+                MultiModalDataItems({modality: group for modality, (group, _) in part.items()}),
+                {modality: places for modality, (_, places) in part.items()},
+            )
+            for part in parts
+            if part
+        ]
+
     @overload
     def get_items(self, modality: str, kind: type[ItemsT]) -> ItemsT: ...
 
@@ -393,8 +434,9 @@ def _modality_items(
         return EmbeddingItems(
             contents, modality=modality, hidden_size=get_hidden_size(), parameters=names
         )
-    name = names[are_embeddings.index(True)]
-    raise MediaError(
-        f"{name}: embeddings and other {modality} items cannot be mixed in one prompt",
-        parameter=name,
-    )
+    parts = []
+    for is_embedding in (False, True):
+        places = [index for index, each in enumerate(are_embeddings) if each is is_embedding]
+        chosen = [group[index] for index in places]
+        parts.append((_modality_items(modality, chosen, get_hidden_size), places))
+    return MixedItems(parts, modality)

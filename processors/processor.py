@@ -16,12 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aioengine.errors import (
-    InvalidRequestError,
-    MediaError,
-    UnsupportedModalityError,
-)
-from aioengine.processors.hf import lacks_video
+from aioengine.errors import InvalidRequestError, MediaError
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
@@ -33,7 +28,13 @@ from aioengine.processors.items import EmbeddingItems, MultiModalDataItems
 from aioengine.processors.matching import apply_updates, find_expanded, has_open_ends
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.text_matching import apply_text_updates
-from aioengine.processors.updates import PromptUpdate, find, resolve_contents
+from aioengine.processors.updates import (
+    PromptUpdate,
+    ResolvedUpdates,
+    find,
+    join_updates,
+    resolve_updates,
+)
 
 __all__ = [
     "BaseMultiModalProcessor",
@@ -144,36 +145,6 @@ class BaseMultiModalProcessor(ABC):
         )
         return list(encoding["input_ids"])
 
-    def validate_num_items(self, counts: Mapping[str, int]) -> None:
-        """Raises UnsupportedModalityError for media that the model or the engine does not take."""
-        supported = self.info.get_supported_mm_limits()
-        allowed = self.info.get_allowed_mm_limits()
-        for modality, count in counts.items():
-            if count and modality not in supported:
-                takes = ", ".join(sorted(supported)) or "no media"
-                lacks = modality == "video" and lacks_video(self.info.get_hf_processor())
-                raise UnsupportedModalityError(
-                    "the model's video processor needs torchvision; install it, or give the frames "
-                    "as images"
-                    if lacks
-                    else f"the model takes no {modality} items, only {takes}"
-                    if supported
-                    else f"the model takes no {modality} items: it is for text only",
-                    parameter=f"{modality}s",
-                    value=count,
-                )
-            limit = allowed.get(modality)
-            if limit is None or count <= limit:
-                continue
-            most = supported[modality]
-            raises_it = most is None or count <= most
-            way_out = f"; raise limit_mm_per_prompt[{modality!r}]" if raises_it else ""
-            raise UnsupportedModalityError(
-                f"{count} {modality} items in one prompt are more than {limit}{way_out}",
-                parameter=f"{modality}s",
-                value=count,
-            )
-
     def layout(
         self,
         prompt: TextOrTokens,
@@ -189,12 +160,11 @@ class BaseMultiModalProcessor(ABC):
         UnsupportedModalityError, PlaceholderMismatchError, or InvalidRequestError for token ids
         that the model does not have.
         """
-        counts = items.get_all_counts()
-        self.validate_num_items(counts)
+        self.info.validate_num_items(items.get_all_counts())
         token_ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         updates = self._updates(items, mm_kwargs, outputs or {})
         text = prompt if isinstance(prompt, str) else None
-        return self._expand(token_ids, text, updates, counts, literals)
+        return self._expand(token_ids, text, updates, literals)
 
     def process(self, items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]) -> ItemsByModality:
         """Runs the HF processor on decoded media: modality -> one kwargs item for each.
@@ -202,18 +172,14 @@ class BaseMultiModalProcessor(ABC):
         Floating-point tensors are float32 on the CPU. Embeddings pass through. Raises MediaError,
         with nothing of the media in its text.
         """
-        processed: ItemsByModality = {}
-        mm_data: dict[str, object] = {}
-        counts: dict[str, int] = {}
-        for modality, group in items.items():
-            if isinstance(group, EmbeddingItems):
-                processed[modality] = group.to_kwargs_items()
-            else:
-                mm_data.update(group.get_processor_data())
-                counts[modality] = len(group)
-        if mm_data:
-            processed.update(self._process_media(mm_data, counts, self.merged_kwargs(mm_kwargs)))
-        return {modality: processed[modality] for modality in items}
+        placed: dict[str, dict[int, MultiModalKwargsItem]] = {}
+        for part, places in items.parts():
+            for modality, done in self._process_part(part, mm_kwargs).items():
+                placed.setdefault(modality, {}).update(zip(places[modality], done, strict=True))
+        return {
+            modality: [group[index] for index in range(len(group))]
+            for modality, group in placed.items()
+        }
 
     def verify_layout(
         self,
@@ -228,17 +194,17 @@ class BaseMultiModalProcessor(ABC):
         `items` and `outputs` are all of the request's, or those whose places in it `indices` tells.
         Raises MediaError.
         """
-        updates = self._updates(items, mm_kwargs, outputs)
-        contents = resolve_contents(updates, items.get_all_counts(), self.info.get_tokenizer())
-        for modality, group in contents.items():
+        updates = self._updates(items, mm_kwargs, outputs, indices)
+        for modality in items:
+            group = updates.items[modality]
             places = range(len(group)) if indices is None else indices[modality]
             for item_idx, alternatives in zip(places, group, strict=True):
                 placed = layout.placeholders[modality][item_idx]
                 tokens = layout.token_ids[placed.offset : placed.offset + placed.length]
                 if not any(
-                    content.token_ids[content.start : content.stop] == tokens
-                    and content.placeholder(placed.offset - content.start) == placed
-                    for content in alternatives
+                    update.token_ids[update.start : update.stop] == tokens
+                    and update.placeholder(placed.offset - update.start) == placed
+                    for update in alternatives
                 ):
                     name = f"{modality}s[{item_idx}]"
                     raise MediaError(
@@ -254,12 +220,12 @@ class BaseMultiModalProcessor(ABC):
         mm_kwargs: Mapping[str, Any] | None = None,
     ) -> MultiModalInputs:
         """Layout, processing and verification at once, for decoded media."""
-        self.validate_num_items(items.get_all_counts())
+        self.info.validate_num_items(items.get_all_counts())
         token_ids, outputs = self._apply_hf_processor_main(prompt, items, mm_kwargs or {})
         updates = self._updates(items, mm_kwargs or {}, outputs)
         is_plain = isinstance(prompt, str) and token_ids == self.tokenize(prompt)
         text = prompt if is_plain and isinstance(prompt, str) else None
-        layout = self._expand(token_ids, text, updates, items.get_all_counts())
+        layout = self._expand(token_ids, text, updates)
         return MultiModalInputs(
             token_ids=layout.token_ids, placeholders=layout.placeholders, items=outputs
         )
@@ -277,46 +243,61 @@ class BaseMultiModalProcessor(ABC):
         token_ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         return token_ids, self.process(mm_items, mm_kwargs)
 
+    def _process_part(
+        self, items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]
+    ) -> ItemsByModality:
+        """`process`, where each modality has media or embeddings, and not both."""
+        processed: ItemsByModality = {}
+        mm_data: dict[str, object] = {}
+        counts: dict[str, int] = {}
+        for modality, group in items.items():
+            if isinstance(group, EmbeddingItems):
+                processed[modality] = group.to_kwargs_items()
+            else:
+                mm_data.update(group.get_processor_data())
+                counts[modality] = len(group)
+        if mm_data:
+            processed.update(self._process_media(mm_data, counts, self.merged_kwargs(mm_kwargs)))
+        return {modality: processed[modality] for modality in items}
+
     def _expand(
         self,
         token_ids: list[int],
         text: str | None,
-        updates: Sequence[PromptUpdate],
-        counts: Mapping[str, int],
+        updates: ResolvedUpdates,
         literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
         """The layout of a prompt of tokens: as `text` became (if that is not None), or as they
         came from the caller or an HF processor, which may have expanded them."""
         tokenizer = self.info.get_tokenizer()
-        if text is None and any(counts.values()) and not literals:
-            placed = find_expanded(token_ids, updates, counts, tokenizer)
+        if text is None and updates.num_items and not literals:
+            placed = find_expanded(token_ids, updates, tokenizer)
             if placed is not None:
                 return Layout(token_ids=token_ids, placeholders=placed)
         plain = self._apply_hf_processor_tokens_only(list(token_ids))
         if literals:
             shift = max(0, find(plain, token_ids))
             literals = [(start + shift, stop + shift) for start, stop in literals]
-            return self._apply_prompt_updates(plain, updates, counts, literals)
-        if plain == token_ids and self._has_open_ends(updates, counts):
-            expanded = apply_text_updates(token_ids, text, updates, counts, tokenizer)
+            return self._apply_prompt_updates(plain, updates, literals)
+        if plain == token_ids and self._has_open_ends(updates):
+            expanded = apply_text_updates(token_ids, text, updates, tokenizer)
             if expanded is not None:
                 return Layout(token_ids=expanded[0], placeholders=expanded[1])
-        return self._apply_prompt_updates(plain, updates, counts)
+        return self._apply_prompt_updates(plain, updates)
 
-    def _has_open_ends(self, updates: Sequence[PromptUpdate], counts: Mapping[str, int]) -> bool:
+    def _has_open_ends(self, updates: ResolvedUpdates) -> bool:
         """Whether the text beside an update may merge with it, so that the text is expanded."""
-        return has_open_ends(updates, counts, self.info.get_tokenizer())
+        return has_open_ends(updates, self.info.get_tokenizer())
 
     def _apply_prompt_updates(
         self,
         token_ids: list[int],
-        updates: Sequence[PromptUpdate],
-        counts: Mapping[str, int],
+        mm_prompt_updates: ResolvedUpdates,
         literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
         """Expands the placeholders, and finds where each item came to lie."""
         tokenizer = self.info.get_tokenizer()
-        expanded, placeholders = apply_updates(token_ids, updates, counts, tokenizer, literals)
+        expanded, placeholders = apply_updates(token_ids, mm_prompt_updates, tokenizer, literals)
         return Layout(token_ids=expanded, placeholders=placeholders)
 
     def _updates(
@@ -324,9 +305,20 @@ class BaseMultiModalProcessor(ABC):
         items: MultiModalDataItems,
         mm_kwargs: Mapping[str, Any],
         outputs: Mapping[str, Sequence[MultiModalKwargsItem]],
-    ) -> Sequence[PromptUpdate]:
-        merged = self.merged_kwargs(mm_kwargs)
-        return self._get_prompt_updates(items, merged, MultiModalKwargs(outputs))
+        indices: Mapping[str, Sequence[int]] | None = None,
+    ) -> ResolvedUpdates:
+        """What the family says for each item; `indices`: their places, if these are not all."""
+        merged, tokenizer = self.merged_kwargs(mm_kwargs), self.info.get_tokenizer()
+        parts = []
+        for part, places in items.parts() or [(items, {})]:
+            own = {
+                name: [outputs[name][index] for index in places[name]]
+                for name in part
+                if outputs.get(name)
+            }
+            updates = self._get_prompt_updates(part, merged, MultiModalKwargs(own))
+            parts.append((resolve_updates(updates, indices or places, tokenizer), places))
+        return join_updates(parts)
 
     def _dummy_text(self, counts: Mapping[str, int]) -> str:
         key = tuple(sorted(counts.items()))

@@ -9,23 +9,21 @@ exactly the prompt's tokens, or the offsets do not show an item's own tokens, it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from aioengine.processors.inputs import PlaceholderRange
-from aioengine.processors.matching import Matcher, targets_of
+from aioengine.processors.matching import Matcher, Ranges
 from aioengine.processors.updates import (
     PromptIndexTarget,
     PromptSequence,
-    PromptUpdate,
-    ResolvedContent,
-    resolve_contents,
+    ResolvedUpdate,
+    ResolvedUpdates,
 )
 
 __all__ = ["apply_text_updates"]
-
-Expanded = tuple[list[int], dict[str, list[PlaceholderRange]]]
 
 
 @dataclass(frozen=True)
@@ -33,37 +31,33 @@ class _Put:
     """An item's content at a place in the expanded text."""
 
     modality: str
-    content: ResolvedContent
+    content: ResolvedUpdate
     start: int
     stop: int
 
 
 def apply_text_updates(
-    prompt: Sequence[int],
-    text: str | None,
-    updates: Sequence[PromptUpdate],
-    counts: Mapping[str, int],
-    tokenizer: Any,
-) -> Expanded | None:
+    prompt: Sequence[int], text: str | None, updates: ResolvedUpdates, tokenizer: Any
+) -> tuple[list[int], Ranges] | None:
     """The prompt with every item's tokens in it, and modality -> ranges in item order, or None.
 
     `text`: what `prompt` was tokenised from, with the tokenizer's special tokens; None: the prompt
     came as token ids, which must be what their own text is tokenised to. `tokenizer`: a fast one of
     transformers.
     """
-    if any(isinstance(target, PromptIndexTarget) for target in targets_of(updates, counts)):
+    if any(isinstance(update.target, PromptIndexTarget) for update in updates):
         return None  # a place among tokens, which the text does not show
     adds_special = text is not None
     if text is None:
         text = _decode(tokenizer, prompt)
     if _encode(tokenizer, text, adds_special)[0] != list(prompt):
         return None
-    found = _expand(text, updates, counts, tokenizer)
+    found = _expand(text, updates, tokenizer)
     if found is None:
         return None
     expanded, puts = found
     token_ids, offsets = _encode(tokenizer, expanded, adds_special)
-    ranges: dict[str, list[PlaceholderRange]] = {modality: [] for modality in counts}
+    ranges: Ranges = {modality: [] for modality, items in updates.items.items() if items}
     for put in puts:
         placed = _locate(put, token_ids, offsets)
         if placed is None:
@@ -85,31 +79,27 @@ def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
 
-def _expand(
-    text: str, updates: Sequence[PromptUpdate], counts: Mapping[str, int], tokenizer: Any
-) -> tuple[str, list[_Put]] | None:
+def _expand(text: str, updates: ResolvedUpdates, tokenizer: Any) -> tuple[str, list[_Put]] | None:
     """The text with all contents in it; None where an item finds no place, or a place no item."""
 
     def spell(target: PromptSequence) -> str:
         return target if isinstance(target, str) else _decode(tokenizer, target)
 
-    contents = resolve_contents(updates, counts, tokenizer)
     matcher = Matcher(text, spell)
-    places = matcher.places(updates, counts)
-    cursor = places[-1].stop if places else 0
-    if len(places) < sum(counts.values()) or matcher.spare(updates, cursor)[0]:
+    places = matcher.places(updates)
+    targets = chain.from_iterable(updates.replaced.values())
+    if len(places) < updates.num_items or matcher.count(targets, places[-1].stop if places else 0):
         return None
     cursor, pieces, length = 0, [], 0
     puts: list[_Put] = []
     for place in places:
-        content = place.content(updates, contents)
-        inserted = content.text
+        inserted = place.update.text
         if inserted is None:
-            inserted = _decode(tokenizer, content.token_ids)
+            inserted = _decode(tokenizer, place.update.token_ids)
         pieces += [text[cursor : place.point], inserted]
         start = length + place.point - cursor
         length = start + len(inserted)
-        puts.append(_Put(place.update.modality, content, start, length))
+        puts.append(_Put(place.modality, place.update, start, length))
         cursor = place.stop
     return "".join([*pieces, text[cursor:]]), puts
 

@@ -6,8 +6,10 @@ It puts the placeholder tokens in place of something (`PromptReplacement`), or n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Protocol, TypeAlias
 
 import torch
@@ -21,9 +23,12 @@ __all__ = [
     "PromptReplacement",
     "PromptUpdate",
     "PromptUpdateDetails",
-    "ResolvedContent",
+    "ResolvedUpdate",
+    "ResolvedUpdates",
+    "as_string",
     "find",
-    "resolve_contents",
+    "join_updates",
+    "resolve_updates",
     "to_token_ids",
 ]
 
@@ -190,21 +195,45 @@ class PromptInsertion(PromptUpdate):
 
 
 @dataclass(frozen=True)
-class ResolvedContent:
-    """An update's content as token ids; `start` and `stop` bound the placeholder range in them.
+class ResolvedUpdate:
+    """An update as it is for one item, its content as token ids.
 
-    `text`: the content as it was given, where it was text.
+    `start` and `stop` bound the placeholder range in them; `text`: the content as it was given,
+    where it was text.
     """
 
+    target: Target
+    keeps_target: bool
     token_ids: list[int]
     start: int
     stop: int
     is_embed: torch.Tensor | None
-    text: str | None = None
+    text: str | None
 
     def placeholder(self, offset: int) -> PlaceholderRange:
         """The range, if the content is put at `offset`."""
         return PlaceholderRange(offset + self.start, self.stop - self.start, self.is_embed)
+
+
+@dataclass(frozen=True)
+class ResolvedUpdates:
+    """What is done to one prompt.
+
+    `items`: modality -> the alternatives of each item; `replaced`: modality -> the targets that
+    each stand for an item, known without one.
+    """
+
+    items: dict[str, list[list[ResolvedUpdate]]]
+    replaced: dict[str, list[PromptSequence]]
+
+    def __iter__(self) -> Iterator[ResolvedUpdate]:
+        for group in self.items.values():
+            yield from chain.from_iterable(group)
+
+    @property
+    def num_items(self) -> int:
+        """Of all modalities."""
+        return sum(map(len, self.items.values()))
 
 
 def as_string(token_ids: Iterable[int]) -> str:
@@ -223,12 +252,54 @@ def to_token_ids(sequence: PromptSequence, tokenizer: TextEncoder) -> list[int]:
     return [int(token_id) for token_id in sequence]
 
 
-def _resolve_content(
-    update: PromptUpdate, item_idx: int, tokenizer: TextEncoder
-) -> ResolvedContent:
-    content = update.content
-    if callable(content):
-        content = content(item_idx)
+def resolve_updates(
+    updates: Sequence[PromptUpdate], places: Mapping[str, Sequence[int]], tokenizer: TextEncoder
+) -> ResolvedUpdates:
+    """The updates for the items at these places of each modality, modalities in updates' order.
+
+    An update's function is asked for the first of them as item 0, and so on. Raises MediaError for
+    an item that gets no encoder rows.
+    """
+    modalities = dict.fromkeys([*(update.modality for update in updates), *places])
+    resolved = ResolvedUpdates(
+        {modality: [[] for _ in places.get(modality, ())] for modality in modalities},
+        {modality: [] for modality in modalities},
+    )
+    for update in updates:
+        target = update.target
+        if not (callable(target) or isinstance(target, PromptIndexTarget) or update.keeps_target):
+            resolved.replaced[update.modality].append(target)
+        for item_idx, alternatives in enumerate(resolved.items[update.modality]):
+            name = f"{update.modality}s[{places[update.modality][item_idx]}]"
+            alternatives.append(_resolve(update, item_idx, name, tokenizer))
+    return resolved
+
+
+def join_updates(
+    parts: Sequence[tuple[ResolvedUpdates, Mapping[str, Sequence[int]]]],
+) -> ResolvedUpdates:
+    """The updates of a whole prompt from those of its parts, each with its items' places."""
+    placed: dict[str, list[tuple[int, list[ResolvedUpdate]]]] = {}
+    replaced: dict[str, list[PromptSequence]] = {}
+    for resolved, places in parts:
+        for modality, items in resolved.items.items():
+            group = zip(places.get(modality, ()), items, strict=True)
+            placed.setdefault(modality, []).extend(group)
+            replaced.setdefault(modality, []).extend(resolved.replaced[modality])
+    return ResolvedUpdates(
+        {
+            modality: [alternatives for _, alternatives in sorted(group, key=itemgetter(0))]
+            for modality, group in placed.items()
+        },
+        replaced,
+    )
+
+
+def _resolve(
+    update: PromptUpdate, item_idx: int, name: str, tokenizer: TextEncoder
+) -> ResolvedUpdate:
+    target, content = update.target, update.content
+    content = content(item_idx) if callable(content) else content
     if not isinstance(content, PromptUpdateDetails):
         content = PromptUpdateDetails(full=content)
     full = to_token_ids(content.full, tokenizer)
@@ -240,20 +311,13 @@ def _resolve_content(
             raise ValueError("`features` must be a contiguous part of `full`")
     mask = None if content.is_embed is None else content.is_embed(tokenizer, features)
     if not (features if mask is None else bool(mask.any())):
-        name = f"{update.modality}s[{item_idx}]"
         raise MediaError(f"{name} is too small for the model: it becomes no rows", parameter=name)
-    text = content.full if isinstance(content.full, str) else None
-    return ResolvedContent(full, start, start + len(features), mask, text)
-
-
-def resolve_contents(
-    updates: Iterable[PromptUpdate], counts: Mapping[str, int], tokenizer: TextEncoder
-) -> dict[str, list[list[ResolvedContent]]]:
-    """For each modality and item, the contents of its alternatives, in order."""
-    contents: dict[str, list[list[ResolvedContent]]] = {
-        modality: [[] for _ in range(count)] for modality, count in counts.items()
-    }
-    for update in updates:
-        for item_idx, alternatives in enumerate(contents.get(update.modality, ())):
-            alternatives.append(_resolve_content(update, item_idx, tokenizer))
-    return contents
+    return ResolvedUpdate(
+        target=target(item_idx) if callable(target) else target,
+        keeps_target=update.keeps_target,
+        token_ids=full,
+        start=start,
+        stop=start + len(features),
+        is_embed=mask,
+        text=content.full if isinstance(content.full, str) else None,
+    )

@@ -459,11 +459,11 @@ async def test_bad_embeddings(engine: AsyncEngine, expected: tuple[int, ...], na
     )
 
 
-async def test_pictures_and_embeddings_do_not_mix(
+async def test_bad_embeddings_beside_pictures(
     engine: AsyncEngine, expected: tuple[int, ...]
 ) -> None:
-    images = [tiny_image(11), Embeddings(torch.zeros(3, HIDDEN_SIZE))]
-    await check(engine, expected, [("<image><image>", MediaError, "images[1]", {"images": images})])
+    images = [tiny_image(11), Embeddings(torch.full((3, HIDDEN_SIZE), torch.nan)), tiny_image(12)]
+    await check(engine, expected, [("<image>" * 3, MediaError, "images[1]", {"images": images})])
 
 
 # ---- too large for this engine

@@ -112,6 +112,18 @@ async def test_videos_in_every_form(folder: Path) -> None:
         assert (await engine.generate(fewer, greedy(8))).token_ids == half
 
 
+async def test_recordings_beside_precomputed_rows(folder: Path) -> None:
+    sounds = [samples(seed) for seed in (5, 6, 7)]
+    text = "Hear [sound] and [sound], then [sound]"
+    async with running_engine(folder) as engine:
+        expected = await tokens(engine, text, audios=[wav(sound) for sound in sounds])
+    rows = Embeddings(audio_rows(sounds[1], HIDDEN))
+    async with running_engine(folder) as engine:
+        given = [wav(sounds[0]), rows, wav(sounds[2])]
+        assert await tokens(engine, text, audios=given) == expected
+        assert await tokens(engine, text, audios=given[::-1]) != expected
+
+
 @pytest.mark.parametrize("workers", ["thread:2", "process:1"])
 async def test_all_together(
     folder: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ from aioengine.processors.items import (
     MultiModalDataItems,
     VideoClip,
     VideoHeader,
+    make_items,
 )
 from aioengine.processors.registry import MultiModalRegistry
 from aioengine.types import Embeddings
@@ -277,6 +278,25 @@ def test_embeddings_stand_in_the_items_markers(name: str, around: tuple[str, str
     assert mine.token_ids == processor.tokenize(f"a {texts[0]} b {texts[1]}")
     assert [each.length for each in mine.placeholders["image"]] == [3, 1]
     assert MultiModalKwargs.reduce(mine.items["image"]).keys() == {"image_embeds"}
+
+
+def test_pictures_and_embeddings_in_one_prompt() -> None:
+    processor = generic("internvl")
+    entries = [
+        ("image", "images[0]", item_of("image", (80, 30))),
+        ("image", "images[1]", Embeddings(torch.zeros(3, 8))),
+        ("image", "images[2]", item_of("image", (30, 30))),
+    ]
+    token = processor.info.get_placeholder("image")
+    mixed = processor.apply(f"a {token} b {token}{token}", make_items(entries, lambda: 8))
+    each = [processor.apply(token, make_items([entry], lambda: 8)) for entry in entries]
+    texts = [processor.info.get_tokenizer().decode(one.token_ids[1:]) for one in each]
+    assert mixed.token_ids == processor.tokenize(f"a {texts[0]} b {texts[1]}{texts[2]}")
+    lengths = [one.placeholders["image"][0].length for one in each]
+    assert [placed.length for placed in mixed.placeholders["image"]] == lengths
+    assert lengths[1] == 3
+    for item, one in zip(mixed.items["image"], each, strict=True):
+        assert item.keys() == one.items["image"][0].keys()
 
 
 def test_embeddings_whose_places_nobody_knows() -> None:

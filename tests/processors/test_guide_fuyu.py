@@ -45,6 +45,7 @@ from aioengine.processors import (
 from aioengine.processors.items import ImageHeader
 from aioengine.processors.processor import Layout
 from aioengine.processors.registry import MultiModalRegistry
+from aioengine.processors.updates import ResolvedUpdates
 from tests.processors.conftest import context_of
 
 REGISTRY = MultiModalRegistry()
@@ -192,11 +193,14 @@ class ExactFuyuProcessing(FuyuProcessing):
     """
 
     def _apply_prompt_updates(
-        self, token_ids: list[int], updates: Sequence[PromptUpdate], counts: Mapping[str, int]
+        self,
+        token_ids: list[int],
+        mm_prompt_updates: ResolvedUpdates,
+        literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
-        if not any(counts.values()):
+        if not mm_prompt_updates.num_items:
             return Layout(token_ids=token_ids[:-1], placeholders={})
-        return super()._apply_prompt_updates(token_ids, updates, counts)
+        return super()._apply_prompt_updates(token_ids, mm_prompt_updates, literals)
 
 
 def make_tokenizer() -> Any:

@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 from PIL import Image
 
-from aioengine.errors import ModelLoadError, UnsupportedModalityError
+from aioengine.errors import MediaError, ModelLoadError
+from aioengine.processors import hf
+from aioengine.processors.frames import VIDEO_PROCESSORS
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.hf import lacks_video
@@ -22,6 +25,7 @@ from tests.processors import hf_processors
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is there"
 )
+SIZE = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
 
 
 @pytest.fixture
@@ -31,9 +35,12 @@ def folder(tmp_path: Path) -> Path:
     processor.tokenizer.save_pretrained(tmp_path)
     processor.image_processor.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    settings = {"processor_class": "Qwen2VLProcessor"}
-    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    write(tmp_path, "processor_config.json", {"processor_class": "Qwen2VLProcessor"})
     return tmp_path
+
+
+def write(folder: Path, name: str, settings: Any) -> None:
+    (folder / name).write_text(json.dumps(settings))
 
 
 def config_of() -> Any:
@@ -43,12 +50,17 @@ def config_of() -> Any:
     )
 
 
-def test_it_loads_without_its_video_part(folder: Path) -> None:
+def processor_of(folder: Path) -> GenericMultiModalProcessor:
+    info = GenericProcessingInfo(load_context(folder, hf_config=config_of()))
+    return GenericMultiModalProcessor(info, GenericDummyInputsBuilder(info))
+
+
+def test_it_loads_with_frames_in_place_of_videos(folder: Path) -> None:
     with pytest.raises(ImportError):
         transformers.AutoProcessor.from_pretrained(folder)
     context = load_context(folder, hf_config=config_of())
     processor = context.hf_processor
-    assert type(processor).__name__ == "Qwen2VLProcessor" and lacks_video(processor)
+    assert type(processor).__name__ == "Qwen2VLProcessor" and not lacks_video(processor)
     assert processor.chat_template == "{{ messages }}"
     picture = Image.new("RGB", (90, 60), (200, 10, 10))
     text = "a <|image_pad|> b"
@@ -57,16 +69,68 @@ def test_it_loads_without_its_video_part(folder: Path) -> None:
     assert mine["input_ids"].tolist() == theirs["input_ids"].tolist()
     assert bool((mine["pixel_values"] == theirs["pixel_values"]).all())
     assert context.clone().hf_processor is not processor
+    assert processor_of(folder).info.get_supported_mm_limits().keys() == {"image", "video"}
 
 
-def test_videos_are_refused_with_a_way_out(folder: Path) -> None:
-    info = GenericProcessingInfo(load_context(folder, hf_config=config_of()))
-    processor = GenericMultiModalProcessor(info, GenericDummyInputsBuilder(info))
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessorFast"}),
+        ("video_preprocessor_config.json", {"video_processor_type": "Qwen2VLVideoProcessor"}),
+        ("video_preprocessor_config.json", {}),
+        (
+            "processor_config.json",
+            {"video_processor": {"video_processor_type": "Qwen2VLVideoProcessor"}},
+        ),
+    ],
+)
+def test_settings_are_found_where_transformers_finds_them(
+    folder: Path, name: str, settings: Any
+) -> None:
+    nested = "video_processor" in settings
+    part = {**(settings["video_processor"] if nested else settings), "size": SIZE, "merge_size": 1}
+    named = {"processor_class": "Qwen2VLProcessor"}
+    write(folder, name, {**named, "video_processor": part} if nested else part)
+    found = load_context(folder, hf_config=config_of()).hf_processor.video_processor
+    assert type(found) is VIDEO_PROCESSORS["Qwen2VLVideoProcessor"]
+    assert dict(found.size) == SIZE and found.merge_size == 1 and found.patch_size == 14
+    clip = np.zeros((3, 60, 80, 3), np.uint8)
+    assert found([clip], return_tensors="pt")["video_grid_thw"].prod() <= 2 * 16
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"video_processor_type": "Gemma4VideoProcessor"},
+        {
+            "video_processor_type": "Qwen2VLVideoProcessor",
+            "auto_map": {"AutoVideoProcessor": "own.Own"},
+        },
+    ],
+)
+def test_other_videos_are_refused_with_a_way_out(folder: Path, settings: Any) -> None:
+    write(folder, "video_preprocessor_config.json", settings)
+    check_refusal(folder)
+
+
+@pytest.mark.parametrize("compared", [((5, 1), (5, 2)), ((6, 0), (6, 1))])
+def test_versions_that_were_not_compared(
+    folder: Path, compared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "_COMPARED", compared)
+    check_refusal(folder)
+
+
+def check_refusal(folder: Path) -> None:
+    processor = processor_of(folder)
+    assert lacks_video(processor.info.get_hf_processor())
     picture = Image.new("RGB", (90, 60))
     items = MultiModalDataItems({"image": ImageProcessorItems([picture])})
     assert processor.apply("a <|image_pad|>", items).placeholders["image"]
-    with pytest.raises(UnsupportedModalityError, match="needs torchvision"):
-        processor.validate_num_items({"video": 1})
+    with pytest.raises(MediaError, match=r"install it, or give the frames as images") as caught:
+        processor.info.validate_num_items({"video": 1})
+    assert caught.value.parameter == "videos"
 
 
 def test_other_failures_are_the_caller_s_to_know(tmp_path: Path) -> None:

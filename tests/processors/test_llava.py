@@ -25,6 +25,7 @@ from aioengine.processors.items import (
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
+    make_items,
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.types import Embeddings
@@ -186,7 +187,7 @@ def test_limits(llava_folder: Path) -> None:
     with pytest.raises(UnsupportedModalityError, match=r"raise limit_mm_per_prompt\['image'\]"):
         processor.layout("<image><image>", items_of(header, header), {})
     with pytest.raises(UnsupportedModalityError, match="takes no audio") as caught:
-        processor.validate_num_items({"audio": 1})
+        processor.info.validate_num_items({"audio": 1})
     assert caught.value.parameter == "audios"
 
 
@@ -200,6 +201,27 @@ def test_embeddings_take_as_many_places_as_they_have_rows(llava: Any) -> None:
     for item, wanted in zip(result.items["image"], rows, strict=True):
         assert torch.equal(item["image_embeds"], wanted)
     llava.verify_layout(result, items, result.items, {})
+
+
+def test_pictures_and_embeddings_in_one_prompt(llava: Any) -> None:
+    width = llava.info.get_hidden_size()
+    rows = [Embeddings(torch.randn(count, width)) for count in (3, 7)]
+    given = [rows[0], picture((50, 40)), rows[1], picture((9, 30))]
+    entries = [("image", f"images[{n}]", item) for n, item in enumerate(given)]
+    mixed = make_items(entries, llava.info.get_hidden_size)
+    result = llava.apply("a<image>b<image><image>c<image>", mixed)
+    each = [llava.apply("<image>", make_items([entry], lambda: width)) for entry in entries]
+    lengths = [one.placeholders["image"][0].length for one in each]
+    assert [placed.length for placed in result.placeholders["image"]] == lengths
+    assert lengths == [3, ROWS, 7, ROWS]
+    for item, one in zip(result.items["image"], each, strict=True):
+        assert item.keys() == one.items["image"][0].keys()
+        assert all(torch.equal(item[name], one.items["image"][0][name]) for name in item)
+    llava.verify_layout(result, mixed, result.items, {})
+    entries[2] = ("image", "images[2]", Embeddings(torch.zeros(6, width)))
+    with pytest.raises(MediaError, match=r"^images\[2\] was processed to another"):
+        changed = make_items(entries, lambda: width)
+        llava.verify_layout(result, changed, llava.process(changed, {}), {})
 
 
 def test_options_that_change_the_size_are_refused(llava: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import PlaceholderMismatchError
-from aioengine.processors.matching import apply_updates
+from aioengine.processors.matching import Ranges, apply_updates
 from aioengine.processors.updates import (
     PromptIndexTargets,
     PromptInsertion,
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
+    resolve_updates,
 )
 
 
@@ -35,12 +37,25 @@ def ids(text: str) -> list[int]:
 
 
 def run(prompt: str, updates: list[PromptUpdate], **counts: int) -> tuple[str, Any]:
-    tokens, ranges = apply_updates(ids(prompt), updates, counts, Letters())
+    tokens, ranges = expand(ids(prompt), updates, counts)
     places = {
-        modality: [(placed.offset, placed.length, placed.embed_runs) for placed in group]
-        for modality, group in ranges.items()
+        modality: [
+            (placed.offset, placed.length, placed.embed_runs) for placed in ranges.get(modality, [])
+        ]
+        for modality in counts
     }
     return Letters().decode(tokens), places
+
+
+def expand(
+    prompt: list[int],
+    updates: list[PromptUpdate],
+    counts: Mapping[str, int],
+    literals: Sequence[tuple[int, int]] = (),
+) -> tuple[list[int], Ranges]:
+    places = {modality: range(count) for modality, count in counts.items()}
+    resolved = resolve_updates(updates, places, Letters())
+    return apply_updates(prompt, resolved, Letters(), literals)
 
 
 def whole(offset: int, length: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
@@ -60,14 +75,14 @@ def test_replacements_are_leftmost_and_in_order(pieces: list[str], sizes: st.Dat
     lengths = [sizes.draw(st.integers(1, 5)) for _ in pieces[1:]]
     prompt = "X".join(pieces)
     update = replace("X", lambda index: [1000 + index] * lengths[index])
-    tokens, ranges = apply_updates(ids(prompt), [update], {"image": len(lengths)}, Letters())
+    tokens, ranges = expand(ids(prompt), [update], {"image": len(lengths)})
     expected = ids(pieces[0])
     places = []
     for index, (length, piece) in enumerate(zip(lengths, pieces[1:], strict=True)):
         places.append((len(expected), length))
         expected += [1000 + index] * length + ids(piece)
     assert tokens == expected
-    assert [(placed.offset, placed.length) for placed in ranges["image"]] == places
+    assert [(placed.offset, placed.length) for placed in ranges.get("image", [])] == places
 
 
 @given(st.text("ab", max_size=14))
@@ -177,14 +192,10 @@ def test_literals_are_no_placeholders() -> None:
     """Whole ones and those that a target would only touch, few or very many."""
     updates = [replace("ab", "!"), insert("b", "?", "audio")]
     literals = [(0, 3), (4, 5)]
-    tokens, ranges = apply_updates(
-        ids("abcabXabb"), updates, {"image": 1, "audio": 1}, Letters(), literals
-    )
+    tokens, ranges = expand(ids("abcabXabb"), updates, {"image": 1, "audio": 1}, literals)
     assert Letters().decode(tokens) == "abcabX!b?"
     assert ranges["image"][0].offset == 6 and ranges["audio"][0].offset == 8
     many = 50_000
     literals = [(2 * n, 2 * n + 2) for n in range(many)]
-    tokens, _ = apply_updates(
-        ids("ab" * (many + 1)), updates[:1], {"image": 1}, Letters(), literals
-    )
+    tokens, _ = expand(ids("ab" * (many + 1)), updates[:1], {"image": 1}, literals)
     assert Letters().decode(tokens) == "ab" * many + "!"
