@@ -55,8 +55,13 @@ class InvalidRequestError(AioEngineError):
         self.value = value
 
     def for_parameter(self, parameter: str) -> InvalidRequestError:
-        """The same error for another waiter, who knows the item under another name."""
+        """The same error for another waiter, who knows the item under another name.
+
+        What is wrong with the options of the request stays the options' fault.
+        """
         text = str(self)
+        if self.parameter == "mm_processor_kwargs":
+            parameter = self.parameter
         if self.parameter and text.startswith(self.parameter):
             text = parameter + text[len(self.parameter) :]
         return type(self)(text, parameter=parameter, value=self.value)

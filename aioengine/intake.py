@@ -23,9 +23,9 @@ from aioengine.params import SamplingParams, StructuredOutputs
 from aioengine.pipeline import MediaPipeline
 from aioengine.prefix import extend_digests
 from aioengine.processors.chat import ChatRenderer
-from aioengine.processors.items import make_items
+from aioengine.processors.embeddings import make_items
 from aioengine.processors.processor import ItemsByModality
-from aioengine.prompts import count_characters
+from aioengine.prompts import count_least
 from aioengine.request import Item, Request
 from aioengine.sampler import Constraint
 from aioengine.sampling import SamplingContext
@@ -77,15 +77,17 @@ class Intake:
 
     async def prepare(self, ticket: Ticket, prompt: Prompt) -> list[Completion]:
         """Everything before admission. Raises the request's error."""
-        self._refuse_hopeless(prompt)
         text_or_ids: str | Sequence[int]
         if prompt.messages is not None:
             text_or_ids = await self._run(self._front, self._render, ticket, prompt)
         else:
+            self._refuse_hopeless(prompt)
             text_or_ids = prompt.text if prompt.text is not None else prompt.token_ids or ()
             ticket.media = _list_media(prompt)
         ticket.mm_processor_kwargs = dict(prompt.mm_processor_kwargs)
         outputs: ItemsByModality = {}
+        if len(ticket.media) >= self._loaded.limits.max_model_len:
+            raise _too_long(len(ticket.media), self._loaded.limits.max_model_len)
         if ticket.media:
             outputs = await self.media.identify(ticket, prompt.cache_salt)
             ticket.stamp("fetched")
@@ -111,17 +113,13 @@ class Intake:
     def _refuse_hopeless(self, prompt: Prompt) -> None:
         """Refuse what no tokenizer could make short enough, before one spends minutes on it."""
         most = self._loaded.limits.max_model_len
-        characters = count_characters(prompt)
-        num_tokens = len(prompt.token_ids or ()) or characters // self._loaded.longest_token
+        characters, others = count_least(prompt)
+        num_tokens = max(characters // self._loaded.longest_token, others)
         if num_tokens >= most + MARGIN_TOKENS:
-            raise PromptTooLongError(
-                f"prompt has {num_tokens} tokens or more, but max_model_len is {most}; shorten the "
-                f"prompt or raise max_model_len (and kv_cache_bytes)",
-                parameter="prompt",
-                value=num_tokens,
-            )
+            raise _too_long(num_tokens, most)
 
     def _render(self, ticket: Ticket, prompt: Prompt) -> list[int]:
+        self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
             self._renderer = ChatRenderer(self._loaded.front)
         chat = self._renderer.render(list(prompt.messages or ()))
@@ -220,6 +218,15 @@ class Intake:
         self, pool: ThreadPoolExecutor, function: Callable[..., Result], *args: Any
     ) -> Result:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+
+def _too_long(num_tokens: int, most: int) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"prompt has {num_tokens} tokens or more, but max_model_len is {most}; shorten the "
+        f"prompt or raise max_model_len (and kv_cache_bytes)",
+        parameter="prompt",
+        value=num_tokens,
+    )
 
 
 def _list_media(prompt: Prompt) -> list[MediaInput]:

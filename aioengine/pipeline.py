@@ -29,11 +29,12 @@ from aioengine.instruments import Instruments, StageSpan
 from aioengine.loading import Loaded
 from aioengine.processors.cache import HeldItems, ProcessorCache
 from aioengine.processors.disk import DiskCache
+from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hasher import ContentHasher, item_key
 from aioengine.processors.inputs import MultiModalKwargsItem
-from aioengine.processors.items import EmbeddingItems
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
+from aioengine.processors.options import check_cost
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.work import Promise, WorkItem
 from aioengine.streams.bridge import run_apart
@@ -77,6 +78,7 @@ class MediaPipeline:
         self.cache = ProcessorCache(config.mm_processor_cache_bytes)
         self.held = HeldItems(max(config.mm_processor_cache_bytes, MIN_HELD_BYTES))
         self._front = loaded.front
+        self._max_rows = loaded.limits.max_model_len
         self._config = config
         self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front, config.revision)}"
         self._workers = make_workers(loaded, config, model)
@@ -143,7 +145,6 @@ class MediaPipeline:
         the request's error.
         """
         self._front.info.validate_num_items(Counter(media.modality for media in ticket.media))
-        self._workers.check(ticket.mm_processor_kwargs)
         try:
             async with asyncio.TaskGroup() as tasks:
                 jobs = [
@@ -208,13 +209,19 @@ class MediaPipeline:
         media.item = None
         media.key = self._key(ticket, media, cache_salt, identity)
         self.cache.touch(media.key)  # so that a request's own items are the last to go
-        if name is not None and not isinstance(media.header, Embeddings):
-            self._named[name] = media.key, media.header
+        if name is not None:
+            self._name(name, media)
         if not self._front.layout_needs_hf_outputs:
             return None
         features = await self.features(ticket, media)
         self._hold(ticket, media, features)  # else they are made again, from the source
         return features
+
+    def _name(self, name: str, media: MediaInput) -> None:
+        if isinstance(media.header, Embeddings):
+            self._named.pop(name, None)  # the header would keep the rows in memory
+        else:
+            self._named[name] = media.key, media.header
 
     def _recall(self, ticket: Ticket, media: MediaInput, name: str) -> MultiModalKwargsItem | None:
         """The item's features, if it is known by its uuid and the request can hold them.
@@ -282,6 +289,7 @@ class MediaPipeline:
                 modality=media.modality,
                 hidden_size=info.get_hidden_size(),
                 parameters=[media.parameter],
+                max_rows=self._max_rows,
             )
             # A copy: the caller may write to the rows once the request is under way.
             media.source = media.header = Embeddings(items.get(0).clone(), **items.extra[0])
@@ -297,6 +305,14 @@ class MediaPipeline:
             get_sample_rate=info.get_sample_rate,
         )
         media.header = media.source.header()
+        check_cost(
+            ticket.mm_processor_kwargs,
+            info.get_hf_processor(),
+            media.modality,
+            self._config.media,
+            size=getattr(media.header, "size", (1, 1)),
+            num_frames=getattr(media.header, "num_frames", 1),
+        )
         return media.source.identity()
 
     def _key(

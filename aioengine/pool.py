@@ -18,7 +18,7 @@ import dataclasses
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -39,7 +39,7 @@ from aioengine.processors.work import Worked, WorkItem, pack_value
 from aioengine.worker import encode_frame
 from aioengine.worker_process import WorkerDiedError, WorkerProcess
 
-__all__ = ["JOB_LIMIT_S", "PoolStatistics", "ProcessorPool", "check_portable"]
+__all__ = ["JOB_LIMIT_S", "PoolStatistics", "ProcessorPool"]
 
 JOB_LIMIT_S = 120.0
 """How long a worker may take for one item."""
@@ -62,12 +62,6 @@ class PoolStatistics:
     working: int
     queued: int
     deaths: int
-
-
-def check_portable(mm_kwargs: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError for a request's options that no other process can be given."""
-    for name, value in mm_kwargs.items():
-        pack_value(value, f"mm_processor_kwargs[{name!r}]")
 
 
 class ProcessorPool:
@@ -134,7 +128,6 @@ class ProcessorPool:
         Raises what `work_item` would, MediaError if the worker died over it or took too long, and
         EngineError while no worker can be started.
         """
-        check_portable(work.mm_kwargs)
         if self._closing.is_set() or not self._slots:
             raise _closed()
         self._refuse_if_failed()

@@ -47,7 +47,7 @@ def _extra_keys(request: Request, start: int, end: int) -> list[bytes]:
             content = [_ids(request.tokens(low, high)), *_item_keys(request, low, high, low)]
             keys.append(_frame(b"span", _number(low - start), *content))
     if start == 0 and request.cache_salt is not None:
-        keys.append(_frame(b"salt", request.cache_salt.encode()))
+        keys.append(_frame(b"salt", request.cache_salt.encode("utf-8", "surrogatepass")))
     return keys
 
 

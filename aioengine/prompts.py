@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import InvalidRequestError, UnsupportedModalityError
 from aioengine.params import SamplingParams
+from aioengine.processors.options import copy_options
 from aioengine.types import Prompt
 
-__all__ = ["PromptLike", "check_arguments", "count_characters", "read_prompt"]
+__all__ = ["PromptLike", "check_arguments", "count_least", "read_prompt"]
 
-MAX_OPTIONS_DEPTH = 8
+MAX_MODALITY_CHARACTERS = 40
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
@@ -43,45 +43,25 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
             "chat messages carry their media in their parts; give none beside them",
             parameter=f"{next(iter(merged))}s",
         )
-    return replace(read, media=merged, mm_processor_kwargs=_own(read.mm_processor_kwargs))
+    return replace(read, media=merged, mm_processor_kwargs=copy_options(read.mm_processor_kwargs))
 
 
-def _own(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that the caller cannot change any more."""
-    level: list[Any] = [options]
-    for _ in range(MAX_OPTIONS_DEPTH):
-        nested = (child.values() if isinstance(child, Mapping) else child for child in level)
-        level = [
-            child
-            for children in nested
-            for child in children
-            if isinstance(child, Mapping | list | tuple)
-        ]
-    if level:
-        raise InvalidRequestError(
-            f"mm_processor_kwargs must be nested at most {MAX_OPTIONS_DEPTH} levels deep",
-            parameter="mm_processor_kwargs",
-        )
-    try:
-        return copy.deepcopy(dict(options))
-    except Exception as error:
-        raise InvalidRequestError(
-            f"mm_processor_kwargs must be plain values: {type(error).__name__}",
-            parameter="mm_processor_kwargs",
-        ) from error
+def count_least(prompt: Prompt) -> tuple[int, int]:
+    """Characters of the text, or of all texts in the messages, and what takes a token by itself.
 
-
-def count_characters(prompt: Prompt) -> int:
-    """Of the text, or of all texts in the messages, as far as they have the form of messages."""
-    if prompt.text is not None:
-        return len(prompt.text)
-    count = 0
+    That is each token id, media item, message and part of a message. Of messages, what has their
+    form is counted; each costs something, whatever is in it.
+    """
+    characters = len(prompt.text or "")
+    others = len(prompt.token_ids or ()) + sum(map(len, prompt.media.values()))
     for message in prompt.messages or ():
         content = message.get("content") if isinstance(message, Mapping) else None
-        for part in [content] if isinstance(content, str) else content or ():
+        parts = content if isinstance(content, list | tuple) else [content]
+        others += 1 + len(parts)
+        for part in parts:
             text = part.get("text") if isinstance(part, Mapping) else part
-            count += len(text) if isinstance(text, str) else 0
-    return count
+            characters += len(text) if isinstance(text, str) else 0
+    return characters, others
 
 
 def check_arguments(params: object, request_id: object, priority: object) -> None:
@@ -128,6 +108,9 @@ def _check_fields(prompt: Prompt) -> None:
     for name, parameter, kind, wanted in checks:
         if not isinstance(getattr(prompt, name), kind):
             raise _wrong(parameter, wanted, getattr(prompt, name))
+    for name in ("token_ids", "messages"):
+        if isinstance(getattr(prompt, name), str | bytes):
+            raise _wrong("prompt", f"made of a sequence as {name}", getattr(prompt, name))
     for modality, uuids in prompt.uuids.items():
         if not isinstance(uuids, list | tuple) or not all(isinstance(u, str | None) for u in uuids):
             raise _wrong("uuids", f"a list of text or None for {modality!r:.40}", uuids)
@@ -138,6 +121,10 @@ def _merge(*sources: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     merged: dict[str, list[Any]] = {}
     for source in sources:
         for modality, items in source.items():
+            if not isinstance(modality, str) or len(modality) > MAX_MODALITY_CHARACTERS:
+                raise UnsupportedModalityError(
+                    f"media has a key that is no modality: {modality!r:.40}", parameter="media"
+                )
             if not isinstance(items, list | tuple):
                 raise _wrong(f"{modality}s", "a list", items)
             merged.setdefault(modality, []).extend(items)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 from aioengine.config import EngineConfig
 from aioengine.loading import Loaded
-from aioengine.pool import ProcessorPool, check_portable
+from aioengine.pool import ProcessorPool
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.work import Worked, WorkItem, work_item
 from aioengine.streams.bridge import run_apart
@@ -24,10 +24,6 @@ class Workers(Protocol):
 
     async def start(self) -> None:
         """Before the first item. Raises ModelLoadError."""
-        ...
-
-    def check(self, mm_kwargs: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError for a request's options that a worker cannot be given."""
         ...
 
     async def work(self, work: WorkItem) -> Worked:
@@ -50,9 +46,6 @@ class ThreadWorkers:
 
     async def start(self) -> None:
         """See `Workers`: threads start when they are needed."""
-
-    def check(self, mm_kwargs: Mapping[str, Any]) -> None:
-        """See `Workers`: a thread can be given anything."""
 
     async def work(self, work: WorkItem) -> Worked:
         """See `Workers`."""
@@ -81,10 +74,6 @@ class ProcessWorkers:
     async def start(self) -> None:
         """See `Workers`."""
         await self._pool.start()
-
-    def check(self, mm_kwargs: Mapping[str, Any]) -> None:
-        """See `Workers`."""
-        check_portable(mm_kwargs)
 
     async def work(self, work: WorkItem) -> Worked:
         """See `Workers`."""

@@ -12,6 +12,7 @@ from typing import Any
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
+from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
     BaseProcessingInfo,
@@ -20,7 +21,6 @@ from aioengine.processors.info import (
 )
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import (
-    EmbeddingItems,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioengine.processors.embeddings import EmbeddingItems as EmbeddingItems
     from aioengine.processors.encdec import (
         EncDecMultiModalProcessor as EncDecMultiModalProcessor,
     )
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from aioengine.processors.inputs import MultiModalKwargsItem as MultiModalKwargsItem
     from aioengine.processors.inputs import PlaceholderRange as PlaceholderRange
     from aioengine.processors.items import AudioProcessorItems as AudioProcessorItems
-    from aioengine.processors.items import EmbeddingItems as EmbeddingItems
     from aioengine.processors.items import ImageHeader as ImageHeader
     from aioengine.processors.items import ImageProcessorItems as ImageProcessorItems
     from aioengine.processors.items import ImageSize as ImageSize
@@ -43,7 +43,7 @@ _HOMES = {
     "BaseDummyInputsBuilder": "info",
     "BaseMultiModalProcessor": "processor",
     "BaseProcessingInfo": "info",
-    "EmbeddingItems": "items",
+    "EmbeddingItems": "embeddings",
     "EncDecMultiModalProcessor": "encdec",
     "ImageHeader": "items",
     "ImageProcessorItems": "items",

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from aioengine.errors import ModelLoadError, UnsupportedModalityError
+from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.generic_info import (
     CONTRACTS,
     GenericDummyInputsBuilder,
@@ -33,7 +34,10 @@ from aioengine.processors.inputs import (
     MultiModalKwargs,
     MultiModalKwargsItem,
 )
-from aioengine.processors.items import PROCESSOR_ITEMS, EmbeddingItems, MultiModalDataItems
+from aioengine.processors.items import (
+    PROCESSOR_ITEMS,
+    MultiModalDataItems,
+)
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.updates import (

@@ -17,7 +17,7 @@ import torch
 
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["ContentHasher", "item_key"]
+__all__ = ["ContentHasher", "is_dense", "item_key"]
 
 _DOMAIN = b"aioengine item 1"
 
@@ -69,11 +69,11 @@ class ContentHasher:
             raise InvalidRequestError(f"{parameter} must have text keys", parameter=parameter)
         for key in sorted(value):
             self._frame(b"key", key.encode("utf-8", "surrogatepass"))
-            self.update(value[key], f"{parameter}[{key!r}]")
+            self.update(value[key], f"{parameter}[{key!r:.40}]")
 
     def _update_array(self, value: np.ndarray[Any, Any] | torch.Tensor, parameter: str) -> None:
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            if not is_dense(value):
                 raise InvalidRequestError(f"{parameter} must be dense", parameter=parameter)
             dtype = str(value.dtype).removeprefix("torch.")
             dense = value.detach().cpu().contiguous()
@@ -98,6 +98,15 @@ class ContentHasher:
     def hexdigest(self) -> str:
         """The same as 64 hexadecimal characters."""
         return self._hash.hexdigest()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie in memory one by one: not sparse, nested, quantised or meta.
+
+    A sparse tensor's indices are not checked by torch before they are used: never densify one.
+    """
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and not tensor.is_meta and not tensor.is_quantized
 
 
 def _leaf(value: object, parameter: str) -> tuple[bytes, bytes | memoryview]:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
-import torch
 from PIL import Image
-
-from aioengine.errors import MediaError
-from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
-from aioengine.types import Embeddings
 
 __all__ = [
     "PROCESSOR_ITEMS",
     "AudioClip",
     "AudioHeader",
     "AudioProcessorItems",
-    "EmbeddingItems",
     "ImageHeader",
     "ImageProcessorItems",
     "ImageSize",
@@ -31,7 +25,6 @@ __all__ = [
     "VideoClip",
     "VideoHeader",
     "VideoProcessorItems",
-    "make_items",
 ]
 
 ItemT = TypeVar("ItemT")
@@ -216,52 +209,6 @@ class VideoProcessorItems(ModalityDataItems[Any]):
         return {"videos": [clip.frames for clip in self.get_all()]}
 
 
-class EmbeddingItems(ModalityDataItems[torch.Tensor]):
-    """Precomputed encoder output: float32 CPU tensors `[num_rows, hidden_size]`, checked.
-
-    Raises MediaError for what is not dense, finite, floating, two-dimensional and `hidden_size`
-    wide. `parameters` names the items in the caller's words.
-    """
-
-    def __init__(
-        self,
-        embeddings: Sequence[Embeddings],
-        *,
-        modality: str,
-        hidden_size: int,
-        parameters: Sequence[str] | None = None,
-    ) -> None:
-        names = parameters or [f"{modality}s[{index}]" for index in range(len(embeddings))]
-        rows = [
-            _checked_rows(item.rows, hidden_size, name)
-            for item, name in zip(embeddings, names, strict=True)
-        ]
-        super().__init__(rows, modality)
-        self.extra = [
-            {key: _checked_extra(value, f"{name}.{key}") for key, value in item.extra.items()}
-            for item, name in zip(embeddings, names, strict=True)
-        ]
-
-    def get_feature_size(self, item_idx: int) -> int:
-        """How many encoder rows the item brings."""
-        return int(self.get(item_idx).shape[0])
-
-    def get_processor_data(self) -> Mapping[str, object]:
-        return {}
-
-    def to_kwargs_items(self) -> list[MultiModalKwargsItem]:
-        """The items as the encoder takes them: the rows as `<modality>_embeds`, plus the extras."""
-        items = []
-        for rows, extra in zip(self._items, self.extra, strict=True):
-            tensors = {f"{self.modality}_embeds": rows, **extra}
-            config = {
-                name: MultiModalFieldConfig.batched(self.modality, keep_on_cpu=name in extra)
-                for name in tensors
-            }
-            items.append(MultiModalKwargsItem.from_config(tensors, config))
-        return items
-
-
 class MixedItems(ModalityDataItems[Any]):
     """Media and embeddings of one modality in one prompt.
 
@@ -282,61 +229,6 @@ class MixedItems(ModalityDataItems[Any]):
 
     def get_processor_data(self) -> Mapping[str, object]:
         raise TypeError(f"{self.modality} items and embeddings are processed apart")
-
-
-def _checked_tensor(value: object, parameter: str) -> torch.Tensor:
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "fiub":
-            raise MediaError(
-                f"{parameter} must hold numbers, not dtype {value.dtype}", parameter=parameter
-            )
-        return torch.from_numpy(np.ascontiguousarray(value))
-    if not isinstance(value, torch.Tensor):
-        raise MediaError(
-            f"{parameter} must be a torch tensor or a numpy array, not {type(value).__name__}",
-            parameter=parameter,
-            value=type(value).__name__,
-        )
-    # A sparse tensor's indices are not checked by torch before they are used: never densify one.
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise MediaError(f"{parameter} must be a dense tensor", parameter=parameter)
-    return value.detach().cpu()
-
-
-def _checked_rows(value: object, hidden_size: int, parameter: str) -> torch.Tensor:
-    rows = _checked_tensor(value, parameter)
-    if not rows.is_floating_point():
-        raise MediaError(
-            f"{parameter} must be floating point, not {rows.dtype}",
-            parameter=parameter,
-            value=str(rows.dtype),
-        )
-    shape = tuple(rows.shape)
-    if rows.ndim != 2 or shape[0] == 0 or shape[1] != hidden_size:
-        raise MediaError(
-            f"{parameter} must have the shape (rows, {hidden_size}), not {shape}",
-            parameter=parameter,
-            value=shape,
-        )
-    if not bool(torch.isfinite(rows).all()):
-        raise MediaError(f"{parameter} must be finite everywhere", parameter=parameter)
-    return rows.to(torch.float32)
-
-
-def _checked_extra(value: object, parameter: str) -> torch.Tensor:
-    if isinstance(value, bool | int | float):
-        value = torch.tensor(value)
-    elif isinstance(value, list | tuple):
-        try:
-            value = torch.tensor(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise MediaError(
-                f"{parameter} must be a tensor or nested lists of numbers", parameter=parameter
-            ) from None
-    tensor = _checked_tensor(value, parameter)
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise MediaError(f"{parameter} must be finite everywhere", parameter=parameter)
-    return tensor
 
 
 class MultiModalDataItems(Mapping[str, ModalityDataItems[Any]]):
@@ -402,41 +294,3 @@ PROCESSOR_ITEMS: Mapping[str, Callable[[Sequence[Any]], ModalityDataItems[Any]]]
     "video": VideoProcessorItems,
 }
 """Modality -> what holds its items."""
-
-
-def make_items(
-    entries: Iterable[tuple[str, str, Any]], get_hidden_size: Callable[[], int]
-) -> MultiModalDataItems:
-    """Media of one prompt from (modality, parameter, content), each modality in its order.
-
-    A content is a header, a decoded item or `Embeddings`; `parameter` names it in the caller's
-    words. Raises MediaError.
-    """
-    groups: dict[str, list[tuple[str, Any]]] = {}
-    for modality, parameter, content in entries:
-        groups.setdefault(modality, []).append((parameter, content))
-    return MultiModalDataItems(
-        {
-            modality: _modality_items(modality, group, get_hidden_size)
-            for modality, group in groups.items()
-        }
-    )
-
-
-def _modality_items(
-    modality: str, group: list[tuple[str, Any]], get_hidden_size: Callable[[], int]
-) -> ModalityDataItems[Any]:
-    names, contents = [name for name, _ in group], [content for _, content in group]
-    are_embeddings = [isinstance(content, Embeddings) for content in contents]
-    if not any(are_embeddings):
-        return PROCESSOR_ITEMS[modality](contents)
-    if all(are_embeddings):
-        return EmbeddingItems(
-            contents, modality=modality, hidden_size=get_hidden_size(), parameters=names
-        )
-    parts = []
-    for is_embedding in (False, True):
-        places = [index for index, each in enumerate(are_embeddings) if each is is_embedding]
-        chosen = [group[index] for index in places]
-        parts.append((_modality_items(modality, chosen, get_hidden_size), places))
-    return MixedItems(parts, modality)

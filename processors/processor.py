@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
@@ -24,7 +26,9 @@ from aioengine.processors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from aioengine.processors.items import EmbeddingItems, MultiModalDataItems
+from aioengine.processors.items import (
+    MultiModalDataItems,
+)
 from aioengine.processors.matching import apply_updates, find_expanded, has_open_ends
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.text_matching import apply_text_updates
@@ -335,12 +339,15 @@ class BaseMultiModalProcessor(ABC):
         try:
             outputs = self._call_hf_processor(self._dummy_text(counts), mm_data, mm_kwargs)
             config = self._get_mm_fields_config(outputs, mm_kwargs)
-            built = MultiModalKwargs.build(_as_tensors(outputs, config), config)
+            tensors = _as_tensors(outputs, config)
+            if mm_kwargs and not _are_finite(tensors.values()):
+                raise ValueError("the options make no numbers of it")
+            built = MultiModalKwargs.build(tensors, config)
         except InvalidRequestError:
             raise
         # An HF processor raises anything, and puts the data into the text: only the kind is told.
         except Exception as error:
-            options = f" with mm_processor_kwargs {sorted(mm_kwargs)}" if mm_kwargs else ""
+            options = f" with mm_processor_kwargs {sorted(mm_kwargs)[:5]}" if mm_kwargs else ""
             raise MediaError(
                 f"the {' and '.join(sorted(counts))} items could not be processed{options}: "
                 f"{type(error).__name__}",
@@ -424,3 +431,9 @@ def _as_tensors(
         for name in config
         if name in outputs
     }
+
+
+def _are_finite(outputs: Iterable[torch.Tensor | list[torch.Tensor]]) -> bool:
+    parts = (part for data in outputs for part in (data if isinstance(data, list) else [data]))
+    # Not torch's function: it wakes the whole thread pool.
+    return all(np.isfinite(p.numpy()).all() for p in parts if p.is_floating_point())

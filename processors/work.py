@@ -18,12 +18,18 @@ from PIL import Image
 
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.processors.embeddings import make_items
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader, make_items
+from aioengine.processors.items import (
+    AudioClip,
+    ImageSize,
+    VideoClip,
+    VideoHeader,
+)
 from aioengine.processors.media.open import open_media
 from aioengine.processors.media.source import MediaSource
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout

@@ -6,6 +6,7 @@ header claims. soundfile and soxr, the optional extra "audio", are imported on f
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from importlib import import_module
@@ -274,12 +275,16 @@ class _ArrayAudio(AudioSource):
 
     def _as_numpy(self, samples: Any) -> Array:
         self._check_dense(samples, "samples")
+        is_tensor = isinstance(samples, torch.Tensor)
+        name = str(samples.dtype).removeprefix("torch.") if is_tensor else samples.dtype.name
+        self._holds_floats = samples.is_floating_point() if is_tensor else samples.dtype.kind == "f"
+        if not self._holds_floats and name not in _INTEGERS:
+            raise self._error(f"its dtype is {name:.40}, not uint8, int16, int32 or floating")
+        # Before they are converted: a few numbers may be repeated for ever.
+        most = self._config.max_audio_s * max(self._given_rate, MIN_SAMPLE_RATE) * MAX_CHANNELS
+        if math.prod(samples.shape) > most:
+            raise self._error(f"it is longer than media.max_audio_s ({self._config.max_audio_s} s)")
         array: Array = np.asarray(to_numpy(samples))[...]  # A view: its own shape cannot change.
-        self._holds_floats = array.dtype.kind == "f"
-        if not self._holds_floats and array.dtype.name not in _INTEGERS:
-            raise self._error(
-                f"its dtype is {array.dtype.name}, not uint8, int16, int32 or floating"
-            )
         return array
 
 

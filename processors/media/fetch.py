@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import os
+import stat
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -166,15 +168,17 @@ def _read_url(url: str, order: _Order) -> bytes:
         raise MediaError(
             f"{parameter} is not a readable file under media.local_roots", parameter=parameter
         ) from error
-    return _read_file(path, order)
+    return _read_file(path, order, os.O_NOFOLLOW)  # what it was resolved to is no link
 
 
-def _read_file(path: Path, order: _Order) -> bytes:
+def _read_file(path: Path, order: _Order, flags: int = 0) -> bytes:
     try:
-        if not path.is_file():
-            raise FileNotFoundError("not a regular file")
-        order.check_bytes(path.stat().st_size)
-        with path.open("rb") as file:
+        # Looked at when it is open, and without waiting for a pipe: names may change in between.
+        with open(os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise FileNotFoundError("not a regular file")
+            order.check_bytes(status.st_size)
             data = file.read(order.max_bytes + 1)
     except (OSError, ValueError) as error:
         raise MediaError(

@@ -254,12 +254,13 @@ class _ArrayImage(ImageSource):
     def __init__(self, pixels: Array | torch.Tensor, config: MediaConfig, parameter: str) -> None:
         super().__init__(config, parameter)
         self._check_dense(pixels, "pixels")
-        array = to_numpy(pixels)
-        if array.dtype != np.uint8 and array.dtype.kind != "f":
-            name = str(array.dtype)
-            raise self._error(f"its dtype is {name}, not uint8 or floating", value=name)
+        self._check_numbers(pixels)
         prefers_chw = isinstance(pixels, torch.Tensor)
-        self._data = self._channels_last(array, prefers_chw=prefers_chw)
+        # Before they are converted: a few numbers may be repeated for ever.
+        shape_only = np.broadcast_to(np.uint8(0), tuple(pixels.shape))
+        height, width, _ = self._channels_last(shape_only, prefers_chw=prefers_chw).shape
+        self._check_size(width, height)
+        self._data = self._channels_last(to_numpy(pixels), prefers_chw=prefers_chw)
 
     def identity(self) -> bytes:
         self._data = self._data.copy()  # the application may write to its own later
@@ -269,8 +270,7 @@ class _ArrayImage(ImageSource):
 
     def _read_header(self) -> ImageHeader:
         height, width, channels = self._data.shape
-        size = self._check_size(width, height)
-        return ImageHeader(size, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
+        return ImageHeader(ImageSize(width, height), {1: "L", 3: "RGB", 4: "RGBA"}[channels])
 
     def _pixels(self, header: ImageHeader) -> Image.Image:
         return array_to_image(self._data)

@@ -11,6 +11,7 @@ import torch
 
 from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
+from aioengine.processors.hasher import is_dense
 from aioengine.processors.media.pixels import Array
 
 __all__ = ["Encoded", "MediaSource", "keep_bytes", "to_numpy"]
@@ -117,10 +118,18 @@ class MediaSource(ABC, Generic[HeaderT, DecodedT]):
 
     def _check_dense(self, array: Array | torch.Tensor, contents: str) -> None:
         """Raises MediaError for tensors that `to_numpy` cannot take; `contents`: what they hold."""
-        if isinstance(array, torch.Tensor) and (
-            array.layout is not torch.strided or array.is_meta or array.is_quantized
-        ):
+        if isinstance(array, torch.Tensor) and not is_dense(array):
             raise self._error(f"a tensor of {contents} must be dense")
+
+    def _check_numbers(self, array: Array | torch.Tensor) -> None:
+        """Raises MediaError for pixels of other types than uint8 and floating ones."""
+        if isinstance(array, torch.Tensor):
+            is_valid = array.dtype == torch.uint8 or array.is_floating_point()
+        else:
+            is_valid = array.dtype == np.uint8 or array.dtype.kind == "f"
+        if not is_valid:
+            name = str(array.dtype).removeprefix("torch.")[:40]
+            raise self._error(f"its dtype is {name}, not uint8 or floating", value=name)
 
 
 def keep_bytes(data: Encoded) -> memoryview:
@@ -136,7 +145,7 @@ def keep_bytes(data: Encoded) -> memoryview:
 def to_numpy(array: Array | torch.Tensor) -> Array:
     """The same numbers in CPU memory; a copy only if they are elsewhere, or numpy lacks the type.
 
-    Those types (bfloat16, and floats of eight bits) become float32.
+    Those types (bfloat16, and floats of eight bits) become float32: look at the size before.
     """
     if isinstance(array, torch.Tensor):
         if array.is_floating_point() and array.itemsize < 4 and array.dtype != torch.float16:

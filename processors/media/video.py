@@ -184,15 +184,10 @@ class _ArrayVideo(VideoSource):
         super().__init__(config, parameter, sampling)
         self._copy: Array | None = None
         self._check_dense(array, "frames")
+        self._check_numbers(array)
         is_tensor = isinstance(array, torch.Tensor)
         if isinstance(array, torch.Tensor):
             array = array.detach()
-            is_valid = array.dtype == torch.uint8 or array.is_floating_point()
-        else:
-            is_valid = array.dtype == np.uint8 or array.dtype.kind == "f"
-        if not is_valid:
-            name = str(array.dtype)
-            raise self._error(f"its dtype is {name}, not uint8 or floating", value=name)
         shape = tuple(array.shape)
         first, last = (shape[axis] in (1, 3, 4) if len(shape) == 4 else False for axis in (1, 3))
         if not (first or last):

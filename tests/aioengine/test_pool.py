@@ -33,8 +33,12 @@ from aioengine.errors import (
     MediaError,
     ModelLoadError,
 )
-from aioengine.pool import ProcessorPool, check_portable
-from aioengine.processors.items import EmbeddingItems, ImageProcessorItems, MultiModalDataItems
+from aioengine.pool import ProcessorPool
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.items import (
+    ImageProcessorItems,
+    MultiModalDataItems,
+)
 from aioengine.processors.media.image import open_image
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.work import Promise, Worked, WorkItem, work_item
@@ -249,7 +253,6 @@ async def test_a_worker_is_set_up_as_it_should_be(pool: ProcessorPool) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await pool.run(work_on(picture(), do="tell", **options))
     assert caught.value.value == (1, True, options, str(FOLDER))
-    check_portable(options)
 
 
 # ---- errors

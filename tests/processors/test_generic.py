@@ -21,6 +21,7 @@ from aioengine.errors import (
     PlaceholderMismatchError,
     UnsupportedModalityError,
 )
+from aioengine.processors.embeddings import EmbeddingItems, make_items
 from aioengine.processors.generic import (
     GenericDummyInputsBuilder,
     GenericMultiModalProcessor,
@@ -30,13 +31,11 @@ from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem
 from aioengine.processors.items import (
     PROCESSOR_ITEMS,
     AudioClip,
-    EmbeddingItems,
     ImageHeader,
     ImageSize,
     MultiModalDataItems,
     VideoClip,
     VideoHeader,
-    make_items,
 )
 from aioengine.processors.registry import MultiModalRegistry
 from aioengine.types import Embeddings

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from aioengine.errors import MediaError
+from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.items import (
-    EmbeddingItems,
     ImageHeader,
     ImageProcessorItems,
     ImageSize,

@@ -19,13 +19,12 @@ from aioengine.errors import (
     UnsupportedModalityError,
 )
 from aioengine.models.llava import Llava
+from aioengine.processors.embeddings import EmbeddingItems, make_items
 from aioengine.processors.items import (
-    EmbeddingItems,
     ImageHeader,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
-    make_items,
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.types import Embeddings

@@ -1,0 +1,204 @@
+"""Precomputed encoder output in the place of media, and the items of a prompt from its contents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from aioengine.errors import MediaError
+from aioengine.processors.hasher import is_dense
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
+from aioengine.processors.items import (
+    PROCESSOR_ITEMS,
+    MixedItems,
+    ModalityDataItems,
+    MultiModalDataItems,
+)
+from aioengine.types import Embeddings
+
+__all__ = ["EmbeddingItems", "make_items"]
+
+MAX_EXTRA_NUMBERS = 1 << 20
+"""In one of an item's extra fields."""
+
+
+class EmbeddingItems(ModalityDataItems[torch.Tensor]):
+    """Precomputed encoder output: float32 CPU tensors `[num_rows, hidden_size]`, checked.
+
+    Raises MediaError for what is not dense, finite, floating, two-dimensional and `hidden_size`
+    wide, or has more than `max_rows`. `parameters` names the items in the caller's words.
+    """
+
+    def __init__(
+        self,
+        embeddings: Sequence[Embeddings],
+        *,
+        modality: str,
+        hidden_size: int,
+        parameters: Sequence[str] | None = None,
+        max_rows: int | None = None,
+    ) -> None:
+        names = parameters or [f"{modality}s[{index}]" for index in range(len(embeddings))]
+        rows = [
+            _checked_rows(item.rows, hidden_size, max_rows, name)
+            for item, name in zip(embeddings, names, strict=True)
+        ]
+        super().__init__(rows, modality)
+        self.extra = [
+            self._checked_extras(item.extra, name)
+            for item, name in zip(embeddings, names, strict=True)
+        ]
+
+    def _checked_extras(self, extra: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
+        if f"{self.modality}_embeds" in extra:
+            raise MediaError(
+                f"{name} has an extra by the name of its rows, {self.modality}_embeds",
+                parameter=name,
+            )
+        return {key: _checked_extra(value, f"{name}.{key:.40}") for key, value in extra.items()}
+
+    def get_feature_size(self, item_idx: int) -> int:
+        """How many encoder rows the item brings."""
+        return int(self.get(item_idx).shape[0])
+
+    def get_processor_data(self) -> Mapping[str, object]:
+        return {}
+
+    def to_kwargs_items(self) -> list[MultiModalKwargsItem]:
+        """The items as the encoder takes them: the rows as `<modality>_embeds`, plus the extras."""
+        items = []
+        for rows, extra in zip(self._items, self.extra, strict=True):
+            tensors = {f"{self.modality}_embeds": rows, **extra}
+            config = {
+                name: MultiModalFieldConfig.batched(self.modality, keep_on_cpu=name in extra)
+                for name in tensors
+            }
+            items.append(MultiModalKwargsItem.from_config(tensors, config))
+        return items
+
+
+def make_items(
+    entries: Iterable[tuple[str, str, Any]], get_hidden_size: Callable[[], int]
+) -> MultiModalDataItems:
+    """Media of one prompt from (modality, parameter, content), each modality in its order.
+
+    A content is a header, a decoded item or `Embeddings`; `parameter` names it in the caller's
+    words. Raises MediaError.
+    """
+    groups: dict[str, list[tuple[str, Any]]] = {}
+    for modality, parameter, content in entries:
+        groups.setdefault(modality, []).append((parameter, content))
+    return MultiModalDataItems(
+        {
+            modality: _modality_items(modality, group, get_hidden_size)
+            for modality, group in groups.items()
+        }
+    )
+
+
+def _modality_items(
+    modality: str, group: list[tuple[str, Any]], get_hidden_size: Callable[[], int]
+) -> ModalityDataItems[Any]:
+    names, contents = [name for name, _ in group], [content for _, content in group]
+    are_embeddings = [isinstance(content, Embeddings) for content in contents]
+    if not any(are_embeddings):
+        return PROCESSOR_ITEMS[modality](contents)
+    if all(are_embeddings):
+        return EmbeddingItems(
+            contents, modality=modality, hidden_size=get_hidden_size(), parameters=names
+        )
+    parts = []
+    for is_embedding in (False, True):
+        places = [index for index, each in enumerate(are_embeddings) if each is is_embedding]
+        chosen = [group[index] for index in places]
+        parts.append((_modality_items(modality, chosen, get_hidden_size), places))
+    return MixedItems(parts, modality)
+
+
+def _checked_rows(
+    value: Any, hidden_size: int, max_rows: int | None, parameter: str
+) -> torch.Tensor:
+    _check_array(value, parameter)
+    # Before any number is looked at: strides may repeat a few of them for ever.
+    shape = tuple(value.shape)
+    if len(shape) != 2 or shape[0] == 0 or shape[1] != hidden_size:
+        raise MediaError(
+            f"{parameter} must have the shape (rows, {hidden_size}), not {shape}",
+            parameter=parameter,
+            value=shape,
+        )
+    if max_rows is not None and shape[0] > max_rows:
+        raise MediaError(
+            f"{parameter} has {shape[0]} rows, more than max_model_len ({max_rows})",
+            parameter=parameter,
+            value=shape,
+        )
+    rows = _to_tensor(value, parameter)
+    if not rows.is_floating_point():
+        raise MediaError(
+            f"{parameter} must be floating point, not {rows.dtype}",
+            parameter=parameter,
+            value=str(rows.dtype),
+        )
+    _check_finite(rows, parameter)
+    return rows.to(torch.float32)
+
+
+def _checked_extra(value: Any, parameter: str) -> torch.Tensor:
+    if isinstance(value, bool | int | float | list | tuple):
+        try:
+            value = torch.tensor(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise MediaError(
+                f"{parameter} must be a tensor or nested lists of numbers", parameter=parameter
+            ) from None
+    _check_array(value, parameter)
+    if math.prod(value.shape) > MAX_EXTRA_NUMBERS:
+        raise MediaError(
+            f"{parameter} has more than {MAX_EXTRA_NUMBERS} numbers", parameter=parameter
+        )
+    tensor = _to_tensor(value, parameter)
+    if tensor.is_floating_point():
+        _check_finite(tensor, parameter)
+    return tensor
+
+
+def _check_array(value: Any, parameter: str) -> None:
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        raise MediaError(
+            f"{parameter} must be a torch tensor or a numpy array, not {type(value).__name__}",
+            parameter=parameter,
+            value=type(value).__name__,
+        )
+    if isinstance(value, torch.Tensor) and not is_dense(value):
+        raise MediaError(f"{parameter} must be a dense tensor", parameter=parameter)
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
+        raise MediaError(
+            f"{parameter} must hold numbers, not dtype {value.dtype!s:.40}", parameter=parameter
+        )
+
+
+def _to_tensor(value: Any, parameter: str) -> torch.Tensor:
+    """The same numbers on the CPU, as a type with which torch can reckon."""
+    try:
+        if isinstance(value, torch.Tensor):
+            found = value.detach().cpu().resolve_conj().resolve_neg()
+            is_small = found.is_floating_point() and found.itemsize == 1
+            return found.float() if is_small else found
+        dtype = np.dtype(np.float64) if value.itemsize > 8 else value.dtype.newbyteorder("=")
+        with np.errstate(over="ignore"):  # what became infinite is refused
+            # Of memory that may not be written to, torch would warn.
+            return torch.from_numpy(value.astype(dtype, order="C", copy=not value.flags.writeable))
+    except (TypeError, ValueError, RuntimeError):
+        raise MediaError(
+            f"{parameter} must hold numbers, not dtype {value.dtype!s:.40}", parameter=parameter
+        ) from None
+
+
+def _check_finite(tensor: torch.Tensor, parameter: str) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise MediaError(f"{parameter} must be finite everywhere", parameter=parameter)
