@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.detokenizer import Detokenizer, fast_tokenizer
@@ -29,7 +29,7 @@ from aioengine.prompts import count_least
 from aioengine.request import Item, Request
 from aioengine.sampler import Constraint
 from aioengine.sampling import SamplingContext
-from aioengine.streams.bridge import run_apart
+from aioengine.streams.bridge import run_apart, run_in
 from aioengine.ticket import Completion, MediaInput, Ticket
 from aioengine.types import Prompt
 
@@ -79,7 +79,7 @@ class Intake:
         """Everything before admission. Raises the request's error."""
         text_or_ids: str | Sequence[int]
         if prompt.messages is not None:
-            text_or_ids = await self._run(self._front, self._render, ticket, prompt)
+            text_or_ids = await run_in(self._front, self._render, ticket, prompt)
         else:
             self._refuse_hopeless(prompt)
             text_or_ids = prompt.text if prompt.text is not None else prompt.token_ids or ()
@@ -95,7 +95,7 @@ class Intake:
         constraints: Sequence[Constraint] = ()
         if structure is not None:
             constraints = await self._compile(structure, ticket.params.n)
-        return await self._run(
+        return await run_in(
             self._front, self._lay_out, ticket, text_or_ids, outputs, prompt.cache_salt, constraints
         )
 
@@ -213,11 +213,6 @@ class Intake:
                     parameter="prompt",
                     value=token_id,
                 )
-
-    async def _run(
-        self, pool: ThreadPoolExecutor, function: Callable[..., Result], *args: Any
-    ) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
 
 def _too_long(num_tokens: int, most: int) -> PromptTooLongError:

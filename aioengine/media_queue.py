@@ -99,13 +99,18 @@ class MediaQueue:
         """The items that live requests have yet to compute, by rank; each once, at its soonest.
 
         An item behind one that has no pixels yet comes last: its rows could not be used before.
-        A long queue is looked at only as far as its media could be asked for.
+        Many of these, and a long queue, are looked at only as far as they could be asked for.
         """
         soon: list[tuple[int, Request, Item]] = []
         later: list[tuple[int, Request, Item]] = []
         behind: list[tuple[int, Request, Item]] = []
+        num_rows = 0
         for request in running:
             for item, is_next in self._open(request, request.num_scheduled):
+                if not is_next:
+                    if num_rows > self._limits.max_media_rows:
+                        break
+                    num_rows += item.span.num_rows
                 distance = max(0, request.needed_at(item) - request.num_scheduled)
                 (soon if is_next else behind).append((distance, request, item))
         soon.sort(key=itemgetter(0))  # stable: by seniority where equally far

@@ -30,14 +30,15 @@ from aioengine.loading import Loaded
 from aioengine.processors.cache import HeldItems, ProcessorCache
 from aioengine.processors.disk import DiskCache
 from aioengine.processors.embeddings import EmbeddingItems
-from aioengine.processors.hasher import ContentHasher, item_key
+from aioengine.processors.hasher import ContentHasher, digest_options, item_key
 from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
 from aioengine.processors.options import check_cost
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.work import Promise, WorkItem
-from aioengine.streams.bridge import run_apart
+from aioengine.streams.bridge import run_apart, run_in
+from aioengine.streams.jobs import SharedJobs
 from aioengine.ticket import MediaInput, Ticket
 from aioengine.types import Embeddings
 from aioengine.workers import make_workers
@@ -63,6 +64,10 @@ MAX_NAMED = 1 << 16
 """Items whose keys and headers are remembered under their uuids."""
 MIN_HELD_BYTES = 256 << 20
 """That requests may hold beside the cache, if the cache is smaller than this."""
+SIDE_BY_SIDE = 64
+"""Items of one request that are identified at once."""
+MAX_STORES = 64
+"""Items that wait to be written to files; more are not kept there."""
 
 
 class MediaPipeline:
@@ -79,6 +84,7 @@ class MediaPipeline:
         self.held = HeldItems(max(config.mm_processor_cache_bytes, MIN_HELD_BYTES))
         self._front = loaded.front
         self._max_rows = loaded.limits.max_model_len
+        self._options_digest = digest_options(loaded.front.merged_kwargs({}))
         self._config = config
         self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front, config.revision)}"
         self._workers = make_workers(loaded, config, model)
@@ -87,9 +93,11 @@ class MediaPipeline:
         self._threads = anyio.CapacityLimiter(FETCH_THREADS)
         self._fetching = anyio.CapacityLimiter(config.media.max_concurrent_fetches)
         self._headers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-header")
-        self._files = ThreadPoolExecutor(2, thread_name_prefix="aioengine-cache")
-        self._fetches = _SharedJobs()
-        self._works = _SharedJobs()
+        # Who reads waits; nobody waits for what is written.
+        self._reads = ThreadPoolExecutor(1, thread_name_prefix="aioengine-cache")
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="aioengine-store")
+        self._fetches = SharedJobs()
+        self._works = SharedJobs()
         self._stores: set[asyncio.Future[Any]] = set()
         self._named: LRUCache[str, tuple[str, Any]] = LRUCache(MAX_NAMED)
 
@@ -98,8 +106,8 @@ class MediaPipeline:
         config, folder = self._config, self._config.mm_processor_cache_dir
         if folder is not None:
             try:
-                self._disk = await self._on_files(
-                    _open_disk, Path(folder), config.mm_processor_cache_dir_bytes
+                self._disk = await run_in(
+                    self._writes, _open_disk, Path(folder), config.mm_processor_cache_dir_bytes
                 )
             except OSError as error:
                 raise ModelLoadError(
@@ -112,7 +120,7 @@ class MediaPipeline:
         await self._fetches.aclose()
         await self._works.aclose()
         await self._workers.aclose()
-        for pool in (self._headers, self._files):
+        for pool in (self._headers, self._reads, self._writes):
             pool.shutdown(wait=False, cancel_futures=pool is self._headers)
             await run_apart(pool.shutdown)
 
@@ -123,7 +131,7 @@ class MediaPipeline:
         if self._disk is not None:
             if self._stores:
                 await asyncio.wait(self._stores)
-            await self._on_files(self._disk.clear)
+            await run_in(self._writes, self._disk.clear)
 
     def forget(self, key: str) -> None:
         """Forget features that the encoder could not use, so that the next request makes them."""
@@ -145,25 +153,35 @@ class MediaPipeline:
         the request's error.
         """
         self._front.info.validate_num_items(Counter(media.modality for media in ticket.media))
+        ticket.options_digest = self._options_digest
+        if ticket.mm_processor_kwargs:
+            merged = self._front.merged_kwargs(ticket.mm_processor_kwargs)
+            ticket.options_digest = await run_in(self._headers, digest_options, merged)
+        features: dict[int, MultiModalKwargsItem | None] = {}
+        rest = iter(enumerate(ticket.media))
+
+        async def identify() -> None:
+            for index, media in rest:
+                features[index] = await self._identify(ticket, media, cache_salt)
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                jobs = [
-                    tasks.create_task(self._identify(ticket, media, cache_salt))
-                    for media in ticket.media
-                ]
+                for _ in range(min(len(ticket.media), SIDE_BY_SIDE)):
+                    tasks.create_task(identify())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         outputs: ItemsByModality = {}
-        for media, job in zip(ticket.media, jobs, strict=True):
-            if job.cancelled():  # a fetcher may raise CancelledError, which no task group reports
+        for index, media in enumerate(ticket.media):
+            if index not in features:
+                # A fetcher may raise CancelledError, which no task group reports.
                 raise MediaError(
                     f"{media.parameter} could not be fetched: the fetcher was cancelled",
                     parameter=media.parameter,
                 )
-            features = job.result()
+            found = features[index]
             if self._front.layout_needs_hf_outputs:
-                assert features is not None
-                outputs.setdefault(media.modality, []).append(features)
+                assert found is not None
+                outputs.setdefault(media.modality, []).append(found)
         return outputs
 
     async def features(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
@@ -174,9 +192,13 @@ class MediaPipeline:
         cached = self._find(media.key)
         if cached is not None:
             return cached
+        is_own = media.key not in self._works
         try:
             return await self._works.join(media.key, partial(self._work, ticket, media))
         except InvalidRequestError as error:
+            if not is_own and getattr(media.source, "may_change", False):
+                # An object of somebody else's, that may be broken while its equal here is not.
+                return await self.features(ticket, media)
             raise error.for_parameter(media.parameter) from error
         except EngineError:
             raise
@@ -272,8 +294,7 @@ class MediaPipeline:
             raise error.for_parameter(media.parameter) from error
 
     async def _read(self, ticket: Ticket, media: MediaInput, fetched: object) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._headers, self._open, ticket, media, fetched)
+        return await run_in(self._headers, self._open, ticket, media, fetched)
 
     def _open(self, ticket: Ticket, media: MediaInput, fetched: object) -> Any:
         """Read the header and hash the content, without decoding."""
@@ -291,8 +312,9 @@ class MediaPipeline:
                 parameters=[media.parameter],
                 max_rows=self._max_rows,
             )
-            # A copy: the caller may write to the rows once the request is under way.
-            media.source = media.header = Embeddings(items.get(0).clone(), **items.extra[0])
+            # A copy: the caller may write to what it gave once the request is under way.
+            extra = {name: value.clone() for name, value in items.extra[0].items()}
+            media.source = media.header = Embeddings(items.get(0).clone(), **extra)
             hasher = ContentHasher("embeddings")
             hasher.update([media.source.rows, media.source.extra])
             return hasher.digest()
@@ -327,15 +349,16 @@ class MediaPipeline:
         return item_key(
             model_id=self._model_id,
             modality=media.modality,
-            mm_processor_kwargs=self._front.merged_kwargs(ticket.mm_processor_kwargs),
+            options=ticket.options_digest,
             identity=identity,
             cache_salt=cache_salt,
             uuid=uuid,
         )
 
     async def _work(self, ticket: Ticket, media: MediaInput) -> MultiModalKwargsItem:
-        if self._disk is not None:
-            stored = await self._on_files(self._disk.get, media.key)
+        disk = None if isinstance(media.source, Embeddings) else self._disk
+        if disk is not None:
+            stored = await run_in(self._reads, disk.get, media.key)
             if stored is not None and stored.modality == media.modality:
                 self.cache.put(media.key, stored)
                 return stored
@@ -354,18 +377,15 @@ class MediaPipeline:
         self._instruments.record(StageSpan("decode", worked.began, worked.decoded, requests))
         self._instruments.record(StageSpan("process", worked.decoded, worked.processed, requests))
         self.cache.put(media.key, worked.item)
-        if self._disk is not None and not isinstance(media.source, Embeddings):
-            self._store(self._disk.put, media.key, worked.item)
+        if disk is not None and len(self._stores) < MAX_STORES:
+            self._store(disk.put, media.key, worked.item)
         return worked.item
 
     def _store(self, function: Callable[..., object], *args: Any) -> None:
         """Have something done to the files. Nobody waits for it."""
-        store = asyncio.ensure_future(self._on_files(function, *args))
+        store = asyncio.create_task(run_in(self._writes, function, *args))
         self._stores.add(store)
         store.add_done_callback(self._stores.discard)
-
-    def _on_files(self, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
-        return asyncio.get_running_loop().run_in_executor(self._files, function, *args)
 
 
 def _open_disk(folder: Path, capacity_bytes: int) -> DiskCache:
@@ -397,33 +417,3 @@ def _fingerprint(front: BaseMultiModalProcessor, revision: str | None) -> str:
 
 def _is_url(item: object) -> bool:
     return isinstance(item, str) and item[:6].lower().startswith(("http:", "https:"))
-
-
-class _SharedJobs:
-    """Equal work in flight is done once. A waiter may leave; the last one's leaving cancels it."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[str, asyncio.Task[Any]] = {}
-        self._num_waiters: Counter[str] = Counter()
-        self._ending: set[asyncio.Task[Any]] = set()
-
-    async def aclose(self) -> None:
-        """Wait for cancelled jobs to clean up after themselves."""
-        if self._ending:
-            await asyncio.wait(self._ending)
-
-    async def join(self, key: str, make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        job = self._jobs.get(key)
-        if job is None:
-            job = self._jobs[key] = asyncio.create_task(make())
-        self._num_waiters[key] += 1
-        try:
-            result: Result = await asyncio.shield(job)
-            return result
-        finally:
-            self._num_waiters[key] -= 1
-            if not self._num_waiters[key]:
-                del self._num_waiters[key], self._jobs[key]
-                if job.cancel():
-                    self._ending.add(job)
-                    job.add_done_callback(self._ending.discard)

@@ -128,6 +128,8 @@ class Ticket:
         """Token ranges of the prompt in which nothing is a placeholder."""
         self.layout: Layout | None = None
         self.mm_processor_kwargs: dict[str, Any] = {}
+        self.options_digest = b""
+        """Of the engine's and the request's together."""
         self.completions: dict[str, Completion] = {}
         """By the scheduler's name for each."""
         self.intake: asyncio.Task[None] | None = None

@@ -250,7 +250,6 @@ class _Worker:
             work_item,
         )
 
-        began = time.perf_counter()
         promise = job["promise"]
         work = WorkItem(
             source=None,
@@ -267,7 +266,6 @@ class _Worker:
         num_bytes = write_memory(self._memory, item_parts(worked.item))
         return {
             "num_bytes": num_bytes,
-            "decode_s": worked.decoded - began,
             "process_s": time.perf_counter() - worked.decoded,
         }
 

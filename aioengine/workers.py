@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from aioengine.loading import Loaded
 from aioengine.pool import ProcessorPool
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.work import Worked, WorkItem, work_item
-from aioengine.streams.bridge import run_apart
+from aioengine.streams.bridge import run_apart, run_in
 
 __all__ = ["ProcessWorkers", "ThreadWorkers", "Workers", "make_workers"]
 
@@ -49,8 +48,7 @@ class ThreadWorkers:
 
     async def work(self, work: WorkItem) -> Worked:
         """See `Workers`."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._work, work)
+        return await run_in(self._pool, self._work, work)
 
     async def aclose(self) -> None:
         """See `Workers`."""

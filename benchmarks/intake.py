@@ -125,6 +125,7 @@ async def features_s(engine: AsyncEngine, data: bytes) -> float:
     pipeline = engine._intake.media
     ticket: Any = Ticket.__new__(Ticket)
     ticket.request_id, ticket.layout, ticket.mm_processor_kwargs = "features", None, {}
+    ticket.has_ended = False
     ticket.media = [MediaInput("image", 0, data, "images[0]", True)]
     begin = time.perf_counter()
     await pipeline.identify(ticket, None)

@@ -9,7 +9,7 @@ the special token that it spells.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ PARTS = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Private-use characters: no tokenizer gives them a meaning, and they are taken out of user text.
 _START, _END = "\ue0f0", "\ue0f1"
-_MARKED = re.compile(f"{_START}(.*?){_END}|[{_START}{_END}]", re.DOTALL)
+_MARKS = re.compile(f"[{_START}{_END}]")
 _PROBE = "aioengineprobe"
 
 
@@ -70,7 +70,8 @@ class ChatRenderer:
         self._is_multimodal = bool(processor.info.get_supported_mm_limits())
         self._template = self._find_template()
         self._takes: tuple[bool, bool] | None = None
-        self._literals = self._find_literals()
+        self._literals, self._marked = self._find_literals()
+        self._known: dict[str, list[int]] = {}
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
         """The prompt that the model's chat template makes of `messages`, ready for an answer.
@@ -165,16 +166,16 @@ class ChatRenderer:
         return {"type": modality}
 
     def _mark(self, text: str) -> str:
-        text = text.replace(_START, "").replace(_END, "")
+        text = _MARKS.sub("", text)
         if self._literals is None:
             return text
         return self._literals.sub(lambda found: f"{_START}{found[0]}{_END}", text)
 
     def _separated(self, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation with its texts kept apart, if joined they would spell a literal."""
-        texts = [_MARKED.sub(r"\1", text) for text in _texts(conversation)]
         if self._literals is None:
             return conversation
+        texts = [_MARKS.sub("", text) for text in _texts(conversation)]
         apart = sum(len(self._literals.findall(text)) for text in texts)
         if len(self._literals.findall("".join(texts))) == apart:
             return conversation
@@ -214,7 +215,7 @@ class ChatRenderer:
         except Exception as error:
             raise InvalidRequestError(
                 "the model's chat template does not take these messages: "
-                f"{type(error).__name__}: {_MARKED.sub('', str(error))[:200]}",
+                f"{type(error).__name__}: {self._marked.sub('', str(error))[:200]}",
                 parameter="messages",
             ) from None
 
@@ -254,15 +255,20 @@ class ChatRenderer:
 
     # Tokenising what came out.
 
-    def _find_literals(self) -> re.Pattern[str] | None:
-        """What user text must not be able to say: special tokens, and what the family expands."""
+    def _find_literals(self) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
+        """What user text must not be able to say: special tokens, and what the family expands.
+
+        A pattern for these, and one for them between marks, which finds marks alone too.
+        """
         added = self._tokenizer.added_tokens_decoder.values()
         literals = {token.content for token in added if token.special and token.content.strip()}
         for modality in self._processor.info.get_supported_mm_limits():
             literals.add(self._placeholder(modality))
         literals.discard("")
-        longest_first = sorted(literals, key=lambda literal: (-len(literal), literal))
-        return re.compile("|".join(map(re.escape, longest_first))) if literals else None
+        if not literals:
+            return None, _MARKS
+        pattern = _any_of(literals)
+        return re.compile(pattern), re.compile(f"{_START}({pattern}){_END}|{_MARKS.pattern}")
 
     def _tokenize(self, rendered: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids, and where among them the literals lie."""
@@ -276,15 +282,23 @@ class ChatRenderer:
         token_ids = list(prefix)
         literals = []
         end = 0
-        for found in _MARKED.finditer(rendered):
+        for found in self._marked.finditer(rendered):
             token_ids += self._fragment(rendered[end : found.start()], at_start=end == 0)
-            if found[1]:
+            if found.lastindex:
                 start, at_start = len(token_ids), found.start() == 0
-                token_ids += self._fragment(found[1], at_start=at_start, as_text=True)
+                token_ids += self._literal(found[1], at_start=at_start)
                 literals.append((start, len(token_ids)))
             end = found.end()
         token_ids += self._fragment(rendered[end:], at_start=False)
         return [*token_ids, *suffix], literals
+
+    def _literal(self, text: str, *, at_start: bool) -> list[int]:
+        """The token ids of one that a user typed; there are few, and they may be typed often."""
+        if at_start:
+            return self._fragment(text, at_start=True, as_text=True)
+        if text not in self._known:
+            self._known[text] = self._fragment(text, at_start=False, as_text=True)
+        return self._known[text]
 
     def _fragment(self, text: str, *, at_start: bool, as_text: bool = False) -> list[int]:
         """The token ids of a piece of the prompt: unless `at_start`, no word begins with it."""
@@ -320,6 +334,29 @@ class ChatRenderer:
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
         return [], []
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern for the longest of the words that matches, tried letter by letter.
+
+    As a tree: with words beside each other, a text of beginnings takes as many tries as there are
+    words at each letter, and `re` keeps the GIL.
+    """
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+
+    def write(node: dict[str, Any]) -> str:
+        branches = [re.escape(letter) + write(node[letter]) for letter in sorted(node) if letter]
+        if not branches:
+            return ""
+        pattern = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+        return f"(?:{pattern})?" if "" in node else pattern
+
+    return write(root)
 
 
 def _item_of(part: Mapping[Any, Any], modality: str, path: str) -> Any:

@@ -151,10 +151,11 @@ class DiskCache:
     def discard(self, key: str) -> None:
         """Removes one item, if it is there."""
         _check_key(key)
-        with suppress(OSError), self._opened(key[:2]) as folder:
-            self._unlink(folder, key + _SUFFIX)
-        with self._lock:
-            self._forget(key)
+        with self._stripe(key):
+            with suppress(OSError), self._opened(key[:2]) as folder:
+                self._unlink(folder, key + _SUFFIX)
+            with self._lock:
+                self._forget(key)
 
     def clear(self) -> None:
         """Removes every item, other processes' too, and what their killed writers left behind."""

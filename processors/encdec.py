@@ -50,8 +50,8 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
     def decoder_start_token_id(self) -> int | None:
         """The token that every decoder prompt begins with; None: none is put before it."""
         config = self.info.get_hf_config()
-        for source in (config, config.get_text_config(decoder=True)):
-            for name in ("decoder_start_token_id", "bos_token_id"):
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            for source in (config, config.get_text_config(decoder=True)):
                 found = getattr(source, name, None)
                 if found is not None:
                     return int(found)

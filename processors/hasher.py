@@ -17,7 +17,7 @@ import torch
 
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["ContentHasher", "is_dense", "item_key"]
+__all__ = ["ContentHasher", "digest_options", "is_dense", "item_key"]
 
 _DOMAIN = b"aioengine item 1"
 
@@ -131,25 +131,36 @@ def _leaf(value: object, parameter: str) -> tuple[bytes, bytes | memoryview]:
     )
 
 
+def digest_options(options: Mapping[str, Any]) -> bytes:
+    """The 32 bytes for the processor options of a request, for `item_key`.
+
+    Raises InvalidRequestError for values that no key can be made of.
+    """
+    hasher = ContentHasher("options")
+    hasher.update(options, "mm_processor_kwargs")
+    return hasher.digest()
+
+
 def item_key(
     *,
     model_id: str,
     modality: str,
-    mm_processor_kwargs: Mapping[str, Any],
+    options: bytes,
     identity: bytes | Sequence[Any] | None = None,
     cache_salt: str | None = None,
     uuid: str | None = None,
 ) -> str:
     """The key under which one media item's features are shared, as 64 hexadecimal characters.
 
-    `identity` is what a media source's `identity()` returns. A caller's `uuid` replaces it, in a
-    namespace of its own: it can never stand for content, for another modality, for another model,
-    for other processor options or for another tenant's (`cache_salt`) item of the same name.
+    `options`: of `digest_options`; `identity`: what a media source's `identity()` returns. A
+    caller's `uuid` replaces it, in a namespace of its own: it can never stand for content, for
+    another modality, for another model, for other processor options or for another tenant's
+    (`cache_salt`) item of the same name.
     """
     hasher = ContentHasher(_DOMAIN.decode())
     hasher.update(cache_salt, "cache_salt")
     hasher.update(model_id)
     hasher.update(modality)
-    hasher.update(mm_processor_kwargs, "mm_processor_kwargs")
+    hasher.update(options)
     hasher.update({"uuid": uuid} if uuid is not None else {"content": identity})
     return hasher.hexdigest()

@@ -71,17 +71,21 @@ class Matcher:
         # What is before the cursor has been copied; before the floor, replaced: out of reach.
         cursor = floor = 0
         places: list[Place] = []
+        found: dict[str, Place | None] = {}
         while True:
-            found = [
-                place
-                for modality, items in updates.items.items()
-                if done[modality] < len(items)
-                and (place := self._first(modality, items[done[modality]], cursor, floor))
-            ]
-            if not found:
+            for modality, items in updates.items.items():
+                known = found.get(modality)
+                if done[modality] == len(items):
+                    found[modality] = None
+                elif modality not in found or (known and known.start < cursor):
+                    item = items[done[modality]]
+                    found[modality] = self._first(modality, item, cursor, floor)
+            in_order = [place for modality in updates.items if (place := found[modality])]
+            place = min(in_order, key=lambda place: place.point, default=None)
+            if place is None:
                 return places
-            place = min(found, key=lambda place: place.point)
             places.append(place)
+            del found[place.modality]
             done[place.modality] += 1
             cursor = place.stop
             if not place.update.keeps_target:

@@ -204,10 +204,8 @@ class BaseMultiModalProcessor(ABC):
             places = range(len(group)) if indices is None else indices[modality]
             for item_idx, alternatives in zip(places, group, strict=True):
                 placed = layout.placeholders[modality][item_idx]
-                tokens = layout.token_ids[placed.offset : placed.offset + placed.length]
                 if not any(
-                    update.token_ids[update.start : update.stop] == tokens
-                    and update.placeholder(placed.offset - update.start) == placed
+                    update.placeholder(placed.offset - update.start) == placed
                     for update in alternatives
                 ):
                     name = f"{modality}s[{item_idx}]"

@@ -9,9 +9,11 @@ exactly the prompt's tokens, or the offsets do not show an item's own tokens, it
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from aioengine.processors.inputs import PlaceholderRange
@@ -72,7 +74,10 @@ def _encode(
     encoding = tokenizer(
         text, add_special_tokens=adds_special, return_offsets_mapping=True, verbose=False
     )
-    return list(encoding["input_ids"]), list(encoding["offset_mapping"])
+    offsets = list(encoding["offset_mapping"])
+    while offsets and offsets[-1] == (0, 0):
+        offsets.pop()  # of a token that is put behind every text: the others ascend
+    return list(encoding["input_ids"]), offsets
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
@@ -110,10 +115,11 @@ def _locate(
     """Where the item's own tokens lie, among those that its characters became."""
     content = put.content
     features = content.token_ids[content.start : content.stop]
-    inside = [i for i, (a, b) in enumerate(offsets) if a < put.stop and b > put.start]
-    if not inside:
+    # Tokens that end behind the item's start, and begin before its end.
+    first = bisect_right(offsets, put.start, key=itemgetter(1))
+    last = bisect_left(offsets, put.stop, key=itemgetter(0)) - len(features)
+    if last < first:
         return None
-    first, last = inside[0], inside[-1] + 1 - len(features)
     # What stands before the features may have merged with the text before it, or not.
     around = [first + content.start, *range(first, last + 1)]
     for offset in around:

@@ -147,7 +147,8 @@ class PromptUpdate:
     """What is done to the prompt for each item of a modality.
 
     `target` and the content may be functions of the item's index. Several updates for one modality
-    are alternatives: for each item, the first one whose target is found is taken.
+    are alternatives: for each item, the first one whose target is found is taken. Where a prompt
+    has media and embeddings of a modality, contents are asked for by the index within their kind.
     """
 
     modality: str
@@ -257,8 +258,8 @@ def resolve_updates(
 ) -> ResolvedUpdates:
     """The updates for the items at these places of each modality, modalities in updates' order.
 
-    An update's function is asked for the first of them as item 0, and so on. Raises MediaError for
-    an item that gets no encoder rows.
+    A content's function is asked for the first of them as item 0, and so on; a target's, for its
+    place in the prompt. Raises MediaError for an item that gets no encoder rows.
     """
     modalities = dict.fromkeys([*(update.modality for update in updates), *places])
     resolved = ResolvedUpdates(
@@ -270,8 +271,8 @@ def resolve_updates(
         if not (callable(target) or isinstance(target, PromptIndexTarget) or update.keeps_target):
             resolved.replaced[update.modality].append(target)
         for item_idx, alternatives in enumerate(resolved.items[update.modality]):
-            name = f"{update.modality}s[{places[update.modality][item_idx]}]"
-            alternatives.append(_resolve(update, item_idx, name, tokenizer))
+            place = places[update.modality][item_idx]
+            alternatives.append(_resolve(update, item_idx, place, tokenizer))
     return resolved
 
 
@@ -296,7 +297,7 @@ def join_updates(
 
 
 def _resolve(
-    update: PromptUpdate, item_idx: int, name: str, tokenizer: TextEncoder
+    update: PromptUpdate, item_idx: int, place: int, tokenizer: TextEncoder
 ) -> ResolvedUpdate:
     target, content = update.target, update.content
     content = content(item_idx) if callable(content) else content
@@ -311,9 +312,10 @@ def _resolve(
             raise ValueError("`features` must be a contiguous part of `full`")
     mask = None if content.is_embed is None else content.is_embed(tokenizer, features)
     if not (features if mask is None else bool(mask.any())):
+        name = f"{update.modality}s[{place}]"
         raise MediaError(f"{name} is too small for the model: it becomes no rows", parameter=name)
     return ResolvedUpdate(
-        target=target(item_idx) if callable(target) else target,
+        target=target(place) if callable(target) else target,
         keeps_target=update.keeps_target,
         token_ids=full,
         start=start,

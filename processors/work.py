@@ -6,9 +6,8 @@ apart into plain values and bytes, and `rebuild` makes one of them that decodes 
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,44 +53,36 @@ BAND_PIXELS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the layout gave one item: its placeholder's token ids, and which take encoder rows."""
+    """What the layout gave one item: so many tokens, and which of them take encoder rows."""
 
-    token_ids: tuple[int, ...]
+    length: int
     embed_runs: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, layout: Layout, modality: str, index: int) -> Promise:
         """That of one item of a prompt's layout."""
         placed = layout.placeholders[modality][index]
-        token_ids = layout.token_ids[placed.offset : placed.offset + placed.length]
-        return cls(tuple(token_ids), placed.embed_runs)
+        return cls(placed.length, placed.embed_runs)
 
     def to_layout(self, modality: str, index: int) -> Layout:
         """A layout in which this is the item's; of the others it tells nothing true."""
-        length = len(self.token_ids)
         is_embed = None
-        if self.embed_runs != ((0, length),):
-            is_embed = torch.zeros(length, dtype=torch.bool)
+        if self.embed_runs != ((0, self.length),):
+            is_embed = torch.zeros(self.length, dtype=torch.bool)
             for start, stop in self.embed_runs:
                 is_embed[start:stop] = True
-        placed = PlaceholderRange(0, length, is_embed)
-        return Layout(
-            token_ids=list(self.token_ids), placeholders={modality: [placed] * (index + 1)}
-        )
+        placed = PlaceholderRange(0, self.length, is_embed)
+        return Layout(token_ids=[], placeholders={modality: [placed] * (index + 1)})
 
-    def pack(self) -> dict[str, Any]:
-        """As JSON; a placeholder is mostly one token, many times."""
-        tokens = [
-            [token_id, sum(1 for _ in run)] for token_id, run in itertools.groupby(self.token_ids)
-        ]
-        return {"tokens": tokens, "embed_runs": [list(run) for run in self.embed_runs]}
+    def pack(self) -> list[Any]:
+        """As JSON."""
+        return [self.length, [list(run) for run in self.embed_runs]]
 
     @classmethod
-    def unpack(cls, packed: Mapping[str, Any]) -> Promise:
+    def unpack(cls, packed: Sequence[Any]) -> Promise:
         """The inverse of `pack`."""
-        tokens = [[token_id] * count for token_id, count in packed["tokens"]]
-        runs = tuple((start, stop) for start, stop in packed["embed_runs"])
-        return cls(tuple(itertools.chain.from_iterable(tokens)), runs)
+        length, runs = packed
+        return cls(length, tuple((start, stop) for start, stop in runs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

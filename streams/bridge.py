@@ -1,4 +1,4 @@
-"""The one door from other threads into an event loop, and the way out to a thread.
+"""The one door from other threads into an event loop, and the ways out to a thread.
 
 Calls queue up under one lock and wake the loop once per batch. The closed-check and the enqueueing
 happen under the same lock, so that a call that returns True is certain to run as long as the loop
@@ -12,10 +12,12 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-__all__ = ["LoopBridge", "run_apart"]
+from aioengine.errors import EngineError
+
+__all__ = ["LoopBridge", "run_apart", "run_in"]
 
 Result = TypeVar("Result")
 
@@ -86,3 +88,25 @@ async def run_apart(function: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.wrap_future(work)
     finally:
         pool.shutdown(wait=work.done())  # then the thread has nothing left to do but to end
+
+
+async def run_in(pool: ThreadPoolExecutor, function: Callable[..., Result], *args: Any) -> Result:
+    """`function(*args)` in one of the pool's threads; raises what it raises.
+
+    EngineError in place of what the loop would take for its own: a cancellation that nobody asked
+    for, the end of the process, or of a generator. Foreign code in a thread may raise any of them.
+    """
+    return await asyncio.get_running_loop().run_in_executor(pool, _contained, function, args)
+
+
+def _contained(function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
+    failure: BaseException
+    try:
+        return function(*args)
+    except (CancelledError, StopIteration) as error:
+        failure = error
+    except Exception:
+        raise
+    except BaseException as error:
+        failure = error
+    raise EngineError(f"work in a thread ended with {type(failure).__name__}") from failure

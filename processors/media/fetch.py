@@ -7,7 +7,7 @@ import base64
 import binascii
 import os
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -126,25 +126,40 @@ async def _fetch_data(url: str, order: _Order) -> bytes:
 
 
 def _decode_base64(url: str, start: int, parameter: str) -> bytes:
-    decoded = bytearray()
+    # Piece by piece, as each call holds the GIL; joining the pieces lets go of it.
+    decoded = [b""]
+    rest = ""
     try:
-        if url.find("%", start) >= 0:
-            # The only characters of base64 that a URL may have to escape; anything else is refused
-            # below. A full decoder would hold the GIL for seconds.
-            url, start = url[start:], 0
-            for escape, character in _ESCAPES:
-                url = url.replace(escape, character)
-        if (len(url) - start) % 4:
-            raise binascii.Error("the length is not a multiple of four")
-        # binascii holds the GIL while it decodes, so a large payload is decoded piece by piece.
-        for position in range(start, len(url), INLINE_CHARACTERS):
-            piece = url[position : position + INLINE_CHARACTERS]
-            if piece.endswith("=") and position + INLINE_CHARACTERS < len(url):
+        for piece in _unescaped(url, start):
+            rest += piece
+            end = len(rest) // 4 * 4
+            whole, rest = rest[:end], rest[end:]
+            if whole and len(decoded[-1]) % 3:
                 raise binascii.Error("padding before the end")
-            decoded += base64.b64decode(piece, validate=True)
+            decoded.append(base64.b64decode(whole, validate=True))
+        if rest:
+            raise binascii.Error("the length is not a multiple of four")
     except ValueError as error:
         raise MediaError(f"{parameter} is not valid base64", parameter=parameter) from error
-    return bytes(decoded)
+    return b"".join(decoded)
+
+
+def _unescaped(url: str, start: int) -> Iterator[str]:
+    """The URL from `start` on, in pieces, without the escapes of characters that base64 has.
+
+    Anything else that is escaped stays, and is no base64: a full decoder would hold the GIL for
+    seconds.
+    """
+    rest = ""
+    for position in range(start, len(url), INLINE_CHARACTERS):
+        piece, rest = rest + url[position : position + INLINE_CHARACTERS], ""
+        cut = piece.find("%", len(piece) - 2)
+        if cut >= 0:  # it may go on in the next piece
+            piece, rest = piece[:cut], piece[cut:]
+        for escape, character in _ESCAPES:
+            piece = piece.replace(escape, character)
+        yield piece
+    yield rest
 
 
 def _read_url(url: str, order: _Order) -> bytes:

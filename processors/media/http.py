@@ -21,6 +21,7 @@ import ssl
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
@@ -237,8 +238,12 @@ async def _public_addresses(target: _Target) -> list[str]:
 
 
 async def _lookup(host: str, port: int) -> list[str]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # Not by the loop's own executor: handlers that wait for us may hold all of its threads.
+    found = await anyio.to_thread.run_sync(
+        partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM),
+        abandon_on_cancel=True,
+        limiter=anyio.CapacityLimiter(1),
+    )
     return [str(entry[4][0]) for entry in found]
 
 

@@ -227,7 +227,7 @@ async def test_results_are_a_threads(
 
 
 async def test_embeddings_too(pool: ProcessorPool, front: BaseMultiModalProcessor) -> None:
-    rows = torch.randn(len(promise_for(front).token_ids), front.info.get_hidden_size())
+    rows = torch.randn(promise_for(front).length, front.info.get_hidden_size())
     given = Embeddings(rows, grid=[1, 2, 3], scale=0.5, flag=True)
     items = EmbeddingItems([given], modality="image", hidden_size=rows.shape[1])
     work = work_on(Embeddings(items.get(0), **items.extra[0]), promise=promise_for(front))
@@ -278,8 +278,8 @@ ERRORS: dict[str, tuple[Callable[[], object], dict[str, Any]]] = {
     "unknown size": (picture, {"size": {"a": 1}}),
     "our own fault": (picture, {"do": "fail"}),
     "of another kind": (picture, {"do": "tell", "x": 1}),
-    "no such layout": (picture, {"promise": Promise((3, 3), ((0, 2),))}),
-    "no such runs": (picture, {"promise": Promise((3, 3, 3), ((0, 1), (2, 3)))}),
+    "no such layout": (picture, {"promise": Promise(2, ((0, 2),))}),
+    "no such runs": (picture, {"promise": Promise(3, ((0, 1), (2, 3)))}),
 }
 
 

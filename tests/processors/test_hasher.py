@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import InvalidRequestError
-from aioengine.processors.hasher import ContentHasher, item_key
+from aioengine.processors.hasher import ContentHasher, digest_options, item_key
 
 
 def digest(value: Any) -> str:
@@ -28,7 +28,9 @@ def key(**changes: Any) -> str:
         "identity": b"x" * 32,
         "mm_processor_kwargs": {},
     }
-    return item_key(**{**parts, **changes})
+    parts.update(changes)
+    options = digest_options(parts.pop("mm_processor_kwargs"))
+    return item_key(options=options, **parts)
 
 
 DIFFERENT = [
@@ -81,7 +83,7 @@ def test_framing(first: Any, second: Any) -> None:
 )
 def test_unknown_objects_are_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        item_key(model_id="m", modality="image", identity=b"", mm_processor_kwargs={"x": value})
+        digest_options({"x": value})
     assert caught.value.parameter.startswith("mm_processor_kwargs")
     assert "0x" not in str(caught.value)
 

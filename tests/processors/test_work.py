@@ -81,7 +81,6 @@ def test_a_promise_is_what_the_layout_says_of_its_item(data: Any) -> None:
     promise = Promise.of(layout, "image", 2)
     assert Promise.unpack(json.loads(json.dumps(promise.pack()))) == promise
     again = promise.to_layout("image", 2)
-    assert again.token_ids == ids[offset : offset + length]
     found = again.placeholders["image"][2]
     assert (found.offset, found.length) == (0, length)
     assert found.embed_runs == placed.embed_runs
