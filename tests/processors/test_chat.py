@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
-from aioengine.processors.chat import ChatRenderer
+from aioengine.processors.chat import ChatRenderer, _any_of
 from aioengine.processors.info import TextOnlyDummyInputs, TextOnlyInfo
 from aioengine.processors.items import (
     ImageHeader,
@@ -241,3 +242,41 @@ def test_a_template_that_refuses(llava_folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
         renderer.render([{"role": "user", "content": "hi"}])
     assert caught.value.parameter == "messages"
+
+
+@given(
+    words=st.sets(st.text("ab<|.", min_size=1, max_size=6), min_size=1, max_size=8),
+    searched=st.text("ab<|.", max_size=40),
+)
+def test_the_longest_word_is_found(words: set[str], searched: str) -> None:
+    longest_first = sorted(words, key=lambda word: (-len(word), word))
+    plain = "|".join(map(re.escape, longest_first))
+    assert re.findall(_any_of(words), searched) == re.findall(plain, searched)
+
+
+def test_a_template_that_splits_at_a_token(llava_folder: Path) -> None:
+    """A text cut at a typed token leaves half of its marks: the template's own stay tokens."""
+    template = (
+        "{% for m in messages %}{% set c = m['content'] %}{% if '</s>' in c %}"
+        "{{ c.split('</s>')[-1] }}</s>{{ c.split('</s>')[0] }}{% else %}{{ c }}{% endif %}"
+        "<s>{% endfor %}"
+    )
+    renderer = text_only(llava_folder, template)
+    tokenizer = renderer._tokenizer
+    start, stop = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    messages = [
+        {"role": "user", "content": "a</s>b"},
+        {"role": "user", "content": "c <s> d"},
+        {"role": "user", "content": "e"},
+    ]
+    token_ids = renderer.render(messages).token_ids
+    assert [each for each in token_ids if each in (start, stop)] == [stop, *[start] * 3]
+    text_of = tokenizer.decode([each for each in token_ids if each not in (start, stop)])
+    assert text_of.replace(" ", "") == "bac<s>de"
+
+
+def test_many_typed_tokens(renderer: ChatRenderer) -> None:
+    content = "<image>" * 3000 + "<" * 300_000
+    prompt = renderer.render([{"role": "user", "content": content}])
+    assert len(prompt.literals) == 3000
+    assert renderer._tokenizer.convert_tokens_to_ids("<image>") not in prompt.token_ids

@@ -27,6 +27,7 @@ from aioengine.processors.items import (
     MultiModalDataItems,
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.updates import PromptReplacement, PromptUpdateDetails
 from aioengine.types import Embeddings
 from tests.processors.conftest import context_of, save_llava
 
@@ -221,6 +222,42 @@ def test_pictures_and_embeddings_in_one_prompt(llava: Any) -> None:
     with pytest.raises(MediaError, match=r"^images\[2\] was processed to another"):
         changed = make_items(entries, lambda: width)
         llava.verify_layout(result, changed, llava.process(changed, {}), {})
+
+
+def test_targets_and_contents_that_count(llava: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item alone is what it is among others; embeddings between pictures count with them."""
+    tokens = llava.info.get_tokenizer().convert_tokens_to_ids
+
+    def updates(items: Any, *_: Any) -> Any:
+        image, numbers = tokens("<image>"), [tokens(letter) for letter in "abc"]
+
+        def content(index: int) -> list[int]:
+            group = items["image"]
+            rows = group.get_feature_size(index) if isinstance(group, EmbeddingItems) else ROWS
+            return [numbers[index], *[image] * rows]
+
+        return [
+            PromptReplacement(
+                modality="image",
+                target=lambda index: f"<image>{'abc'[index]}",
+                replacement=lambda index: PromptUpdateDetails.select_token_id(
+                    content(index), image
+                ),
+            )
+        ]
+
+    monkeypatch.setattr(llava, "_get_prompt_updates", updates)
+    width = llava.info.get_hidden_size()
+    given = [picture((9, 30)), Embeddings(torch.randn(3, width)), picture((50, 40))]
+    entries = [("image", f"images[{n}]", item) for n, item in enumerate(given)]
+    items = make_items(entries, lambda: width)
+    layout = llava.layout("x<image>a<image>b<image>c", items, {})
+    lengths = [placed.num_embeds for placed in layout.placeholders["image"]]
+    assert lengths == [ROWS, 3, ROWS]
+    for index, entry in enumerate(entries):
+        alone = make_items([entry], lambda: width)
+        outputs = llava.process(alone, {})
+        llava.verify_layout(layout, alone, outputs, {}, {"image": [index]})
 
 
 def test_options_that_change_the_size_are_refused(llava: Any) -> None:
