@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from aioengine import AsyncEngine, MediaConfig, RequestOutput, SamplingParams
+from aioengine import intake as intake_module
+from aioengine.streams.bridge import run_in
 from tests.tiny import save_tiny_llava, tiny_image
 
 PROMPT = "USER: <image>\nand <image>\nWhat is it? ASSISTANT:"
@@ -65,7 +67,7 @@ class Points:
         device, intake = engine._device, engine._intake
         monkeypatch.setattr(device, "submit_step", self._watch_future(device.submit_step))
         monkeypatch.setattr(device, "submit_encode", self._watch_future(device.submit_encode))
-        monkeypatch.setattr(intake, "_run", self._watch_coroutine(intake._run))
+        monkeypatch.setattr(intake_module, "run_in", self._watch_coroutine(run_in))
         pipeline = intake.media
         monkeypatch.setattr(pipeline, "_fetch", self._watch_coroutine(pipeline._fetch))
         monkeypatch.setattr(pipeline, "_read", self._watch_coroutine(pipeline._read))
@@ -122,7 +124,8 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     assert engine._desk is not None and not engine._desk.tickets
     assert not engine._encoder._features and not engine._encoder._jobs
     assert not engine._scheduler.media._users and not engine._scheduler.media._decoded
-    assert not engine._intake.media._fetches._jobs
+    assert not engine._intake.media._fetches._jobs and not engine._intake.media._works._jobs
+    assert engine._intake.media.held.num_bytes == 0
     engine._scheduler.pool.check()
     engine._scheduler.media.cache.check()
 
