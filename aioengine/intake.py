@@ -19,6 +19,7 @@ from aioengine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
 from aioengine.loading import Loaded
+from aioengine.models.interfaces import PromptMedia
 from aioengine.params import SamplingParams, StructuredOutputs
 from aioengine.pipeline import MediaPipeline
 from aioengine.prefix import extend_digests
@@ -148,14 +149,18 @@ class Intake:
         options = ticket.mm_processor_kwargs
         layout = front.layout(prompt, items, options, outputs, ticket.literals)
         ticket.layout = layout
-        core_items = []
+        core_items, prompt_media = [], []
         for media in ticket.media:
             span = layout.placeholders[media.modality][media.index].to_span()
             num_bytes = span.num_rows * self._loaded.row_bytes
             core_items.append(Item(media.key, media.modality, span, num_bytes, media.parameter))
+            features = outputs[media.modality][media.index] if outputs else {}
+            prompt_media.append(PromptMedia(media.modality, span, features))
         core_items.sort(key=lambda item: item.span.offset)
+        prompt_media.sort(key=lambda item: item.span.offset)
         self._check_ids(layout.token_ids, core_items)
         params, prompt_token_ids = ticket.params, tuple(layout.token_ids)
+        inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
         samplings = self._sampling.samplings(params, prompt_token_ids, constraints)
         leader: Request | None = None
         completions = []
@@ -169,6 +174,8 @@ class Intake:
                 cache_salt=cache_salt,
                 reads_prefix=sampling.prompt_logprobs is None,
                 sampling=sampling,
+                inputs=inputs,
+                bidirectional=() if inputs is None else inputs.bidirectional,
                 awaits_tokens=sampling.constraint is not None,
                 leader=leader,
             )

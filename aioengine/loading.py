@@ -83,7 +83,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     sizes = ModelSizes(
         kv_groups=model.kv_groups,
         itemsize=model.dtype.itemsize,
-        hidden_size=model.hidden_size,
+        row_size=model.row_size,
         max_position_embeddings=model.max_position_embeddings,
         max_item_rows=max(largest_items(front, config.max_model_len or 0).values(), default=0),
     )
@@ -99,7 +99,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             for _ in range(0 if config.uses_processes else config.num_processor_workers)
         ),
         eos_token_ids=eos_token_ids,
-        row_bytes=model.hidden_size * model.dtype.itemsize,
+        row_bytes=model.row_size * model.dtype.itemsize,
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),

@@ -68,8 +68,8 @@ class SequencePlan:
 
     `token_ids` are the inputs at these positions (UNSAMPLED where the device knows better);
     `block_tables` has one tuple of block ids per KV group and covers [0, end). If `samples`, the
-    last position's logits give output token number `output_index`. `sampling` is opaque to the
-    core.
+    last position's logits give output token number `output_index`. `sampling` and `inputs` are
+    opaque to the core.
     """
 
     request_id: str
@@ -82,6 +82,7 @@ class SequencePlan:
     samples: bool
     output_index: int
     sampling: Any = None
+    inputs: Any = None
 
 
 @dataclass(frozen=True, slots=True)

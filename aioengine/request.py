@@ -80,6 +80,8 @@ class Request:
     reads_prefix: bool = True
     """The seam for requests that must compute every token (log probabilities of the prompt)."""
     sampling: Any = None
+    inputs: Any = None
+    """What the model has to know of the prompt as a whole."""
     awaits_tokens: bool = False
     """Each token has to be known before the next step is planned (a grammar looks at it)."""
     leader: Request | None = None

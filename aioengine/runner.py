@@ -51,15 +51,17 @@ class Runner:
         starts = [s.start for s in sequences]
         ends = [s.end for s in sequences]
         metadata = self._metadata(sequences, starts, ends)
-        positions = to_device(self.model.positions_for(starts, ends), self.model.device)
+        prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
+        positions = self.model.positions_for(starts, ends, prompts)
+        positions = to_device(positions, self.model.device)
         hidden = self.model.forward(self._embed(sequences), positions, metadata)
-        prompts = self._score_prompts(sequences, hidden)
+        scored = self._score_prompts(sequences, hidden)
         rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
         last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
         chosen = [s for s in plan.sequences if s.samples]
         if not chosen:
             self._sampled = {}, torch.empty(0)
-            return Launched(lambda: StepResult((), prompt_logprobs=_read_prompts(prompts)))
+            return Launched(lambda: StepResult((), prompt_logprobs=_read_prompts(scored)))
         places = upload([last[s.request_id] for s in chosen], hidden.device)
         masks, failures = _masks(chosen)
         sampled = self._sampler.sample(
@@ -78,7 +80,7 @@ class Runner:
                 found,
                 failures | _barred(chosen, is_barred.tolist()),
                 {} if scores is None else _read_scores(chosen, sampled.rows, scores),
-                _read_prompts(prompts),
+                _read_prompts(scored),
             )
 
         return Launched(read)
@@ -145,7 +147,7 @@ class Runner:
         """What is wrong with an item's rows, if anything: a later step must not stumble on it."""
         if isinstance(rows, Exception):
             return rows
-        want = (num_rows, self.model.hidden_size)
+        want = (num_rows, self.model.row_size)
         if isinstance(rows, Tensor) and rows.shape == want and rows.dtype == self.model.dtype:
             return None
         shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
@@ -158,6 +160,7 @@ class Runner:
     def _metadata(
         self, sequences: Sequence[SequencePlan], starts: Sequence[int], ends: Sequence[int]
     ) -> list[AttentionMetadata]:
+        blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
         return [
             build_metadata(
                 block_size=self._limits.block_size,
@@ -165,6 +168,8 @@ class Runner:
                 starts=starts,
                 ends=ends,
                 device=self.model.device,
+                block_ids=blocks,
+                blocks_in_window=self.model.blocks_in_window,
             )
             for group in range(self._limits.num_groups)
         ]

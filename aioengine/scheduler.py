@@ -308,6 +308,7 @@ class Scheduler:
             samples=end == request.num_tokens,
             output_index=request.num_output,
             sampling=request.sampling,
+            inputs=request.inputs,
         )
         step.sequences.append(sequence)
         step.requests.append(request)

@@ -33,13 +33,14 @@ PLENTY = 4
 class ModelSizes:
     """What of a model decides how much memory it takes.
 
-    `itemsize`: bytes of one number; `max_item_rows`: encoder rows of the largest media item, 0 for
-    a model without media; `max_position_embeddings`: None where it knows no limit.
+    `itemsize`: bytes of one number; `row_size`: width of an encoder row; `max_item_rows`: encoder
+    rows of the largest media item, 0 for a model without media; `max_position_embeddings`: None
+    where it knows no limit.
     """
 
     kv_groups: Sequence[KVGroup]
     itemsize: int
-    hidden_size: int
+    row_size: int
     max_position_embeddings: int | None
     max_item_rows: int
 
@@ -68,7 +69,7 @@ def resolve_limits(
         needed = measure(draft) if device.type == "cuda" or scarce else 0
     if encoder_bytes is None:
         share = max(0, budget - needed - (kv_bytes or 0)) // ENCODER_SHARE
-        item_bytes = sizes.max_item_rows * sizes.hidden_size * sizes.itemsize
+        item_bytes = sizes.max_item_rows * sizes.row_size * sizes.itemsize
         encoder_bytes = min(draft.encoder_cache_bytes, max(item_bytes, share))
     if kv_bytes is None:
         kv_bytes = min(max(0, budget - needed - encoder_bytes), useful_bytes)
@@ -106,7 +107,7 @@ def _draft(config: EngineConfig, sizes: ModelSizes, device: torch.device) -> Lim
         model_len = config.max_model_len
     encoder_rows = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
     default_rows = ENCODER_STEPS * max(config.max_num_batched_tokens, sizes.max_item_rows)
-    row_bytes = sizes.hidden_size * sizes.itemsize
+    row_bytes = sizes.row_size * sizes.itemsize
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aioengine.kernels.transfer import upload
+from aioengine.kernels.transfer import to_device, upload
 
 __all__ = [
     "AttentionBackend",
@@ -53,9 +53,10 @@ class AttentionMetadata:
     after them may have any number.
     `block_size`: tokens in a block.
 
-    `bidirectional` int32 [T] or None: for models whose media spans attend to themselves in both
-    directions: one past the last context position that each token may see, where that is more than
-    the causal rule gives. No backend takes it yet; they refuse it.
+    `block_ids` int32 [T] or None: tokens of one sequence with the same id (-1: none) see each other
+    in both directions, however far apart. All of a block's tokens are in one step. `has_blocks`:
+    per sequence, on the host, whether any of its tokens is in one. `blocks_in_window`: whether a
+    layer's window bounds what a block sees too.
 
     `scratch`: what a backend derives from the rest once per step and reuses in every layer.
     """
@@ -69,7 +70,9 @@ class AttentionMetadata:
     context_lens: tuple[int, ...]
     num_decodes: int
     block_size: int
-    bidirectional: Tensor | None = None
+    block_ids: Tensor | None = None
+    has_blocks: tuple[bool, ...] = ()
+    blocks_in_window: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -114,8 +117,8 @@ class AttentionBackend(Protocol):
         Hq is a multiple of Hkv; query head h reads key head h // (Hq // Hkv). The scores are
         multiplied by `scale`, then bounded to `softcap * tanh(score / softcap)`, then masked.
         `window`: a token sees the last `window` positions, its own included; earlier blocks are
-        never read. `sinks` [Hq]: a logit per head that takes part in the softmax and has no value.
-        Raises NotImplementedError where `meta.bidirectional` is given.
+        never read, but for a block's tokens. `sinks` [Hq]: a logit per head that takes part in the
+        softmax and has no value.
         """
         ...
 
@@ -127,10 +130,13 @@ def build_metadata(
     starts: Sequence[int],
     ends: Sequence[int],
     device: torch.device | str = "cpu",
+    block_ids: Sequence[Tensor | None] | None = None,
+    blocks_in_window: bool = False,
 ) -> AttentionMetadata:
     """The metadata of a step that computes positions [starts[i], ends[i]) of sequence i.
 
-    `block_tables[i]` names at least the blocks of positions [0, ends[i]). Nothing is mutated.
+    `block_tables[i]` names at least the blocks of positions [0, ends[i]); `block_ids[i]` int32
+    [ends[i] - starts[i]], or None where all tokens are causal. Nothing is mutated.
     """
     assert len(block_tables) == len(starts) == len(ends)
     assert all(0 <= start < end for start, end in zip(starts, ends, strict=True))
@@ -139,6 +145,15 @@ def build_metadata(
     assert all(len(row) >= n for row, n in zip(block_tables, blocks_used, strict=True))
 
     target = torch.device(device)
+    has_blocks = tuple(
+        ids is not None and len(ids) > 1 and bool((ids >= 0).any()) for ids in block_ids or ()
+    )
+    flat_ids = None
+    if any(has_blocks):
+        assert block_ids is not None
+        pairs = zip(block_ids, query_lens, strict=True)
+        parts = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
+        flat_ids = to_device(torch.cat(parts).to(torch.int32), target)
     width = max(blocks_used, default=0)
     table: list[int] = []
     slot_blocks: list[int] = []
@@ -162,6 +177,9 @@ def build_metadata(
         context_lens=tuple(ends),
         num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
         block_size=block_size,
+        block_ids=flat_ids,
+        has_blocks=has_blocks if flat_ids is not None else (),
+        blocks_in_window=blocks_in_window,
     )
 
 
@@ -170,12 +188,11 @@ def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(meta.query_lens)]))
 
 
-def refuse_bidirectional(meta: AttentionMetadata, name: str) -> None:
-    """Raise where a step asks for what backend `name` does not do."""
-    if meta.bidirectional is not None:
-        raise NotImplementedError(
-            f"attention backend {name!r} does not attend in both directions inside media spans"
-        )
+def blocks_of(meta: AttentionMetadata, index: int, first: int, last: int) -> Tensor | None:
+    """The block ids of sequence `index`, whose tokens are [first, last) of the flat batch."""
+    if meta.block_ids is None or not meta.has_blocks[index]:
+        return None
+    return meta.block_ids[first:last]
 
 
 def _lazy(module: str, attribute: str) -> Callable[[], AttentionBackend]:

@@ -18,12 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from aioengine.kernels.attention import (
-    AttentionMetadata,
-    refuse_bidirectional,
-    split_by_sequence,
-)
-from aioengine.kernels.reference import causal_mask
+from aioengine.kernels.attention import AttentionMetadata, blocks_of, split_by_sequence
+from aioengine.kernels.reference import visible_mask
 from aioengine.kernels.transfer import upload
 
 __all__ = ["GatherBackend"]
@@ -95,7 +91,6 @@ class GatherBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
-        refuse_bidirectional(meta, self.name)
         shape = _Shape(scale, softcap, sinks)
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
@@ -106,8 +101,10 @@ class GatherBackend:
         bounds = split_by_sequence(meta)
         for i in range(meta.num_decodes, len(bounds)):
             first, last = bounds[i]
+            chunk = query[first:last]
+            block_ids = blocks_of(meta, i, first, last)
             out[first:last] = self._prefill(
-                query[first:last], key_cache, value_cache, meta, i, window, shape
+                chunk, key_cache, value_cache, meta, i, block_ids, window, shape
             )
         return out
 
@@ -146,6 +143,7 @@ class GatherBackend:
         value_cache: Tensor,
         meta: AttentionMetadata,
         index: int,
+        block_ids: Tensor | None,
         window: int | None,
         shape: _Shape,
     ) -> Tensor:
@@ -162,14 +160,14 @@ class GatherBackend:
         keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         if shape.softcap is not None or shape.sinks is not None:
-            mask = _chunk_mask(meta, start, end, begin, window, query.dtype)
+            mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
             result = _attend_in_parts(grouped, keys, values, mask, shape)
-        elif start == 0 and window is None:
+        elif start == 0 and window is None and block_ids is None:
             result = scaled_dot_product_attention(
                 grouped, keys, values, is_causal=True, scale=shape.scale
             )
         else:
-            mask = _chunk_mask(meta, start, end, begin, window, query.dtype)
+            mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
             result = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=mask, scale=shape.scale
             )
@@ -313,16 +311,20 @@ def _context_slots(
 
 def _chunk_mask(
     meta: AttentionMetadata,
-    start: int,
-    end: int,
+    index: int,
     begin: int,
+    block_ids: Tensor | None,
     window: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`causal_mask` as numbers to add to scores, once per step instead of once per layer."""
-    key = ("mask", start, end, begin, window, dtype)
+    """`visible_mask` as numbers to add to scores, once per step instead of once per layer."""
+    end = meta.context_lens[index]
+    start = end - meta.query_lens[index]
+    # Causal ones are the same for all chunks of the same place and size.
+    key = ("mask", start, end, begin, window, dtype, index if block_ids is not None else None)
     if key not in meta.scratch:
-        visible = causal_mask(start, end, begin, window, meta.seq_lens.device)
+        device = meta.seq_lens.device
+        visible = visible_mask(start, end, begin, window, device, block_ids, meta.blocks_in_window)
         meta.scratch[key] = _additive(visible, dtype)
     found: Tensor = meta.scratch[key]
     return found

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata, refuse_bidirectional, split_by_sequence
+from aioengine.kernels.attention import AttentionMetadata, blocks_of, split_by_sequence
 
-__all__ = ["ReferenceBackend", "attend_dense", "causal_mask"]
+__all__ = ["ReferenceBackend", "attend_dense", "visible_mask"]
 
 
 class ReferenceBackend:
@@ -44,7 +44,6 @@ class ReferenceBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
-        refuse_bidirectional(meta, self.name)
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         for i, (first, last) in enumerate(split_by_sequence(meta)):
             context = meta.context_lens[i]
@@ -57,7 +56,15 @@ class ReferenceBackend:
                 query[first:last],
                 key_cache[blocks, offsets],
                 value_cache[blocks, offsets],
-                causal_mask(start, context, begin, window, query.device),
+                visible_mask(
+                    start,
+                    context,
+                    begin,
+                    window,
+                    query.device,
+                    blocks_of(meta, i, first, last),
+                    meta.blocks_in_window,
+                ),
                 scale=scale,
                 softcap=softcap,
                 sinks=sinks,
@@ -65,14 +72,32 @@ class ReferenceBackend:
         return out
 
 
-def causal_mask(
-    start: int, end: int, begin: int, window: int | None, device: torch.device
+def visible_mask(
+    start: int,
+    end: int,
+    begin: int,
+    window: int | None,
+    device: torch.device,
+    block_ids: Tensor | None = None,
+    blocks_in_window: bool = False,
 ) -> Tensor:
-    """Which keys [begin, end) the queries at positions [start, end) see: bool [queries, keys]."""
+    """Which keys [begin, end) the queries at positions [start, end) see: bool [queries, keys].
+
+    `block_ids` [queries]: equal ids see each other, -1 none. With `blocks_in_window`, the window
+    bounds that too: window and (causal or block), else (window and causal) or block.
+    """
     query = torch.arange(start, end, device=device)[:, None]
     key = torch.arange(begin, end, device=device)[None, :]
     visible = key <= query
-    return visible if window is None else visible & (key > query - window)
+    is_near = None if window is None else key > query - window
+    if is_near is not None and not blocks_in_window:
+        visible &= is_near
+    if block_ids is not None:
+        same = (block_ids[:, None] == block_ids[None, :]) & (block_ids[:, None] >= 0)
+        visible[:, start - begin :] |= same
+    if is_near is not None and blocks_in_window:
+        visible &= is_near
+    return visible
 
 
 def attend_dense(

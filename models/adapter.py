@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.models import encoding
@@ -35,7 +36,12 @@ from aioengine.models.attention import (
     attach_slot,
     route_attention,
 )
-from aioengine.models.interfaces import MultiModalEmbeddings, merge_multimodal_embeddings
+from aioengine.models.interfaces import (
+    MultiModalEmbeddings,
+    PromptInputs,
+    PromptMedia,
+    merge_multimodal_embeddings,
+)
 from aioengine.models.loading import build_on_meta, find_class, load_pretrained, pin_rotary
 from aioengine.models.probe import LayerSpec, group_layers, probe_layers
 from aioengine.types import KVGroup
@@ -54,6 +60,8 @@ class TransformersModel:
     """
 
     supports_multimodal: ClassVar[bool] = True
+    blocks_in_window: ClassVar[bool] = False
+    """Whether a layer's window bounds what the tokens of a block see of each other, too."""
 
     def __init__(
         self,
@@ -118,8 +126,13 @@ class TransformersModel:
 
     @property
     def hidden_size(self) -> int:
-        """Width of embeddings and encoder rows."""
+        """Width of the decoder's embeddings."""
         return int(self.model.get_input_embeddings().weight.shape[-1])
+
+    @property
+    def row_size(self) -> int:
+        """Width of encoder rows; `embed` may make wider embeddings of them than `hidden_size`."""
+        return self.hidden_size
 
     @property
     def vocab_size(self) -> int:
@@ -196,6 +209,18 @@ class TransformersModel:
         logits = self.logits(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def prompt_inputs(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> PromptInputs | None:
+        """What `positions` and `blocks` say of a prompt; None where all is as usual.
+
+        Reads nothing that a step changes: it may be called while one runs.
+        """
+        positions, blocks = self.positions(token_ids, items), self.blocks(token_ids, items)
+        if positions is None and blocks is None:
+            return None
+        return PromptInputs(positions, None if blocks is None else blocks.to(torch.int32))
+
     def positions_for(
         self,
         starts: Sequence[int],
@@ -233,12 +258,20 @@ class TransformersModel:
             slot = LayerSlot(layer=index, group=group, holder=self._holder)
             attach_slot(decoder.get_submodule(spec.name), slot)
 
-    def positions(self, token_ids: Sequence[int], items: Sequence[Any] = ()) -> tuple[Tensor, int]:
-        """A prompt's position ids [L] or [3, L], and what a later token's index is off by."""
-        return torch.arange(len(token_ids)), 0
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> tuple[Tensor, int] | None:
+        """A prompt's position ids [L] or [3, L], and what a later token's index is off by.
 
-    def blocks(self, token_ids: Sequence[int], items: Sequence[Any] = ()) -> Tensor | None:
-        """A block id per prompt token, -1 for causal ones; None where all are causal."""
+        None where a token's position is its index. Of one kind for all prompts of a model.
+        """
+        return None
+
+    def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> Tensor | None:
+        """A block id [L] per prompt token, -1 for causal ones; None where all are causal.
+
+        Tokens of one block see each other both ways, and are computed in one step.
+        """
         return None
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
@@ -265,6 +298,8 @@ class TransformersModel:
         embeds = table(input_ids.masked_fill(mask, 0))
         if rows is None:
             return embeds
+        if self.row_size > embeds.shape[-1]:
+            embeds = pad(embeds, (0, self.row_size - embeds.shape[-1]))
         return merge_multimodal_embeddings(input_ids, embeds, rows, is_multimodal=is_multimodal)
 
     def forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from aioengine.kernels.transfer import to_device
 from aioengine.models.interfaces import MultiModalEmbeddings
 from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem, is_host_only
 
-__all__ = ["encode_batch", "encode_items", "passed_through", "rows_by_item"]
+__all__ = ["encode_batch", "encode_items", "parts_of", "passed_through", "rows_by_item"]
 
 # The keyword that carries a modality's samples, and transformers' method that encodes them.
 _SAMPLES = {
@@ -39,8 +40,9 @@ def passed_through(
 def encode_batch(
     model: Any, kwargs: Mapping[str, object], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Rows [rows, hidden] of each item in a batch, through transformers' `get_*_features`.
+    """Rows [rows, hidden] of a batch through transformers' `get_*_features`, in parts.
 
+    A part is what the encoder gives as one: an item, or one of its tiles, or all there is.
     Floating samples are cast to `dtype`. Raises EngineError where the model has no such method.
     """
     name = next((name for name in _SAMPLES if kwargs.get(name) is not None), None)
@@ -48,16 +50,12 @@ def encode_batch(
         raise EngineError(f"no media among the encoder's arguments: {', '.join(kwargs) or 'none'}")
     encoder = _find_method(model, _SAMPLES[name])
     inputs = {key: _place(value, dtype, device) for key, value in kwargs.items()}
-    samples = inputs[name]
-    assert isinstance(samples, Tensor)
-    rows = rows_by_item(encoder(**inputs), samples.shape[0])
-    if rows is None:
-        # The rows came without saying which are whose: ask item by item.
-        rows = []
-        for i in range(samples.shape[0]):
-            alone = {key: _take(value, i, samples.shape[0]) for key, value in inputs.items()}
-            rows += rows_by_item(encoder(**alone), 1) or []
-    return [item.to(dtype) for item in rows]
+    output = encoder(**inputs)
+    parts = [part.to(dtype) for part in parts_of(output)]
+    # What goes to further layers travels beside what goes to the first.
+    for layer in getattr(output, "deepstack_features", None) or ():
+        parts = [torch.cat([p, q.to(dtype)], -1) for p, q in zip(parts, layer, strict=True)]
+    return parts
 
 
 def _find_method(model: Any, name: str) -> Callable[..., Any]:
@@ -76,17 +74,11 @@ def _place(value: object, dtype: torch.dtype, device: torch.device) -> object:
     return to_device(value, torch.device(device)).to(dtype if floating else value.dtype)
 
 
-def _take(value: object, index: int, count: int) -> object:
-    if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
-        return value[index : index + 1]
-    return value
-
-
-def rows_by_item(output: Any, num_items: int) -> list[Tensor] | None:
-    """One 2-D tensor per item from anything an encoder returns; None where it cannot be told.
+def parts_of(output: Any) -> list[Tensor]:
+    """2-D tensors from anything an encoder returns.
 
     `output`: a tensor, a list or tuple of tensors, or transformers' output object, whose
-    `pooler_output` (else `last_hidden_state`) holds either. A single item owns all there is.
+    `pooler_output` (else `last_hidden_state`) holds either.
     """
     if not isinstance(output, Tensor | list | tuple):
         pooled = getattr(output, "pooler_output", None)
@@ -95,10 +87,22 @@ def rows_by_item(output: Any, num_items: int) -> list[Tensor] | None:
         parts = list(output) if output.dim() > 2 else [output]
     else:
         parts = list(output)
-    flat = [part.reshape(-1, part.shape[-1]) for part in parts]
-    if len(flat) == num_items:
-        return flat
-    return [torch.cat(flat)] if num_items == 1 and flat else None
+    return [part.reshape(-1, part.shape[-1]) for part in parts]
+
+
+def rows_by_item(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor] | None:
+    """One 2-D tensor per item, of parts; None where it cannot be told whose they are.
+
+    `sizes`: samples of each item, a tile being one. A single item owns all there is.
+    """
+    if len(sizes) == 1 and parts:
+        return [torch.cat(list(parts))] if len(parts) > 1 else [parts[0]]
+    if len(parts) == len(sizes):
+        return list(parts)
+    if len(parts) != sum(sizes):
+        return None
+    ends = list(accumulate(sizes))
+    return [torch.cat(list(parts[end - size : end])) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _batch(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
@@ -112,7 +116,10 @@ def _batch(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
 def encode_items(
     embed_multimodal: Callable[..., MultiModalEmbeddings], items: Sequence[Mapping[str, Tensor]]
 ) -> list[Tensor]:
-    """Rows of each item; items whose tensors agree in shape and dtype share one call."""
+    """Rows of each item; items whose tensors agree in shape and dtype share one call.
+
+    Where a call does not tell whose its rows are, its items are encoded one by one.
+    """
     batches: dict[tuple[object, ...], list[int]] = {}
     for i, item in enumerate(items):
         named = sorted((name, t) for name, t in item.items() if not is_host_only(name))
@@ -120,9 +127,33 @@ def encode_items(
         batches.setdefault(shape, []).append(i)
     rows: dict[int, Tensor] = {}
     for members in batches.values():
-        stacked = _batch([items[i] for i in members])
-        found = rows_by_item(embed_multimodal(**stacked), len(members))
-        if found is None:
-            raise EngineError(f"embed_multimodal gave no rows for each of {len(members)} items")
+        found = _encode_together(embed_multimodal, [items[i] for i in members])
         rows.update(zip(members, found, strict=True))
     return [rows[i] for i in range(len(items))]
+
+
+def _encode_together(
+    embed_multimodal: Callable[..., MultiModalEmbeddings], items: Sequence[Mapping[str, Tensor]]
+) -> list[Tensor]:
+    stacked = _batch(items)
+    found = rows_by_item(parts_of(embed_multimodal(**stacked)), _sizes(items, stacked))
+    if found is None:
+        found = [row for item in items for row in _encode_alone(embed_multimodal, item)]
+    if len(found) != len(items):
+        raise EngineError(f"embed_multimodal gave no rows for each of {len(items)} items")
+    return found
+
+
+def _encode_alone(
+    embed_multimodal: Callable[..., MultiModalEmbeddings], item: Mapping[str, Tensor]
+) -> list[Tensor]:
+    return rows_by_item(parts_of(embed_multimodal(**_batch([item]))), [1]) or []
+
+
+def _sizes(items: Sequence[Mapping[str, Tensor]], stacked: Mapping[str, Any]) -> list[int]:
+    """How many samples of the batch each item has; those that were stacked have one."""
+    name = next((name for name in _SAMPLES if name in stacked), None)
+    if name is None or not isinstance(stacked[name], Tensor):
+        return [1] * len(items)
+    is_joined = stacked[name].dim() == items[0][name].dim()
+    return [item[name].shape[0] if is_joined else 1 for item in items]

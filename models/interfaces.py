@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias, Union, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from aioengine.types import Span
 
 __all__ = [
     "MultiModalEmbeddings",
     "NestedTensors",
+    "PromptInputs",
+    "PromptMedia",
     "SupportsEncoderDecoder",
     "SupportsMultiModal",
     "flatten_embeddings",
@@ -24,6 +30,53 @@ NestedTensors: TypeAlias = Union[
 
 MultiModalEmbeddings: TypeAlias = Tensor | list[Tensor] | tuple[Tensor, ...]
 """Encoder rows by item: [num_items, rows, hidden], or one [rows, hidden] per item."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptMedia:
+    """One media item of a prompt, for the hooks that read a prompt as a whole.
+
+    `features`: what its processor made of it, on the CPU; empty where prompts are laid out before
+    their media are processed.
+    """
+
+    modality: str
+    span: Span
+    features: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptInputs:
+    """What a model computes of a prompt once, for all of its steps. On the CPU.
+
+    `positions`: position ids [L] or [3, L], and what a later token's index is off by; None where a
+    token's position is its index. `block_ids` int32 [L]: see `AttentionMetadata`.
+    """
+
+    positions: tuple[Tensor, int] | None = None
+    block_ids: Tensor | None = None
+
+    @property
+    def bidirectional(self) -> tuple[tuple[int, int], ...]:
+        """The position ranges that one step has to compute whole, ascending and disjoint."""
+        ranges: list[tuple[int, int]] = []
+        ids = [] if self.block_ids is None else self.block_ids.tolist()
+        bounds: dict[int, tuple[int, int]] = {}
+        for position, block in enumerate(ids):
+            if block >= 0:
+                bounds[block] = bounds.get(block, (position, 0))[0], position + 1
+        for low, high in sorted(bounds.values()):
+            if ranges and low < ranges[-1][1]:
+                low, high = ranges[-1][0], max(high, ranges.pop()[1])
+            ranges.append((low, high))
+        return tuple(ranges)
+
+    def blocks_at(self, start: int, end: int) -> Tensor | None:
+        """The block ids of positions [start, end), which may lie beyond the prompt."""
+        if self.block_ids is None:
+            return None
+        found = self.block_ids[start:end]
+        return pad(found, (0, end - start - len(found)), value=-1)
 
 
 @runtime_checkable

@@ -22,13 +22,21 @@ Model = TypeVar("Model", bound="type[TransformersModel]")
 
 # Architecture -> the module whose import registers it.
 _SHIPPED = {
+    "AriaForConditionalGeneration": "aioengine.models.generic",
     "Gemma2ForCausalLM": "aioengine.models.text",
+    "Glm4vForConditionalGeneration": "aioengine.models.mrope",
+    "Idefics3ForConditionalGeneration": "aioengine.models.generic",
+    "InternVLForConditionalGeneration": "aioengine.models.generic",
     "LlamaForCausalLM": "aioengine.models.text",
     "LlavaForConditionalGeneration": "aioengine.models.llava",
+    "LlavaNextForConditionalGeneration": "aioengine.models.generic",
     "MistralForCausalLM": "aioengine.models.text",
     "Phi3ForCausalLM": "aioengine.models.text",
     "Qwen2ForCausalLM": "aioengine.models.text",
+    "Qwen2VLForConditionalGeneration": "aioengine.models.mrope",
+    "Qwen2_5_VLForConditionalGeneration": "aioengine.models.mrope",
     "Qwen3ForCausalLM": "aioengine.models.text",
+    "Qwen3VLForConditionalGeneration": "aioengine.models.mrope",
 }
 
 _CLASSES: dict[str, type[TransformersModel]] = {}

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 from aioengine.kernels import gather
 from aioengine.kernels.attention import split_by_sequence
 from aioengine.kernels.gather import GatherBackend
-from aioengine.kernels.reference import ReferenceBackend
+from aioengine.kernels.reference import ReferenceBackend, visible_mask
 from tests.kernels.paging import PagedBatch, make_batch
 
 MIXED = [(9, 10), (3, 4), (16, 17), (0, 7), (5, 12), (6, 8), (0, 1), (4, 8)]
@@ -189,12 +189,55 @@ def test_buckets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(alone.attend(GatherBackend()), whole, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("backend", [GatherBackend(), ReferenceBackend()])
-def test_both_directions_are_refused(backend: GatherBackend | ReferenceBackend) -> None:
-    batch = make_batch([(0, 3)], backend=backend)
-    blocks = replace(batch.meta, bidirectional=torch.tensor([3, 3, 3], dtype=torch.int32))
-    with pytest.raises(NotImplementedError, match="both directions"):
-        replace(batch, meta=blocks).attend(backend)
+def with_blocks(batch: PagedBatch, ids: list[list[int]], *, in_window: bool = False) -> PagedBatch:
+    """The batch with block ids for the new tokens of each sequence."""
+    flat = torch.tensor([each for group in ids for each in group], dtype=torch.int32)
+    has_blocks = tuple(len(group) > 1 and max(group) >= 0 for group in ids)
+    meta = replace(batch.meta, scratch={}, block_ids=flat, has_blocks=has_blocks)
+    return replace(batch, meta=replace(meta, blocks_in_window=in_window))
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize("extras", ["", "softcap", "sinks"])
+def test_blocks_see_both_ways(window: int | None, in_window: bool, extras: str) -> None:
+    batch = make_batch([(9, 10), (0, 7), (0, 7), (5, 12), (5, 12)], backend=GatherBackend())
+    ids = [[0], [-1, 0, 0, 0, -1, 1, 1], [-1] * 7, [0, 0, -1, 0, 0, 0, -1], [-1, -1, 1, 1, 1, 1, 1]]
+    options: dict[str, object] = {"window": window}
+    if extras == "softcap":
+        options["softcap"] = 1.5
+    if extras == "sinks":
+        options["sinks"] = torch.linspace(-2, 2, 4, dtype=torch.float64)
+    mixed = with_blocks(batch, ids, in_window=in_window)
+    assert_twins(mixed, **options)
+    plain, bidirectional = (
+        batch.attend(GatherBackend(), **options),
+        mixed.attend(GatherBackend(), **options),
+    )
+    first = [0, 1, 8, 15, 22]  # of each sequence: those without blocks are as they were
+    assert torch.equal(plain[0], bidirectional[0])
+    assert torch.equal(plain[first[2] : first[3]], bidirectional[first[2] : first[3]])
+    assert not torch.allclose(plain[first[1] + 1], bidirectional[first[1] + 1])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+@pytest.mark.parametrize("in_window", [False, True])
+def test_what_a_block_sees(window: int | None, in_window: bool) -> None:
+    """Said token by token: the two ways in which windows and blocks go together."""
+    start, end, ids = 4, 11, [-1, 0, 0, -1, 0, 1, 1]
+    begin = 0 if window is None else max(0, start - window + 1)
+    found = visible_mask(
+        start, end, begin, window, torch.device("cpu"), torch.tensor(ids), in_window
+    )
+    for query in range(start, end):
+        for key in range(begin, end):
+            is_block = key >= start and ids[query - start] == ids[key - start] >= 0
+            is_near = window is None or key > query - window
+            causal = key <= query
+            wanted = (
+                is_near and (causal or is_block) if in_window else (causal and is_near) or is_block
+            )
+            assert bool(found[query - start, key - begin]) is wanted, (query, key)
 
 
 def test_a_backend_serves_inside_and_outside_inference_mode() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aioengine.errors import EngineError
 from aioengine.models.adapter import TransformersModel
-from aioengine.models.encoding import encode_batch, encode_items, rows_by_item
+from aioengine.models.encoding import encode_batch, encode_items, parts_of, rows_by_item
 from aioengine.models.interfaces import (
     NestedTensors,
     SupportsMultiModal,
@@ -37,7 +37,7 @@ ROWS = torch.arange(24.0).view(2, 3, 4)
     ],
 )
 def test_rows_by_item(output: Any) -> None:
-    rows = rows_by_item(output, 2)
+    rows = rows_by_item(parts_of(output), [1, 1])
     assert rows is not None
     assert [tuple(r.shape) for r in rows] == [(3, 4), (3, 4)]
     assert torch.equal(torch.stack(rows), ROWS)
@@ -45,15 +45,22 @@ def test_rows_by_item(output: Any) -> None:
 
 def test_a_single_item_owns_all_rows() -> None:
     for output in (ROWS, list(ROWS), ROWS.view(6, 4), ROWS.view(1, 6, 4)):
-        rows = rows_by_item(output, 1)
+        rows = rows_by_item(parts_of(output), [1])
         assert rows is not None
         assert len(rows) == 1
         assert torch.equal(rows[0], ROWS.view(6, 4))
 
 
 def test_rows_that_cannot_be_told_apart() -> None:
-    assert rows_by_item(ROWS.view(6, 4), 2) is None
-    assert rows_by_item(list(ROWS), 3) is None
+    assert rows_by_item(parts_of(ROWS.view(6, 4)), [1, 1]) is None
+    assert rows_by_item(list(ROWS), [1, 1, 1]) is None
+
+
+def test_tiles_go_to_their_items() -> None:
+    tiles = torch.arange(60.0).view(5, 3, 4)
+    rows = rows_by_item(parts_of(tiles), [2, 1, 2])
+    assert rows is not None and [len(each) for each in rows] == [6, 3, 6]
+    assert torch.equal(torch.cat(rows), tiles.view(15, 4))
 
 
 class FlatEncoder:
@@ -65,9 +72,12 @@ class FlatEncoder:
 
 def test_a_flat_batch_is_encoded_item_by_item() -> None:
     scale = torch.tensor([1.0, 10.0])
-    rows = encode_batch(
-        FlatEncoder(), {"pixel_values": ROWS, "scale": scale}, torch.float64, torch.device("cpu")
-    )
+    items = [{"pixel_values": ROWS[i], "scale": scale[i]} for i in range(2)]
+
+    def embed(**kwargs: Tensor) -> list[Tensor]:
+        return encode_batch(FlatEncoder(), kwargs, torch.float64, torch.device("cpu"))
+
+    rows = encode_items(embed, items)
     assert [r.dtype for r in rows] == [torch.float64] * 2
     torch.testing.assert_close(torch.stack(rows), (ROWS * scale[:, None, None]).double())
 
@@ -165,11 +175,25 @@ def test_the_older_names_are_accepted() -> None:
     assert guided.embed_multimodal() == []
 
 
-@pytest.mark.parametrize("rows", [[], [torch.ones(2, 3)], torch.ones(3, 2, 3)])
-def test_a_wrong_number_of_items_is_the_encoders_fault(rows: Any) -> None:
+def test_an_encoder_without_rows_is_at_fault() -> None:
     items = [{"pixel_values": torch.zeros(1)}] * 2
     with pytest.raises(EngineError, match="each of 2 items"):
-        encode_items(lambda **_: rows, items)
+        encode_items(lambda **_: [], items)
+
+
+@pytest.mark.parametrize("rows", [[torch.ones(2, 3)], torch.ones(3, 2, 3)])
+def test_rows_that_fit_no_items_are_asked_for_one_by_one(rows: Any) -> None:
+    calls = []
+
+    def embed(**kwargs: Tensor) -> Any:
+        calls.append(len(kwargs["pixel_values"]))
+        return rows
+
+    found = encode_items(embed, [{"pixel_values": torch.zeros(1)}] * 2)
+    assert calls == [2, 1, 1]
+    assert [len(each) for each in found] == [
+        len(torch.as_tensor(parts_of(rows)[0])) * len(rows)
+    ] * 2
 
 
 def test_merging_by_placeholder_id() -> None:

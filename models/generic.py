@@ -1,0 +1,28 @@
+"""Families that transformers' classes carry without anything of their own here.
+
+Their HF processor says what each item becomes in the text, and their model has `get_image_features`
+(or the same for videos or audio) with rows for exactly these places.
+"""
+
+from __future__ import annotations
+
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.registry import register_model
+from aioengine.processors.generic import GenericMultiModalProcessor
+from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+
+__all__ = ["GenericModel"]
+
+
+@register_model(
+    "AriaForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+)
+@MULTIMODAL_REGISTRY.register_processor(
+    GenericMultiModalProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
+)
+class GenericModel(TransformersModel):
+    """The generic wrapper as it is."""

@@ -1,0 +1,98 @@
+"""Families whose positions have three axes: time, height and width (M-RoPE).
+
+Wang et al., "Qwen2-VL" (2024). A prompt's positions depend on the grids of its pictures and videos,
+and are computed once, by transformers' own `get_rope_index`; the text behind them counts on from
+the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack", Meng et al.,
+2024): they travel beside the first ones, as further columns of one wide row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.errors import InvalidRequestError
+from aioengine.models.generic import GenericModel
+from aioengine.models.interfaces import PromptMedia
+from aioengine.models.registry import register_model
+
+__all__ = ["DeepStackModel", "MRopeModel"]
+
+# How transformers numbers the kinds of tokens.
+_KINDS = {"image": 1, "video": 2}
+
+
+@register_model(
+    "Glm4vForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+class MRopeModel(GenericModel):
+    """Positions [3, L] for every prompt."""
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> tuple[Tensor, int]:
+        """See the base class. Raises InvalidRequestError for rows that came without their grid."""
+        length = len(token_ids)
+        if not items:
+            return torch.arange(length).expand(3, -1), 0
+        kinds = torch.zeros(1, length, dtype=torch.int32)
+        grids: dict[str, list[Tensor]] = {}
+        for item in items:
+            for start, stop in item.span.embed_runs:
+                first = item.span.offset
+                kinds[0, first + start : first + stop] = _KINDS[item.modality]
+            for name, values in self._grids_of(item).items():
+                grids.setdefault(name, []).append(values)
+        joined = {name: torch.cat(values) for name, values in grids.items()}
+        ids = torch.tensor([list(token_ids)])
+        positions, delta = self.model.model.get_rope_index(ids, kinds, **joined)
+        return positions[:, 0], int(delta)
+
+    def _grids_of(self, item: PromptMedia) -> dict[str, Tensor]:
+        name = f"{item.modality}_grid_thw"
+        grid = item.features.get(name)
+        if grid is None:
+            raise InvalidRequestError(
+                f"{item.modality} embeddings need {name}, their number of patches in time, height "
+                f"and width: Embeddings(rows, {name}=[[t, h, w]])",
+                parameter=f"{item.modality}s",
+            )
+        found = {name: grid.reshape(-1, 3).long()}
+        seconds = item.features.get("second_per_grid_ts")
+        if seconds is not None:
+            found["second_per_grid_ts"] = seconds.reshape(-1)
+        return found
+
+
+@register_model("Qwen3VLForConditionalGeneration")
+class DeepStackModel(MRopeModel):
+    """Rows of `hidden_size` for the embeddings, and as many again for each of the first layers."""
+
+    @property
+    def row_size(self) -> int:
+        depth = len(self.hf_config.vision_config.deepstack_visual_indexes)
+        return self.hidden_size * (1 + depth)
+
+    def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
+        """As the base class; embeddings as wide as rows carry those of further layers."""
+        width = self.hidden_size
+        if embeds.shape[-1] == width:
+            return super().call_decoder(decoder, embeds, positions)
+        ids = positions[None] if positions.dim() == 1 else positions[:, None]
+        first, *deeper = torch.split(embeds, width, dim=-1)
+        # With zeros where there are no rows, every position may be added to: nothing is indexed.
+        everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device)
+        output: Any = decoder(
+            inputs_embeds=first[None],
+            position_ids=ids,
+            use_cache=False,
+            visual_pos_masks=everywhere,
+            deepstack_visual_embeds=deeper,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
