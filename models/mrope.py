@@ -9,6 +9,7 @@ the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack"
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class MRopeModel(GenericModel):
         length = len(token_ids)
         if not items:
             return torch.arange(length).expand(3, -1), 0
+        self._check_apart(items)
         kinds = torch.zeros(1, length, dtype=torch.int32)
         grids: dict[str, list[Tensor]] = {}
         for item in items:
@@ -52,6 +54,16 @@ class MRopeModel(GenericModel):
         ids = torch.tensor([list(token_ids)])
         positions, delta = self.model.model.get_rope_index(ids, kinds, **joined)
         return positions[:, 0], int(delta)
+
+    def _check_apart(self, items: Sequence[PromptMedia]) -> None:
+        for one, other in pairwise(items):
+            # transformers tells two items apart by the token between them.
+            if one.modality == other.modality and one.span.end == other.span.offset:
+                raise InvalidRequestError(
+                    f"two {one.modality}s stand side by side in the prompt; the model wants its "
+                    "markers around each, as its chat template puts them",
+                    parameter="prompt",
+                )
 
     def _grids_of(self, item: PromptMedia) -> dict[str, Tensor]:
         name = f"{item.modality}_grid_thw"

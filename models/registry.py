@@ -24,6 +24,7 @@ Model = TypeVar("Model", bound="type[TransformersModel]")
 _SHIPPED = {
     "AriaForConditionalGeneration": "aioengine.models.generic",
     "Gemma2ForCausalLM": "aioengine.models.text",
+    "Gemma3ForConditionalGeneration": "aioengine.models.blocks",
     "Glm4vForConditionalGeneration": "aioengine.models.mrope",
     "Idefics3ForConditionalGeneration": "aioengine.models.generic",
     "InternVLForConditionalGeneration": "aioengine.models.generic",
@@ -31,6 +32,7 @@ _SHIPPED = {
     "LlavaForConditionalGeneration": "aioengine.models.llava",
     "LlavaNextForConditionalGeneration": "aioengine.models.generic",
     "MistralForCausalLM": "aioengine.models.text",
+    "PaliGemmaForConditionalGeneration": "aioengine.models.blocks",
     "Phi3ForCausalLM": "aioengine.models.text",
     "Qwen2ForCausalLM": "aioengine.models.text",
     "Qwen2VLForConditionalGeneration": "aioengine.models.mrope",

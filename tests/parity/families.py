@@ -1,0 +1,336 @@
+"""A tiny model of each family, whole on disk, and what transformers itself makes of prompts.
+
+A row of `FAMILIES` builds the HF processor and the HF model. Weights are drawn wide (tests/tiny.py
+says why).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from PIL import Image
+
+from tests.processors import hf_processors
+from tests.tiny import draw_weights, tiny_image
+
+MAX_TOKENS = 8
+TEXT = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+# With as many pictures as places, "*" being one.
+TEXTS = (
+    "USER: *\nWhat is it? ASSISTANT:",
+    "USER: *\nWhat is it? ASSISTANT:",
+    "*",
+    "First * then * now compare.",
+    "** same?",
+    "no picture here, tell a story",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """`processor()`: the HF processor; `model(tokenizer)`: the HF model, weights to be drawn.
+
+    `place`: what stands for a picture in a text; `sizes`: of the pictures that are tried.
+    """
+
+    processor: Callable[[], Any]
+    model: Callable[[Any], Any]
+    place: str
+    sizes: tuple[tuple[int, int], ...] = ((40, 30), (30, 60), (56, 56))
+    least_budget: int = 1
+    """Tokens that one step has to be able to take."""
+    texts: Sequence[str] = TEXTS
+
+
+def vocabulary(tokenizer: Any) -> int:
+    """Rows of the embedding table."""
+    return len(tokenizer) + 5
+
+
+def id_of(tokenizer: Any, token: str) -> int:
+    """The id of a token that must be there."""
+    found = tokenizer.convert_tokens_to_ids(token)
+    assert found is not None and found != tokenizer.unk_token_id, token
+    return int(found)
+
+
+def clip_tower(side: int = 28) -> Any:
+    return hf.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        image_size=side, patch_size=14,
+    )  # fmt: skip
+
+
+def llama(tokenizer: Any) -> Any:
+    return hf.LlamaConfig(vocab_size=vocabulary(tokenizer), **TEXT)
+
+
+def llava_next(tokenizer: Any) -> Any:
+    config = hf.LlavaNextConfig(
+        vision_config=clip_tower(),
+        text_config=llama(tokenizer),
+        image_token_index=id_of(tokenizer, "<image>"),
+        image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
+        tie_word_embeddings=False,
+    )
+    return hf.LlavaNextForConditionalGeneration(config)
+
+
+def idefics3(tokenizer: Any) -> Any:
+    config = hf.Idefics3Config(
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+        },
+        text_config=llama(tokenizer),
+        image_token_id=id_of(tokenizer, "<image>"),
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Idefics3ForConditionalGeneration(config)
+
+
+def internvl(tokenizer: Any) -> Any:
+    config = hf.InternVLConfig(
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": [56, 56], "patch_size": [14, 14],
+        },
+        text_config=hf.Qwen2Config(vocab_size=vocabulary(tokenizer), **TEXT),
+        image_token_id=id_of(tokenizer, "<IMG_CONTEXT>"),
+        downsample_ratio=0.5,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.InternVLForConditionalGeneration(config)
+
+
+def internvl_processor() -> Any:
+    processor = hf_processors.internvl()
+    processor.image_processor.size = hf.image_utils.SizeDict(height=56, width=56)
+    return processor
+
+
+def qwen_text(tokenizer: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {"vocab_size": vocabulary(tokenizer), **TEXT, "rope_parameters": dict(rope)}
+
+
+def qwen_ids(tokenizer: Any) -> dict[str, int]:
+    return {
+        "image_token_id": id_of(tokenizer, "<|image_pad|>"),
+        "video_token_id": id_of(tokenizer, "<|video_pad|>"),
+    }
+
+
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+
+
+def qwen2_vl(tokenizer: Any) -> Any:
+    config = hf.Qwen2VLConfig(
+        vision_config={
+            "depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 2,
+            "patch_size": 14,
+        },
+        text_config=qwen_text(tokenizer, QWEN_ROPE),
+        tie_word_embeddings=False,
+        **qwen_ids(tokenizer),
+    )  # fmt: skip
+    return hf.Qwen2VLForConditionalGeneration(config)
+
+
+def qwen2_5_vl(tokenizer: Any) -> Any:
+    config = hf.Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+            "out_hidden_size": 48, "patch_size": 14, "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        text_config=qwen_text(tokenizer, QWEN_ROPE),
+        tie_word_embeddings=False,
+        **qwen_ids(tokenizer),
+    )  # fmt: skip
+    return hf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl_processor() -> Any:
+    tokenizer = hf_processors.tokenizer_with(
+        "<|vision_start|>", "<|vision_end|>",
+        image_token="<|image_pad|>", video_token="<|video_pad|>",
+        vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>",
+    )  # fmt: skip
+    pictures = hf.Qwen2VLImageProcessorPil(
+        patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}
+    )
+    return hf_processors.without_video(hf.Qwen3VLProcessor)(pictures, tokenizer, None)
+
+
+def qwen3_vl(tokenizer: Any) -> Any:
+    rope = {**QWEN_ROPE, "mrope_interleaved": True}
+    config = hf.Qwen3VLConfig(
+        vision_config={
+            "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+            "out_hidden_size": 48, "patch_size": 16, "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        text_config={**qwen_text(tokenizer, rope), "head_dim": 12},
+        tie_word_embeddings=False,
+        vision_start_token_id=id_of(tokenizer, "<|vision_start|>"),
+        vision_end_token_id=id_of(tokenizer, "<|vision_end|>"),
+        **qwen_ids(tokenizer),
+    )  # fmt: skip
+    return hf.Qwen3VLForConditionalGeneration(config)
+
+
+def gemma3(tokenizer: Any) -> Any:
+    text = {
+        **TEXT,
+        "vocab_size": vocabulary(tokenizer),
+        "head_dim": 12,
+        "sliding_window": 6,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    config = hf.Gemma3Config(
+        text_config=text,
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 56, "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_id=id_of(tokenizer, "<image_soft_token>"),
+        boi_token_id=id_of(tokenizer, "<start_of_image>"),
+        eoi_token_id=id_of(tokenizer, "<end_of_image>"),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Gemma3ForConditionalGeneration(config)
+
+
+def gemma3_processor() -> Any:
+    processor = hf_processors.gemma3()
+    processor.image_processor.size = hf.image_utils.SizeDict(height=56, width=56)
+    return processor
+
+
+def paligemma(tokenizer: Any) -> Any:
+    text = {**TEXT, "model_type": "gemma", "vocab_size": vocabulary(tokenizer), "head_dim": 12}
+    config = hf.PaliGemmaConfig(
+        text_config=text,
+        projection_dim=48,
+        vision_config={
+            "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            "projection_dim": 48,
+        },
+        image_token_index=id_of(tokenizer, "<image>"),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.PaliGemmaForConditionalGeneration(config)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llava-next": Family(
+        processor=hf_processors.llava_next, model=llava_next, place="<image>"
+    ),
+    "idefics3": Family(processor=hf_processors.idefics3, model=idefics3, place="<image>"),
+    "internvl": Family(processor=internvl_processor, model=internvl, place="<IMG_CONTEXT>"),
+    "gemma3": Family(
+        processor=gemma3_processor, model=gemma3, place="<start_of_image>", least_budget=4
+    ),
+    "paligemma": Family(
+        processor=hf_processors.paligemma, model=paligemma, place="<image>", least_budget=64,
+        texts=("*caption en", "*caption en", "*", "**compare them", "**same?", "*what is it?"),
+    ),
+    "qwen2-vl": Family(
+        processor=hf_processors.qwen2_vl, model=qwen2_vl,
+        place="<|vision_start|><|image_pad|><|vision_end|>",
+        sizes=((60, 60), (56, 112), (120, 60)),
+    ),
+    "qwen2.5-vl": Family(
+        processor=hf_processors.qwen2_vl, model=qwen2_5_vl,
+        place="<|vision_start|><|image_pad|><|vision_end|>",
+        sizes=((60, 60), (56, 112), (120, 60)),
+    ),
+    "qwen3-vl": Family(
+        processor=qwen3_vl_processor, model=qwen3_vl,
+        place="<|vision_start|><|image_pad|><|vision_end|>",
+        sizes=((60, 60), (64, 128), (120, 60)),
+    ),
+}  # fmt: skip
+
+
+def save(family: Family, folder: Path) -> Any:
+    """The family's folder, as a user would have it; returns the HF model in float64."""
+    processor = family.processor()
+    with torch.random.fork_rng(devices=[]):
+        model = family.model(processor.tokenizer)
+    draw_weights(model)
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 0
+    model = model.double().eval().requires_grad_(False)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    processor.tokenizer.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)
+    settings = {
+        name: value
+        for name, value in processor.to_dict().items()
+        if isinstance(value, str | int | bool | float | dict)
+        and name not in ("image_processor", "video_processor", "feature_extractor")
+    }
+    settings["processor_class"] = next(
+        each.__name__ for each in type(processor).__mro__ if each.__module__.startswith("transf")
+    )
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, its pictures, and what transformers makes of them."""
+
+    text: str
+    images: tuple[Image.Image, ...]
+    expected: tuple[int, ...]
+
+
+def cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
+    """Prompts with one, two and no pictures, in float64."""
+    a, b, c = (tiny_image(i).resize(size) for i, size in enumerate(family.sizes))
+    pictures = {0: iter([()]), 1: iter([(a,), (b,), (c,), (a,), (b,)]), 2: iter([(a, b), (c, c)])}
+    found = []
+    for text in family.texts:
+        images = next(pictures[text.count("*")])
+        text = text.replace("*", family.place)
+        found.append(Case(text, images, _expect(model, processor, text, images)))
+    return tuple(found)
+
+
+@torch.inference_mode()
+def _expect(model: Any, processor: Any, text: str, images: Sequence[Any]) -> tuple[int, ...]:
+    inputs = processor(text=text, images=list(images) or None, return_tensors="pt")
+    inputs = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_TOKENS)
+    return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())

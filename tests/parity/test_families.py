@@ -1,0 +1,79 @@
+"""Every family's greedy tokens equal transformers' `generate`, in float64, however they are cut."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine import AsyncEngine, SamplingParams
+from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save
+
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    folder: Path
+    cases: tuple[Case, ...]
+
+
+def engine_for(folder: Path, **options: Any) -> AsyncEngine:
+    """Small blocks, so that few tokens make many."""
+    sizes = {"dtype": "float64", "device": "cpu", "block_size": 4, "kv_cache_bytes": 8 << 20}
+    return AsyncEngine.from_pretrained(folder, **{**sizes, "max_model_len": 1024, **options})
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    family: Family = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = save(family, folder)
+
+    async def hf_processor() -> Any:
+        async with engine_for(folder) as engine:
+            return engine.processor.info.get_hf_processor()
+
+    return Model(request.param, folder, cases(family, reference, asyncio.run(hf_processor())))
+
+
+async def check_all(engine: AsyncEngine, cases: tuple[Case, ...]) -> None:
+    """All at once."""
+    outputs = await asyncio.gather(
+        *(engine.generate(case.text, PARAMS, images=case.images) for case in cases)
+    )
+    for case, output in zip(cases, outputs, strict=True):
+        assert output.token_ids == case.expected, case.text
+
+
+def test_the_cases_differ(model: Model) -> None:
+    """Else equal tokens would prove nothing."""
+    assert len({case.expected for case in model.cases}) >= 5
+    assert len({token for case in model.cases for token in case.expected}) > 8
+
+
+@pytest.mark.parametrize("budget", [1024, 13, 5, 1])
+async def test_tokens_equal_generate(model: Model, budget: int) -> None:
+    budget = max(budget, FAMILIES[model.name].least_budget)
+    async with engine_for(model.folder, max_num_batched_tokens=budget) as engine:
+        for case in model.cases[:2]:
+            output = await engine.generate(case.text, PARAMS, images=case.images)
+            assert output.token_ids == case.expected, case.text
+        await engine.reset_caches()
+        await check_all(engine, model.cases)
+        await check_all(engine, model.cases)  # with prefix and encoder caches warm
+        now = engine.statistics()
+        assert now.prefix_hit_tokens > 0 and now.kv_blocks_free == now.kv_blocks_total
+
+
+async def test_tokens_equal_generate_without_a_prefix_cache(model: Model) -> None:
+    budget = max(31, FAMILIES[model.name].least_budget)
+    options = {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
+    async with engine_for(model.folder, **options) as engine:
+        await check_all(engine, model.cases)
+        await check_all(engine, model.cases)  # with the encoder cache warm
+        assert engine.statistics().encoder_items_run == 3
