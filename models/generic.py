@@ -17,9 +17,11 @@ __all__ = ["GenericModel"]
 
 @register_model(
     "AriaForConditionalGeneration",
+    "DeepseekVLForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
 )
 @MULTIMODAL_REGISTRY.register_processor(
     GenericMultiModalProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder

@@ -9,10 +9,15 @@ __all__ = ["TextModel"]
 
 
 @register_model(
+    "GPT2LMHeadModel",
     "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "OPTForCausalLM",
     "Phi3ForCausalLM",
+    "PhiForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )

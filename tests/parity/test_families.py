@@ -1,4 +1,4 @@
-"""Every family's greedy tokens equal transformers' `generate`, in float64, however they are cut."""
+"""Every family's greedy tokens equal transformers' `generate`, however its prompts are cut."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Model:
 
 def engine_for(folder: Path, **options: Any) -> AsyncEngine:
     """Small blocks, so that few tokens make many."""
-    sizes = {"dtype": "float64", "device": "cpu", "block_size": 4, "kv_cache_bytes": 8 << 20}
-    return AsyncEngine.from_pretrained(folder, **{**sizes, "max_model_len": 1024, **options})
+    sizes = {"device": "cpu", "block_size": 4, "kv_cache_bytes": 8 << 20, "max_model_len": 1024}
+    return AsyncEngine.from_pretrained(folder, **{**sizes, **options})
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -47,13 +47,14 @@ async def check_all(engine: AsyncEngine, cases: tuple[Case, ...]) -> None:
         *(engine.generate(case.text, PARAMS, images=case.images) for case in cases)
     )
     for case, output in zip(cases, outputs, strict=True):
-        assert output.token_ids == case.expected, case.text
+        case.check(output.token_ids)
 
 
 def test_the_cases_differ(model: Model) -> None:
     """Else equal tokens would prove nothing."""
     assert len({case.expected for case in model.cases}) >= 5
     assert len({token for case in model.cases for token in case.expected}) > 8
+    assert sum(len(case.expected) for case in model.cases) > 4 * len(model.cases)
 
 
 @pytest.mark.parametrize("budget", [1024, 13, 5, 1])
@@ -62,7 +63,7 @@ async def test_tokens_equal_generate(model: Model, budget: int) -> None:
     async with engine_for(model.folder, max_num_batched_tokens=budget) as engine:
         for case in model.cases[:2]:
             output = await engine.generate(case.text, PARAMS, images=case.images)
-            assert output.token_ids == case.expected, case.text
+            case.check(output.token_ids)
         await engine.reset_caches()
         await check_all(engine, model.cases)
         await check_all(engine, model.cases)  # with prefix and encoder caches warm

@@ -1,0 +1,48 @@
+"""Chameleon: pictures become tokens of the vocabulary itself.
+
+Chameleon Team, "Chameleon: Mixed-Modal Early-Fusion Foundation Models" (2024). The encoder's rows
+are the embeddings of the codes that a picture is quantised to. Every prompt ends in a separator,
+and the model never says a code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioengine.models.generic import GenericModel
+from aioengine.models.registry import register_model
+from aioengine.processors.generic import GenericMultiModalProcessor
+from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+
+__all__ = ["Chameleon", "ChameleonMultiModalProcessor"]
+
+
+class ChameleonMultiModalProcessor(GenericMultiModalProcessor):
+    """The separator behind every prompt, with pictures or without."""
+
+    def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
+        return [*prompt_tokens, self.info.get_tokenizer().sep_token_id]
+
+
+@register_model("ChameleonForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    ChameleonMultiModalProcessor,
+    info=GenericProcessingInfo,
+    dummy_inputs=GenericDummyInputsBuilder,
+)
+class Chameleon(GenericModel):
+    """No code of a picture is ever the next token."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        codes = model.model.vocabulary_mapping.image_tokens
+        self._is_code = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        self._is_code[torch.as_tensor(codes)] = True
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)
+        return logits.masked_fill(self._is_code, torch.finfo(logits.dtype).min)
