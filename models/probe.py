@@ -124,7 +124,10 @@ def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
     num_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            expected += [f"{name}.{index}" for index in range(len(module))]
+            layers = [f"{name}.{index}" for index in range(len(module))]
+            # A list of as many other things (an encoder's stages, say) attends nowhere.
+            if any(_is_within(path, layer) for path in routed for layer in layers):
+                expected += layers
     silent = [name for name in expected if not any(_is_within(path, name) for path in routed)]
     if silent or not routed:
         raise ModelLoadError(

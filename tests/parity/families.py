@@ -354,6 +354,32 @@ def glm4v(tokenizer: Any) -> Any:
     return hf.Glm4vForConditionalGeneration(config)
 
 
+def chameleon_processor() -> Any:
+    processor = hf_processors.chameleon()
+    processor.image_processor.size = hf.image_utils.SizeDict(shortest_edge=16)
+    processor.image_processor.crop_size = hf.image_utils.SizeDict(height=16, width=16)
+    processor.image_seq_length = 16
+    return processor
+
+
+def chameleon(tokenizer: Any) -> Any:
+    num_codes = 12
+    letters = "ABCDEFGHIJ"
+    names = [f"IMGIMG{letters[i // 10]}{letters[i % 10]}Z" for i in range(num_codes)]
+    codes = {name: 300 + i for i, name in enumerate(names)}
+    config = hf.ChameleonConfig(
+        vocab_size=vocabulary(tokenizer),
+        **TEXT,
+        vq_config={
+            "embed_dim": 16, "num_embeddings": num_codes, "latent_channels": 16, "resolution": 16,
+            "base_channels": 32, "channel_multiplier": [1, 1, 1], "num_res_blocks": 1,
+            "attn_resolutions": [],
+        },
+        vocabulary_map={"<image>": id_of(tokenizer, "<image>"), **codes},
+    )  # fmt: skip
+    return hf.ChameleonForConditionalGeneration(config)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llava-next": Family(
         processor=hf_processors.llava_next, model=llava_next, place="<image>"
@@ -362,6 +388,7 @@ FAMILIES: Mapping[str, Family] = {
         processor=aria_processor, model=aria, place="<|img|>",
         sizes=((80, 60), (60, 120), (90, 90)), dtype=torch.float32,
     ),
+    "chameleon": Family(processor=chameleon_processor, model=chameleon, place="<image>"),
     "deepseek-vl": Family(
         processor=deepseek_vl_processor, model=deepseek_vl, place="<image_placeholder>"
     ),
