@@ -48,8 +48,16 @@ def encode_batch(
     name = next((name for name in _SAMPLES if kwargs.get(name) is not None), None)
     if name is None:
         raise EngineError(f"no media among the encoder's arguments: {', '.join(kwargs) or 'none'}")
-    encoder = _find_method(model, _SAMPLES[name])
     inputs = {key: _place(value, dtype, device) for key, value in kwargs.items()}
+    encoder = _find_method(model, _SAMPLES[name])
+    if encoder is None and name == "pixel_values_videos":
+        # A model without a way of its own takes frames as it takes pictures.
+        encoder = _find_method(model, "get_image_features")
+        frames = inputs.pop(name)
+        assert isinstance(frames, Tensor)
+        inputs["pixel_values"] = frames.flatten(0, 1) if frames.dim() > 4 else frames
+    if encoder is None:
+        raise EngineError(f"{type(model).__name__} has no {_SAMPLES[name]}")
     output = encoder(**inputs)
     parts = [part.to(dtype) for part in parts_of(output)]
     # What goes to further layers travels beside what goes to the first.
@@ -58,13 +66,13 @@ def encode_batch(
     return parts
 
 
-def _find_method(model: Any, name: str) -> Callable[..., Any]:
+def _find_method(model: Any, name: str) -> Callable[..., Any] | None:
     # Some classes have it on the inner model only.
     for owner in (model, getattr(model, "model", None)):
         method: Callable[..., Any] | None = getattr(owner, name, None)
         if method is not None:
             return method
-    raise EngineError(f"{type(model).__name__} has no {name}")
+    return None
 
 
 def _place(value: object, dtype: torch.dtype, device: torch.device) -> object:

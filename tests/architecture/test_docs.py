@@ -28,6 +28,11 @@ def test_the_picture_is_what_its_script_draws() -> None:
     assert script["PICTURE"].read_text() == script["draw"](), "run docs/draw_architecture.py"
 
 
+def test_the_list_of_models_is_what_its_script_writes() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "list_models.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run docs/list_models.py"
+
+
 def test_readme_begins_with_a_tested_example() -> None:
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown is not None

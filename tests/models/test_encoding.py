@@ -83,10 +83,8 @@ def test_a_flat_batch_is_encoded_item_by_item() -> None:
 
 
 def test_a_model_without_an_encoder() -> None:
-    with pytest.raises(EngineError, match="get_video_features"):
-        encode_batch(
-            FlatEncoder(), {"pixel_values_videos": ROWS}, torch.float32, torch.device("cpu")
-        )
+    with pytest.raises(EngineError, match="get_audio_features"):
+        encode_batch(FlatEncoder(), {"input_features": ROWS}, torch.float32, torch.device("cpu"))
     with pytest.raises(EngineError, match="no media"):
         encode_batch(FlatEncoder(), {"image_sizes": ROWS}, torch.float32, torch.device("cpu"))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as hf
 from PIL import Image
@@ -61,6 +62,10 @@ class Family:
     least_budget: int = 1
     """Tokens that one step has to be able to take."""
     texts: Sequence[str] = TEXTS
+    video_place: str = ""
+    """What stands for a video; nothing where the family takes none."""
+    num_frames: tuple[int, int] = (6, 4)
+    """Of the videos that are tried; some HF processors take equally long ones only."""
     dtype: torch.dtype = torch.float64
     """Float32 where the family runs in nothing wider: then close calls are not compared."""
 
@@ -145,6 +150,7 @@ def qwen_ids(tokenizer: Any) -> dict[str, int]:
     }
 
 
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 
 
@@ -398,10 +404,14 @@ FAMILIES: Mapping[str, Family] = {
         sizes=((60, 60), (56, 112), (120, 60)),
     ),
     "llava-onevision": Family(
-        processor=llava_onevision_processor, model=llava_onevision, place="<image>"
+        processor=llava_onevision_processor, video_place="<video>", model=llava_onevision,
+        place="<image>", num_frames=(4, 4),
     ),
     "idefics3": Family(processor=hf_processors.idefics3, model=idefics3, place="<image>"),
-    "internvl": Family(processor=internvl_processor, model=internvl, place="<IMG_CONTEXT>"),
+    "internvl": Family(
+        processor=internvl_processor, video_place="<video>", model=internvl,
+        place="<IMG_CONTEXT>", num_frames=(4, 4),
+    ),
     "gemma3": Family(
         processor=gemma3_processor, model=gemma3, place="<start_of_image>", least_budget=4
     ),
@@ -410,17 +420,17 @@ FAMILIES: Mapping[str, Family] = {
         texts=("*caption en", "*caption en", "*", "**compare them", "**same?", "*what is it?"),
     ),
     "qwen2-vl": Family(
-        processor=hf_processors.qwen2_vl, model=qwen2_vl,
+        processor=hf_processors.qwen2_vl, video_place=QWEN_VIDEO, model=qwen2_vl,
         place="<|vision_start|><|image_pad|><|vision_end|>",
         sizes=((60, 60), (56, 112), (120, 60)),
     ),
     "qwen2.5-vl": Family(
-        processor=hf_processors.qwen2_vl, model=qwen2_5_vl,
+        processor=hf_processors.qwen2_vl, video_place=QWEN_VIDEO, model=qwen2_5_vl,
         place="<|vision_start|><|image_pad|><|vision_end|>",
         sizes=((60, 60), (56, 112), (120, 60)),
     ),
     "qwen3-vl": Family(
-        processor=qwen3_vl_processor, model=qwen3_vl,
+        processor=qwen3_vl_processor, video_place=QWEN_VIDEO, model=qwen3_vl,
         place="<|vision_start|><|image_pad|><|vision_end|>",
         sizes=((60, 60), (64, 128), (120, 60)),
     ),
@@ -463,6 +473,7 @@ class Case:
     text: str
     images: tuple[Image.Image, ...]
     expected: tuple[int, ...]
+    videos: tuple[Any, ...] = ()
 
     def check(self, token_ids: Sequence[int]) -> None:
         """Assert that these are the tokens that transformers has found."""
@@ -482,9 +493,41 @@ def cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
     return tuple(found)
 
 
+def video_cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
+    """Prompts with a video, with two, and with a picture beside one."""
+    video, place = family.video_place, family.place
+    generator = np.random.default_rng(0)
+    films = [
+        generator.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+        for count, (width, height) in zip(family.num_frames, family.sizes, strict=False)
+    ]
+    picture = tiny_image(7).resize(family.sizes[0])
+    prompts: Sequence[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = (
+        (f"USER: {video}\nWhat happens? ASSISTANT:", (), (films[0],)),
+        (f"USER: {video}\nWhat happens? ASSISTANT:", (), (films[1],)),
+        (f"First {video} then {video} compare", (), (films[1], films[0])),
+        (f"Is {place} in {video} ?", (picture,), (films[1],)),
+    )
+    return tuple(
+        Case(text, images, _expect(model, processor, text, images, videos), videos)
+        for text, images, videos in prompts
+    )
+
+
 @torch.inference_mode()
-def _expect(model: Any, processor: Any, text: str, images: Sequence[Any]) -> tuple[int, ...]:
-    inputs = processor(text=text, images=list(images) or None, return_tensors="pt")
+def _expect(
+    model: Any, processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any] = ()
+) -> tuple[int, ...]:
+    given: dict[str, Any] = {"images": list(images)} if images else {}
+    if videos:
+        metadata = [
+            hf.video_utils.VideoMetadata(
+                total_num_frames=len(each), frames_indices=list(range(len(each)))
+            )
+            for each in videos
+        ]
+        given |= {"videos": list(videos), "video_metadata": metadata, "do_sample_frames": False}
+    inputs = processor(text=text, **given, return_tensors="pt")
     dtype = model.dtype
     inputs = {
         name: value.to(dtype) if value.is_floating_point() else value

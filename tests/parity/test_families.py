@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, SamplingParams
-from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save
+from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save, video_cases
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
@@ -20,6 +20,7 @@ class Model:
     name: str
     folder: Path
     cases: tuple[Case, ...]
+    videos: tuple[Case, ...]
 
 
 def engine_for(folder: Path, **options: Any) -> AsyncEngine:
@@ -38,13 +39,18 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         async with engine_for(folder) as engine:
             return engine.processor.info.get_hf_processor()
 
-    return Model(request.param, folder, cases(family, reference, asyncio.run(hf_processor())))
+    processor = asyncio.run(hf_processor())
+    films = video_cases(family, reference, processor) if family.video_place else ()
+    return Model(request.param, folder, cases(family, reference, processor), films)
 
 
 async def check_all(engine: AsyncEngine, cases: tuple[Case, ...]) -> None:
     """All at once."""
     outputs = await asyncio.gather(
-        *(engine.generate(case.text, PARAMS, images=case.images) for case in cases)
+        *(
+            engine.generate(case.text, PARAMS, images=case.images, videos=case.videos)
+            for case in cases
+        )
     )
     for case, output in zip(cases, outputs, strict=True):
         case.check(output.token_ids)
@@ -78,3 +84,13 @@ async def test_tokens_equal_generate_without_a_prefix_cache(model: Model) -> Non
         await check_all(engine, model.cases)
         await check_all(engine, model.cases)  # with the encoder cache warm
         assert engine.statistics().encoder_items_run == 3
+
+
+@pytest.mark.parametrize("budget", [1024, 13, 5])
+async def test_videos(model: Model, budget: int) -> None:
+    if not model.videos:
+        pytest.skip("the family takes no videos")
+    async with engine_for(model.folder, max_num_batched_tokens=budget) as engine:
+        assert len({case.expected for case in model.videos}) >= 3
+        await check_all(engine, model.videos)
+        await check_all(engine, model.videos)
