@@ -28,9 +28,9 @@ TAIL = """
 
 Named by the specification, each until it works: LLaVA with a Pixtral tower, Fuyu, BLIP-2 (OPT and
 T5), Florence-2, Molmo (v1 and Molmo2), DeepSeek-VL2, InternVL's original `InternVLChatModel`
-checkpoints, Qwen-VL, BART (`BartModel` and `BartForConditionalGeneration`), mBART. As well: SmolVLM,
-Mistral3, T5, Whisper, Moonshine, Qwen2-Audio, Voxtral. GLM-4V takes pictures; its videos are not
-tested.
+checkpoints, Qwen-VL, BART (`BartModel` and `BartForConditionalGeneration`), mBART. As well:
+SmolVLM, Mistral3, T5, Whisper, Moonshine, Qwen2-Audio, Voxtral. GLM-4V takes pictures; its videos
+are not tested.
 """
 
 
