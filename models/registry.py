@@ -23,6 +23,7 @@ Model = TypeVar("Model", bound="type[TransformersModel]")
 # Architecture -> the module whose import registers it.
 _SHIPPED = {
     "AriaForConditionalGeneration": "aioengine.models.generic",
+    "Blip2ForConditionalGeneration": "aioengine.models.blip2",
     "ChameleonForConditionalGeneration": "aioengine.models.chameleon",
     "DeepseekVLForConditionalGeneration": "aioengine.models.generic",
     "GPT2LMHeadModel": "aioengine.models.text",

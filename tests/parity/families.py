@@ -386,6 +386,34 @@ def chameleon(tokenizer: Any) -> Any:
     return hf.ChameleonForConditionalGeneration(config)
 
 
+def blip2_processor() -> Any:
+    tokenizer = hf_processors.tokenizer_with()
+    pictures = hf.BlipImageProcessorPil(size={"height": 28, "width": 28})
+    return hf.Blip2Processor(pictures, tokenizer, num_query_tokens=4)
+
+
+def blip2(tokenizer: Any) -> Any:
+    config = hf.Blip2Config(
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        qformer_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "encoder_hidden_size": 32, "vocab_size": 32,
+        },
+        text_config={
+            "model_type": "opt", "vocab_size": vocabulary(tokenizer), "hidden_size": 48,
+            "word_embed_proj_dim": 48, "ffn_dim": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 1024, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": 0,
+        },
+        num_query_tokens=4,
+        image_token_index=id_of(tokenizer, "<image>"),
+    )  # fmt: skip
+    return hf.Blip2ForConditionalGeneration(config)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llava-next": Family(
         processor=hf_processors.llava_next, model=llava_next, place="<image>"
@@ -393,6 +421,10 @@ FAMILIES: Mapping[str, Family] = {
     "aria": Family(
         processor=aria_processor, model=aria, place="<|img|>",
         sizes=((80, 60), (60, 120), (90, 90)), dtype=torch.float32,
+    ),
+    "blip2": Family(
+        processor=blip2_processor, model=blip2, place="",
+        texts=("*tell me what it is", "*tell me what it is", "*a", "*USER: why? ASSISTANT:", "*no"),
     ),
     "chameleon": Family(processor=chameleon_processor, model=chameleon, place="<image>"),
     "deepseek-vl": Family(

@@ -59,7 +59,7 @@ async def check_all(engine: AsyncEngine, cases: tuple[Case, ...]) -> None:
 def test_the_cases_differ(model: Model) -> None:
     """Else equal tokens would prove nothing."""
     assert len({case.expected for case in model.cases}) >= 5
-    assert len({token for case in model.cases for token in case.expected}) > 8
+    assert len({token for case in model.cases for token in case.expected}) > 6
     assert sum(len(case.expected) for case in model.cases) > 4 * len(model.cases)
 
 

@@ -1,0 +1,125 @@
+"""BLIP-2: a frozen tower, a Q-Former that asks it a few questions, and OPT for a decoder.
+
+Li et al., "BLIP-2: Bootstrapping Language-Image Pre-training with Frozen Image Encoders and Large
+Language Models" (2023). The answers stand before the prompt's first token, and nothing in the text
+stands for a picture. The T5 decoder of the larger ones is not built yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.registry import register_model
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessingContext,
+    ProcessorInputs,
+)
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.updates import PromptIndexTargets, PromptInsertion, PromptUpdate
+
+__all__ = ["Blip2", "Blip2DummyInputsBuilder", "Blip2MultiModalProcessor", "Blip2ProcessingInfo"]
+
+
+class Blip2ProcessingInfo(BaseProcessingInfo):
+    """One picture in a prompt. Raises ModelLoadError for decoders that are not built."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        if self.get_hf_config().text_config.is_encoder_decoder:
+            raise ModelLoadError(
+                "BLIP-2 with an encoder-decoder language model (T5) is not supported yet; take a "
+                "checkpoint with OPT"
+            )
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": 1}
+
+    def get_num_image_tokens(self) -> int:
+        """Encoder rows of any picture: one for each query."""
+        return int(self.get_hf_config().num_query_tokens)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        return {"image": self.get_num_image_tokens()}
+
+
+class Blip2DummyInputsBuilder(BaseDummyInputsBuilder):
+    """No placeholder, and a white picture."""
+
+    info: Blip2ProcessingInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        side = self.info.get_hf_config().vision_config.image_size
+        images = self._get_dummy_images(
+            width=side, height=side, num_images=mm_counts.get("image", 0)
+        )
+        return ProcessorInputs(prompt_text="", mm_data={"image": images})
+
+
+class Blip2MultiModalProcessor(BaseMultiModalProcessor):
+    """A picture's rows go before everything."""
+
+    info: Blip2ProcessingInfo
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        # The text has no part in it, and HF's processor would tokenise it twice.
+        outputs: Mapping[str, Any] = self.info.get_hf_processor()(
+            **mm_data, **mm_kwargs, return_tensors="pt"
+        )
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"pixel_values": MultiModalFieldConfig.batched("image")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        image_token_id = self.info.get_hf_config().image_token_index
+
+        def get_insertion(item_idx: int) -> list[int]:
+            images = mm_items["image"]
+            if isinstance(images, EmbeddingItems):
+                return [image_token_id] * images.get_feature_size(item_idx)
+            return [image_token_id] * self.info.get_num_image_tokens()
+
+        return [
+            PromptInsertion(
+                modality="image", target=PromptIndexTargets.start(), insertion=get_insertion
+            )
+        ]
+
+
+@register_model("Blip2ForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    Blip2MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=Blip2DummyInputsBuilder
+)
+class Blip2(TransformersModel):
+    """A whole language model inside, whose decoder is one level further down."""
+
+    def decoder(self) -> nn.Module:
+        decoder: nn.Module = self.model.language_model.get_decoder()
+        return decoder
