@@ -13,6 +13,7 @@ from aioengine import AsyncEngine, SamplingParams
 from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save, video_cases
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+VIDEO_FAMILIES = [name for name, family in FAMILIES.items() if family.video_place]
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,9 @@ async def test_tokens_equal_generate_without_a_prefix_cache(model: Model) -> Non
         assert engine.statistics().encoder_items_run == 3
 
 
+@pytest.mark.parametrize("model", VIDEO_FAMILIES, indirect=True)
 @pytest.mark.parametrize("budget", [1024, 13, 5])
 async def test_videos(model: Model, budget: int) -> None:
-    if not model.videos:
-        pytest.skip("the family takes no videos")
     async with engine_for(model.folder, max_num_batched_tokens=budget) as engine:
         assert len({case.expected for case in model.videos}) >= 3
         await check_all(engine, model.videos)
