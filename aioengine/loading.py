@@ -61,7 +61,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     hf_config = transformers.AutoConfig.from_pretrained(
         path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
-    model_class = resolve(hf_config.architectures)
+    model_class = resolve(hf_config.architectures).chosen_for(hf_config)
     device = find_device(config.device)
     context = load_context(
         path,

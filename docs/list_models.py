@@ -26,11 +26,10 @@ Videos are tested for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL and LLaVA-OneVisi
 TAIL = """
 ## Not built yet
 
-Named by the specification, each until it works: LLaVA with a Pixtral tower, Fuyu, BLIP-2 with T5,
-Florence-2, Molmo (v1 and Molmo2), DeepSeek-VL2, InternVL's original `InternVLChatModel`
-checkpoints, Qwen-VL, BART (`BartModel` and `BartForConditionalGeneration`), mBART. As well:
-SmolVLM, Mistral3, T5, Whisper, Moonshine, Qwen2-Audio, Voxtral. GLM-4V takes pictures; its videos
-are not tested.
+Named by the specification, each until it works: Fuyu, BLIP-2 with T5, Florence-2, Molmo (v1 and
+Molmo2), DeepSeek-VL2, InternVL's original `InternVLChatModel` checkpoints, Qwen-VL, BART
+(`BartModel` and `BartForConditionalGeneration`), mBART. As well: SmolVLM, T5, Whisper, Moonshine,
+Qwen2-Audio, Voxtral. GLM-4V takes pictures; its videos are not tested.
 """
 
 

@@ -82,6 +82,11 @@ class TransformersModel:
         self.patch()
 
     @classmethod
+    def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:
+        """The class for this config; a family may hand some of its configs to another."""
+        return cls
+
+    @classmethod
     def load(
         cls,
         path: str | os.PathLike[str],

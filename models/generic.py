@@ -22,6 +22,7 @@ __all__ = ["GenericModel"]
     "InternVLForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
 )
 @MULTIMODAL_REGISTRY.register_processor(
     GenericMultiModalProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder

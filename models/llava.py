@@ -11,6 +11,7 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.adapter import TransformersModel
+from aioengine.models.generic import GenericModel
 from aioengine.models.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import (
@@ -152,4 +153,8 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
     LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputsBuilder
 )
 class Llava(TransformersModel):
-    """The generic wrapper as it is: HF's `get_image_features` gives each picture's rows."""
+    """Pictures of one size. With a Pixtral tower, whose pictures keep theirs, the generic model."""
+
+    @classmethod
+    def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:
+        return GenericModel if hf_config.vision_config.model_type == "pixtral" else cls

@@ -39,6 +39,7 @@ _SHIPPED = {
     "LlavaNextForConditionalGeneration": "aioengine.models.generic",
     "LlavaOnevisionForConditionalGeneration": "aioengine.models.generic",
     "MistralForCausalLM": "aioengine.models.text",
+    "Mistral3ForConditionalGeneration": "aioengine.models.generic",
     "OPTForCausalLM": "aioengine.models.text",
     "PaliGemmaForConditionalGeneration": "aioengine.models.blocks",
     "Phi3ForCausalLM": "aioengine.models.text",

@@ -29,8 +29,10 @@ def load_processor(source: str, hf_config: Any, options: Mapping[str, Any], **kw
     try:
         return AutoProcessor.from_pretrained(source, **options, **kwargs)
     except (ImportError, ValueError):  # where settings name no class, the latter
-        found = None if is_torchvision_available() else _class_of(hf_config)
-        if found is None or not _video_parts(found):
+        if is_torchvision_available():
+            raise
+        found = _class_without_torchvision(source, hf_config, options)
+        if found is None:
             raise
         return _load_without_torchvision(found, source, hf_config, options, kwargs)
 
@@ -41,13 +43,23 @@ def lacks_video(hf_processor: Any) -> bool:
     return any(getattr(hf_processor, part, None) is None for part in parts)
 
 
-def _class_of(hf_config: Any) -> Any:
-    """The HF processor class of a model type; None where transformers knows none."""
+def _class_without_torchvision(source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+    """The HF processor's class, as it is saved or by the model type, if it can do without.
+
+    That is one with a part for videos, which may be missing, or Pixtral's, which is ours.
+    """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    name = PROCESSOR_MAPPING_NAMES.get(getattr(hf_config, "model_type", None))
-    return None if name is None else getattr(transformers, str(name), None)
+    settings, _ = transformers.ProcessorMixin.get_processor_dict(source, **options)
+    known = PROCESSOR_MAPPING_NAMES.get(getattr(hf_config, "model_type", None))
+    name = str(settings.get("processor_class") or known)
+    if name == "PixtralProcessor":
+        from aioengine.processors.pixtral import PixtralProcessor
+
+        return PixtralProcessor
+    found = getattr(transformers, name, None)
+    return found if found is not None and _video_parts(found) else None
 
 
 def _video_parts(processor_class: Any) -> list[str]:

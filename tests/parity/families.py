@@ -17,6 +17,7 @@ import torch
 import transformers as hf
 from PIL import Image
 
+from aioengine.processors.pixtral import PixtralProcessor
 from tests.processors import hf_processors
 from tests.tiny import draw_weights, tiny_image
 
@@ -414,6 +415,47 @@ def blip2(tokenizer: Any) -> Any:
     return hf.Blip2ForConditionalGeneration(config)
 
 
+def pixtral_processor(merge: int) -> Any:
+    tokenizer = hf_processors.tokenizer_with("[IMG_BREAK]", "[IMG_END]", image_token="[IMG]")
+    pictures = hf.PixtralImageProcessorPil(
+        size={"longest_edge": 80}, patch_size={"height": 8, "width": 8}
+    )
+    return PixtralProcessor(pictures, tokenizer, patch_size=8, spatial_merge_size=merge)
+
+
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 96, "patch_size": 8, "head_dim": 16,
+}  # fmt: skip
+
+
+def llava_pixtral(tokenizer: Any) -> Any:
+    config = hf.LlavaConfig(
+        vision_config=PIXTRAL,
+        text_config=llama(tokenizer),
+        image_token_index=id_of(tokenizer, "[IMG]"),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    return hf.LlavaForConditionalGeneration(config)
+
+
+def mistral3(tokenizer: Any) -> Any:
+    config = hf.Mistral3Config(
+        vision_config=PIXTRAL,
+        text_config={
+            **TEXT, "model_type": "mistral", "vocab_size": vocabulary(tokenizer),
+            "sliding_window": None, "head_dim": 12,
+        },
+        image_token_index=id_of(tokenizer, "[IMG]"),
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Mistral3ForConditionalGeneration(config)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llava-next": Family(
         processor=hf_processors.llava_next, model=llava_next, place="<image>"
@@ -446,6 +488,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma3": Family(
         processor=gemma3_processor, model=gemma3, place="<start_of_image>", least_budget=4
+    ),
+    "llava-pixtral": Family(
+        processor=lambda: pixtral_processor(1), model=llava_pixtral, place="[IMG]",
+        sizes=((64, 48), (48, 96), (80, 80)),
+    ),
+    "mistral3": Family(
+        processor=lambda: pixtral_processor(2), model=mistral3, place="[IMG]",
+        sizes=((64, 48), (48, 96), (80, 80)),
     ),
     "paligemma": Family(
         processor=hf_processors.paligemma, model=paligemma, place="<image>", least_budget=64,
@@ -489,7 +539,9 @@ def save(family: Family, folder: Path) -> Any:
         and name not in ("image_processor", "video_processor", "feature_extractor")
     }
     settings["processor_class"] = next(
-        each.__name__ for each in type(processor).__mro__ if each.__module__.startswith("transf")
+        each.__name__
+        for each in type(processor).__mro__
+        if each.__module__.startswith(("transformers.", "aioengine."))
     )
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return model
