@@ -47,18 +47,18 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
 
 
 def count_least(prompt: Prompt) -> tuple[int, int]:
-    """Characters of the text, or of all texts in the messages, and what takes a token by itself.
+    """Characters of the text, or of all texts in the messages, and what counts as a token.
 
-    That is each token id, media item, message and part of a message. Of messages, what has their
-    form is counted; each costs something, whatever is in it.
+    That is each token id, media item, message and part of a message: an empty part may become none,
+    but costs as much to read. Of messages, what has their form is counted.
     """
     characters = len(prompt.text or "")
     others = len(prompt.token_ids or ()) + sum(map(len, prompt.media.values()))
     for message in prompt.messages or ():
         content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list | tuple) else [content]
+        parts = content if isinstance(content, list | tuple) else ()
         others += 1 + len(parts)
-        for part in parts:
+        for part in parts or [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             characters += len(text) if isinstance(text, str) else 0
     return characters, others

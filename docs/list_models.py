@@ -29,7 +29,8 @@ TAIL = """
 Named by the specification, each until it works: Fuyu, BLIP-2 with T5, Florence-2, Molmo (v1 and
 Molmo2), DeepSeek-VL2, InternVL's original `InternVLChatModel` checkpoints, Qwen-VL, BART
 (`BartModel` and `BartForConditionalGeneration`), mBART. As well: SmolVLM, T5, Whisper, Moonshine,
-Qwen2-Audio, Voxtral. GLM-4V takes pictures; its videos are not tested.
+Qwen2-Audio, Voxtral. GLM-4V takes pictures; its videos are refused until they are shown to be
+right.
 """
 
 

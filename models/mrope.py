@@ -8,7 +8,7 @@ the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,15 +19,17 @@ from aioengine.errors import InvalidRequestError
 from aioengine.models.generic import GenericModel
 from aioengine.models.interfaces import PromptMedia
 from aioengine.models.registry import register_model
+from aioengine.processors.generic import GenericMultiModalProcessor
+from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["DeepStackModel", "MRopeModel"]
+__all__ = ["DeepStackInfo", "DeepStackModel", "Glm4v", "MRopeModel", "PicturesOnlyInfo"]
 
 # How transformers numbers the kinds of tokens.
 _KINDS = {"image": 1, "video": 2}
 
 
 @register_model(
-    "Glm4vForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 )
@@ -81,14 +83,39 @@ class MRopeModel(GenericModel):
         return found
 
 
+class PicturesOnlyInfo(GenericProcessingInfo):
+    """Videos are refused, whatever the HF processor says of them."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        limits = super().get_supported_mm_limits()
+        return {modality: most for modality, most in limits.items() if modality == "image"}
+
+
+@register_model("Glm4vForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    GenericMultiModalProcessor, info=PicturesOnlyInfo, dummy_inputs=GenericDummyInputsBuilder
+)
+class Glm4v(MRopeModel):
+    """Pictures only: what its videos become has not been shown to equal transformers'."""
+
+
+class DeepStackInfo(GenericProcessingInfo):
+    """Rows that are given are as wide as the encoder's."""
+
+    def get_hidden_size(self) -> int:
+        return _row_size(self.get_hf_config(), super().get_hidden_size())
+
+
 @register_model("Qwen3VLForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    GenericMultiModalProcessor, info=DeepStackInfo, dummy_inputs=GenericDummyInputsBuilder
+)
 class DeepStackModel(MRopeModel):
     """Rows of `hidden_size` for the embeddings, and as many again for each of the first layers."""
 
     @property
     def row_size(self) -> int:
-        depth = len(self.hf_config.vision_config.deepstack_visual_indexes)
-        return self.hidden_size * (1 + depth)
+        return _row_size(self.hf_config, self.hidden_size)
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """As the base class; embeddings as wide as rows carry those of further layers."""
@@ -108,3 +135,7 @@ class DeepStackModel(MRopeModel):
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+
+def _row_size(hf_config: Any, hidden_size: int) -> int:
+    return hidden_size * (1 + len(hf_config.vision_config.deepstack_visual_indexes))

@@ -121,9 +121,10 @@ class _Bounds:
         self._part = part
         self._aspect = aspect
         self._max_pixels = max_pixels
-        own = getattr(part, "size", None)
-        edges = _numbers(own.values()) if isinstance(own, Mapping) else []
-        self._size_counts_pixels = max(edges, default=0) > MAX_EDGE
+        own = getattr(part, "size", None) or {}
+        # transformers' own kind of mapping is none, but can be made one.
+        edges = [own] if isinstance(own, int) else list(dict(own).values())
+        self._size_counts_pixels = max(_numbers(edges), default=0) > MAX_EDGE
 
     def check(self, options: Mapping[str, Any]) -> None:
         for name, value in options.items():

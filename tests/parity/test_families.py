@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from aioengine import AsyncEngine, SamplingParams
+from aioengine import AsyncEngine, Embeddings, SamplingParams
+from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalityError
 from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save, video_cases
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -94,3 +96,34 @@ async def test_videos(model: Model, budget: int) -> None:
         assert len({case.expected for case in model.videos}) >= 3
         await check_all(engine, model.videos)
         await check_all(engine, model.videos)
+
+
+@pytest.mark.parametrize("model", ["glm4v"], indirect=True)
+async def test_videos_that_are_not_shown_to_be_right_are_refused(model: Model) -> None:
+    async with engine_for(model.folder) as engine:
+        with pytest.raises(UnsupportedModalityError, match="takes no video items"):
+            await engine.generate(
+                "<|begin_of_video|><|video|><|end_of_video|>",
+                PARAMS,
+                videos=[np.zeros((4, 60, 60, 3), np.uint8)],
+            )
+
+
+@pytest.mark.parametrize("model", ["qwen2-vl", "qwen3-vl"], indirect=True)
+async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
+    """The encoder's own rows, with their grid, in a picture's place: the picture's tokens."""
+    case = model.cases[0]
+    async with engine_for(model.folder) as engine:
+        await engine.generate(case.text, PARAMS, images=case.images)
+        (rows,) = engine._parts.runner._rows.values()
+        (features,) = engine._intake.media.cache._items.values()
+        grid = features["image_grid_thw"]
+    async with engine_for(model.folder) as engine:
+        item = Embeddings(rows, image_grid_thw=grid)
+        output = await engine.generate(case.text, PARAMS, images=[item])
+        assert output.token_ids == case.expected
+        with pytest.raises(InvalidRequestError, match="image_grid_thw"):
+            await engine.generate(case.text, PARAMS, images=[Embeddings(rows)])
+        with pytest.raises(MediaError, match="must have the shape"):
+            narrow = Embeddings(rows[:, :-1], image_grid_thw=grid)
+            await engine.generate(case.text, PARAMS, images=[narrow])

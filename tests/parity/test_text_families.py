@@ -39,6 +39,7 @@ FAMILIES: Mapping[str, Callable[[Settings], Any]] = {
             bos_token_id=1, eos_token_id=2,
         )
     ),
+    "llama": lambda s: hf.LlamaForCausalLM(hf.LlamaConfig(**s)),
     "mistral": lambda s: hf.MistralForCausalLM(hf.MistralConfig(**s, sliding_window=6)),
     "opt": lambda s: hf.OPTForCausalLM(
         hf.OPTConfig(

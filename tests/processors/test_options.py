@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,11 +21,11 @@ PLAIN = st.recursive(
     max_leaves=20,
 )
 
-# As transformers' image processors have them: edges, and numbers of pixels.
-CLIP = SimpleNamespace(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
-QWEN = SimpleNamespace(
-    size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, patch_size=14, merge_size=2
+# transformers' own, whose sizes are edges, or numbers of pixels.
+CLIP = hf.CLIPImageProcessorPil(
+    size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
 )
+QWEN = hf.Qwen2VLImageProcessorPil()
 TILES = SimpleNamespace(size={"height": 448, "width": 448}, max_patches=12)
 WHISPER = SimpleNamespace(feature_size=80, chunk_length=30, n_samples=480_000)
 
@@ -94,6 +95,7 @@ def test_values_that_options_do_not_have(options: Any, reason: str) -> None:
         (CLIP, {"images_kwargs": {"size": {"height": 800, "width": 1333}}}, (640, 480)),
         (QWEN, {"min_pixels": 256 * 28 * 28, "max_pixels": 1280 * 28 * 28}, (1920, 1080)),
         (QWEN, {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}, (1920, 1080)),
+        (QWEN, {"size": {"shortest_edge": 200_704, "longest_edge": 1_003_520}}, (1920, 1080)),
         (TILES, {"max_patches": 40, "min_patches": 1, "crop_to_patches": True}, (4000, 100)),
         (
             CLIP,

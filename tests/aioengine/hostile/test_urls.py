@@ -1,6 +1,6 @@
 """Hostile URLs and paths: nothing inside is reached, nothing without end is waited for.
 
-test_hostile_media.py says which incident is held by which test.
+test_media.py says which incident is held by which test.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from aioengine import AsyncEngine, MediaConfig, RequestOutput
 from aioengine.errors import MediaError
@@ -30,29 +28,10 @@ from tests.processors.media.servers import (
     serve,
     too_long,
 )
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.tiny import tiny_image
 
 http = pytest.importorskip("aioengine.processors.media.http")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny_llava")
-    save_tiny_llava(path)
-    return path
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    async with running_engine(folder) as engine:
-        yield engine
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def expected(engine: AsyncEngine) -> Tokens:
-    """What honest requests get where there are no others."""
-    return await company(engine)
 
 
 PRIVATE = [

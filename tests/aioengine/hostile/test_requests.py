@@ -1,17 +1,16 @@
 """Hostile prompts, messages and options: refused for what they are, and nobody held up meanwhile.
 
-test_hostile_media.py says which incident is held by which test.
+test_media.py says which incident is held by which test.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 
 from aioengine import AsyncEngine, MediaConfig, Prompt, RequestOutput
@@ -22,31 +21,12 @@ from aioengine.errors import (
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from tests.aioengine.test_modalities import FILM, SOUND, save_media_family
+from tests.aioengine.test_modalities import FILM, SOUND
 from tests.engines import encoded, greedy, running_engine
 from tests.hostile import MIB, Attack, Tokens, bounded_memory, company, outcome, repel
 from tests.tiny import IMAGE, tiny_image
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("media_family")
-    save_media_family(path)
-    return path
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    async with running_engine(folder) as engine:
-        yield engine
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def expected(engine: AsyncEngine) -> Tokens:
-    """What honest requests get where there are no others."""
-    return await company(engine)
 
 
 # ---- text and messages

@@ -1,7 +1,7 @@
 """Hostile media: a typed error for their request, nothing about them in it, nobody else disturbed.
 
 Which incident is held by which test. Without a file: here; "names", "requests" and "urls" are
-test_hostile_*.py beside this one, "bad" is test_bad_input.py.
+test_*.py beside this one, "bad" is test_bad_input.py.
 
 Identity
   CVE-2025-46722       names: test_equal_bytes_that_mean_other_pixels; test_image.py: test_identity
@@ -42,14 +42,13 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from gzip import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 
 from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt
@@ -58,7 +57,7 @@ from aioengine.errors import (
     MediaError,
     PlaceholderMismatchError,
 )
-from tests.aioengine.test_modalities import FILM, SOUND, mkv, save_media_family
+from tests.aioengine.test_modalities import FILM, SOUND, mkv
 from tests.engines import encoded, greedy, running_engine
 from tests.hostile import MIB, Attack, Tokens, bounded_memory, company, repel
 from tests.processors.media.test_image import bombs
@@ -68,25 +67,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HIDDEN = 48
 ROWS = torch.full((4, HIDDEN), 0.25)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("media_family")
-    save_media_family(path)
-    return path
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    async with running_engine(folder) as engine:
-        yield engine
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def expected(engine: AsyncEngine) -> Tokens:
-    """What honest requests get where there are no others."""
-    return await company(engine)
 
 
 def picture(item: Any, parameter: str = "images[0]") -> Attack:

@@ -1,51 +1,29 @@
 """Names and bytes that try to pass for somebody else's: every item is exactly itself.
 
-test_hostile_media.py says which incident is held by which test.
+test_media.py says which incident is held by which test.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from PIL import Image
 
 from aioengine import AsyncEngine, Embeddings, Prompt, RequestOutput
 from aioengine.errors import InvalidRequestError, MediaError
-from tests.aioengine.test_modalities import FILM, SOUND, mkv, samples, save_media_family, wav
-from tests.engines import encoded, greedy, running_engine
+from tests.aioengine.test_modalities import FILM, SOUND, mkv, samples, wav
+from tests.engines import encoded, greedy
 from tests.hostile import MIB, Attack, Tokens, company, outcome, repel
 from tests.tiny import tiny_image
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HIDDEN = 48
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("media_family")
-    save_media_family(path)
-    return path
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    async with running_engine(folder) as engine:
-        yield engine
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def expected(engine: AsyncEngine) -> Tokens:
-    """What honest requests get where there are no others."""
-    return await company(engine)
 
 
 def named(item: Any, uuid: str | None = None, **options: Any) -> Prompt:
