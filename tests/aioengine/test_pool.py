@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -374,7 +374,9 @@ def descendants() -> set[int]:
     """Child processes of this one, dead ones that nobody waited for too."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= set(map(int, (task / "children").read_text().split()))
+        # A thread may end between the listing and the reading.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found |= set(map(int, (task / "children").read_text().split()))
     return found
 
 
