@@ -38,7 +38,15 @@ def refuse_impossible(request: Request, limits: Limits) -> None:
             parameter="prompt",
             value=num_prompt,
         )
-    for item in request.items:
+    if request.num_encoder_rows > limits.max_encoder_len:
+        assert request.encoder is not None
+        raise errors.PromptTooLongError(
+            f"{request.encoder.name} is {request.num_encoder_rows} long for the encoder, which "
+            f"takes {limits.max_encoder_len} at most; shorten it",
+            parameter=request.encoder.name,
+            value=request.num_encoder_rows,
+        )
+    for item in request.all_items:
         _refuse_bytes([item], limits)
     for low, high in request.whole_ranges:
         if high - low > limits.max_num_batched_tokens:

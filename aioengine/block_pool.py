@@ -2,14 +2,15 @@
 
 Every block is unused, evictable (cached, unreferenced) or referenced, and is counted once. All KV
 groups draw from one pool; a request has one block table per group. A full block is cached under
-(group, digest of everything its content depends on), and a hit also checks the token ids.
+(group, digest of everything its content depends on), and a hit also checks the token ids. Blocks of
+cross-attention are cached too, full or not, under what the encoder was given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from aioengine.prefix import extend_digests
+from aioengine.prefix import cross_digests, extend_digests
 from aioengine.request import KnownPrefix, Request
 
 __all__ = ["BlockPool"]
@@ -21,11 +22,18 @@ class BlockPool:
     """`num_blocks` interchangeable blocks of `block_size` tokens, numbered from 0."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, num_groups: int = 1, caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_groups: int = 1,
+        num_cross_groups: int = 0,
+        caching: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_groups = num_groups
+        self.num_cross_groups = num_cross_groups
         self._caching = caching
         self._unused = list(range(num_blocks - 1, -1, -1))
         self._evictable: dict[int, None] = {}  # least recently used first
@@ -149,6 +157,44 @@ class BlockPool:
                     self._cached[key] = (block, token_ids)
                     self._num_published += 1
         request.num_published = num_full
+
+    def find_cross(self, request: Request) -> list[list[int]] | None:
+        """The cached blocks of the request's encoder input, a table per group of cross-attention.
+
+        Takes no references. None where one of them is not there; no tables without such an input.
+        """
+        if request.encoder is None:
+            return []
+        digests = cross_digests(request, self.block_size)
+        tables: list[list[int]] = []
+        for group in self._cross_groups:
+            tables.append([])
+            for digest in digests:
+                entry = self._cached.get((group, digest))
+                if entry is None:
+                    return None
+                tables[-1].append(entry[0])
+        return tables
+
+    def publish_cross(self, request: Request) -> None:
+        """Offer the request's blocks of cross-attention, which a planned step writes, to others.
+
+        At once, as steps run in their order: no later one can read them before they are written,
+        and within one step every layer writes before it reads.
+        """
+        if not self._caching:
+            return
+        digests = cross_digests(request, self.block_size)
+        for group, table in zip(self._cross_groups, request.cross_tables, strict=True):
+            for digest, block in zip(digests, table, strict=True):
+                if (group, digest) not in self._cached:
+                    self._keys[block] = (group, digest)
+                    self._cached[group, digest] = (block, ())
+                    self._num_published += 1
+
+    @property
+    def _cross_groups(self) -> range:
+        return range(self.num_groups, self.num_groups + self.num_cross_groups)
 
     def clear(self) -> None:
         """Forget all cached content; referenced blocks stay with their holders."""

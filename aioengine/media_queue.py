@@ -35,11 +35,11 @@ class MediaQueue:
 
     def add(self, request: Request) -> None:
         """A request has come."""
-        self._users.update({item.key for item in request.items})
+        self._users.update({item.key for item in request.all_items})
 
     def remove(self, request: Request) -> None:
         """A request has ended; media that nobody else has are forgotten."""
-        for key in {item.key for item in request.items}:
+        for key in {item.key for item in request.all_items}:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]
@@ -128,8 +128,14 @@ class MediaQueue:
         return needs
 
     def _open(self, request: Request, position: int) -> Iterator[tuple[Item, bool]]:
-        """The items from `position` on, and whether all those before each have their pixels."""
+        """The items from `position` on, and whether all those before each have their pixels.
+
+        What cross-attention reads comes before them, until there are keys and values of it.
+        """
         is_next = True
+        if request.encoder is not None and not (request.is_running or request.finds_cross):
+            yield request.encoder, is_next
+            is_next = self.has_pixels(request.encoder)
         for item in request.open_items(position):
             yield item, is_next
             is_next = is_next and self.has_pixels(item)

@@ -29,7 +29,8 @@ UNSAMPLED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What there is to share. `max_model_len` tokens must fit the pool's blocks.
+    """What there is to share. `max_model_len` tokens must fit the pool's blocks, beside an encoder
+    input of `max_encoder_len` rows where there are cross-attention groups.
 
     `max_encode_items` bounds one encoder batch (1 on a CPU); `max_media_rows` bounds, in encoder
     rows, the media that are being decoded or lie decoded and not yet encoded.
@@ -41,6 +42,8 @@ class Limits:
     block_size: int
     num_blocks: int
     num_groups: int = 1
+    num_cross_groups: int = 0
+    max_encoder_len: int = 0
     encoder_cache_bytes: int = 0
     max_num_encoder_input_tokens: int = 0
     max_encode_items: int = 1
@@ -70,6 +73,9 @@ class SequencePlan:
     `block_tables` has one tuple of block ids per KV group and covers [0, end). If `samples`, the
     last position's logits give output token number `output_index`. `sampling` and `inputs` are
     opaque to the core.
+
+    `cross_tables`: as many more for the groups of cross-attention, which cover the encoder's
+    `num_encoder_rows`; `encoder_key`: this step writes them, of these rows.
     """
 
     request_id: str
@@ -83,6 +89,15 @@ class SequencePlan:
     output_index: int
     sampling: Any = None
     inputs: Any = None
+    cross_tables: tuple[tuple[int, ...], ...] = ()
+    num_encoder_rows: int = 0
+    encoder_key: str | None = None
+
+    @property
+    def row_keys(self) -> set[str]:
+        """The encoder's outputs that this step reads."""
+        keys = {row.key for row in self.rows}
+        return keys if self.encoder_key is None else keys | {self.encoder_key}
 
 
 @dataclass(frozen=True, slots=True)

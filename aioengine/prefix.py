@@ -2,8 +2,8 @@
 
 A block's digest covers its parent's digest, its token ids, and extra keys: each media item that
 overlaps it (identity and where it starts), the whole content of a range whose tokens see each other
-both ways, and the tenant's salt on the first block. Fields are length-framed, so that no two
-different contents serialise alike. Method: chained block hashes as in vLLM's prefix caching.
+both ways, and on the first block the encoder's input and the tenant's salt. Fields are
+length-framed, so that no two different contents serialise alike. Method: chained block hashes as in vLLM's prefix caching.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from array import array
 
 from aioengine.request import Request
 
-__all__ = ["extend_digests"]
+__all__ = ["cross_digests", "extend_digests"]
 
 _ROOT = b"aioengine/prefix/1"
 
@@ -46,6 +46,8 @@ def _extra_keys(request: Request, start: int, end: int) -> list[bytes]:
         if low < end and start < high:
             content = [_ids(request.tokens(low, high)), *_item_keys(request, low, high, low)]
             keys.append(_frame(b"span", _number(low - start), *content))
+    if start == 0 and request.encoder is not None:
+        keys.append(_frame(b"encoder", request.encoder.key.encode()))
     if start == 0 and request.cache_salt is not None:
         keys.append(_frame(b"salt", request.cache_salt.encode("utf-8", "surrogatepass")))
     return keys
@@ -60,4 +62,14 @@ def extend_digests(request: Request, block_size: int) -> list[bytes]:
         tokens = _ids(request.tokens(start, end))
         extra = _extra_keys(request, start, end)
         digests.append(hashlib.sha256(_frame(b"block", parent, tokens, *extra)).digest())
+    return digests
+
+
+def cross_digests(request: Request, block_size: int) -> list[bytes]:
+    """What the keys and values of cross-attention are, block by block; kept on the request."""
+    digests = request.cross_digests
+    if request.encoder is not None and not digests:
+        key = request.encoder.key.encode()
+        for index in range(-(-request.num_encoder_rows // block_size)):
+            digests.append(hashlib.sha256(_frame(b"cross", key, _number(index))).digest())
     return digests

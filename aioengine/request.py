@@ -74,6 +74,10 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     stop: StopRule
     items: tuple[Item, ...] = ()
+    encoder: Item | None = None
+    """What cross-attention reads: its span counts the encoder's rows, not the prompt's tokens.
+    Beside it there are no `items`, so that a step never needs two of the encoder's outputs before
+    the request can start."""
     bidirectional: tuple[tuple[int, int], ...] = ()
     priority: int = 0
     cache_salt: str | None = None
@@ -98,6 +102,11 @@ class Request:
     epoch: int = 0
     """Raised at preemption; a commit for an older epoch moves no counters."""
     block_tables: list[list[int]] = field(default_factory=list)
+    cross_tables: list[list[int]] = field(default_factory=list)
+    """Written once, by the step that starts the request, or by another of the same input."""
+    cross_digests: list[bytes] = field(default_factory=list)
+    finds_cross: bool = False
+    """Whether the pool held the encoder input's keys and values when it was last asked."""
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
     known_prefix: KnownPrefix | None = None
@@ -117,6 +126,16 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Seniority: the smaller goes first."""
         return (self.priority, self.arrival)
+
+    @property
+    def all_items(self) -> tuple[Item, ...]:
+        """What is to be encoded, for the prompt or for cross-attention."""
+        return self.items if self.encoder is None else (self.encoder, *self.items)
+
+    @property
+    def num_encoder_rows(self) -> int:
+        """Rows that cross-attention reads."""
+        return 0 if self.encoder is None else self.encoder.span.num_rows
 
     @property
     def is_running(self) -> bool:

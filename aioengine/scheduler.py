@@ -48,9 +48,12 @@ class Scheduler:
             limits.num_blocks,
             limits.block_size,
             num_groups=limits.num_groups,
+            num_cross_groups=limits.num_cross_groups,
             caching=limits.enable_prefix_caching,
         )
-        assert self.pool.blocks_for(limits.max_model_len) * limits.num_groups <= limits.num_blocks
+        longest = self.pool.blocks_for(limits.max_model_len) * limits.num_groups
+        longest += self.pool.blocks_for(limits.max_encoder_len) * limits.num_cross_groups
+        assert longest <= limits.num_blocks
         self.media = MediaQueue(limits)
         self.counters: Counter[str] = Counter()
         self._live: dict[str, Request] = {}
@@ -68,6 +71,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises at once for one that could never be served."""
         assert request.request_id not in self._live
+        assert request.encoder is None or not request.items
         request.whole_ranges = whole_ranges(request, self.limits)
         refuse_impossible(request, self.limits)
         room = self.limits.max_model_len - len(request.prompt_token_ids)
@@ -77,6 +81,7 @@ class Scheduler:
         self._live[request.request_id] = request
         self.media.add(request)
         request.hit_estimate = len(self.pool.find_prefix(request)[0]) * self.limits.block_size
+        request.finds_cross = self.pool.find_cross(request) is not None
         insort(self._waiting, request, key=_seniority)
 
     def end(self, request_id: str) -> None:
@@ -147,7 +152,7 @@ class Scheduler:
         sampled = iter(token_ids)
         advances = []
         for sequence, request in zip(plan.sequences, requests, strict=True):
-            for key in {row.key for row in sequence.rows}:
+            for key in sequence.row_keys:
                 self.media.cache.release(key)
             token_id = next(sampled) if sequence.samples else None
             if self._live.get(request.request_id) is not request:
@@ -237,10 +242,16 @@ class Scheduler:
 
         Only a shortage of blocks holds up those behind, and only for a request whose next picture,
         if it has one, is encoded; all others are skipped. A request that lacks no rows starts when
-        the whole of it fits; one that does, when its first chunk fits.
+        the whole of it fits; one that does, when its first chunk fits. What cross-attention reads
+        has to be encoded, or its keys and values to be there.
         """
         if request.num_pending or self._follows(request):
             return True
+        cross = self.pool.find_cross(request)
+        request.finds_cross = cross is not None
+        if request.encoder is not None and cross is None:
+            if not self.media.cache.is_ready(request.encoder.key):
+                return True
         hit = self.pool.find_prefix(request)
         start = request.hit_estimate = len(hit[0]) * self.limits.block_size
         missing = self.media.first_missing(request, start, request.num_tokens)
@@ -253,17 +264,28 @@ class Scheduler:
         end = self._chunk_end(request, start, step.budget)
         if end <= start:
             return True
-        for blocks in hit:
+        found = hit + (cross or [])
+        for blocks in found:
             self.pool.reference(blocks)
         goal = request.num_tokens if missing is None else end
         num_new = self.pool.blocks_for(goal) * len(hit) - sum(map(len, hit))
+        num_cross = self.pool.blocks_for(request.num_encoder_rows)
+        if cross is None:
+            num_new += num_cross * self.limits.num_cross_groups
         self._make_room(num_new, step, None)
         if num_new > self.pool.num_free:
-            for blocks in hit:
+            for blocks in found:
                 self.pool.release(blocks)
             return missing is not None and missing[1] is request.open_items(start)[0]
         self._start(request, hit, start)
-        self._take(request, start, end, step)
+        if cross is None:
+            groups = range(self.limits.num_cross_groups)
+            request.cross_tables = [self.pool.allocate(num_cross) for _ in groups]
+            self.pool.publish_cross(request)
+            self._take(request, start, end, step, request.encoder)
+        else:
+            request.cross_tables = cross
+            self._take(request, start, end, step)
         return True
 
     def _follows(self, request: Request) -> bool:
@@ -287,16 +309,15 @@ class Scheduler:
         if request.epoch == 0:
             request.num_cached_tokens = start
 
-    def _take(self, request: Request, start: int, end: int, step: _Step) -> None:
-        """Put positions [start, end) into the step: blocks, encoder references, counters."""
+    def _take(
+        self, request: Request, start: int, end: int, step: _Step, encoder: Item | None = None
+    ) -> None:
+        """Put positions [start, end) into the step: blocks, encoder references, counters.
+
+        `encoder`: the step writes the keys and values that cross-attention reads, too.
+        """
         for table in request.block_tables:
             table += self.pool.allocate(self.pool.blocks_for(end) - len(table))
-        rows = tuple(_row_slices(request, start, end))
-        for key in {row.key for row in rows}:
-            self.media.cache.reference(key)
-            if key not in request.seen_keys:
-                request.seen_keys.add(key)
-                self.counters["encoder_hits"] += key not in request.encoded_keys
         sequence = SequencePlan(
             request_id=request.request_id,
             epoch=request.epoch,
@@ -304,12 +325,20 @@ class Scheduler:
             end=end,
             token_ids=request.tokens(start, end),
             block_tables=tuple(tuple(table) for table in request.block_tables),
-            rows=rows,
+            rows=tuple(_row_slices(request, start, end)),
             samples=end == request.num_tokens,
             output_index=request.num_output,
             sampling=request.sampling,
             inputs=request.inputs,
+            cross_tables=tuple(tuple(table) for table in request.cross_tables),
+            num_encoder_rows=request.num_encoder_rows,
+            encoder_key=None if encoder is None else encoder.key,
         )
+        for key in sequence.row_keys:
+            self.media.cache.reference(key)
+            if key not in request.seen_keys:
+                request.seen_keys.add(key)
+                self.counters["encoder_hits"] += key not in request.encoded_keys
         step.sequences.append(sequence)
         step.requests.append(request)
         step.budget -= end - start
@@ -390,7 +419,7 @@ class Scheduler:
         self._running.remove(request)
         insort(self._waiting, request, key=_seniority)
         self._release_blocks(request)
-        request.block_tables = []
+        request.block_tables, request.cross_tables = [], []
         request.num_scheduled = request.num_computed = request.num_published = 0
         request.hit_estimate = 0
         request.has_slot = False
@@ -398,7 +427,8 @@ class Scheduler:
         self.counters["preemptions"] += 1
 
     def _release_blocks(self, request: Request) -> None:
-        blocks = [block for table in request.block_tables for block in table]
+        tables = request.block_tables + request.cross_tables
+        blocks = [block for table in tables for block in table]
         if request.last_step > self._last_committed:
             self._limbo.append((self._num_steps - 1, blocks))
         else:

@@ -41,6 +41,14 @@ PICTURES = (
 )
 
 
+RECORDINGS = (
+    Item("p", "audio", Span(0, 5), 3),
+    Item("q", "audio", Span(0, 8), 2),
+    Item("r", "audio", Span(0, 3), 3),
+)
+"""What encoders are given. Some are as long as two blocks are."""
+
+
 def make_request(
     name: str,
     parts: list[int | Picture],
@@ -78,15 +86,16 @@ def chain(request: Request, token_ids: list[int]) -> list[str]:
         for position, row, count in item.span.row_runs(0, len(token_ids)):
             for i in range(count):
                 contents[position + i] = (item.key, row + i)
+    root = "" if request.encoder is None else request.encoder.key
     states: list[str] = []
     for position, content in enumerate(contents):
         whole = [(lo, hi) for lo, hi in request.bidirectional if lo <= position < hi]
         if whole:
             lo, hi = whole[0]
-            before = states[lo - 1] if lo else ""
+            before = states[lo - 1] if lo else root
             states.append(digest(before, contents[lo:hi], position - lo))
         else:
-            states.append(digest(states[-1] if states else "", content))
+            states.append(digest(states[-1] if states else root, content))
     return states
 
 
@@ -113,7 +122,8 @@ class World:
 
     limits: Limits
     scheduler: Scheduler = field(init=False)
-    kv: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    kv: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    """(block, row) -> the group that wrote last, and what."""
     rows: set[str] = field(default_factory=set)
     requests: dict[str, Request] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -169,6 +179,8 @@ class World:
 
     def commit(self) -> None:
         plan = self.steps.pop(0)
+        for s in plan.sequences:  # a layer writes everybody's keys before anybody reads
+            self.write_cross(s)
         sampled = [self.run(s) for s in plan.sequences]
         tokens = [token for token, s in zip(sampled, plan.sequences, strict=True) if s.samples]
         for advance in self.scheduler.commit(plan, tokens):
@@ -202,7 +214,7 @@ class World:
 
     def fail_users(self, key: str) -> None:
         for name in self.live:
-            if any(item.key == key for item in self.requests[name].items):
+            if any(item.key == key for item in self.requests[name].all_items):
                 self.end(name, "failed")
 
     def forget_unneeded(self) -> None:
@@ -210,6 +222,24 @@ class World:
         self.decoding = [key for key in self.decoding if self.scheduler.media.is_needed(key)]
 
     # ---- the device
+
+    def write_cross(self, sequence: SequencePlan) -> None:
+        if sequence.encoder_key is None:
+            return
+        assert sequence.encoder_key in self.rows, "an encoder's output is read that is not there"
+        for row in range(sequence.num_encoder_rows):
+            for group, place in self.cross_slots(sequence, row):
+                self.kv[place] = group, digest(sequence.encoder_key, row)
+
+    def check_cross(self, sequence: SequencePlan, request: Request) -> None:
+        """What cross-attention reads is what the request's encoder has made."""
+        if request.encoder is None:
+            return
+        assert len(sequence.cross_tables) == self.limits.num_cross_groups > 0
+        assert sequence.num_encoder_rows == request.encoder.span.num_rows
+        for row in range(sequence.num_encoder_rows):
+            for group, place in self.cross_slots(sequence, row):
+                assert self.kv[place] == (group, digest(request.encoder.key, row)), "wrong cross KV"
 
     def run(self, sequence: SequencePlan) -> int:
         request = self.requests[sequence.request_id]
@@ -224,23 +254,32 @@ class World:
             assert row.key in self.rows, "an encoder row is read that is not there"
         states = chain(request, tokens)
         if sequence.request_id in self.live:
+            self.check_cross(sequence, request)
             for position in range(sequence.start):
-                for slot in self.slots(sequence, position):
-                    assert self.kv[slot] == states[position], "wrong KV"
+                for group, place in self.slots(sequence, position):
+                    assert self.kv[place] == (group, states[position]), "wrong KV"
         for position in range(sequence.start, sequence.end):
-            for slot in self.slots(sequence, position):
-                self.kv[slot] = states[position]
+            for group, place in self.slots(sequence, position):
+                self.kv[place] = group, states[position]
         token = sample(states[sequence.end - 1])
         if sequence.samples:
             self.last_token[sequence.request_id] = token
         return token
 
-    def slots(self, sequence: SequencePlan, position: int) -> list[tuple[int, int, int]]:
-        """Where the position lies: group, block and row, for each group."""
+    def slots(self, sequence: SequencePlan, position: int) -> list[tuple[int, tuple[int, int]]]:
+        """Where the position lies, block and row, in each group."""
         size = self.limits.block_size
         return [
-            (group, table[position // size], position % size)
+            (group, (table[position // size], position % size))
             for group, table in enumerate(sequence.block_tables)
+        ]
+
+    def cross_slots(self, sequence: SequencePlan, row: int) -> list[tuple[int, tuple[int, int]]]:
+        """Where a row of the encoder's lies, in each group of cross-attention."""
+        size = self.limits.block_size
+        return [
+            (group, (table[row // size], row % size))
+            for group, table in enumerate(sequence.cross_tables, self.limits.num_groups)
         ]
 
     # ---- what must hold all the time
@@ -303,8 +342,11 @@ class World:
         ]:
             at = request.hit_estimate if kind else request.num_scheduled
             is_behind = False
-            for item in request.items:
-                if item.span.last_row_position < at:
+            for item in request.all_items:
+                if item is request.encoder:
+                    if not kind or request.finds_cross:
+                        continue
+                elif item.span.last_row_position < at:
                     continue
                 distance = max(0, self.needed_at(request, item) - at)
                 mine = (2, 0) if is_behind else (kind, place if kind else distance)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.plan import Limits
-from tests.world import PICTURES, World, expected_output, make_request
+from tests.world import PICTURES, RECORDINGS, Picture, World, expected_output, make_request
 
 BLOCK_SIZE = 4
 
@@ -17,13 +17,17 @@ BLOCK_SIZE = 4
 @st.composite
 def all_limits(draw: st.DrawFn) -> Limits:
     num_groups = draw(st.integers(1, 2))
+    num_cross_groups = draw(st.sampled_from([0, 0, 1, 2]))
     return Limits(
         max_num_seqs=draw(st.integers(1, 4)),
         max_num_batched_tokens=draw(st.sampled_from([5, 6, 9, 16, 64])),
         max_model_len=6 * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
-        num_blocks=draw(st.integers(6, 14)) * num_groups,
+        num_blocks=draw(st.integers(6, 14)) * num_groups
+        + draw(st.integers(2, 4)) * num_cross_groups,
         num_groups=num_groups,
+        num_cross_groups=num_cross_groups,
+        max_encoder_len=2 * BLOCK_SIZE,
         encoder_cache_bytes=draw(st.sampled_from([3, 6, 8])),
         max_num_encoder_input_tokens=draw(st.sampled_from([3, 8])),
         max_encode_items=draw(st.sampled_from([1, 3])),
@@ -45,6 +49,7 @@ submission = st.tuples(
     st.sampled_from([None, "s"]),
     st.sampled_from([1, 1, 1, 3]),
     st.booleans(),
+    st.sampled_from(RECORDINGS),
 )
 operation = st.one_of(
     st.tuples(st.just("submit"), submission),
@@ -76,7 +81,9 @@ operation = st.one_of(
 def perform(world: World, depth: int, name: str, argument: object, count: int) -> None:
     """One operation, where it is possible now; `depth` is the run-ahead."""
     if name == "submit":
-        parts, max_tokens, priority, salt, copies, awaits = argument  # type: ignore[misc]
+        parts, max_tokens, priority, salt, copies, awaits, recording = argument  # type: ignore[misc]
+        if world.limits.num_cross_groups:  # pictures are the encoder's, not the prompt's
+            parts = [0 if isinstance(part, Picture) else part for part in parts]
         leader = None
         for copy in range(copies):
             request = make_request(
@@ -87,6 +94,7 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
                 cache_salt=salt,
                 awaits_tokens=awaits,
                 leader=leader,
+                encoder=recording if world.limits.num_cross_groups else None,
             )
             leader = leader or request
             world.submit(request)
@@ -205,13 +213,16 @@ RARE = ["pixels_fail", "encode_fails", "cancel", "clear"]
 
 def random_limits(random: Random) -> Limits:
     num_groups = random.randint(1, 2)
+    num_cross_groups = random.choice([0, 0, 1, 2])
     return Limits(
         max_num_seqs=random.randint(1, 4),
         max_num_batched_tokens=random.choice([5, 6, 9, 16, 64]),
         max_model_len=6 * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
-        num_blocks=random.randint(6, 14) * num_groups,
+        num_blocks=random.randint(6, 14) * num_groups + random.randint(2, 4) * num_cross_groups,
         num_groups=num_groups,
+        num_cross_groups=num_cross_groups,
+        max_encoder_len=2 * BLOCK_SIZE,
         encoder_cache_bytes=random.choice([3, 6, 8]),
         max_num_encoder_input_tokens=random.choice([3, 8]),
         max_encode_items=random.choice([1, 3]),
@@ -235,4 +246,5 @@ def random_submission(random: Random) -> object:
                 random.choice([None, "s"]),
                 random.choice([1, 1, 1, 3]),
                 random.random() < 0.3,
+                random.choice(RECORDINGS),
             )
