@@ -26,6 +26,7 @@ _SHIPPED = {
     "Blip2ForConditionalGeneration": "aioengine.models.blip2",
     "ChameleonForConditionalGeneration": "aioengine.models.chameleon",
     "DeepseekVLForConditionalGeneration": "aioengine.models.generic",
+    "FuyuForCausalLM": "aioengine.models.fuyu",
     "GPT2LMHeadModel": "aioengine.models.text",
     "Gemma2ForCausalLM": "aioengine.models.text",
     "Gemma3ForCausalLM": "aioengine.models.text",

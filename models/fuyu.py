@@ -1,0 +1,235 @@
+"""Fuyu: a Persimmon decoder that reads a picture's patches themselves, row by row.
+
+Bavishi et al., "Fuyu-8B: A Multimodal Architecture for AI Agents" (2023). There is no tower: a
+patch becomes a row by one linear layer. The picture stands before the text, each of its rows of
+patches ended by a token of its own; between picture and text stands `<s>`, and behind the text the
+token that begins the answer. Without a picture a text is what the tokenizer makes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalityError
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.registry import register_model
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessorInputs,
+)
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
+from aioengine.processors.processor import BaseMultiModalProcessor, Layout
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.updates import (
+    PromptIndexTargets,
+    PromptInsertion,
+    PromptUpdate,
+    PromptUpdateDetails,
+    ResolvedUpdates,
+)
+
+__all__ = ["Fuyu", "FuyuDummyInputsBuilder", "FuyuMultiModalProcessor", "FuyuProcessingInfo"]
+
+_PATCH, _ROW_END, _TEXT_START, _ANSWER = "|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"
+
+
+class FuyuProcessingInfo(BaseProcessingInfo):
+    """One picture in a prompt, and how many patches it has."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": 1}
+
+    def get_token_id(self, token: str) -> int:
+        """Of one of the pieces that the HF processor writes around a picture and a text."""
+        return int(self.get_tokenizer().convert_tokens_to_ids(token))
+
+    def get_image_options(self, mm_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The image processor's options for a request, as HF merges them; not its own settings.
+
+        Raises InvalidRequestError for what HF does not take.
+        """
+        known = getattr(self.get_tokenizer(), "init_kwargs", {})
+        given = copy.deepcopy(dict(mm_kwargs or {}))  # older versions empty the scopes in it
+        # transformers raises anything for options of other types than it declares.
+        try:
+            merged = self.get_hf_processor()._merge_kwargs(tokenizer_init_kwargs=known, **given)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the HF processor does not take these mm_processor_kwargs: {type(error).__name__}",
+                parameter="mm_processor_kwargs",
+            ) from None
+        options: dict[str, Any] = merged["images_kwargs"]
+        return options
+
+    def get_image_feature_grid_size(
+        self,
+        *,
+        image_width: int,
+        image_height: int,
+        mm_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, int]:
+        """Columns and rows of patches, after a picture larger than `size` is shrunk into it.
+
+        Raises MediaError where nothing is left of it.
+        """
+        image_processor = self.get_image_processor()
+        options = self.get_image_options(mm_kwargs)
+        most_width, most_height = _width_and_height(options.get("size") or image_processor.size)
+        is_larger = image_width > most_width or image_height > most_height
+        if is_larger and options.get("do_resize", image_processor.do_resize):
+            scale = min(most_height / image_height, most_width / image_width)
+            image_width, image_height = int(image_width * scale), int(image_height * scale)
+        if image_width < 1 or image_height < 1:
+            raise MediaError(
+                f"the image is too narrow: shrunk into {most_width} x {most_height} pixels, "
+                "nothing is left of it",
+                parameter="images",
+            )
+        side = self.get_patch_side()
+        return math.ceil(image_width / side), math.ceil(image_height / side)
+
+    def get_patch_side(self) -> int:
+        """Of a patch, in pixels: what the model's one layer takes."""
+        return int(self.get_hf_config().patch_size)
+
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """What the image processor leaves as it is."""
+        return _width_and_height(self.get_image_processor().size)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        width, height = self.get_image_size_with_most_features()
+        num_columns, num_rows = self.get_image_feature_grid_size(
+            image_width=width, image_height=height
+        )
+        return {"image": (num_columns + 1) * num_rows}
+
+
+class FuyuDummyInputsBuilder(BaseDummyInputsBuilder):
+    """No placeholder, and a white picture."""
+
+    info: FuyuProcessingInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        width, height = self.info.get_image_size_with_most_features()
+        images = self._get_dummy_images(
+            width=width, height=height, num_images=mm_counts.get("image", 0)
+        )
+        return ProcessorInputs(prompt_text="", mm_data={"image": images})
+
+
+class FuyuMultiModalProcessor(BaseMultiModalProcessor):
+    """A picture's patches before the text; rows stand at patches only, not at the row ends."""
+
+    info: FuyuProcessingInfo
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        # Of transformers 5.23's two image processors only the one with torchvision can cut patches,
+        # so pictures are cut here; a text has no part in it.
+        options = {**self.info.get_image_options(mm_kwargs), "return_tensors": None}
+        outputs = self.info.get_image_processor()(mm_data["images"], **options)
+        pixels = torch.as_tensor(outputs["images"][0][0])
+        shape = (
+            int(outputs["image_unpadded_heights"][0][0]),
+            int(outputs["image_unpadded_widths"][0][0]),
+        )
+        return {"pixel_values": self._patches(pixels, *shape)[None]}
+
+    def _patches(self, pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """The patches [n, side * side * 3] of `pixels` [3, H, W], as far as they have a picture.
+
+        Raises ValueError where that is less than whole patches.
+        """
+        side = self.info.get_patch_side()
+        num_rows, num_columns = math.ceil(height / side), math.ceil(width / side)
+        taken = pixels[:, : num_rows * side, : num_columns * side]
+        cells = taken.reshape(len(pixels), num_rows, side, num_columns, side)
+        return cells.permute(1, 3, 2, 4, 0).reshape(num_rows * num_columns, -1)
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"pixel_values": MultiModalFieldConfig.batched("image")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        patch, row_end, text_start = map(self.info.get_token_id, (_PATCH, _ROW_END, _TEXT_START))
+
+        def get_insertion(item_idx: int) -> PromptUpdateDetails:
+            images = mm_items["image"]
+            if isinstance(images, EmbeddingItems):
+                raise UnsupportedModalityError(
+                    "the model takes no image embeddings: how its rows lie depends on the picture",
+                    parameter="images",
+                )
+            assert isinstance(images, ImageProcessorItems)
+            width, height = images.get_image_size(item_idx)
+            num_columns, num_rows = self.info.get_image_feature_grid_size(
+                image_width=width, image_height=height, mm_kwargs=hf_processor_mm_kwargs
+            )
+            rows = ([patch] * num_columns + [row_end]) * num_rows
+            return PromptUpdateDetails.select_token_id([*rows, text_start], patch, features=rows)
+
+        return [
+            PromptInsertion(
+                modality="image", target=PromptIndexTargets.start(), insertion=get_insertion
+            )
+        ]
+
+    def _expand(
+        self,
+        token_ids: list[int],
+        text: str | None,
+        updates: ResolvedUpdates,
+        literals: Sequence[tuple[int, int]] = (),
+    ) -> Layout:
+        if not updates.num_items:
+            return Layout(token_ids=token_ids, placeholders={})
+        # The HF processor puts no BOS before a text that has a picture, and so a picture, whose
+        # place is before everything, is in nobody's way: nothing in the text stands for it.
+        start = self.tokenize("")[:1]
+        plain = token_ids[len(start) :] if token_ids[: len(start)] == start else token_ids
+        return super()._expand(plain, None, updates)
+
+    def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
+        """Behind the text of a picture the answer begins."""
+        return [*prompt_tokens, self.info.get_token_id(_ANSWER)]
+
+
+def _width_and_height(size: Any) -> ImageSize:
+    """Of an option, or raises InvalidRequestError."""
+    try:
+        return ImageSize(width=int(size["width"]), height=int(size["height"]))
+    except (KeyError, TypeError, ValueError):
+        raise InvalidRequestError(
+            "size in mm_processor_kwargs must have a height and a width",
+            parameter="mm_processor_kwargs",
+        ) from None
+
+
+@register_model("FuyuForCausalLM")
+@MULTIMODAL_REGISTRY.register_processor(
+    FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=FuyuDummyInputsBuilder
+)
+class Fuyu(TransformersModel):
+    """The generic wrapper as it is."""
