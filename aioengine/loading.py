@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 
 from aioengine.config import EngineConfig
 from aioengine.models.adapter import TransformersModel
+from aioengine.models.loading import load_config
 from aioengine.models.registry import resolve
 from aioengine.plan import Limits
 from aioengine.processors.info import ProcessingContext, load_context
@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
 
     Raises ModelLoadError, and whatever else a checkpoint can make transformers raise.
     """
-    hf_config = transformers.AutoConfig.from_pretrained(
+    hf_config = load_config(
         path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
     model_class = resolve(hf_config.architectures).chosen_for(hf_config)
@@ -66,6 +66,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     context = load_context(
         path,
         hf_config=hf_config,
+        info=MULTIMODAL_REGISTRY.find_info(model_class),
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         limit_mm_per_prompt=config.limit_mm_per_prompt,

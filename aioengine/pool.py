@@ -318,6 +318,7 @@ def _describe_setup(
         "limit_mm_per_prompt": context.limit_mm_per_prompt,
         "mm_processor_kwargs": mm_kwargs,
         "media": pack_value(_plain_limits(config.media), "media"),
+        "config_class": _locate_config(type(context.hf_config)),
         "classes": [_locate(type(part)) for part in (front, front.info, front.dummy_inputs)],
         "path": [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)],
         "limit_s": limit_s,
@@ -333,6 +334,12 @@ def _plain_limits(media: MediaConfig) -> dict[str, Any]:
         for name, value in values.items()
         if name not in ("fetcher", "local_roots", "allowed_hosts")
     }
+
+
+def _locate_config(kind: type[Any]) -> tuple[str, str] | None:
+    """Where a worker finds the config's class; None where transformers does, in its own ways."""
+    is_own = kind.__module__.partition(".")[0] not in ("transformers", "transformers_modules")
+    return _locate(kind) if is_own else None
 
 
 def _locate(kind: type[Any]) -> tuple[str, str]:

@@ -279,9 +279,12 @@ def _make_processor(setup: dict[str, Any]) -> BaseMultiModalProcessor:
 
     processor, info, dummy_inputs = (_find(*names) for names in setup["classes"])
     options = {name: setup[name] for name in ("revision", "trust_remote_code")}
+    own = setup["config_class"]
+    config_class = AutoConfig if own is None else _find(*own)
     context = load_context(
         setup["source"],
-        hf_config=AutoConfig.from_pretrained(setup["source"], **options),
+        hf_config=config_class.from_pretrained(setup["source"], **options),
+        info=info,
         limit_mm_per_prompt=setup["limit_mm_per_prompt"],
         mm_processor_kwargs=unpack_value(setup["mm_processor_kwargs"]),
         **options,

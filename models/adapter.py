@@ -60,6 +60,8 @@ class TransformersModel:
     """
 
     supports_multimodal: ClassVar[bool] = True
+    config_class: ClassVar[type[Any] | None] = None
+    """What reads this family's config.json, a PreTrainedConfig; None: what transformers chooses."""
     blocks_in_window: ClassVar[bool] = False
     """Whether a layer's window bounds what the tokens of a block see of each other, too."""
 

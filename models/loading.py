@@ -10,7 +10,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,20 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.registry import resolve
 
-__all__ = ["build_on_meta", "find_class", "load_pretrained", "pin_rotary"]
+__all__ = [
+    "build_on_meta",
+    "find_class",
+    "load_config",
+    "load_pretrained",
+    "loading",
+    "pin_rotary",
+]
 
 _LOAD_LOCK = threading.RLock()
 
@@ -39,8 +48,30 @@ def find_class(hf_config: Any) -> Any:
     )
 
 
+def load_config(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The config of a folder or hub id: of the class that its architecture's model class names.
+
+    Where that names none, transformers chooses. Raises what transformers raises.
+    """
+    settings, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    own: type[Any] | None = None
+    with suppress(ModelLoadError):  # an unknown architecture: whoever needs its class will say so
+        own = resolve(settings.get("architectures")).config_class
+    if own is not None:
+        return own.from_pretrained(source, revision=revision)
+    return AutoConfig.from_pretrained(
+        source, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
 @contextmanager
-def _loading() -> Iterator[None]:
+def loading() -> Iterator[None]:
+    """Around all that builds a model: one at a time, and the process as it was before."""
     with _LOAD_LOCK:
         dtype = torch.get_default_dtype()
         # A bar on stderr is the application's to draw. Where the variable is set, it has chosen.
@@ -60,7 +91,7 @@ def _loading() -> Iterator[None]:
 
 def build_on_meta(model_class: Any, hf_config: Any) -> Any:
     """The model with shapes and without weights, ready to be probed."""
-    with _loading(), torch.device("meta"), torch.no_grad():
+    with loading(), torch.device("meta"), torch.no_grad():
         # Grouped matrix products of expert layers are checked for bfloat16 on this device.
         model = model_class(copy.deepcopy(hf_config)).to(torch.bfloat16).eval()
     for module in _rotary_modules(model):
@@ -84,7 +115,7 @@ def load_pretrained(
     missing weights at random.
     """
     try:
-        with _loading():
+        with loading():
             model, report = model_class.from_pretrained(
                 path,
                 config=copy.deepcopy(hf_config),

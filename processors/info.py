@@ -97,6 +97,7 @@ def load_context(
     model: str | PathLike[str],
     *,
     hf_config: Any,
+    info: type[BaseProcessingInfo] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     limit_mm_per_prompt: Mapping[str, int] | None = None,
@@ -104,18 +105,18 @@ def load_context(
 ) -> ProcessingContext:
     """The context of a local folder or hub id. Reads files; loads the HF processor at once.
 
-    Raises ModelLoadError.
+    `info`: the family's, which may have ways of its own to load tokenizer and HF processor. Raises
+    ModelLoadError.
     """
-    from transformers import AutoTokenizer
-
+    family = BaseProcessingInfo if info is None else info
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     source = str(model)
 
     def make_tokenizer() -> Any:
-        return AutoTokenizer.from_pretrained(source, **options)
+        return family.load_tokenizer(source, hf_config, options)
 
     def make_processor(**kwargs: Any) -> Any:
-        return load_processor(source, hf_config, options, **kwargs)
+        return family.load_hf_processor(source, hf_config, options, **kwargs)
 
     context = ProcessingContext(
         source,
@@ -134,6 +135,28 @@ class BaseProcessingInfo(ABC):
 
     def __init__(self, ctx: ProcessingContext) -> None:
         self.ctx = ctx
+
+    @classmethod
+    def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+        """A tokenizer of the folder or hub id; `options`: `revision` and `trust_remote_code`.
+
+        For families whose folders transformers cannot read without code of the checkpoint's. May
+        raise anything; called once for an engine, and once in each worker process.
+        """
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(source, **options)
+
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        """An HF processor, or what is called like one; `kwargs` override its saved settings.
+
+        Its `tokenizer` attribute becomes the worker's tokenizer. It is copied for each worker
+        thread. As `load_tokenizer` otherwise.
+        """
+        return load_processor(source, hf_config, options, **kwargs)
 
     @property
     def model_id(self) -> str:

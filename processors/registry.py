@@ -51,6 +51,11 @@ class MultiModalRegistry:
         """Whether a processor is registered for the class or one that it derives from."""
         return any(base in self._entries for base in model_cls.__mro__)
 
+    def find_info(self, model_cls: type[Any]) -> type[BaseProcessingInfo]:
+        """The processing info that is registered for the class; for text only if none is."""
+        found = (self._entries[base][1] for base in model_cls.__mro__ if base in self._entries)
+        return next(found, TextOnlyInfo)
+
     def create_processor(
         self, model_cls: type[Any], context: ProcessingContext
     ) -> BaseMultiModalProcessor:

@@ -1,0 +1,91 @@
+"""Models that are defined here, since transformers has no class for them.
+
+A definition is an `nn.Module`:
+
+    __init__(config)
+    forward(input_ids, positions, inputs_embeds=None, **kwargs) -> hidden states [T, hidden]
+    compute_logits(hidden [n, hidden]) -> [n, vocab]
+    load_weights(iterable of (name, tensor)) -> the names of its parameters that were loaded
+    get_input_embeddings(), get_output_embeddings() -> modules with `weight` [rows, hidden]
+
+and, where not every attention layer in it is the decoder's, `get_decoder()`, the part that holds
+those that are. Its decoder attends through `aioengine.models.attention.Attention`, or is a module
+of transformers, called with `inputs_embeds[None]` and `position_ids[None]`. Media are encoded by
+its `get_image_features(pixel_values, ...)` (and so for videos and audio) or by an override of
+`embed_multimodal`.
+
+`DefinedModel` runs it. A family is a subclass that names its `definition` and, where transformers
+has no class for the config either, its `config_class`. What transformers cannot load of tokenizer
+and processor, the family's processing info does (`BaseProcessingInfo.load_tokenizer`,
+`load_hf_processor`). Code of a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.loading import build_on_meta
+from aioengine.models.probe import LayerSpec
+from aioengine.models.weights import load_defined
+
+__all__ = ["DefinedModel"]
+
+
+class DefinedModel(TransformersModel):
+    """A model whose module is `definition`, called with the config; see the module."""
+
+    definition: ClassVar[type[nn.Module]]
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        hf_config: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        revision: str | None = None,
+        max_model_len: int | None = None,
+    ) -> Self:
+        """See `TransformersModel.load`. Weights are read from safetensors files only."""
+        specs = cls.probe(hf_config)
+        model = load_defined(
+            cls.definition,
+            path,
+            hf_config=hf_config,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+        )
+        model.config = hf_config
+        return cls(model, specs=specs, max_model_len=max_model_len)
+
+    @classmethod
+    def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
+        """See `TransformersModel.probe`."""
+        shell = cls.__new__(cls)
+        shell.model = build_on_meta(cls.definition, hf_config)
+        shell.model.config = shell.hf_config = hf_config
+        shell.text_config = hf_config.get_text_config(decoder=True)
+        return shell.layers()
+
+    def decoder(self) -> nn.Module:
+        """The part that holds the decoder's attention layers; the whole, if it does not say."""
+        find = getattr(self.model, "get_decoder", None)
+        decoder: nn.Module = self.model if find is None else find()
+        return decoder
+
+    def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
+        """The whole definition on [T, hidden] and [T] or [3, T]; `decoder` is a part of it."""
+        hidden: Tensor = self.model(None, positions, inputs_embeds=embeds)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The definition's `compute_logits`."""
+        logits: Tensor = self.model.compute_logits(hidden)
+        return logits
