@@ -30,6 +30,7 @@ from aioengine.kernels.transfer import to_device, upload
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
+    "build_cross_metadata",
     "build_metadata",
     "list_backends",
     "register_backend",
@@ -45,7 +46,8 @@ class AttentionMetadata:
     `query_start` int32 [S + 1]: where each sequence's tokens begin; the last entry is T.
     `seq_lens` int32 [S]: tokens in each sequence's context, this step's included.
     `block_table` int32 [S, max_blocks]: block ids, padded with 0.
-    `slot_blocks`, `slot_offsets` int64 [T]: block and row where each token's K/V is written.
+    `slot_blocks`, `slot_offsets` int64 [T]: block and row where each token's K/V is written
+    (of cross-attention: [R], for each of the encoder's rows that are new).
 
     On the host, so that nothing has to wait for the device:
     `query_lens`, `context_lens`: per sequence; `context_lens` equals `seq_lens`.
@@ -57,6 +59,9 @@ class AttentionMetadata:
     in both directions, however far apart. All of a block's tokens are in one step. `has_blocks`:
     per sequence, on the host, whether any of its tokens is in one. `blocks_in_window`: whether a
     layer's window bounds what a block sees too.
+
+    `is_causal`: False for cross-attention, where the context is an encoder's output, every token
+    sees all of it, and the slots are those of the rows that are new in this step, if any.
 
     `scratch`: what a backend derives from the rest once per step and reuses in every layer.
     """
@@ -73,6 +78,7 @@ class AttentionMetadata:
     block_ids: Tensor | None = None
     has_blocks: tuple[bool, ...] = ()
     blocks_in_window: bool = False
+    is_causal: bool = True
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -111,14 +117,19 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv].
+        """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv].
+
+        Causal, unless the metadata is of cross-attention.
 
         Hq is a multiple of Hkv; query head h reads key head h // (Hq // Hkv). The scores are
         multiplied by `scale`, then bounded to `softcap * tanh(score / softcap)`, then masked.
         `window`: a token sees the last `window` positions, its own included; earlier blocks are
         never read, but for a block's tokens. `sinks` [Hq]: a logit per head that takes part in the
-        softmax and has no value.
+        softmax and has no value. `distance_bias` [Hq, n]: is added to the scaled score of the key
+        that lies so many positions back, the last of them to all that lie further; for causal
+        attention without blocks.
         """
         ...
 
@@ -180,6 +191,49 @@ def build_metadata(
         block_ids=flat_ids,
         has_blocks=has_blocks if flat_ids is not None else (),
         blocks_in_window=blocks_in_window,
+    )
+
+
+def build_cross_metadata(
+    *,
+    block_size: int,
+    block_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    is_new: Sequence[bool],
+    device: torch.device | str = "cpu",
+) -> AttentionMetadata:
+    """The metadata of cross-attention: sequence i's tokens see `context_lens[i]` rows.
+
+    `block_tables[i]` names the blocks of these rows, which this step writes where `is_new[i]`.
+    """
+    assert len(block_tables) == len(query_lens) == len(context_lens) == len(is_new)
+    assert all(
+        len(row) * block_size >= n > 0 for row, n in zip(block_tables, context_lens, strict=True)
+    )
+    target = torch.device(device)
+    width = max(map(len, block_tables), default=0)
+    table: list[int] = []
+    slot_blocks: list[int] = []
+    slot_offsets: list[int] = []
+    for blocks, length, new in zip(block_tables, context_lens, is_new, strict=True):
+        table += blocks
+        table += [0] * (width - len(blocks))
+        for index in range(-(-length // block_size) if new else 0):
+            count = min(block_size, length - index * block_size)
+            slot_blocks += [blocks[index]] * count
+            slot_offsets += range(count)
+    return AttentionMetadata(
+        query_start=upload([0, *accumulate(query_lens)], target, torch.int32),
+        seq_lens=upload(context_lens, target, torch.int32),
+        block_table=upload(table, target, torch.int32).view(len(block_tables), width),
+        slot_blocks=upload(slot_blocks, target, torch.int64),
+        slot_offsets=upload(slot_offsets, target, torch.int64),
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
+        block_size=block_size,
+        is_causal=False,
     )
 
 

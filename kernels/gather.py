@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from aioengine.kernels.attention import AttentionMetadata, blocks_of, split_by_sequence
-from aioengine.kernels.reference import visible_mask
+from aioengine.kernels.reference import bias_by_distance, visible_mask
 from aioengine.kernels.transfer import upload
 
 __all__ = ["GatherBackend"]
@@ -39,6 +39,7 @@ class _Shape:
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    distance_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,14 @@ class _Bucket:
     `blocks`, `offsets` int64 [m, length]: where their context lies; padding repeats the sequence's
     own last position, so that nobody else's rows are ever read.
     `mask` [m, 1, 1, length], -inf on padding, else 0; None if there is no padding.
+    `distances` int64 [m, length]: how far back each lies.
     """
 
     rows: Tensor | None
     blocks: Tensor
     offsets: Tensor
     mask: Tensor | None
+    distances: Tensor
 
 
 class GatherBackend:
@@ -89,15 +92,17 @@ class GatherBackend:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
-        shape = _Shape(scale, softcap, sinks)
+        """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
+        shape = _Shape(scale, softcap, sinks, distance_bias)
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
         on_cpu = query.device.type == "cpu"
         limit = MAX_BUCKET_BYTES_CPU if on_cpu else MAX_BUCKET_BYTES_DEVICE
         for bucket in _decode_buckets(meta, window, limit // row_bytes, query.dtype):
-            self._decode(query, key_cache, value_cache, out, bucket, shape)
+            mask = _bucket_mask(meta, bucket, shape, key_cache.shape[2])
+            self._decode(query, key_cache, value_cache, out, bucket, mask, shape)
         bounds = split_by_sequence(meta)
         for i in range(meta.num_decodes, len(bounds)):
             first, last = bounds[i]
@@ -115,6 +120,7 @@ class GatherBackend:
         value_cache: Tensor,
         out: Tensor,
         bucket: _Bucket,
+        mask: Tensor | None,
         shape: _Shape,
     ) -> None:
         num_sequences = bucket.blocks.shape[0]
@@ -125,11 +131,11 @@ class GatherBackend:
         value = self._gather("value", value_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
         if shape.softcap is None and shape.sinks is None:
             result = scaled_dot_product_attention(
-                grouped, key, value, attn_mask=bucket.mask, scale=shape.scale
+                grouped, key, value, attn_mask=mask, scale=shape.scale
             )
         else:
             sinks = None if shape.sinks is None else shape.sinks.view(grouped.shape[1], -1, 1)
-            result = _attend_explicitly(grouped, key, value, bucket.mask, sinks, shape)
+            result = _attend_explicitly(grouped, key, value, mask, sinks, shape)
         flat = result.flatten(1, 2)
         if bucket.rows is None:
             out[:num_sequences] = flat
@@ -161,13 +167,17 @@ class GatherBackend:
         values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         if shape.softcap is not None or shape.sinks is not None:
             mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
+            mask = _add_bias(meta, mask, start, begin, shape, key.shape[1])
             result = _attend_in_parts(grouped, keys, values, mask, shape)
-        elif start == 0 and window is None and block_ids is None:
+        elif not meta.is_causal:
+            result = scaled_dot_product_attention(grouped, keys, values, scale=shape.scale)
+        elif start == 0 and window is None and block_ids is None and shape.distance_bias is None:
             result = scaled_dot_product_attention(
                 grouped, keys, values, is_causal=True, scale=shape.scale
             )
         else:
             mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
+            mask = _add_bias(meta, mask, start, begin, shape, key.shape[1])
             result = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=mask, scale=shape.scale
             )
@@ -211,7 +221,7 @@ def _attend_in_parts(
     sinks = None if shape.sinks is None else shape.sinks.view(*query.shape[:2], 1, 1)
     parts = zip(
         torch.split(query, MAX_EXPLICIT_QUERIES, dim=2),
-        torch.split(mask, MAX_EXPLICIT_QUERIES),
+        torch.split(mask, MAX_EXPLICIT_QUERIES, dim=-2),
         strict=True,
     )
     return torch.cat(
@@ -293,7 +303,45 @@ def _make_bucket(
         blocks=blocks,
         offsets=positions % meta.block_size,
         mask=_additive(steps < counts, dtype)[:, None, None, :] if padded else None,
+        distances=ends - 1 - positions,
     )
+
+
+def _bucket_mask(
+    meta: AttentionMetadata, bucket: _Bucket, shape: _Shape, num_kv_heads: int
+) -> Tensor | None:
+    """What is added to a bucket's scores: [m, 1 or Hkv, 1 or group, length], or nothing."""
+    table = shape.distance_bias
+    if table is None:
+        return bucket.mask
+    key = ("bias", id(bucket), id(table))
+    if key not in meta.scratch:
+        far = bucket.distances.clamp(max=table.shape[1] - 1)
+        bias = table[:, far].view(num_kv_heads, -1, *far.shape).permute(2, 0, 1, 3)
+        meta.scratch[key] = bias if bucket.mask is None else bias + bucket.mask
+    found: Tensor = meta.scratch[key]
+    return found
+
+
+def _add_bias(
+    meta: AttentionMetadata,
+    mask: Tensor,
+    start: int,
+    begin: int,
+    shape: _Shape,
+    num_kv_heads: int,
+) -> Tensor:
+    """A chunk's mask [tokens, keys] with the bias by distance: [Hkv, group, tokens, keys]."""
+    table = shape.distance_bias
+    if table is None:
+        return mask
+    end = start + mask.shape[0]
+    key = ("chunk bias", start, end, begin, id(mask), id(table))
+    if key not in meta.scratch:
+        bias = bias_by_distance(table, start, end, begin)
+        meta.scratch[key] = bias.view(num_kv_heads, -1, *mask.shape) + mask
+    found: Tensor = meta.scratch[key]
+    return found
 
 
 def _context_slots(
@@ -320,6 +368,8 @@ def _chunk_mask(
     """`visible_mask` as numbers to add to scores, once per step instead of once per layer."""
     end = meta.context_lens[index]
     start = end - meta.query_lens[index]
+    if not meta.is_causal:
+        return torch.zeros(meta.query_lens[index], end, dtype=dtype, device=meta.seq_lens.device)
     # Causal ones are the same for all chunks of the same place and size.
     key = ("mask", start, end, begin, window, dtype, index if block_ids is not None else None)
     if key not in meta.scratch:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aioengine.kernels.attention import AttentionMetadata, blocks_of, split_by_sequence
 
-__all__ = ["ReferenceBackend", "attend_dense", "visible_mask"]
+__all__ = ["ReferenceBackend", "attend_dense", "bias_by_distance", "visible_mask"]
 
 
 class ReferenceBackend:
@@ -42,13 +42,23 @@ class ReferenceBackend:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
+        """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         for i, (first, last) in enumerate(split_by_sequence(meta)):
             context = meta.context_lens[i]
             start = context - (last - first)
             begin = 0 if window is None else max(0, start - window + 1)
+            mask = torch.ones(last - first, context, dtype=torch.bool, device=query.device)
+            if meta.is_causal:
+                block_ids = blocks_of(meta, i, first, last)
+                mask = visible_mask(
+                    start, context, begin, window, query.device, block_ids, meta.blocks_in_window
+                )
+            bias = None
+            if distance_bias is not None:
+                bias = bias_by_distance(distance_bias, start, context, begin)
             positions = torch.arange(begin, context, device=query.device)
             blocks = meta.block_table[i, positions // meta.block_size].long()
             offsets = positions % meta.block_size
@@ -56,18 +66,11 @@ class ReferenceBackend:
                 query[first:last],
                 key_cache[blocks, offsets],
                 value_cache[blocks, offsets],
-                visible_mask(
-                    start,
-                    context,
-                    begin,
-                    window,
-                    query.device,
-                    blocks_of(meta, i, first, last),
-                    meta.blocks_in_window,
-                ),
+                mask,
                 scale=scale,
                 softcap=softcap,
                 sinks=sinks,
+                bias=bias,
             )
         return out
 
@@ -100,6 +103,14 @@ def visible_mask(
     return visible
 
 
+def bias_by_distance(distance_bias: Tensor, start: int, end: int, begin: int) -> Tensor:
+    """`distance_bias` [Hq, n] of the queries at [start, end) and keys [begin, end), as
+    [Hq, queries, keys]; what lies after a query gets what distance 0 has."""
+    query = torch.arange(start, end, device=distance_bias.device)[:, None]
+    key = torch.arange(begin, end, device=distance_bias.device)[None, :]
+    return distance_bias[:, (query - key).clamp(0, distance_bias.shape[1] - 1)]
+
+
 def attend_dense(
     query: Tensor,
     key: Tensor,
@@ -109,10 +120,12 @@ def attend_dense(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention of `query` [T, Hq, Dk] over `key` [N, Hkv, Dk], `value` [N, Hkv, Dv], spelt out.
 
-    `mask` bool [T, N], True where a query sees a key. Returns [T, Hq, Dv] in the query's dtype.
+    `mask` bool [T, N], True where a query sees a key; `bias` [Hq, T, N] is added to the scores.
+    Returns [T, Hq, Dv] in the query's dtype.
     """
     num_tokens, num_heads, _ = query.shape
     num_kv_heads = key.shape[1]
@@ -121,6 +134,8 @@ def attend_dense(
     scores = torch.einsum("thgd,nhd->hgtn", grouped, key.to(dtype)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.to(dtype).view(num_kv_heads, -1, *bias.shape[1:])
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         # A sink is one more key whose logit is given and whose value is zero.
