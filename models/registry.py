@@ -45,11 +45,14 @@ _SHIPPED = {
     "PaliGemmaForConditionalGeneration": "aioengine.models.blocks",
     "Phi3ForCausalLM": "aioengine.models.text",
     "PhiForCausalLM": "aioengine.models.text",
+    "QWenLMHeadModel": "aioengine.models.qwen_vl",
+    "Qwen2AudioForConditionalGeneration": "aioengine.models.audio",
     "Qwen2ForCausalLM": "aioengine.models.text",
     "Qwen2VLForConditionalGeneration": "aioengine.models.mrope",
     "Qwen2_5_VLForConditionalGeneration": "aioengine.models.mrope",
     "Qwen3ForCausalLM": "aioengine.models.text",
     "Qwen3VLForConditionalGeneration": "aioengine.models.mrope",
+    "VoxtralForConditionalGeneration": "aioengine.models.voxtral",
 }
 
 _CLASSES: dict[str, type[TransformersModel]] = {}

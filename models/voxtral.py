@@ -1,0 +1,205 @@
+"""Voxtral: a Whisper tower over chunks of 30 seconds, four of its states to a row, and Llama.
+
+Liu et al., "Voxtral" (2025). A recording is padded with silence to whole chunks, each of which the
+tower hears on its own, and stands in the prompt as one `[BEGIN_AUDIO]` and an `[AUDIO]` for each
+row, 375 in a chunk. transformers' processor takes media through mistral_common's chat requests
+only; here the same tokens and features are made from a prompt like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.models import encoding
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.interfaces import MultiModalEmbeddings
+from aioengine.models.registry import register_model
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessingContext,
+    ProcessorInputs,
+)
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
+
+__all__ = ["Voxtral", "VoxtralDummyInputsBuilder", "VoxtralInfo", "VoxtralMultiModalProcessor"]
+
+MOST_CHUNKS = 60
+"""Of the longest recording for which memory is laid out: half an hour, as the authors name it."""
+CHUNKS_AT_ONCE = 8
+"""That go through the tower together, so that its memory does not grow with the recording."""
+# What mistral_common writes for its seventh tokenizer version; the checkpoints bring no template.
+CHAT_TEMPLATE = (
+    "<s>{% for message in messages %}"
+    "{% set open, close = {'system': ('[SYSTEM_PROMPT]', '[/SYSTEM_PROMPT]'), "
+    "'user': ('[INST]', '[/INST]'), 'assistant': ('', '</s>')}[message['role']] %}{{ open }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'audio' %}[AUDIO]{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ close }}{% endfor %}"
+)
+
+
+class VoxtralInfo(BaseProcessingInfo):
+    """Chunks and their rows. Raises ModelLoadError for what the processor has no use for."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        if ctx.mm_processor_kwargs:
+            raise ModelLoadError("the model's processor takes no mm_processor_kwargs")
+        tokenizer = self.get_tokenizer()
+        begin = tokenizer.convert_tokens_to_ids("[BEGIN_AUDIO]")
+        if begin is None or begin == tokenizer.unk_token_id:
+            raise ModelLoadError(f"the tokenizer of {self.model_id!r} knows no [BEGIN_AUDIO]")
+        self.begin_token_id = int(begin)
+        self.audio_token_id = int(self.get_hf_config().audio_token_id)
+        if not getattr(tokenizer, "chat_template", None):
+            tokenizer.chat_template = CHAT_TEMPLATE
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"audio": None}
+
+    def get_chunk_frames(self) -> int:
+        """Mel frames that the tower hears at once: its second convolution has a stride of 2."""
+        return 2 * int(self.get_hf_config().audio_config.max_source_positions)
+
+    def get_chunk_samples(self) -> int:
+        """Samples of a chunk, at the model's rate."""
+        hop_length: int = self.get_hf_processor().feature_extractor.hop_length
+        return self.get_chunk_frames() * hop_length
+
+    def get_rows_per_chunk(self) -> int:
+        """The projector takes as many states together as make its input's width."""
+        config = self.get_hf_config().audio_config
+        return int(config.max_source_positions * config.hidden_size // config.intermediate_size)
+
+    def get_num_audio_tokens(self, *, num_samples: int) -> int:
+        """Encoder rows of a recording; its last chunk counts whole."""
+        return -(-num_samples // self.get_chunk_samples()) * self.get_rows_per_chunk()
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Of half an hour, or of what a prompt can hold."""
+        rows = self.get_rows_per_chunk()
+        longest = seq_len or int(self.get_hf_config().text_config.max_position_embeddings)
+        return {"audio": rows * max(1, min(MOST_CHUNKS, longest // rows))}
+
+
+class VoxtralDummyInputsBuilder(BaseDummyInputsBuilder):
+    """A placeholder and silence of as many chunks as the tower takes together."""
+
+    info: VoxtralInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        token = self.info.get_tokenizer().convert_ids_to_tokens(self.info.audio_token_id)
+        return str(token) * mm_counts.get("audio", 0)
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        samples = torch.zeros(self.info.get_chunk_samples() * CHUNKS_AT_ONCE).numpy()
+        clips = [AudioClip(samples, self.info.get_sample_rate())] * mm_counts.get("audio", 0)
+        return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data={"audio": clips})
+
+
+class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
+    """`[AUDIO]`, with its `[BEGIN_AUDIO]` or without, becomes that and all of the item's."""
+
+    info: VoxtralInfo
+
+    def merged_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing. Raises InvalidRequestError for options, of which the model has none."""
+        if mm_kwargs:
+            raise InvalidRequestError(
+                "the model's processor takes no mm_processor_kwargs",
+                parameter="mm_processor_kwargs",
+            )
+        return {}
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        """`input_features`: a tensor [chunks, mel bins, frames] for each recording."""
+        recordings: Any = mm_data["audio"]
+        return {"input_features": [self._mel(samples) for samples in recordings]}
+
+    def _mel(self, samples: Any) -> Tensor:
+        # In one go, as the loudest moment of all decides what is too quiet in any chunk.
+        outputs = self.info.get_hf_processor().feature_extractor(
+            samples,
+            sampling_rate=self.info.get_sample_rate(),
+            padding=True,
+            truncation=False,
+            pad_to_multiple_of=self.info.get_chunk_samples(),
+            return_tensors="pt",
+        )
+        (mel,) = outputs["input_features"]
+        chunks: Tensor = mel.reshape(len(mel), -1, self.info.get_chunk_frames()).transpose(0, 1)
+        return chunks
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"input_features": MultiModalFieldConfig.batched("audio")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        audio, begin = self.info.audio_token_id, self.info.begin_token_id
+        outputs = out_mm_kwargs.get_items("audio")
+
+        def get_num_rows(item_idx: int) -> int:
+            recordings = mm_items.get_items("audio", (AudioProcessorItems, EmbeddingItems))
+            if isinstance(recordings, EmbeddingItems):
+                return recordings.get_feature_size(item_idx)
+            if outputs:
+                return len(outputs[item_idx]["input_features"]) * self.info.get_rows_per_chunk()
+            length = recordings.get_audio_length(item_idx)
+            return self.info.get_num_audio_tokens(num_samples=length)
+
+        def get_replacement(item_idx: int) -> PromptUpdateDetails:
+            features = [audio] * get_num_rows(item_idx)
+            return PromptUpdateDetails(full=[begin, *features], features=features)
+
+        return [
+            PromptReplacement(modality="audio", target=target, replacement=get_replacement)
+            for target in ([begin, audio], [audio])
+        ]
+
+
+@register_model("VoxtralForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    VoxtralMultiModalProcessor, info=VoxtralInfo, dummy_inputs=VoxtralDummyInputsBuilder
+)
+class Voxtral(TransformersModel):
+    """Recordings of any length."""
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """Rows [n, rows, hidden] of n recordings of equally many chunks.
+
+        `input_features` [n, chunks, mel bins, frames]; or `audio_embeds`, which pass through.
+        """
+        given = encoding.passed_through(kwargs, self.dtype, self.device)
+        if given is not None:
+            return given
+        features = kwargs["input_features"]
+        assert isinstance(features, Tensor)
+        rows: list[Tensor] = []
+        for chunks in torch.split(features.flatten(0, 1), CHUNKS_AT_ONCE):
+            inputs = {"input_features": chunks}
+            rows += encoding.encode_batch(self.model, inputs, self.dtype, self.device)
+        return torch.cat(rows).reshape(len(features), -1, self.hidden_size)
