@@ -52,6 +52,7 @@ _SHIPPED = {
     "Qwen2_5_VLForConditionalGeneration": "aioengine.models.mrope",
     "Qwen3ForCausalLM": "aioengine.models.text",
     "Qwen3VLForConditionalGeneration": "aioengine.models.mrope",
+    "SmolVLMForConditionalGeneration": "aioengine.models.smolvlm",
     "VoxtralForConditionalGeneration": "aioengine.models.voxtral",
 }
 

@@ -38,9 +38,14 @@ from transformers.video_utils import (
     make_batched_videos,
 )
 
-__all__ = ["MODEL_TYPES", "VIDEO_PROCESSORS", "FrameProcessor"]
+__all__ = ["MODEL_TYPES", "VIDEO_PROCESSORS", "FrameProcessor", "resize_frame"]
 
-_MODES = {PILImageResampling.BILINEAR: "bilinear", PILImageResampling.BICUBIC: "bicubic"}
+_MODES = {
+    PILImageResampling.BILINEAR: "bilinear",
+    PILImageResampling.BICUBIC: "bicubic",
+    # torchvision has it for tensors since 0.27; before, transformers takes the other one.
+    PILImageResampling.LANCZOS: "lanczos" if torch.__version__ >= "2.12" else "bicubic",
+}
 _BYTEWISE = ("AVX2", "AVX512")
 """Where torchvision resizes bytes bilinearly without a detour through float32 (or on ARM)."""
 
@@ -100,11 +105,15 @@ class FrameProcessor(VideoProcessorMixin, PilBackend):  # type: ignore[misc]
             # A copy in HWC order, as torch resizes that layout fastest.
             frame = torch.from_numpy(each.copy()).permute(2, 0, 1)
             if options["do_resize"]:
-                shape = self._target(len(video), frame, options)
-                frame = _resized(frame, shape, options["resample"])
+                frame = self._resize(len(video), frame, options)
             if options.get("do_center_crop"):
                 frame = _cropped(frame, options["crop_size"].height, options["crop_size"].width)
             yield _scaled(frame, options)
+
+    def _resize(
+        self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        return resize_frame(frame, self._target(num_frames, frame, options), options["resample"])
 
     def _target(
         self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
@@ -342,15 +351,19 @@ MODEL_TYPES: Mapping[str, str] = {
 emptied where torchvision is missing."""
 
 
-def _resized(frame: torch.Tensor, shape: tuple[int, int], resample: Any) -> torch.Tensor:
-    """A frame, uint8 [3, height, width], at another size; as torchvision does it."""
+def resize_frame(frame: torch.Tensor, shape: tuple[int, int], resample: Any) -> torch.Tensor:
+    """A frame, uint8 [3, height, width], at another size; as torchvision does it.
+
+    `resample`: one of Pillow's filters, bilinear if None. Raises ValueError for those that
+    torchvision has not.
+    """
     if frame.shape[-2:] == shape:
         return frame
     mode = _MODES.get(PILImageResampling.BILINEAR if resample is None else resample)
     if mode is None:
-        raise ValueError("resample: frames are resized bilinearly or bicubically")
+        raise ValueError("resample: frames are resized bilinearly, bicubically or by Lanczos")
     bytewise = torch.backends.cpu.get_cpu_capability() in _BYTEWISE
-    bytewise |= mode == "bicubic" or platform.machine() in ("aarch64", "arm64")
+    bytewise |= mode != "bilinear" or platform.machine() in ("aarch64", "arm64")
     taken = frame[None] if bytewise else frame[None].float()
     resized = interpolate(taken, shape, mode=mode, align_corners=False, antialias=True)[0]
     return resized if bytewise else resized.round_().to(torch.uint8)

@@ -1,0 +1,38 @@
+"""SmolVLM and SmolVLM2: Idefics 3 in small, with videos.
+
+Marafioti et al., "SmolVLM: Redefining small and efficient multimodal models" (2025). A video is its
+frames, each a picture that is not cut up, behind its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aioengine.models.generic import GenericModel
+from aioengine.models.registry import register_model
+from aioengine.processors.generic import GenericMultiModalProcessor
+from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+
+__all__ = ["SmolVLM", "SmolVLMProcessingInfo"]
+
+
+class SmolVLMProcessingInfo(GenericProcessingInfo):
+    """An HF processor without torchvision and num2words, which transformers' own asks for."""
+
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        from aioengine.processors.smolvlm import load_smolvlm_processor
+
+        return load_smolvlm_processor(source, options, **kwargs)
+
+
+@register_model("SmolVLMForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    GenericMultiModalProcessor, info=SmolVLMProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
+)
+class SmolVLM(GenericModel):
+    """The generic wrapper as it is: frames go through `get_image_features`, as pictures do."""
