@@ -1,0 +1,175 @@
+"""Qwen-VL's config, and how its prompts are processed.
+
+Bai et al., "Qwen-VL: A Versatile Vision-Language Model for Understanding, Localization, Text
+Reading, and Beyond" (2023). Tokenizer and pictures: processors/qwen_vl.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessingContext,
+    ProcessorInputs,
+    TextOnlyInfo,
+)
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
+from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
+
+__all__ = [
+    "QwenConfig",
+    "QwenProcessingInfo",
+    "QwenVLDummyInputsBuilder",
+    "QwenVLMultiModalProcessor",
+    "QwenVLProcessingInfo",
+]
+
+_PLACEHOLDER = "<img></img>"
+
+
+class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The published settings under their names; `visual` is missing in text models."""
+
+    model_type = "qwen"
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    kv_channels: int = 128
+    layer_norm_epsilon: float = 1e-6
+    max_position_embeddings: int = 8192
+    seq_length: int = 2048
+    rotary_pct: float = 1.0
+    rotary_emb_base: int | float = 10000
+    use_dynamic_ntk: bool = True
+    use_logn_attn: bool = True
+    no_bias: bool = True
+    tie_word_embeddings: bool = False
+    visual: dict[str, Any] | None = None
+
+
+class QwenProcessingInfo(TextOnlyInfo):
+    """The text model: a tokenizer and nothing else."""
+
+    @classmethod
+    def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+        return load_qwen_tokenizer(source, options["revision"], with_images=False)
+
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        return load_qwen_tokenizer(source, options["revision"], with_images=False)
+
+
+class QwenVLProcessingInfo(BaseProcessingInfo):
+    """As many rows for each picture. Raises ModelLoadError for a tokenizer of another model."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        start = self.get_hf_config().visual.get("image_start_id", -1)
+        ids = self.get_tokenizer().convert_tokens_to_ids(list(IMAGE_TOKENS[-3:]))
+        if ids != [start, start + 1, start + 2]:
+            raise ModelLoadError(
+                f"the tokenizer's ids of {', '.join(IMAGE_TOKENS[-3:])} are {ids}, but the "
+                f"config's image_start_id is {start}"
+            )
+
+    @classmethod
+    def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+        return load_qwen_tokenizer(source, options["revision"], with_images=True)
+
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        tokenizer = load_qwen_tokenizer(source, options["revision"], with_images=True)
+        return QwenVLProcessor(tokenizer, int(hf_config.visual["image_size"]))
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    def get_num_image_tokens(self) -> int:
+        """Encoder rows of any picture: one for each of the resampler's queries."""
+        return int(self.get_hf_config().visual.get("n_queries", 256))
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        return {"image": self.get_num_image_tokens()}
+
+
+class QwenVLDummyInputsBuilder(BaseDummyInputsBuilder):
+    """White pictures between their tags."""
+
+    info: QwenVLProcessingInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return _PLACEHOLDER * mm_counts.get("image", 0)
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        side = self.info.get_hf_processor().image_size
+        images = self._get_dummy_images(
+            width=side, height=side, num_images=mm_counts.get("image", 0)
+        )
+        return ProcessorInputs(
+            prompt_text=self.get_dummy_text(mm_counts), mm_data={"image": images}
+        )
+
+
+class QwenVLMultiModalProcessor(BaseMultiModalProcessor):
+    """`<img></img>` is filled with the picture's rows."""
+
+    info: QwenVLProcessingInfo
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        # The text has no part in it.
+        outputs: Mapping[str, Any] = self.info.get_hf_processor()(**mm_data)
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"pixel_values": MultiModalFieldConfig.batched("image")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        if hf_processor_mm_kwargs:
+            raise InvalidRequestError(
+                "the model's processor takes no mm_processor_kwargs",
+                parameter="mm_processor_kwargs",
+            )
+        start = int(self.info.get_hf_config().visual["image_start_id"])
+        end, row = start + 1, start + 2
+
+        def get_replacement(item_idx: int) -> PromptUpdateDetails:
+            images = mm_items["image"]
+            if isinstance(images, EmbeddingItems):
+                rows = [row] * images.get_feature_size(item_idx)
+            else:
+                rows = [row] * self.info.get_num_image_tokens()
+            return PromptUpdateDetails(full=[start, *rows, end], features=rows)
+
+        return [
+            PromptReplacement(modality="image", target=[start, end], replacement=get_replacement)
+        ]
