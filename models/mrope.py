@@ -8,7 +8,7 @@ the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,13 +23,14 @@ from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["DeepStackInfo", "DeepStackModel", "Glm4v", "MRopeModel", "PicturesOnlyInfo"]
+__all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
 
 # How transformers numbers the kinds of tokens.
 _KINDS = {"image": 1, "video": 2}
 
 
 @register_model(
+    "Glm4vForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 )
@@ -81,22 +82,6 @@ class MRopeModel(GenericModel):
         if seconds is not None:
             found["second_per_grid_ts"] = seconds.reshape(-1)
         return found
-
-
-class PicturesOnlyInfo(GenericProcessingInfo):
-    """Videos are refused, whatever the HF processor says of them."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        limits = super().get_supported_mm_limits()
-        return {modality: most for modality, most in limits.items() if modality == "image"}
-
-
-@register_model("Glm4vForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    GenericMultiModalProcessor, info=PicturesOnlyInfo, dummy_inputs=GenericDummyInputsBuilder
-)
-class Glm4v(MRopeModel):
-    """Pictures only: what its videos become has not been shown to equal transformers'."""
 
 
 class DeepStackInfo(GenericProcessingInfo):

@@ -94,7 +94,7 @@ class SmolVLMVideoProcessor(FrameProcessor):
     """
 
     resample = PILImageResampling.LANCZOS
-    size: Any = {"longest_edge": 4 * 364}  # an instance has its own
+    size: Any = {"longest_edge": 4 * 364}  # noqa: RUF012 - as transformers has it
     max_image_size: ClassVar = {"longest_edge": 364}
     image_mean, image_std = IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
     do_pad = True
