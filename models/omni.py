@@ -1,0 +1,193 @@
+"""Qwen2.5-Omni's thinker: pictures, videos and recordings in one prompt, answered in text.
+
+Xu et al., "Qwen2.5-Omni Technical Report" (2025). Positions have three axes, as in Qwen2-VL; a
+recording's rows take them as text does, and a video's frames lie as far apart as seconds do. The
+talker, which would speak the answer, is left out of a whole checkpoint; and a video's own sound
+woven into its frames (`use_audio_in_video`) is not built.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.models.audio import count_audio_rows
+from aioengine.models.interfaces import MultiModalEmbeddings, PromptMedia
+from aioengine.models.mrope import MRopeModel
+from aioengine.models.probe import LayerSpec
+from aioengine.models.registry import register_model
+from aioengine.processors.generic import GenericMultiModalProcessor
+from aioengine.processors.generic_info import (
+    CONTRACTS,
+    GenericDummyInputsBuilder,
+    GenericProcessingInfo,
+)
+from aioengine.processors.info import ProcessingContext
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+
+__all__ = ["OmniInfo", "OmniMultiModalProcessor", "OmniThinker"]
+
+THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
+# Both are the same; transformers knows the former by the latter.
+WOVEN = ("use_audio_in_video", "load_audio_from_video")
+
+
+class OmniInfo(GenericProcessingInfo):
+    """Videos too, which the HF processor takes in a way of its own."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        if _is_woven(ctx.mm_processor_kwargs):
+            raise ModelLoadError(f"mm_processor_kwargs: {WOVEN[0]} is not supported")
+        if self.get_hf_processor().video_processor is not None:
+            self.contracts |= {each.modality: each for each in CONTRACTS}
+
+    def process_item(
+        self, modality: str, item: Any, mm_kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        if modality == "video":
+            return self._process_video(item, mm_kwargs)
+        outputs, text = super().process_item(modality, item, mm_kwargs)
+        if modality == "audio":
+            # HF pads to five minutes of silence, which the model cuts off again.
+            length = int(outputs["feature_attention_mask"].sum())
+            outputs = {
+                **outputs,
+                "input_features": outputs["input_features"][..., :length],
+                "feature_attention_mask": outputs["feature_attention_mask"][..., :length],
+            }
+        return outputs, text
+
+    def _process_video(
+        self, item: Any, mm_kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        processor = self.get_hf_processor()
+        merged = processor._merge_kwargs(
+            processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=self.get_tokenizer().init_kwargs,
+            **copy.deepcopy(dict(mm_kwargs)),
+            return_tensors="pt",
+        )
+        contents, known = self.unwrap("video", [item])
+        merged["videos_kwargs"] = {**merged["videos_kwargs"], **known}
+        merged["load_audio_from_video"] = False
+        outputs, (text,) = processor._process_videos(contents, **merged)
+        return outputs, str(text)
+
+
+class OmniMultiModalProcessor(GenericMultiModalProcessor):
+    """As the HF processor says, and no sound woven into videos."""
+
+    def merged_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """See the base class. Raises InvalidRequestError for `use_audio_in_video`."""
+        if _is_woven(mm_kwargs):
+            raise InvalidRequestError(
+                f"mm_processor_kwargs: {WOVEN[0]} is not supported; give the sound as an audio",
+                parameter="mm_processor_kwargs",
+            )
+        return _without_woven(super().merged_kwargs(mm_kwargs))
+
+
+@register_model(THINKER, "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
+@MULTIMODAL_REGISTRY.register_processor(
+    OmniMultiModalProcessor, info=OmniInfo, dummy_inputs=GenericDummyInputsBuilder
+)
+class OmniThinker(MRopeModel):
+    """The part that sees, hears and writes, of its own checkpoint or of a whole model's."""
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Self:
+        return super().load(path, hf_config=_thinker_config(hf_config), **options)
+
+    @classmethod
+    def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
+        return super().probe(_thinker_config(hf_config))
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """As the base class; recordings are `input_features` [n, mel bins, frames] with
+        `feature_attention_mask` [n, frames], 1 where there is sound."""
+        rows = super().embed_multimodal(**kwargs)
+        mask = kwargs.get("feature_attention_mask")
+        if not isinstance(mask, Tensor) or kwargs.get("input_features") is None:
+            return rows
+        # The tower gives those of all recordings as one.
+        sizes = [count_audio_rows(length) for length in mask.sum(-1).tolist()]
+        return list(torch.split(torch.cat(list(rows)), sizes))
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> tuple[Tensor, int]:
+        """As the base class, which leaves it to transformers' `get_rope_index`.
+
+        That one finds media by the tokens around them, which a prompt need not have; with them, the
+        positions are the same.
+        """
+        parts: list[Tensor] = []
+        done = following = 0
+        for item in sorted(items, key=lambda item: item.span.offset):
+            if item.modality == "audio":
+                continue
+            start = following + item.span.offset - done
+            parts += [_text_positions(following, start), self._grid_positions(item) + start]
+            done, following = item.span.end, int(parts[-1].max()) + 1
+        end = following + len(token_ids) - done
+        parts.append(_text_positions(following, end))
+        return torch.cat(parts, dim=1), end - len(token_ids)
+
+    def _grid_positions(self, item: PromptMedia) -> Tensor:
+        """Places [3, rows] in time, height and width, counted from the item's first."""
+        grids = self._grids_of(item)
+        times, height, width = grids[f"{item.modality}_grid_thw"][0].tolist()
+        steps = torch.arange(times) * self._positions_per_grid(item)
+        merge = int(self.hf_config.vision_config.spatial_merge_size)
+        places = torch.meshgrid(
+            steps.long(), torch.arange(height // merge), torch.arange(width // merge), indexing="ij"
+        )
+        return torch.stack(places).flatten(1)
+
+    def _positions_per_grid(self, item: PromptMedia) -> Tensor:
+        per_second = int(self.hf_config.position_id_per_seconds)
+        if item.modality == "image":
+            return torch.tensor(float(per_second))
+        seconds = item.features.get("video_second_per_grid")
+        if seconds is None:
+            raise InvalidRequestError(
+                "video embeddings need video_second_per_grid, the seconds from one step in time to "
+                "the next: Embeddings(rows, video_grid_thw=[[t, h, w]], "
+                "video_second_per_grid=[1.0])",
+                parameter="videos",
+            )
+        return seconds.reshape(-1)[0].float() * per_second
+
+
+def _text_positions(start: int, end: int) -> Tensor:
+    return torch.arange(start, end).expand(3, -1)
+
+
+def _thinker_config(hf_config: Any) -> Any:
+    """The thinker's own config, which a whole model's holds."""
+    inner = getattr(hf_config, "thinker_config", None)
+    if inner is None:
+        return hf_config
+    found = copy.deepcopy(inner)
+    found.architectures = [THINKER]
+    return found
+
+
+def _is_woven(options: Mapping[str, Any]) -> bool:
+    scopes = (options, options.get("videos_kwargs") or {})
+    return any(isinstance(scope, Mapping) and scope.get(n) for scope in scopes for n in WOVEN)
+
+
+def _without_woven(options: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in options.items() if name not in WOVEN}
+    scope = kept.get("videos_kwargs")
+    if isinstance(scope, Mapping):
+        kept["videos_kwargs"] = {name: each for name, each in scope.items() if name not in WOVEN}
+    return kept
