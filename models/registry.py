@@ -41,6 +41,7 @@ _SHIPPED = {
     "LlavaOnevisionForConditionalGeneration": "aioengine.models.generic",
     "MistralForCausalLM": "aioengine.models.text",
     "Mistral3ForConditionalGeneration": "aioengine.models.generic",
+    "MolmoForCausalLM": "aioengine.models.molmo",
     "OPTForCausalLM": "aioengine.models.text",
     "PaliGemmaForConditionalGeneration": "aioengine.models.blocks",
     "Phi3ForCausalLM": "aioengine.models.text",

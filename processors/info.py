@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
+from aioengine.processors.faults import explain
 from aioengine.processors.hf import lacks_video, load_processor
 
 __all__ = [
@@ -39,11 +40,13 @@ class ProcessingContext:
         processor_factory: Callable[..., Any],
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        generation_config: Any = None,
     ) -> None:
         self.model = model
         self.hf_config = hf_config
         self.limit_mm_per_prompt = dict(limit_mm_per_prompt or {})
         self.mm_processor_kwargs = dict(mm_processor_kwargs or {})
+        self.generation_config = generation_config
         self._tokenizer_factory = tokenizer_factory
         self._processor_factory = processor_factory
         self._tokenizer: Any = None
@@ -68,7 +71,8 @@ class ProcessingContext:
 
     def make_hf_processor(self, **kwargs: Any) -> Any:
         """Another HF processor, with some of its saved settings overridden."""
-        return self._load("processor", lambda: self._processor_factory(**kwargs))
+        # What is said of them may hold what a request asked for.
+        return self._load("processor", lambda: self._processor_factory(**kwargs), tells=not kwargs)
 
     def clone(self) -> ProcessingContext:
         """The same for another worker thread, with a tokenizer and an HF processor of its own."""
@@ -77,14 +81,13 @@ class ProcessingContext:
         other._tokenizer, other._hf_processor = copy.deepcopy((self._tokenizer, self._hf_processor))
         return other
 
-    def _load(self, what: str, factory: Callable[[], Any]) -> Any:
+    def _load(self, what: str, factory: Callable[[], Any], *, tells: bool = True) -> Any:
         try:
             return factory()
         # transformers raises OSError, ValueError, ImportError, KeyError and others for bad folders.
         except Exception as error:
-            raise ModelLoadError(
-                f"the {what} of {self.model!r} could not be loaded: {type(error).__name__}"
-            ) from error
+            reason = explain(what, self.model, self.hf_config, error if tells else None)
+            raise ModelLoadError(reason) from error
 
 
 def _tokenizer_in(hf_processor: Any) -> Any:
@@ -125,9 +128,20 @@ def load_context(
         processor_factory=make_processor,
         limit_mm_per_prompt=limit_mm_per_prompt,
         mm_processor_kwargs=mm_processor_kwargs,
+        generation_config=_generation_config(source, hf_config, revision),
     )
     assert context.hf_processor is not None
     return context
+
+
+def _generation_config(source: str, hf_config: Any, revision: str | None) -> Any:
+    """As it is saved, or what of it the model's config holds."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:
+        return GenerationConfig.from_model_config(hf_config)
 
 
 class BaseProcessingInfo(ABC):
@@ -140,12 +154,15 @@ class BaseProcessingInfo(ABC):
     def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
         """A tokenizer of the folder or hub id; `options`: `revision` and `trust_remote_code`.
 
-        For families whose folders transformers cannot read without code of the checkpoint's. May
-        raise anything; called once for an engine, and once in each worker process.
+        To be overridden by families whose folders transformers cannot read without code of the
+        checkpoint's. May raise anything; called for an engine, and in each worker process.
         """
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(source, **options)
+        is_own = not type(hf_config).__module__.startswith("transformers")
+        # It would look for a config of its own, and for code where it finds none.
+        known = {"config": hf_config} if is_own and hf_config is not None else {}
+        return AutoTokenizer.from_pretrained(source, **known, **options)
 
     @classmethod
     def load_hf_processor(
