@@ -66,6 +66,22 @@ class VoxtralInfo(BaseProcessingInfo):
         if not getattr(tokenizer, "chat_template", None):
             tokenizer.chat_template = CHAT_TEMPLATE
 
+    @classmethod
+    def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+        """The same with mistral_common installed and without, whose own makes no special tokens."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(source, mistral_format=False, **options)
+
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        from transformers import AutoFeatureExtractor, VoxtralProcessor
+
+        extractor = AutoFeatureExtractor.from_pretrained(source, **options)
+        return VoxtralProcessor(extractor, cls.load_tokenizer(source, hf_config, options))
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"audio": None}
 
