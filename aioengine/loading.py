@@ -14,9 +14,10 @@ import torch
 
 from aioengine.config import EngineConfig
 from aioengine.models.adapter import TransformersModel
-from aioengine.models.loading import load_config
+from aioengine.models.checkpoint import check_files, read_config
 from aioengine.models.registry import resolve
 from aioengine.plan import Limits
+from aioengine.processors.faults import check_placeholders
 from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -56,22 +57,27 @@ class Loaded:
 def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     """Load weights, tokenizer and processors. Blocks for seconds.
 
+    What is wrong with the files is found first, before anything that takes long.
     Raises ModelLoadError, and whatever else a checkpoint can make transformers raise.
     """
-    hf_config = load_config(
+    hf_config = read_config(
         path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
     model_class = resolve(hf_config.architectures).chosen_for(hf_config)
+    check_files(path, hf_config, revision=config.revision)
     device = find_device(config.device)
+    info = MULTIMODAL_REGISTRY.find_info(model_class)
     context = load_context(
         path,
         hf_config=hf_config,
-        info=MULTIMODAL_REGISTRY.find_info(model_class),
+        info=info,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         limit_mm_per_prompt=config.limit_mm_per_prompt,
         mm_processor_kwargs=config.mm_processor_kwargs,
     )
+    if info is not None:
+        check_placeholders(info(context))
     front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
     model = model_class.load(
         path,

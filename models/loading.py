@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.registry import resolve
+from aioengine.processors.faults import shown, told
 
 __all__ = [
     "build_on_meta",
@@ -123,18 +123,33 @@ def load_pretrained(
                 revision=revision or "main",
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported, and refused below
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        name = Path(path).name
-        raise ModelLoadError(f"weights of {name!r} could not be loaded: {error}") from error
+        raise ModelLoadError(
+            f"weights of {shown(path)!r} could not be loaded: {told(error, path)}"
+        ) from error
+    _check_report(report, model_class.__name__)
+    model.eval().requires_grad_(False)
+    return model.to(device)
+
+
+def _check_report(report: Mapping[str, Any], name: str) -> None:
+    """Raises ModelLoadError where a weight has another shape or is missing."""
+    others = sorted(report["mismatched_keys"])
+    if others:
+        weight, found, wanted = others[0]
+        raise ModelLoadError(
+            f"{len(others)} weights of {name} have other shapes in the checkpoint than by its "
+            f"config.json: {weight} has {list(found)} and not {list(wanted)}. Fetch both from one "
+            "place again"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(
-            f"{len(missing)} weights of {model_class.__name__} are not in the checkpoint: "
-            f"{', '.join(missing[:5])}"
+            f"{len(missing)} weights of {name} are not in the checkpoint: "
+            f"{', '.join(missing[:5])}. Fetch config.json and weights from one place again"
         )
-    model.eval().requires_grad_(False)
-    return model.to(device)
 
 
 def pin_rotary(root: nn.Module, max_model_len: int | None) -> None:

@@ -141,7 +141,7 @@ def _generation_config(source: str, hf_config: Any, revision: str | None) -> Any
     try:
         return GenerationConfig.from_pretrained(source, revision=revision)
     except OSError:
-        return GenerationConfig.from_model_config(hf_config)
+        return None if hf_config is None else GenerationConfig.from_model_config(hf_config)
 
 
 class BaseProcessingInfo(ABC):
