@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.plan import EncodePlan, MediaPlan
 from aioengine.scheduler import Scheduler
 from aioengine.streams.device import Device
-from aioengine.ticket import MediaInput, Ticket
+from aioengine.ticket import EncoderInput, MediaInput, Ticket
 
 if TYPE_CHECKING:
     from aioengine.pipeline import MediaPipeline
@@ -55,7 +55,7 @@ class Encoder:
         self._changed = changed
         self._tickets = tickets
         self._fail = fail
-        self._features: dict[str, Any] = {}
+        self._features: dict[str, Mapping[str, Any]] = {}
         self._jobs: dict[str, asyncio.Task[None]] = {}
 
     def start(self, plan: MediaPlan) -> None:
@@ -88,7 +88,7 @@ class Encoder:
 
     async def _decode(self, key: str, ticket: Ticket, media: MediaInput) -> None:
         try:
-            features = await self._pipeline.features(ticket, media)
+            features = await self._features_of(ticket, media)
         except (InvalidRequestError, EngineError) as error:
             self._jobs.pop(key, None)
             self._decoding_failed(key, ticket, media, error)
@@ -100,6 +100,14 @@ class Encoder:
                 waiter.stamp("decoded")
                 waiter.stamp("processed")
         self._changed()
+
+    async def _features_of(self, ticket: Ticket, media: MediaInput) -> Mapping[str, Any]:
+        if not isinstance(media.source, EncoderInput):
+            return await self._pipeline.features(ticket, media)
+        features = dict(media.source.features)
+        for part in media.source.media:
+            features |= await self._pipeline.features(ticket, part)
+        return features
 
     def _decoding_failed(
         self, key: str, ticket: Ticket, media: MediaInput, error: Exception

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.detokenizer import Detokenizer, fast_tokenizer
+from aioengine.encoder_input import encoder_input
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
 from aioengine.loading import Loaded
@@ -25,14 +26,15 @@ from aioengine.pipeline import MediaPipeline
 from aioengine.prefix import extend_digests
 from aioengine.processors.chat import ChatRenderer
 from aioengine.processors.embeddings import make_items
-from aioengine.processors.processor import ItemsByModality
-from aioengine.prompts import count_least
+from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves
+from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
+from aioengine.prompts import HALVES, count_least
 from aioengine.request import Item, Request
 from aioengine.sampler import Constraint
 from aioengine.sampling import SamplingContext
 from aioengine.streams.bridge import run_apart, run_in
 from aioengine.ticket import Completion, MediaInput, Ticket
-from aioengine.types import Prompt
+from aioengine.types import Prompt, Span
 
 __all__ = ["Intake"]
 
@@ -78,12 +80,16 @@ class Intake:
 
     async def prepare(self, ticket: Ticket, prompt: Prompt) -> list[Completion]:
         """Everything before admission. Raises the request's error."""
-        text_or_ids: str | Sequence[int]
+        self._check_halves(prompt)
+        halves = Halves(
+            prompt=prompt.token_ids if prompt.text is None else prompt.text,
+            encoder=_either(prompt.encoder_text, prompt.encoder_token_ids),
+            decoder=_either(prompt.decoder_text, prompt.decoder_token_ids),
+        )
         if prompt.messages is not None:
-            text_or_ids = await run_in(self._front, self._render, ticket, prompt)
+            halves = Halves(prompt=await run_in(self._front, self._render, ticket, prompt))
         else:
             self._refuse_hopeless(prompt)
-            text_or_ids = prompt.text if prompt.text is not None else prompt.token_ids or ()
             ticket.media = _list_media(prompt)
         ticket.mm_processor_kwargs = dict(prompt.mm_processor_kwargs)
         outputs: ItemsByModality = {}
@@ -97,8 +103,22 @@ class Intake:
         if structure is not None:
             constraints = await self._compile(structure, ticket.params.n)
         return await run_in(
-            self._front, self._lay_out, ticket, text_or_ids, outputs, prompt.cache_salt, constraints
+            self._front, self._lay_out, ticket, halves, outputs, prompt.cache_salt, constraints
         )
+
+    def _check_halves(self, prompt: Prompt) -> None:
+        """Refuse what does not go with the kind of the model."""
+        if isinstance(self._loaded.front, EncDecMultiModalProcessor):
+            if prompt.messages is not None:
+                raise InvalidRequestError(
+                    "an encoder-decoder model takes no chat messages; give text", parameter="prompt"
+                )
+            return
+        for name in HALVES:
+            if getattr(prompt, name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is for encoder-decoder models; give text", parameter=name
+                )
 
     async def _compile(self, structure: StructuredOutputs, count: int) -> Sequence[Constraint]:
         grammars = self._loaded.grammars
@@ -113,7 +133,8 @@ class Intake:
 
     def _refuse_hopeless(self, prompt: Prompt) -> None:
         """Refuse what no tokenizer could make short enough, before one spends minutes on it."""
-        most = self._loaded.limits.max_model_len
+        limits = self._loaded.limits
+        most = max(limits.max_model_len, limits.max_encoder_len)
         characters, others = count_least(prompt)
         num_tokens = max(characters // self._loaded.longest_token, others)
         if num_tokens >= most + MARGIN_TOKENS:
@@ -135,7 +156,7 @@ class Intake:
     def _lay_out(
         self,
         ticket: Ticket,
-        prompt: str | Sequence[int],
+        halves: Halves,
         outputs: ItemsByModality,
         cache_salt: str | None,
         constraints: Sequence[Constraint],
@@ -147,20 +168,31 @@ class Intake:
             front.info.get_hidden_size,
         )
         options = ticket.mm_processor_kwargs
-        layout = front.layout(prompt, items, options, outputs, ticket.literals)
-        ticket.layout = layout
-        core_items, prompt_media = [], []
-        for media in ticket.media:
-            span = layout.placeholders[media.modality][media.index].to_span()
-            num_bytes = span.num_rows * self._loaded.row_bytes
-            core_items.append(Item(media.key, media.modality, span, num_bytes, media.parameter))
-            features = outputs[media.modality][media.index] if outputs else {}
-            prompt_media.append(PromptMedia(media.modality, span, features))
-        core_items.sort(key=lambda item: item.span.offset)
-        prompt_media.sort(key=lambda item: item.span.offset)
-        self._check_ids(layout.token_ids, core_items)
-        params, prompt_token_ids = ticket.params, tuple(layout.token_ids)
-        inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
+        encoder: Item | None = None
+        core_items: list[Item] = []
+        if isinstance(front, EncDecMultiModalProcessor):
+            halved = front.layout_halves(halves, items, options, outputs)
+            ticket.layout = halved
+            prompt_token_ids = tuple(halved.decoder_token_ids)
+            encoder, inputs = self._encoder_item(ticket, halved, halves, cache_salt), None
+        else:
+            prompt = () if halves.prompt is None else halves.prompt
+            ticket.layout = front.layout(prompt, items, options, outputs, ticket.literals)
+            prompt_token_ids = tuple(ticket.layout.token_ids)
+            core_items = self._items(ticket, ticket.layout)
+            prompt_media = [
+                PromptMedia(
+                    media.modality,
+                    item.span,
+                    outputs[media.modality][media.index] if outputs else {},
+                )
+                for media, item in zip(ticket.media, core_items, strict=True)
+            ]
+            core_items.sort(key=lambda item: item.span.offset)
+            prompt_media.sort(key=lambda item: item.span.offset)
+            inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
+        self._check_ids(prompt_token_ids, core_items)
+        params = ticket.params
         samplings = self._sampling.samplings(params, prompt_token_ids, constraints)
         leader: Request | None = None
         completions = []
@@ -169,6 +201,7 @@ class Intake:
                 request_id=f"{ticket.request_id}#{index}" if index else ticket.request_id,
                 prompt_token_ids=prompt_token_ids,
                 items=tuple(core_items),
+                encoder=encoder,
                 stop=self._sampling.stop_rule(params),
                 priority=ticket.priority,
                 cache_salt=cache_salt,
@@ -189,6 +222,35 @@ class Intake:
                 Completion(index, request, params, self._detokenizer(request, params))
             )
         return completions
+
+    def _items(self, ticket: Ticket, layout: Layout) -> list[Item]:
+        """The request's media as the core sees them, in their own order."""
+        found = []
+        for media in ticket.media:
+            span = layout.placeholders[media.modality][media.index].to_span()
+            num_bytes = span.num_rows * self._loaded.row_bytes
+            found.append(Item(media.key, media.modality, span, num_bytes, media.parameter))
+        return found
+
+    def _encoder_item(
+        self, ticket: Ticket, layout: EncDecLayout, halves: Halves, cache_salt: str | None
+    ) -> Item:
+        """What cross-attention reads, as one item."""
+        num_rows = len(layout.token_ids)
+        parameter = "prompt" if halves.encoder is None else "encoder_text"
+        if not num_rows:
+            raise InvalidRequestError(
+                "there is nothing for the encoder to read; give it a token at least",
+                parameter=parameter,
+            )
+        inside = self._items(ticket, layout)
+        self._check_ids(layout.token_ids, inside)
+        ticket.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
+        model_id = self._loaded.front.info.model_id
+        media = encoder_input(ticket, layout, model_id, parameter, cache_salt)
+        ticket.media.append(media)
+        num_bytes = num_rows * self._loaded.row_bytes
+        return Item(media.key, media.modality, Span(0, num_rows), num_bytes, media.parameter)
 
     def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
         if not params.detokenize:
@@ -229,6 +291,10 @@ def _too_long(num_tokens: int, most: int) -> PromptTooLongError:
         parameter="prompt",
         value=num_tokens,
     )
+
+
+def _either(text: str | None, token_ids: Sequence[int] | None) -> TextOrTokens | None:
+    return token_ids if text is None else text
 
 
 def _list_media(prompt: Prompt) -> list[MediaInput]:

@@ -15,6 +15,7 @@ import torch
 from aioengine.config import EngineConfig
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.checkpoint import check_files, read_config
+from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.registry import resolve
 from aioengine.plan import Limits
 from aioengine.processors.faults import check_placeholders
@@ -87,12 +88,15 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         revision=config.revision,
         max_model_len=config.max_model_len,
     )
+    max_encoder_len = model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
     sizes = ModelSizes(
         kv_groups=model.kv_groups,
         itemsize=model.dtype.itemsize,
         row_size=model.row_size,
         max_position_embeddings=model.max_position_embeddings,
-        max_item_rows=max(largest_items(front, config.max_model_len or 0).values(), default=0),
+        max_item_rows=max_encoder_len
+        or max(largest_items(front, config.max_model_len or 0).values(), default=0),
+        max_encoder_len=max_encoder_len,
     )
     limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
     eos_token_ids = _eos_token_ids(model)

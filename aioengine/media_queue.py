@@ -67,6 +67,10 @@ class MediaQueue:
                     return runs[0][0], item
         return None
 
+    def is_encoded(self, item: Item | None) -> bool:
+        """Whether the item's rows are there to be used."""
+        return item is not None and self.cache.is_ready(item.key)
+
     def has_pixels(self, item: Item) -> bool:
         """Whether the item is decoded, being encoded, or encoded."""
         return item.key in self.cache or self._decoded.get(item.key, False)

@@ -3,7 +3,8 @@
 A block's digest covers its parent's digest, its token ids, and extra keys: each media item that
 overlaps it (identity and where it starts), the whole content of a range whose tokens see each other
 both ways, and on the first block the encoder's input and the tenant's salt. Fields are
-length-framed, so that no two different contents serialise alike. Method: chained block hashes as in vLLM's prefix caching.
+length-framed, so that no two different contents serialise alike. Method: chained block hashes as in
+vLLM's prefix caching.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from aioengine.adjustments import Adjustments
 from aioengine.errors import ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
-from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.runner import Runner
@@ -40,7 +39,7 @@ def measure_activations(
     Raises ModelLoadError where the device cannot run a step or an encoder run of that size.
     """
     is_cpu = model.device.type == "cpu"
-    num_blocks = limits.num_groups * 4
+    num_blocks = (limits.num_groups + limits.num_cross_groups) * 4
     runner = Runner(model, replace(limits, num_blocks=num_blocks))
 
     def step_bytes(num_tokens: int) -> int:
@@ -123,6 +122,10 @@ def _worst_encodes(
 ) -> list[Callable[[Runner], object]]:
     """Encoder runs over as many of the largest items of each modality as one may have."""
     runs: list[Callable[[Runner], object]] = []
+    # What cross-attention reads is encoded with the text around it.
+    text = {"input_ids": torch.zeros(limits.max_encoder_len, dtype=torch.int64)}
+    if limits.max_encoder_len and not processor.info.get_supported_mm_limits():
+        runs.append(partial(_encode, "text", [text] * limits.max_encode_items))
     for modality, most in largest_items(processor, limits.max_model_len).items():
         if modality not in PROCESSOR_ITEMS:
             continue
@@ -133,11 +136,12 @@ def _worst_encodes(
         )
         items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality](dummy.mm_data[modality])})
         (item,) = processor.process(items, {})[modality]
-        runs.append(partial(_encode, modality, [item] * count))
+        features = {**item, **text} if limits.max_encoder_len else item
+        runs.append(partial(_encode, modality, [features] * count))
     return runs
 
 
-def _encode(modality: str, items: Sequence[MultiModalKwargsItem], runner: Runner) -> None:
+def _encode(modality: str, items: Sequence[Mapping[str, Tensor]], runner: Runner) -> None:
     keys = tuple(str(number) for number in range(len(items)))
     # The rows' number is not known here: what does not match is kept nowhere, and that is fine.
     outcomes = runner.encode(EncodePlan(modality, keys, (0,) * len(keys), ()), items)
@@ -179,6 +183,8 @@ def _worst_step(
         rest -= sizes[-1]
     width = -(-longest // limits.block_size)
     table = tuple(block % num_blocks for block in range(width))
+    rows = -(-limits.max_encoder_len // limits.block_size)
+    memory = tuple(block % num_blocks for block in range(rows))
     adjustments = Adjustments(repetition_penalty=1.1, frequency_penalty=0.1, bias=((0, 1.0),))
     sampling = Sampling(
         temperature=1.0,
@@ -201,6 +207,8 @@ def _worst_step(
             samples=True,
             output_index=0,
             sampling=sampling,
+            cross_tables=(memory,) * limits.num_cross_groups,
+            num_encoder_rows=limits.max_encoder_len,
         )
         for number, size in enumerate(sizes)
     ]

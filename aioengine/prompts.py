@@ -15,6 +15,9 @@ __all__ = ["PromptLike", "check_arguments", "count_least", "read_prompt"]
 
 MAX_MODALITY_CHARACTERS = 40
 
+HALVES = ("encoder_text", "encoder_token_ids", "decoder_text", "decoder_token_ids")
+"""What of a prompt is for encoder-decoder models."""
+
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
 
@@ -24,19 +27,20 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
     Raises InvalidRequestError.
     """
     read = _as_prompt(prompt)
+    _check_fields(read)
     given = [n for n in ("text", "token_ids", "messages") if getattr(read, n) is not None]
-    if len(given) != 1:
+    halves = [name for name in HALVES if getattr(read, name) is not None]
+    if len(given) > 1 or not (given or halves):
         raise InvalidRequestError(
             f"a prompt has exactly one of text, token_ids and messages, not {len(given)}",
             parameter="prompt",
             value=len(given),
         )
-    for name in ("encoder_text", "encoder_token_ids", "decoder_text", "decoder_token_ids"):
-        if getattr(read, name) is not None:
+    for half in ("encoder", "decoder"):
+        if f"{half}_text" in halves and f"{half}_token_ids" in halves:
             raise InvalidRequestError(
-                f"{name} is for encoder-decoder models, which are not built yet", parameter=name
+                f"give {half}_text or {half}_token_ids, not both", parameter=f"{half}_text"
             )
-    _check_fields(read)
     merged = _merge(read.media, media)
     if merged and read.messages is not None:
         raise InvalidRequestError(
@@ -47,13 +51,15 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
 
 
 def count_least(prompt: Prompt) -> tuple[int, int]:
-    """Characters of the text, or of all texts in the messages, and what counts as a token.
+    """Characters of the longest text, or of all in the messages, and what counts as a token.
 
     That is each token id, media item, message and part of a message: an empty part may become none,
     but costs as much to read. Of messages, what has their form is counted.
     """
-    characters = len(prompt.text or "")
-    others = len(prompt.token_ids or ()) + sum(map(len, prompt.media.values()))
+    texts = prompt.text, prompt.encoder_text, prompt.decoder_text
+    characters = max(len(text or "") for text in texts)
+    token_ids = prompt.token_ids, prompt.encoder_token_ids, prompt.decoder_token_ids
+    others = max(len(ids or ()) for ids in token_ids) + sum(map(len, prompt.media.values()))
     for message in prompt.messages or ():
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else ()
@@ -76,9 +82,10 @@ def check_arguments(params: object, request_id: object, priority: object) -> Non
 
 def _as_prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, Prompt):
-        token_ids: Any = prompt.token_ids
-        # An array or a tensor of ids.
-        return replace(prompt, token_ids=token_ids.tolist()) if _is_array(token_ids) else prompt
+        names = ("token_ids", "encoder_token_ids", "decoder_token_ids")
+        # Arrays or tensors of ids.
+        arrays = {name: getattr(prompt, name) for name in names if _is_array(getattr(prompt, name))}
+        return replace(prompt, **{name: ids.tolist() for name, ids in arrays.items()})
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     if _is_array(prompt):
@@ -100,6 +107,10 @@ def _check_fields(prompt: Prompt) -> None:
         ("text", "prompt", str | None, "made of text"),
         ("token_ids", "prompt", Sequence | None, "made of a sequence of token ids"),
         ("messages", "prompt", Sequence | None, "made of a list of messages"),
+        ("encoder_text", "encoder_text", str | None, "text"),
+        ("encoder_token_ids", "encoder_token_ids", Sequence | None, "a sequence of token ids"),
+        ("decoder_text", "decoder_text", str | None, "text"),
+        ("decoder_token_ids", "decoder_token_ids", Sequence | None, "a sequence of token ids"),
         ("media", "media", Mapping, "a mapping from modality to a list"),
         ("uuids", "uuids", Mapping, "a mapping from modality to a list"),
         ("cache_salt", "cache_salt", str | None, "text"),
@@ -108,7 +119,7 @@ def _check_fields(prompt: Prompt) -> None:
     for name, parameter, kind, wanted in checks:
         if not isinstance(getattr(prompt, name), kind):
             raise _wrong(parameter, wanted, getattr(prompt, name))
-    for name in ("token_ids", "messages"):
+    for name in ("token_ids", "messages", "encoder_token_ids", "decoder_token_ids"):
         if isinstance(getattr(prompt, name), str | bytes):
             raise _wrong("prompt", f"made of a sequence as {name}", getattr(prompt, name))
     for modality, uuids in prompt.uuids.items():

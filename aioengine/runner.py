@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, MediaError
-from aioengine.kernels.attention import AttentionMetadata, build_metadata, select_backend
+from aioengine.kernels.attention import (
+    AttentionMetadata,
+    build_cross_metadata,
+    build_metadata,
+    select_backend,
+)
 from aioengine.kernels.transfer import to_device, to_host, upload
 from aioengine.logprobs import Scores, score
 from aioengine.models.adapter import TransformersModel
@@ -54,7 +59,8 @@ class Runner:
         prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
         positions = self.model.positions_for(starts, ends, prompts)
         positions = to_device(positions, self.model.device)
-        hidden = self.model.forward(self._embed(sequences), positions, metadata)
+        encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
+        hidden = self.model.forward(self._embed(sequences), positions, metadata, encoded)
         scored = self._score_prompts(sequences, hidden)
         rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
         last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
@@ -161,7 +167,7 @@ class Runner:
         self, sequences: Sequence[SequencePlan], starts: Sequence[int], ends: Sequence[int]
     ) -> list[AttentionMetadata]:
         blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
-        return [
+        own = [
             build_metadata(
                 block_size=self._limits.block_size,
                 block_tables=[s.block_tables[group] for s in sequences],
@@ -173,6 +179,18 @@ class Runner:
             )
             for group in range(self._limits.num_groups)
         ]
+        cross = [
+            build_cross_metadata(
+                block_size=self._limits.block_size,
+                block_tables=[s.cross_tables[group] for s in sequences],
+                query_lens=[s.end - s.start for s in sequences],
+                context_lens=[s.num_encoder_rows for s in sequences],
+                is_new=[s.encoder_key is not None for s in sequences],
+                device=self.model.device,
+            )
+            for group in range(self._limits.num_cross_groups)
+        ]
+        return own + cross
 
     def _embed(self, sequences: Sequence[SequencePlan]) -> Tensor:
         """Embeddings [T, hidden] of the step's tokens, encoder rows in their places."""

@@ -249,9 +249,8 @@ class Scheduler:
             return True
         cross = self.pool.find_cross(request)
         request.finds_cross = cross is not None
-        if request.encoder is not None and cross is None:
-            if not self.media.cache.is_ready(request.encoder.key):
-                return True
+        if cross is None and not self.media.is_encoded(request.encoder):
+            return True
         hit = self.pool.find_prefix(request)
         start = request.hit_estimate = len(hit[0]) * self.limits.block_size
         missing = self.media.first_missing(request, start, request.num_tokens)

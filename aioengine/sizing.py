@@ -34,8 +34,9 @@ class ModelSizes:
     """What of a model decides how much memory it takes.
 
     `itemsize`: bytes of one number; `row_size`: width of an encoder row; `max_item_rows`: encoder
-    rows of the largest media item, 0 for a model without media; `max_position_embeddings`: None
-    where it knows no limit.
+    rows of the largest item to encode, 0 for a model without an encoder; `max_encoder_len`: rows
+    that cross-attention may read, 0 where there is none; `max_position_embeddings`: None where it
+    knows no limit.
     """
 
     kv_groups: Sequence[KVGroup]
@@ -43,6 +44,18 @@ class ModelSizes:
     row_size: int
     max_position_embeddings: int | None
     max_item_rows: int
+    max_encoder_len: int = 0
+
+    @property
+    def num_cross_groups(self) -> int:
+        """KV groups of cross-attention, which come after the others."""
+        return sum(group.kind == "cross" for group in self.kv_groups)
+
+    def num_blocks(self, model_len: int, block_size: int) -> int:
+        """Blocks of a request of so many tokens, with what its cross-attention reads."""
+        num_own = len(self.kv_groups) - self.num_cross_groups
+        own = -(-model_len // block_size) * num_own
+        return own + -(-self.max_encoder_len // block_size) * self.num_cross_groups
 
 
 def resolve_limits(
@@ -76,7 +89,7 @@ def resolve_limits(
     num_blocks = kv_bytes // page_bytes
     model_len = draft.max_model_len
     if num_blocks < draft.num_blocks:
-        if config.max_model_len is not None or num_blocks < len(sizes.kv_groups):
+        if config.max_model_len is not None or num_blocks < sizes.num_blocks(1, config.block_size):
             found = (
                 f"but kv_cache_bytes is {kv_bytes}"
                 if config.kv_cache_bytes is not None
@@ -88,7 +101,8 @@ def resolve_limits(
                 f"KV cache, {found}; lower max_model_len or max_num_batched_tokens, or raise "
                 f"kv_cache_bytes or gpu_memory_utilization"
             )
-        model_len = num_blocks // len(sizes.kv_groups) * config.block_size
+        rest = num_blocks - sizes.num_blocks(0, config.block_size)
+        model_len = rest // draft.num_groups * config.block_size
     return replace(
         draft, max_model_len=model_len, num_blocks=num_blocks, encoder_cache_bytes=encoder_bytes
     )
@@ -113,8 +127,10 @@ def _draft(config: EngineConfig, sizes: ModelSizes, device: torch.device) -> Lim
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model_len,
         block_size=config.block_size,
-        num_blocks=-(-model_len // config.block_size) * len(sizes.kv_groups),
-        num_groups=len(sizes.kv_groups),
+        num_blocks=sizes.num_blocks(model_len, config.block_size),
+        num_groups=len(sizes.kv_groups) - sizes.num_cross_groups,
+        num_cross_groups=sizes.num_cross_groups,
+        max_encoder_len=sizes.max_encoder_len,
         encoder_cache_bytes=default_rows * row_bytes if sizes.max_item_rows else 0,
         max_num_encoder_input_tokens=max(encoder_rows, sizes.max_item_rows),
         max_encode_items=1 if device.type == "cpu" else config.max_num_seqs,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,14 @@ class MediaInput:
     header: Any = None
     key: str = ""
     is_held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """What an encoder-decoder model's encoder reads: features of its own, and those of media."""
+
+    features: Mapping[str, Any]
+    media: tuple[MediaInput, ...]
 
 
 @dataclass(slots=True)
@@ -127,6 +135,8 @@ class Ticket:
         self.literals: list[tuple[int, int]] = []
         """Token ranges of the prompt in which nothing is a placeholder."""
         self.layout: Layout | None = None
+        self.num_encoder_tokens = 0
+        """Of text that an encoder reads for cross-attention."""
         self.mm_processor_kwargs: dict[str, Any] = {}
         self.options_digest = b""
         """Of the engine's and the request's together."""
@@ -187,12 +197,13 @@ class Ticket:
         self.stamp("finished")
         completions = list(self.completions.values())
         request = completions[0].request
+        num_items = len(request.all_items)
         usage = Usage(
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=len(request.prompt_token_ids) + self.num_encoder_tokens,
             completion_tokens=sum(len(c.request.output_token_ids) for c in completions),
             cached_tokens=request.num_cached_tokens,
-            encoder_items=len(request.items),
-            encoder_cached_items=len(request.items) - len(request.encoded_keys),
+            encoder_items=num_items,
+            encoder_cached_items=num_items - len(request.encoded_keys),
         )
         self._sink.finish(
             RequestOutput(

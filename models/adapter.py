@@ -105,7 +105,7 @@ class TransformersModel:
         """
         specs = cls.probe(hf_config)
         model = load_pretrained(
-            find_class(hf_config),
+            cls.hf_class(hf_config),
             path,
             hf_config=hf_config,
             dtype=dtype,
@@ -115,13 +115,19 @@ class TransformersModel:
         return cls(model, specs=specs, max_model_len=max_model_len)
 
     @classmethod
+    def hf_class(cls, hf_config: Any) -> Any:
+        """transformers' class that is built for this config."""
+        return find_class(hf_config)
+
+    @classmethod
     def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
         """The attention layers of a model with this config, without its weights.
 
         Raises ModelLoadError where a layer cannot be served.
         """
         shell = cls.__new__(cls)
-        shell.model = build_on_meta(find_class(hf_config), hf_config)
+        shell._holder = StepHolder()
+        shell.model = build_on_meta(cls.hf_class(hf_config), hf_config)
         shell.hf_config = shell.model.config
         shell.text_config = shell.hf_config.get_text_config(decoder=True)
         return shell.layers()
@@ -290,7 +296,8 @@ class TransformersModel:
         return encoding.encode_items(self.embed_multimodal, items)
 
     def memory(self, items: Sequence[Tensor]) -> Tensor | None:
-        """Rows for cross-attention; None for a model that has none."""
+        """What cross-attention layers are given in a step that writes the keys and values of these
+        encoder outputs, [rows, dim] each; None for a model that has no such layers."""
         return None
 
     def embed(
@@ -310,16 +317,22 @@ class TransformersModel:
         return merge_multimodal_embeddings(input_ids, embeds, rows, is_multimodal=is_multimodal)
 
     def forward(
-        self, inputs_embeds: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+        self,
+        inputs_embeds: Tensor,
+        positions: Tensor,
+        metadata: Sequence[AttentionMetadata],
+        encoded: Sequence[Tensor] = (),
     ) -> Tensor:
         """Hidden states [T, hidden] of a step's embeddings [T, hidden].
 
-        `positions` [T] or [3, T]; `metadata`: one for each of `kv_groups`. Writes the step's keys
-        and values into the pages that were bound.
+        `positions` [T] or [3, T]; `metadata`: one for each of `kv_groups`; `encoded`: the encoder
+        outputs whose keys and values this step writes. Writes the step's keys and values into the
+        pages that were bound.
         """
         assert self._backend is not None, "bind() comes before forward()"
         assert len(metadata) == len(self.kv_groups)
-        step = StepContext(tuple(metadata), self._caches, self._backend)
+        memory = self.memory(encoded)
+        step = StepContext(tuple(metadata), self._caches, self._backend, positions, memory)
         with self._holder.hold(step):
             return self.call_decoder(self.decoder(), inputs_embeds, positions)
 

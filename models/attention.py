@@ -50,12 +50,15 @@ class StepContext:
     """What the attention layers of one model need during one step.
 
     `metadata`: one for each KV group. `caches`: (key cache, value cache) of each layer. `backend`:
-    the kernels that the engine chose.
+    the kernels that the engine chose. `positions` [T]: of the step's tokens. `memory` [R, dim]: what
+    cross-attention layers are given, None where there are none.
     """
 
     metadata: Sequence[AttentionMetadata]
     caches: Sequence[tuple[Tensor, Tensor]]
     backend: AttentionBackend
+    positions: Tensor | None = None
+    memory: Tensor | None = None
 
 
 class StepHolder:
@@ -96,11 +99,15 @@ class Slot(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSlot:
-    """One attention layer's place: `layer` among the model's layers, its KV `group`."""
+    """One attention layer's place: `layer` among the model's layers, its KV `group`.
+
+    `distance_bias`: see `AttentionBackend.attend`.
+    """
 
     layer: int
     group: int
     holder: StepHolder
+    distance_bias: Tensor | None = None
 
     def attend(
         self,
@@ -113,12 +120,16 @@ class LayerSlot:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write this step's keys and values into the layer's pages, then attend over them."""
+        """Write this step's keys and values into the layer's pages, then attend over them.
+
+        Where a layer of cross-attention has nothing new, what it is given stands for nothing.
+        """
         step = self.holder.current
         assert step is not None, "an attention layer was called outside a step"
         meta = step.metadata[self.group]
         key_cache, value_cache = step.caches[self.layer]
-        step.backend.write_kv(key, value, key_cache, value_cache, meta)
+        if len(meta.slot_blocks):
+            step.backend.write_kv(key, value, key_cache, value_cache, meta)
         return step.backend.attend(
             query,
             key_cache,
@@ -128,6 +139,7 @@ class LayerSlot:
             window=window,
             softcap=softcap,
             sinks=sinks,
+            distance_bias=self.distance_bias,
         )
 
 
@@ -197,7 +209,7 @@ class AttentionType(enum.Enum):
     ENCODER = "encoder"
     """Every token to every token of its sequence, without a cache."""
     ENCODER_DECODER = "encoder_decoder"
-    """A decoder's tokens to an encoder's output. Not built yet."""
+    """A decoder's tokens to an encoder's output, over keys and values that are written once."""
 
 
 class Attention(nn.Module):
@@ -219,10 +231,6 @@ class Attention(nn.Module):
         softcap: float | None = None,
     ) -> None:
         super().__init__()
-        if attn_type is AttentionType.ENCODER_DECODER:
-            raise ModelLoadError(
-                "AttentionType.ENCODER_DECODER is not built yet: cross-attention has no KV blocks"
-            )
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_heads % self.num_kv_heads:
@@ -239,7 +247,8 @@ class Attention(nn.Module):
         """`query` [..., T, Hq * D], `key` and `value` [..., T, Hkv * D] -> [..., T, Hq * D].
 
         A decoder's tokens are the step's flat batch and have no leading dimensions; an encoder's
-        leading dimensions are separate sequences of equal length.
+        leading dimensions are separate sequences of equal length. For cross-attention `key` and
+        `value` are of the step's memory (`StepContext`).
         """
         query = query.view(*query.shape[:-1], self.num_heads, self.head_size)
         key = key.view(*key.shape[:-1], self.num_kv_heads, self.head_size)

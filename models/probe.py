@@ -19,16 +19,19 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.attention import attach_slot, route_attention
 from aioengine.types import KVGroup
 
-__all__ = ["LayerSpec", "group_layers", "probe_layers"]
+__all__ = ["NUM_PROBE_ROWS", "LayerSpec", "group_layers", "probe_layers"]
 
 NUM_PROBE_TOKENS = 3
+NUM_PROBE_ROWS = 5
+"""Of an encoder's output, where the decoder attends to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One attention layer, as its own calls describe it.
 
-    `name`: its module's path under the decoder. `kind`: "self". `window`: how many past tokens a
+    `name`: its module's path under the decoder. `kind`: "self", or "cross" where keys are
+    the encoder's. `window`: how many past tokens a
     query sees, its own included; None for all. `sinks`: whether it passes a sink logit per head.
     """
 
@@ -63,11 +66,11 @@ class _Recorder:
         sinks: Tensor | None = None,
     ) -> Tensor:
         num_tokens, num_heads, key_dim = query.shape
-        if key.shape[0] != num_tokens:
+        if key.shape[0] not in (num_tokens, NUM_PROBE_ROWS):
             raise ModelLoadError(f"layer {self.name} attends to other tokens than its own")
         spec = LayerSpec(
             name=self.name,
-            kind="self",
+            kind="self" if key.shape[0] == num_tokens else "cross",
             num_heads=num_heads,
             num_kv_heads=key.shape[1],
             key_dim=key_dim,
@@ -122,8 +125,12 @@ def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
         if name and _is_attention(module) and not any(map(_is_attention, _below(module)))
     ]
     num_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
-    for name, module in decoder.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+    lists = [name for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
+    for name in lists:
+        # What a layer is made of may be a list as long.
+        is_inner = any(name != outer and _is_within(name, outer) for outer in lists)
+        module = decoder.get_submodule(name)
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and not is_inner:
             layers = [f"{name}.{index}" for index in range(len(module))]
             # A list of as many other things (an encoder's stages, say) attends nowhere.
             if any(_is_within(path, layer) for path in routed for layer in layers):
@@ -153,14 +160,19 @@ def _is_within(path: str, name: str) -> bool:
 def group_layers(
     specs: Sequence[LayerSpec],
 ) -> tuple[tuple[KVGroup, ...], tuple[tuple[int, int], ...]]:
-    """The KV groups, in order of first appearance, and each layer's (group, index within it)."""
+    """The KV groups, in order of first appearance, and each layer's (group, index within it).
+
+    Groups of cross-attention come last.
+    """
     members: dict[tuple[str, int, int, int, int | None], int] = {}
     places = []
     order: dict[tuple[str, int, int, int, int | None], int] = {}
-    for spec in specs:
-        key = (spec.kind, spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.window)
-        group = order.setdefault(key, len(order))
+    keys = [(s.kind, s.num_kv_heads, s.key_dim, s.value_dim, s.window) for s in specs]
+    for key in sorted(keys, key=lambda key: key[0] == "cross"):
+        order.setdefault(key, len(order))
+    for key in keys:
+        group = order[key]
         places.append((group, members.get(key, 0)))
         members[key] = members.get(key, 0) + 1
-    groups = tuple(KVGroup(*key, num_layers=count) for key, count in members.items())
+    groups = tuple(KVGroup(*key, num_layers=members[key]) for key in order)
     return groups, tuple(places)

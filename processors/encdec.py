@@ -1,23 +1,55 @@
 """Prompts of two halves: what the encoder reads, with its media, and what the decoder begins with.
 
-Names and meaning as in vLLM's class of the same name.
+Names and meaning as in vLLM's class of the same name. What a caller gives as the prompt is one of
+the halves, by the family: text to text reads it, one that listens goes on from it.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.processors.info import TextOnlyInfo
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import (
     BaseMultiModalProcessor,
+    ItemsByModality,
+    Layout,
     MultiModalInputs,
     TextOrTokens,
 )
+from aioengine.processors.updates import PromptUpdate
 
-__all__ = ["EncDecMultiModalProcessor", "MultiModalEncDecInputs"]
+__all__ = [
+    "EncDecLayout",
+    "EncDecMultiModalProcessor",
+    "EncDecTextInfo",
+    "EncDecTextProcessor",
+    "Halves",
+    "MultiModalEncDecInputs",
+    "start_tokens",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    """What a caller has given: the prompt, and either half by name; None where nothing."""
+
+    prompt: TextOrTokens | None = None
+    encoder: TextOrTokens | None = None
+    decoder: TextOrTokens | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncDecLayout(Layout):
+    """Both halves. `token_ids` and `placeholders` are the encoder's: as many tokens as the encoder
+    gives rows."""
+
+    decoder_token_ids: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +63,13 @@ class MultiModalEncDecInputs(MultiModalInputs):
 
 
 class EncDecMultiModalProcessor(BaseMultiModalProcessor):
-    """A family whose decoder attends to an encoder, which reads the media and perhaps text."""
+    """A family whose decoder attends to an encoder, which reads the media and perhaps text.
+
+    The encoder's prompt, expanded, has one token for each row that the encoder gives.
+    """
+
+    prompt_half: ClassVar[Literal["encoder", "decoder"]] = "encoder"
+    """Which half a prompt is that is not called either."""
 
     @abstractmethod
     def create_encoder_prompt(
@@ -50,12 +88,53 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
     def decoder_start_token_id(self) -> int | None:
         """The token that every decoder prompt begins with; None: none is put before it."""
         config = self.info.get_hf_config()
-        for name in ("decoder_start_token_id", "bos_token_id"):
-            for source in (config, config.get_text_config(decoder=True)):
-                found = getattr(source, name, None)
-                if found is not None:
-                    return int(found)
-        return None
+        text_config = config.get_text_config(decoder=True)
+        return _start_token(self.info.ctx.generation_config, config, text_config)
+
+    def default_decoder_prompt(self) -> list[int]:
+        """What HF `generate` would start with, if the caller says nothing."""
+        return start_tokens(self.info.ctx.generation_config, self.info.get_hf_config())
+
+    def layout_halves(
+        self,
+        halves: Halves,
+        items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, Any],
+        outputs: ItemsByModality | None = None,
+    ) -> EncDecLayout:
+        """Both prompts, the encoder's with its placeholders expanded, from headers alone.
+
+        A half that is given by name wins over what is made of the prompt. Raises
+        InvalidRequestError, also where the prompt would be the half that is given.
+        """
+        if halves.prompt is not None and getattr(halves, self.prompt_half) is not None:
+            raise InvalidRequestError(
+                f"the prompt is the {self.prompt_half}'s, which is given as "
+                f"{self.prompt_half}_text or {self.prompt_half}_token_ids too; give one of them",
+                parameter="prompt",
+            )
+        if halves == Halves(decoder=halves.decoder) and not items.get_all_counts():
+            raise InvalidRequestError(
+                "there is nothing for the encoder to read; give a prompt", parameter="prompt"
+            )
+        if self.prompt_half == "decoder" and halves.encoder is not None:
+            raise InvalidRequestError(
+                "the model's encoder reads media only; give the text as the prompt",
+                parameter="encoder_text",
+            )
+        prompt: TextOrTokens = "" if halves.prompt is None else halves.prompt
+        decoder = halves.decoder
+        if decoder is None:
+            decoder = self.create_decoder_prompt(prompt, items)
+        encoder = halves.encoder
+        if encoder is None:
+            encoder = self.create_encoder_prompt(prompt, items)
+        layout = self.layout(encoder, items, mm_kwargs, outputs)
+        return EncDecLayout(
+            token_ids=layout.token_ids,
+            placeholders=layout.placeholders,
+            decoder_token_ids=self.decoder_prompt(decoder),
+        )
 
     def decoder_prompt(self, prompt: TextOrTokens) -> list[int]:
         """The decoder's token ids, with its start token before them where it is not there yet."""
@@ -87,3 +166,65 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
             items=encoder.items,
             decoder_token_ids=self.decoder_prompt(decoder_prompt),
         )
+
+
+class EncDecTextInfo(TextOnlyInfo):
+    """No media."""
+
+
+class EncDecTextProcessor(EncDecMultiModalProcessor):
+    """Text to text: the prompt is what the encoder reads."""
+
+    def create_encoder_prompt(
+        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
+    ) -> TextOrTokens:
+        return prompt
+
+    def create_decoder_prompt(
+        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
+    ) -> TextOrTokens:
+        return self.default_decoder_prompt()
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        return []
+
+
+def start_tokens(generation_config: Any, hf_config: Any) -> list[int]:
+    """What a decoder's prompt begins with: the start token, then those that would be forced.
+
+    Where no config says more, the start token and the one for the beginning of a sequence.
+    """
+    text_config = hf_config.get_text_config(decoder=True)
+    start = _start_token(generation_config, hf_config, text_config)
+    forced = getattr(generation_config, "forced_bos_token_id", None)
+    known = [] if start is None else [start]
+    for _, token_id in getattr(generation_config, "forced_decoder_ids", None) or ():
+        if token_id is not None:
+            known.append(int(token_id))
+    if len(known) < 2 and forced is not None:
+        known.append(int(forced))
+    if known:
+        return known
+    raise ModelLoadError(
+        "neither generation_config.json nor config.json has a decoder_start_token_id or a "
+        "bos_token_id; give decoder_token_ids"
+    )
+
+
+def _start_token(*configs: Any) -> int | None:
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for config in configs:
+            found = getattr(config, name, None)
+            if found is not None:
+                return int(found)
+    return None

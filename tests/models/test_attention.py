@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from aioengine.errors import ModelLoadError
-from aioengine.kernels.attention import build_metadata, select_backend
+from aioengine.kernels.attention import build_cross_metadata, build_metadata, select_backend
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.attention import (
     ATTENTION_NAME,
@@ -160,8 +160,28 @@ def test_own_encoders_see_everything() -> None:
     torch.testing.assert_close(batch, expected.expand(3, -1, -1))
 
 
-def test_what_is_not_built_says_so() -> None:
-    with pytest.raises(ModelLoadError, match="ENCODER_DECODER"):
-        Attention(4, 8, 1.0, attn_type=AttentionType.ENCODER_DECODER)
+def test_own_models_attend_to_what_an_encoder_made() -> None:
+    """Keys and values are written by the step that has them; then nothing is given, and read."""
+    holder = StepHolder()
+    layer = OwnDecoder(AttentionType.ENCODER_DECODER).attention
+    attach_slot(layer, LayerSlot(layer=0, group=0, holder=holder))
+    cache = torch.full((3, 4, 2, 8), torch.nan, dtype=torch.float64)
+    caches = [(cache, cache.clone())]
+    query, key, value = draw_heads(7)
+    outputs = []
+    for start, end in ((0, 3), (3, 6), (6, 7)):
+        is_new = start == 0
+        meta = build_cross_metadata(
+            block_size=4, block_tables=[[2, 0]], query_lens=[end - start], context_lens=[7],
+            is_new=[is_new],
+        )  # fmt: skip
+        given = (key, value) if is_new else (key[:1] * torch.nan, value[:1])
+        with holder.hold(StepContext([meta], caches, select_backend())):
+            outputs.append(layer(query[start:end], *given))
+    expected = dense(query, key, value, is_causal=False)
+    torch.testing.assert_close(torch.cat(outputs), expected)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ModelLoadError, match="num_kv_heads"):
         Attention(4, 8, 1.0, 3)

@@ -1,0 +1,57 @@
+"""BART and mBART: text to text, over learned positions.
+
+Lewis et al., "BART: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation,
+Translation, and Comprehension" (2019); Liu et al., "Multilingual Denoising Pre-training for Neural
+Machine Translation" (2020).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from aioengine.models.encdec import EncoderDecoderModel, PlacedEmbedding
+from aioengine.models.registry import register_model
+from aioengine.processors.encdec import EncDecTextInfo, EncDecTextProcessor
+from aioengine.processors.info import TextOnlyDummyInputs
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+
+__all__ = ["Bart"]
+
+
+@register_model(
+    "BartForConditionalGeneration",
+    "BartModel",
+    "MBartForConditionalGeneration",
+    "MBartModel",
+)
+@MULTIMODAL_REGISTRY.register_processor(
+    EncDecTextProcessor, info=EncDecTextInfo, dummy_inputs=TextOnlyDummyInputs
+)
+class Bart(EncoderDecoderModel):
+    """The decoder counts positions from its batch's beginning: they are put in their places."""
+
+    @classmethod
+    def hf_class(cls, hf_config: Any) -> Any:
+        """The class with a head: a checkpoint of the bare model shares it with the embeddings."""
+        import transformers
+
+        is_multilingual = hf_config.model_type == "mbart"
+        name = (
+            "MBartForConditionalGeneration" if is_multilingual else "BartForConditionalGeneration"
+        )
+        return getattr(transformers, name)
+
+    def patch(self) -> None:
+        super().patch()
+        decoder: Any = self.decoder()
+        old = decoder.embed_positions
+        decoder.embed_positions = PlacedEmbedding(old.weight, old.offset, self._holder)
+
+    def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        bias: Tensor = self.model.final_logits_bias.to(hidden.dtype)
+        return super().logits(hidden) + bias

@@ -1,0 +1,127 @@
+"""Encoder-decoder models: the decoder's layers attend to what the encoder makes of a prompt.
+
+An encoder's output is an entry of the encoder cache, whatever it was made of. The step that starts
+a request gives it to the decoder as its `encoder_hidden_states`, whose keys and values the
+cross-attention layers write into blocks of their own; from then on, and for others with the same
+input, there are the blocks. In a step that starts nobody a single row of zeros keeps the shapes
+legal, and goes nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from aioengine.kernels.transfer import to_device
+from aioengine.models import encoding
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.attention import StepHolder
+from aioengine.models.interfaces import MultiModalEmbeddings
+from aioengine.models.probe import NUM_PROBE_ROWS
+from aioengine.processors.encdec import start_tokens
+
+__all__ = ["EncoderDecoderModel", "PlacedEmbedding"]
+
+
+class EncoderDecoderModel(TransformersModel):
+    """Cross-attention over an encoder's output."""
+
+    supports_encoder_decoder: ClassVar[bool] = True
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Rows of the longest output that the encoder can give."""
+        return int(self.hf_config.max_position_embeddings)
+
+    @property
+    def cross_attention_layers(self) -> Sequence[int]:
+        """Indices, among the attention layers, of those whose keys come from the encoder."""
+        return [index for index, spec in enumerate(self.specs) if spec.kind == "cross"]
+
+    def decoder_start(self, generation_config: Any) -> Sequence[int]:
+        """The token ids that a decoder's prompt begins with, where the caller gives none."""
+        return start_tokens(generation_config, self.hf_config)
+
+    def encoder(self) -> nn.Module:
+        """The module that gives the decoder its memory."""
+        encoder: nn.Module = self.model.get_encoder()
+        return encoder
+
+    def encode_prompt(self, **kwargs: Any) -> Tensor:
+        """The encoder's output [n, rows, dim] for n prompts of equal shapes.
+
+        `input_ids` [n, length]; or what a family's HF processor makes of media, beside them.
+        """
+        found: Tensor = self.encoder()(input_ids=kwargs["input_ids"]).last_hidden_state
+        return found
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Each prompt's rows [rows, dim]; `input_ids` [length] and, of one medium, its fields."""
+
+        def encode_batch(**kwargs: Any) -> list[Tensor]:
+            placed = {name: self._place(value) for name, value in kwargs.items()}
+            return list(self.encode_prompt(**placed))
+
+        return encoding.encode_items(encode_batch, items)
+
+    def _place(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        return to_device(value, self.device).to(dtype)
+
+    def memory(self, items: Sequence[Tensor]) -> Tensor:
+        """The rows of `items` one after the other: [R, dim], or one of zeros."""
+        if items:
+            return torch.cat(list(items))
+        return torch.zeros(1, self.row_size, dtype=self.dtype, device=self.device)
+
+    def embed(
+        self, input_ids: Tensor, rows: MultiModalEmbeddings | None, is_multimodal: Tensor | None
+    ) -> Tensor:
+        """Embeddings of the decoder's tokens, which may be scaled there and not in the encoder."""
+        assert rows is None and is_multimodal is None
+        table: Any = self.decoder()
+        embeds: Tensor = table.get_input_embeddings()(input_ids)
+        return embeds
+
+    def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
+        """As the base class, with the step's memory; the probe has one of `NUM_PROBE_ROWS`."""
+        step = self._holder.current
+        memory = embeds.new_zeros(NUM_PROBE_ROWS, self.row_size) if step is None else step.memory
+        assert memory is not None
+        output = decoder(
+            inputs_embeds=embeds[None],
+            encoder_hidden_states=memory[None],
+            use_cache=False,
+            **self.position_arguments(positions),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
+        """What tells the decoder the positions [T] of its tokens."""
+        return {"position_ids": positions[None]}
+
+
+class PlacedEmbedding(nn.Module):
+    """Learned positions of a flattened batch: row `position + offset` of `weight`.
+
+    Stands for modules that count positions from the beginning of the batch.
+    """
+
+    def __init__(self, weight: Tensor, offset: int, holder: StepHolder) -> None:
+        super().__init__()
+        self.weight = weight
+        self.offset = offset
+        self._holder = holder
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The embeddings [1, T, dim] of the step's positions, whatever was asked for."""
+        step = self._holder.current
+        assert step is not None and step.positions is not None
+        return embedding(step.positions + self.offset, self.weight)[None]
