@@ -152,7 +152,10 @@ class MediaPipeline:
         Returns their features, if the layout needs them. The first failure ends the others. Raises
         the request's error.
         """
-        self._front.info.validate_num_items(Counter(media.modality for media in ticket.media))
+        counts = Counter(media.modality for media in ticket.media)
+        self._front.info.validate_num_items(counts)
+        options = self._front.options_for(ticket.mm_processor_kwargs, counts)
+        ticket.mm_processor_kwargs = dict(options)
         ticket.options_digest = self._options_digest
         if ticket.mm_processor_kwargs:
             merged = self._front.merged_kwargs(ticket.mm_processor_kwargs)

@@ -31,7 +31,7 @@ def rotary_table(
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
-    angles = positions[:, None].to(torch.float32) * frequencies
+    angles = positions[:, None].to(torch.float32) * frequencies.to(torch.float32)
     return factor * angles.cos()[:, None], factor * angles.sin()[:, None]
 
 

@@ -348,7 +348,7 @@ class Qwen(DefinedModel):
     QwenVLMultiModalProcessor, info=QwenVLProcessingInfo, dummy_inputs=QwenVLDummyInputsBuilder
 )
 class QwenVL(Qwen):
-    """The model with a tower; a config without one goes to `Qwen`."""
+    """Sequences up to `seq_length`; without `visual` in its config, a text model (`Qwen`)."""
 
     supports_multimodal: ClassVar[bool] = True
 

@@ -132,6 +132,16 @@ class BaseMultiModalProcessor(ABC):
         """The engine's `mm_processor_kwargs` with the request's over them, scope by scope."""
         return _merge(self.info.ctx.mm_processor_kwargs, mm_kwargs)
 
+    def options_for(
+        self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
+    ) -> Mapping[str, Any]:
+        """A request's `mm_kwargs` with what follows from how many items of each modality it has.
+
+        For families in which an item becomes something else beside others: items are processed one
+        by one, and found again by their content and these options. Here nothing follows.
+        """
+        return mm_kwargs
+
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text prompt, with the special tokens that the HF processor adds.
 
@@ -223,8 +233,9 @@ class BaseMultiModalProcessor(ABC):
     ) -> MultiModalInputs:
         """Layout, processing and verification at once, for decoded media."""
         self.info.validate_num_items(items.get_all_counts())
-        token_ids, outputs = self._apply_hf_processor_main(prompt, items, mm_kwargs or {})
-        updates = self._updates(items, mm_kwargs or {}, outputs)
+        mm_kwargs = self.options_for(mm_kwargs or {}, items.get_all_counts())
+        token_ids, outputs = self._apply_hf_processor_main(prompt, items, mm_kwargs)
+        updates = self._updates(items, mm_kwargs, outputs)
         is_plain = isinstance(prompt, str) and token_ids == self.tokenize(prompt)
         text = prompt if is_plain and isinstance(prompt, str) else None
         layout = self._expand(token_ids, text, updates)

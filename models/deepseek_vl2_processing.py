@@ -1,0 +1,261 @@
+"""DeepSeek-VL2's config, and how its prompts are processed.
+
+Wu et al., "DeepSeek-VL2: Mixture-of-Experts Vision-Language Models for Advanced Multimodal
+Understanding" (2024). Tokenizer and pictures: processors/deepseek_vl2.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.processors.deepseek_vl2 import (
+    DeepseekVL2Processor,
+    load_deepseek_settings,
+    load_deepseek_tokenizer,
+)
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.info import (
+    BaseDummyInputsBuilder,
+    BaseProcessingInfo,
+    ProcessingContext,
+    ProcessorInputs,
+)
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.updates import PromptReplacement, PromptUpdate
+
+__all__ = [
+    "DeepseekLanguageConfig",
+    "DeepseekVL2Config",
+    "DeepseekVL2DummyInputsBuilder",
+    "DeepseekVL2MultiModalProcessor",
+    "DeepseekVL2ProcessingInfo",
+]
+
+_MOST_CROPPED = 2
+"""Pictures of a prompt that are still seen in many tiles each."""
+
+
+class DeepseekLanguageConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The decoder's settings: `use_mla` False in the smallest model, True in the others."""
+
+    model_type = "deepseek_v2"
+
+    vocab_size: int = 102400
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    moe_intermediate_size: int = 1407
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    n_shared_experts: int | None = None
+    n_routed_experts: int | None = None
+    routed_scaling_factor: float | int = 1.0
+    kv_lora_rank: int | None = 512
+    q_lora_rank: int | None = 1536
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
+    topk_method: str = "greedy"
+    n_group: int | None = None
+    topk_group: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_layer_freq: int = 1
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float | int = 1e-6
+    bos_token_id: int | None = 100000
+    eos_token_id: int | list[int] | None = 100001
+    tie_word_embeddings: bool = False
+    rope_theta: float | int = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    attention_bias: bool = False
+    use_mla: bool = True
+
+
+class DeepseekVL2Config(PreTrainedConfig):  # type: ignore[misc]
+    """The published settings under their names."""
+
+    model_type = "deepseek_vl_v2"
+
+    vision_config: dict[str, Any] | None = None
+    projector_config: dict[str, Any] | None = None
+    language_config: dict[str, Any] | PreTrainedConfig | None = None
+    tile_tag: str = "2D"
+    global_view_pos: str = "head"
+    candidate_resolutions: list[list[int]] | tuple[Any, ...] = ((384, 384),)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not isinstance(self.language_config, DeepseekLanguageConfig):
+            self.language_config = DeepseekLanguageConfig.from_dict(self.language_config or {})
+        super().__post_init__(**kwargs)
+
+    def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
+        """The decoder's."""
+        return self.language_config
+
+
+class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
+    """How many rows a picture has, by its size. Raises ModelLoadError for options it has not."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        unknown = sorted(ctx.mm_processor_kwargs.keys() - {"cropping"})
+        if unknown:
+            raise ModelLoadError(f"mm_processor_kwargs has more than cropping: {unknown}")
+        processor = self.get_hf_processor()
+        side, config = processor.image_size, self.get_hf_config()
+        if side != (config.vision_config or {}).get("image_size", 384) or any(
+            edge % side for pair in processor.candidate_resolutions for edge in pair
+        ):
+            raise ModelLoadError(
+                f"the processor's tiles of {side} pixels do not fit its candidate_resolutions, or "
+                "are not what the tower takes"
+            )
+
+    @classmethod
+    def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+        revision = options["revision"]
+        image_token = load_deepseek_settings(source, revision).get("image_token", "<image>")
+        return load_deepseek_tokenizer(source, revision, image_token)
+
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        settings = {
+            "candidate_resolutions": hf_config.candidate_resolutions,
+            "patch_size": (hf_config.vision_config or {}).get("patch_size", 16),
+            "downsample_ratio": (hf_config.projector_config or {}).get("downsample_ratio", 2),
+            **load_deepseek_settings(source, options["revision"]),
+            **kwargs,
+        }
+        return DeepseekVL2Processor(cls.load_tokenizer(source, hf_config, options), **settings)
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    def get_num_image_tokens(
+        self, *, image_width: int, image_height: int, cropping: bool = True
+    ) -> int:
+        """Rows of a picture: of its two views, of each one's line ends, and of what parts them."""
+        processor = self.get_hf_processor()
+        side: int = processor.tile_side
+        num_columns, num_rows = processor.count_tiles(
+            (image_width, image_height), cropping=cropping
+        )
+        num_close: int = num_rows * side * (num_columns * side + 1)
+        return side * (side + 1) + 1 + num_close
+
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """A picture of the candidate resolution that becomes most rows."""
+        candidates = self.get_hf_processor().candidate_resolutions
+        width, height = max(
+            candidates,
+            key=lambda size: self.get_num_image_tokens(image_width=size[0], image_height=size[1]),
+        )
+        return ImageSize(width, height)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        width, height = self.get_image_size_with_most_features()
+        return {"image": self.get_num_image_tokens(image_width=width, image_height=height)}
+
+
+class DeepseekVL2DummyInputsBuilder(BaseDummyInputsBuilder):
+    """A placeholder for each picture, and white pictures of the most tiles."""
+
+    info: DeepseekVL2ProcessingInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        token: str = self.info.get_hf_processor().image_token
+        return token * mm_counts.get("image", 0)
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        width, height = self.info.get_image_size_with_most_features()
+        images = self._get_dummy_images(
+            width=width, height=height, num_images=mm_counts.get("image", 0)
+        )
+        return ProcessorInputs(
+            prompt_text=self.get_dummy_text(mm_counts), mm_data={"image": images}
+        )
+
+
+class DeepseekVL2MultiModalProcessor(BaseMultiModalProcessor):
+    """A placeholder becomes as many of itself as the picture has rows."""
+
+    info: DeepseekVL2ProcessingInfo
+
+    def options_for(
+        self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
+    ) -> Mapping[str, Any]:
+        """Beside more than two pictures, none is cropped, unless the options say otherwise."""
+        if "cropping" in self.merged_kwargs(mm_kwargs):
+            return mm_kwargs
+        crops = mm_counts.get("image", 0) <= _MOST_CROPPED
+        return mm_kwargs if crops else {**mm_kwargs, "cropping": False}
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        # The text has no part in it.
+        cropping = self._cropping(mm_kwargs)
+        outputs: Mapping[str, Any] = self.info.get_hf_processor()(**mm_data, cropping=cropping)
+        return outputs
+
+    def _cropping(self, mm_kwargs: Mapping[str, object]) -> bool:
+        """Raises InvalidRequestError for other options, and other values."""
+        cropping = mm_kwargs.get("cropping", True)
+        if not isinstance(cropping, bool) or mm_kwargs.keys() - {"cropping"}:
+            raise InvalidRequestError(
+                "the model's processor takes no mm_processor_kwargs but cropping, which is True or "
+                "False",
+                parameter="mm_processor_kwargs",
+            )
+        return cropping
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        sizes = 1 + hf_inputs["images_spatial_crop"].prod(-1)
+        return {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes),
+            "images_spatial_crop": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        }
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        image_token_id = self.info.get_hf_processor().image_token_id
+        cropping = self._cropping(hf_processor_mm_kwargs)
+
+        def get_replacement(item_idx: int) -> list[int]:
+            images = mm_items["image"]
+            if isinstance(images, EmbeddingItems):
+                return [image_token_id] * images.get_feature_size(item_idx)
+            assert isinstance(images, ImageProcessorItems)
+            width, height = images.get_image_size(item_idx)
+            num_rows = self.info.get_num_image_tokens(
+                image_width=width, image_height=height, cropping=cropping
+            )
+            return [image_token_id] * num_rows
+
+        return [
+            PromptReplacement(
+                modality="image", target=[image_token_id], replacement=get_replacement
+            )
+        ]
