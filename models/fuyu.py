@@ -8,7 +8,6 @@ token that begins the answer. Without a picture a text is what the tokenizer mak
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalit
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.hf import merge_image_options
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
     BaseProcessingInfo,
@@ -56,18 +56,7 @@ class FuyuProcessingInfo(BaseProcessingInfo):
 
         Raises InvalidRequestError for what HF does not take.
         """
-        known = getattr(self.get_tokenizer(), "init_kwargs", {})
-        given = copy.deepcopy(dict(mm_kwargs or {}))  # older versions empty the scopes in it
-        # transformers raises anything for options of other types than it declares.
-        try:
-            merged = self.get_hf_processor()._merge_kwargs(tokenizer_init_kwargs=known, **given)
-        except Exception as error:
-            raise InvalidRequestError(
-                f"the HF processor does not take these mm_processor_kwargs: {type(error).__name__}",
-                parameter="mm_processor_kwargs",
-            ) from None
-        options: dict[str, Any] = merged["images_kwargs"]
-        return options
+        return merge_image_options(self.get_hf_processor(), mm_kwargs or {})
 
     def get_image_feature_grid_size(
         self,

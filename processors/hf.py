@@ -7,10 +7,13 @@ that gives the same tensors, and else with None.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["lacks_video", "load_processor"]
+from aioengine.errors import InvalidRequestError
+
+__all__ = ["lacks_video", "load_processor", "merge_image_options"]
 
 _COMPARED = ((5, 19), (5, 23))
 """The first and last minor version of transformers with which frames.py was compared; others may
@@ -41,6 +44,29 @@ def lacks_video(hf_processor: Any) -> bool:
     """Whether the processor is for videos too, but has no video part here."""
     parts = _video_parts(type(hf_processor))
     return any(getattr(hf_processor, part, None) is None for part in parts)
+
+
+def merge_image_options(hf_processor: Any, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for an HF processor's image processor, from wherever a caller has put them.
+
+    Without the image processor's own settings. Raises InvalidRequestError for what transformers
+    does not take.
+    """
+    given = copy.deepcopy(dict(mm_kwargs))  # older versions empty the scopes in it
+    # transformers raises anything for options of other types than it declares.
+    try:
+        merged = hf_processor._merge_kwargs(
+            hf_processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=getattr(hf_processor.tokenizer, "init_kwargs", {}),
+            **given,
+        )
+    except Exception as error:
+        raise InvalidRequestError(
+            f"the HF processor does not take these mm_processor_kwargs: {type(error).__name__}",
+            parameter="mm_processor_kwargs",
+        ) from None
+    options: dict[str, Any] = merged["images_kwargs"]
+    return options
 
 
 def _class_without_torchvision(source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
