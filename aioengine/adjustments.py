@@ -25,15 +25,15 @@ class Adjustments:
     """Of one request. Token ids are below the vocabulary's size.
 
     `allowed`: the only tokens that may come (int64 on the CPU), or None for all; `bias`: token id
-    and what is added to its logit; `banned`: get no chance before output token `min_tokens`;
+    and what is added to its logit; `banned`: token id and the output token before which it gets no
+    chance, the latest first;
     `bad_words`: token sequences that the output must not contain; `prompt_token_ids` count for the
     repetition penalty.
     """
 
     allowed: Tensor | None = None
     bias: tuple[tuple[int, float], ...] = ()
-    banned: tuple[int, ...] = ()
-    min_tokens: int = 0
+    banned: tuple[tuple[int, int], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -119,7 +119,9 @@ class Adjuster:
                 kept = logits[row, fixed.allowed]
                 logits[row] = -torch.inf
                 logits[row, fixed.allowed] = kept
-            count = len(a.bias) + (len(a.banned) if indices[row] < a.min_tokens else 0)
+            # Those whose time has come stand at the end.
+            num_banned = sum(indices[row] < until for _, until in a.banned)
+            count = len(a.bias) + num_banned
             if count:
                 rows.append(torch.full((count,), row, device=logits.device))
                 columns.append(fixed.columns[:count])
@@ -181,7 +183,7 @@ class _Fixed:
             return upload(values, device)
 
         self.allowed = None if a.allowed is None else to_device(a.allowed, device)
-        self.columns = ids([token_id for token_id, _ in a.bias] + list(a.banned))
+        self.columns = ids([token_id for token_id, _ in (*a.bias, *a.banned)])
         added = [value for _, value in a.bias] + [-torch.inf] * len(a.banned)
         self.values = upload(added, device, torch.float32)
         self.prompt = ids(sorted(set(a.prompt_token_ids)))

@@ -65,6 +65,8 @@ class Intake:
             loaded.runner.model.vocab_size,
             loaded.limits.max_model_len,
             loaded.eos_token_ids,
+            loaded.suppress,
+            loaded.begin_suppress,
         )
         self._decoder = fast_tokenizer(loaded.home.info.get_tokenizer())
         self._front = ThreadPoolExecutor(1, thread_name_prefix="aioengine-front")

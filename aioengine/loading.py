@@ -38,6 +38,7 @@ class Loaded:
     `processors` for the media threads (none, if media have processes of their own), `front` for the
     thread that tokenises and lays out, `home` for the event loop's own thread, which detokenises
     and lends it to the application.
+    `suppress`, `begin_suppress`: tokens that the generation config forbids, always or at first;
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
     compiles structured outputs for the model's vocabulary.
@@ -49,6 +50,8 @@ class Loaded:
     home: BaseMultiModalProcessor
     processors: tuple[BaseMultiModalProcessor, ...]
     eos_token_ids: frozenset[int]
+    suppress: tuple[int, ...]
+    begin_suppress: tuple[int, ...]
     row_bytes: int
     num_embeddings: int
     longest_token: int
@@ -110,6 +113,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             for _ in range(0 if config.uses_processes else config.num_processor_workers)
         ),
         eos_token_ids=eos_token_ids,
+        suppress=_token_ids(model, "suppress_tokens"),
+        begin_suppress=_token_ids(model, "begin_suppress_tokens"),
         row_bytes=model.row_size * model.dtype.itemsize,
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
@@ -142,3 +147,9 @@ def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
         if found is not None:
             return frozenset([found] if isinstance(found, int) else found)
     return frozenset()
+
+
+def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:
+    """A list of the generation config, without what lies beyond the vocabulary."""
+    found = getattr(model.model.generation_config, name, None) or ()
+    return tuple(sorted({int(i) for i in found if 0 <= i < model.vocab_size}))

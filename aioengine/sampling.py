@@ -22,12 +22,16 @@ __all__ = ["SamplingContext"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """What of the model matters here. `vocab_size`: logits per position."""
+    """What of the model matters here. `vocab_size`: logits per position; `suppress`: tokens that it
+    must never say, `begin_suppress`: nor begin with, by its generation config.
+    """
 
     tokenizer: Any
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    suppress: tuple[int, ...] = ()
+    begin_suppress: tuple[int, ...] = ()
 
     def stop_rule(self, params: SamplingParams) -> StopRule:
         """When a completion ends by itself."""
@@ -79,11 +83,14 @@ class SamplingContext:
         ends = rule.eos_token_ids | rule.stop_token_ids if params.min_tokens else ()
         repeats = params.repetition_penalty != 1
         prompt = tuple(i for i in set(prompt_token_ids) if i < self.vocab_size) if repeats else ()
+        bans = dict.fromkeys(self.begin_suppress, 1)
+        bans |= {i: max(params.min_tokens, bans.get(i, 0)) for i in ends if i < self.vocab_size}
+        biases = {i: float(bias) for i, bias in (params.logit_bias or {}).items() if bias}
+        biases |= dict.fromkeys(self.suppress, float("-inf"))
         adjustments = Adjustments(
             allowed=None if params.allowed_token_ids is None else _sorted(params.allowed_token_ids),
-            bias=tuple((i, float(bias)) for i, bias in (params.logit_bias or {}).items() if bias),
-            banned=tuple(sorted(i for i in ends if i < self.vocab_size)),
-            min_tokens=params.min_tokens,
+            bias=tuple(biases.items()),
+            banned=tuple(sorted(bans.items(), key=lambda ban: (-ban[1], ban[0]))),
             bad_words=self._bad_words(params.bad_words or ()),
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,

@@ -49,6 +49,7 @@ _SHIPPED = {
     "MistralForCausalLM": "aioengine.models.text",
     "Molmo2ForConditionalGeneration": "aioengine.models.molmo2",
     "MolmoForCausalLM": "aioengine.models.molmo",
+    "MoonshineForConditionalGeneration": "aioengine.models.whisper",
     "OPTForCausalLM": "aioengine.models.text",
     "PaliGemmaForConditionalGeneration": "aioengine.models.blocks",
     "Phi3ForCausalLM": "aioengine.models.text",
@@ -67,6 +68,7 @@ _SHIPPED = {
     "T5ForConditionalGeneration": "aioengine.models.t5",
     "T5Model": "aioengine.models.t5",
     "VoxtralForConditionalGeneration": "aioengine.models.voxtral",
+    "WhisperForConditionalGeneration": "aioengine.models.whisper",
 }
 
 _CLASSES: dict[str, type[TransformersModel]] = {}

@@ -46,7 +46,8 @@ def reference(logits: Tensor, a: Adjustments, output: list[int]) -> Tensor:
         early.append(SequenceBiasLogitsProcessor([[[i], value] for i, value in a.bias]))
     if a.banned:
         start = len(a.prompt_token_ids)
-        early.append(MinNewTokensLengthLogitsProcessor(start, a.min_tokens, list(a.banned)))
+        for token_id, until in a.banned:
+            early.append(MinNewTokensLengthLogitsProcessor(start, until, [token_id]))
     scores = early(whole, scores)
     if a.bad_words:
         # Only what the output holds counts.
@@ -67,8 +68,7 @@ adjustments = st.builds(
     bias=st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 0.5, 100.0])).map(
         lambda found: tuple(found.items())
     ),
-    banned=st.sampled_from([(), (EOS,)]),
-    min_tokens=st.sampled_from([0, 3]),
+    banned=st.sampled_from([(), ((EOS, 0),), ((EOS, 3),), ((EOS, 3), (1, 1)), ((2, 2), (EOS, 1))]),
     bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
     presence_penalty=st.sampled_from([0.0, 0.6, -0.4]),

@@ -1,0 +1,258 @@
+"""Whisper and Moonshine: an encoder that listens, and a decoder that writes down what was said.
+
+Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022): log-mel
+features of 30 seconds, always 1,500 rows. Jeffries et al., "Moonshine: Speech Recognition for Live
+Transcription and Voice Commands" (2024): convolutions over the samples themselves, as many rows as
+the recording is long. A prompt is the decoder's; the encoder reads nothing but the recording.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.registry import register_model
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.encdec import EncDecMultiModalProcessor
+from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
+from aioengine.processors.processor import TextOrTokens
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.updates import PromptReplacement, PromptUpdate
+
+__all__ = [
+    "Listener",
+    "Moonshine",
+    "MoonshineInfo",
+    "SpeechDummyInputs",
+    "SpeechInfo",
+    "SpeechMultiModalProcessor",
+    "Whisper",
+    "WhisperInfo",
+    "WhisperMultiModalProcessor",
+    "count_moonshine_rows",
+]
+
+MOONSHINE_SECONDS = 64
+"""Of the longest recording that Moonshine is given: twice what it was trained on."""
+
+
+def count_moonshine_rows(num_samples: int) -> int:
+    """Encoder rows of so many samples: three convolutions, without padding; 0 if too few."""
+    for kernel, stride in ((127, 64), (7, 3), (3, 2)):
+        num_samples = (num_samples - kernel) // stride + 1
+    return max(0, num_samples)
+
+
+class SpeechInfo(BaseProcessingInfo):
+    """One recording in a prompt."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"audio": 1}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        return {"audio": self.get_num_audio_tokens(num_samples=self.get_max_samples())}
+
+    @abstractmethod
+    def get_num_audio_tokens(self, *, num_samples: int) -> int:
+        """Encoder rows of a recording."""
+
+    @abstractmethod
+    def get_max_samples(self) -> int:
+        """Of the longest recording."""
+
+
+class WhisperInfo(SpeechInfo):
+    """Windows of one length."""
+
+    def get_num_audio_tokens(self, *, num_samples: int) -> int:
+        return int(self.get_hf_config().max_source_positions)
+
+    def get_max_samples(self) -> int:
+        return int(self.get_hf_processor().feature_extractor.n_samples)
+
+
+class MoonshineInfo(SpeechInfo):
+    """Recordings as long as they are."""
+
+    def get_num_audio_tokens(self, *, num_samples: int) -> int:
+        return count_moonshine_rows(num_samples)
+
+    def get_max_samples(self) -> int:
+        return MOONSHINE_SECONDS * self.get_sample_rate()
+
+
+class SpeechDummyInputs(BaseDummyInputsBuilder):
+    """Silence."""
+
+    info: SpeechInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        samples = np.zeros(self.info.get_max_samples(), np.float32)
+        clips = [AudioClip(samples, self.info.get_sample_rate())] * mm_counts.get("audio", 0)
+        return ProcessorInputs(prompt_text="", mm_data={"audio": clips})
+
+
+class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
+    """The encoder's prompt is one token, which becomes as many as the recording has rows."""
+
+    prompt_half: ClassVar[Literal["encoder", "decoder"]] = "decoder"
+    info: SpeechInfo
+
+    def create_encoder_prompt(
+        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
+    ) -> TextOrTokens:
+        if not mm_items.get_all_counts().get("audio"):
+            raise InvalidRequestError(
+                "the model writes down what it hears; give it a recording: audios=[...]",
+                parameter="audios",
+            )
+        return [0]
+
+    def create_decoder_prompt(
+        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
+    ) -> TextOrTokens:
+        return prompt if len(prompt) else self.default_decoder_prompt()
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        recordings, most = mm_data["audio"], self.info.get_max_samples()
+        assert isinstance(recordings, list)
+        options = {name: value for name, value in mm_kwargs.items() if name != "truncation"}
+        # The text has no part in it: HF's processor would make labels of it.
+        outputs: Mapping[str, Any] = self.info.get_hf_processor().feature_extractor(
+            [samples[:most] for samples in recordings],
+            sampling_rate=self.info.get_sample_rate(),
+            return_tensors="pt",
+            **options,
+        )
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        names = ("input_features", "input_values")
+        return {name: MultiModalFieldConfig.batched("audio") for name in names if name in hf_inputs}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        cuts = bool(hf_processor_mm_kwargs.get("truncation", False))
+
+        def get_replacement(item_idx: int) -> list[int]:
+            recordings = mm_items["audio"]
+            if isinstance(recordings, EmbeddingItems):
+                return [0] * recordings.get_feature_size(item_idx)
+            length = mm_items.get_items("audio", AudioProcessorItems).get_audio_length(item_idx)
+            return [0] * self._count_rows(length, cuts, f"audios[{item_idx}]")
+
+        return [PromptReplacement(modality="audio", target=[0], replacement=get_replacement)]
+
+    def _count_rows(self, length: int, cuts: bool, parameter: str) -> int:
+        rate, most = self.info.get_sample_rate(), self.info.get_max_samples()
+        if length > most and not cuts:
+            raise MediaError(
+                f"{parameter} lasts {length / rate:.1f} s, and the model hears {most // rate} s; "
+                f"cut it with aioengine.processors.cut_windows, or give "
+                f"mm_processor_kwargs={{'truncation': True}} to have its beginning only",
+                parameter=parameter,
+                value=length / rate,
+            )
+        num_rows = self.info.get_num_audio_tokens(num_samples=min(length, most))
+        if not num_rows:
+            raise MediaError(
+                f"{parameter} is too short: {length} samples make no row",
+                parameter=parameter,
+                value=length,
+            )
+        return num_rows
+
+
+class WhisperMultiModalProcessor(SpeechMultiModalProcessor):
+    """Whisper's features are cut and padded to a window; its prompt names language and task."""
+
+    def default_decoder_prompt(self) -> list[int]:
+        """The start token; for a model of many languages the config's own, else English, and the
+        task; and, if the config does not want timestamps, the token that says so."""
+        config = self.info.ctx.generation_config
+        token_ids = super().default_decoder_prompt()[:1]
+        languages = getattr(config, "lang_to_id", None)
+        if languages:
+            name = getattr(config, "language", None) or "en"
+            known = languages.get(name, languages.get(f"<|{name}|>"))
+            tasks = getattr(config, "task_to_id", None) or {}
+            task = tasks.get(getattr(config, "task", None) or "transcribe")
+            token_ids += [int(each) for each in (known, task) if each is not None]
+        silent = getattr(config, "no_timestamps_token_id", None)
+        if silent is not None and not getattr(config, "return_timestamps", False):
+            token_ids.append(int(silent))
+        return token_ids
+
+
+class Listener(EncoderDecoderModel):
+    """An encoder of recordings."""
+
+    field: ClassVar[str]
+    """The HF feature extractor's output that the encoder takes."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.hf_config.max_target_positions)
+
+    def encode_prompt(self, **kwargs: Any) -> Tensor:
+        """The encoder's output [n, rows, dim], of features [n, ...] or of rows that were given."""
+        given: Tensor | None = kwargs.get("audio_embeds")
+        if given is not None:
+            return given
+        found: Tensor = self.encoder()(kwargs[self.field]).last_hidden_state
+        return found
+
+
+@register_model("WhisperForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    WhisperMultiModalProcessor, info=WhisperInfo, dummy_inputs=SpeechDummyInputs
+)
+class Whisper(Listener):
+    """Recordings of 30 seconds at most; longer ones in windows, as the caller cuts them."""
+
+    field = "input_features"
+
+    @property
+    def max_encoder_len(self) -> int:
+        return int(self.hf_config.max_source_positions)
+
+
+@register_model("MoonshineForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    SpeechMultiModalProcessor, info=MoonshineInfo, dummy_inputs=SpeechDummyInputs
+)
+class Moonshine(Listener):
+    """Recordings of 64 seconds at most, which are encoded as long as they are."""
+
+    field = "input_values"
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.hf_config.max_position_embeddings)
+
+    @property
+    def max_encoder_len(self) -> int:
+        return count_moonshine_rows(MOONSHINE_SECONDS * 16_000)
