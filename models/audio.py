@@ -115,7 +115,7 @@ class Qwen2AudioMultiModalProcessor(GenericMultiModalProcessor):
     Qwen2AudioMultiModalProcessor, info=Qwen2AudioInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class Qwen2Audio(TransformersModel):
-    """Recordings in any number."""
+    """Recordings in any number; of each the model hears the first 30 seconds."""
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows [rows, hidden] of each recording.

@@ -75,6 +75,10 @@ class OmniInfo(GenericProcessingInfo):
             return_tensors="pt",
         )
         contents, known = self.unwrap("video", [item])
+        header = item.header
+        if merged["videos_kwargs"].get("fps") is None and header.fps:
+            # HF takes it that two frames were chosen of each second, if nobody says otherwise.
+            known["fps"] = header.fps * header.num_frames / header.num_source_frames
         merged["videos_kwargs"] = {**merged["videos_kwargs"], **known}
         merged["load_audio_from_video"] = False
         outputs, (text,) = processor._process_videos(contents, **merged)
