@@ -32,7 +32,10 @@ from aioengine.models.attention import Attention, attach_slot
 from aioengine.models.loading import build_on_meta, load_config
 from aioengine.models.molmo import Molmo, MolmoConfig, MolmoProcessingInfo
 from aioengine.models.molmo_model import MolmoForCausalLM, MolmoVisionBackbone
+from aioengine.pool import _describe_setup
+from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from aioengine.processors.molmo import NO_TOKEN, MolmoImageProcessor, MolmoProcessor
+from aioengine.worker import _make_processor
 from tests.processors.conftest import make_tokenizer
 from tests.tiny import draw_weights, tiny_image
 
@@ -562,10 +565,16 @@ async def test_chat_messages(folder: Path) -> None:
             await engine.generate([{"role": "system", "content": "Be nice."}], PARAMS)
 
 
-@pytest.mark.parametrize("model", ["qwen"], indirect=True)
-async def test_in_a_worker_process(model: Model) -> None:
-    async with engine_for(model.folder, processor_workers="process:1") as engine:
-        await check_all(engine, model.cases[:1])
+async def test_a_worker_process_makes_the_same_processor(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        own = engine.processor
+        setup = json.loads(json.dumps(_describe_setup(folder, engine.config, own, 1)))
+        made = _make_processor(setup)
+        assert type(made) is type(own)
+        assert type(made.info.get_hf_config()) is MolmoConfig
+        images = MultiModalDataItems({"image": ImageProcessorItems([tiny_image(4)])})
+        ((item,), (expected,)) = (each.process(images, {})["image"] for each in (made, own))
+        assert all(torch.equal(item[name], expected[name]) for name in expected)
 
 
 async def test_what_is_refused(folder: Path) -> None:
