@@ -238,6 +238,8 @@ class InternVLChatModule(InternVLForConditionalGeneration):  # type: ignore[misc
 class InternVLChatProcessingInfo(GenericProcessingInfo):
     """An HF processor made of the model's config, and how pictures are cut up."""
 
+    placeholders_are_text = True
+
     @classmethod
     def load_hf_processor(
         cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any

@@ -123,7 +123,8 @@ def check_placeholders(info: BaseProcessingInfo) -> None:
     for modality in info.get_supported_mm_limits():
         tokenizer = info.get_tokenizer()
         token = getattr(info.get_hf_processor(), f"{modality}_token", None)
-        if isinstance(token, str) and not _knows(tokenizer, token):
+        is_token = isinstance(token, str) and not info.placeholders_are_text
+        if is_token and not _knows(tokenizer, str(token)):
             raise _lacks(info, f"token {token!r}", modality)
         for name in (f"{modality}_token_id", f"{modality}_token_index"):
             token_id = getattr(info.get_hf_config(), name, None)

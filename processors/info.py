@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 from PIL import Image
 
@@ -146,6 +146,9 @@ def _generation_config(source: str, hf_config: Any, revision: str | None) -> Any
 
 class BaseProcessingInfo(ABC):
     """What layout and admission need to know about a family's processing."""
+
+    placeholders_are_text: ClassVar[bool] = False
+    """Whether what stands for an item is ordinary text, of which the tokenizer has no token."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
         self.ctx = ctx

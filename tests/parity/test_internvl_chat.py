@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from aioengine import Prompt
 from aioengine.errors import InvalidRequestError, ModelLoadError
@@ -26,7 +27,6 @@ from aioengine.models.internvl_chat import InternVLChatConfig
 from aioengine.processors.internvl_chat import InternVLChatImageProcessor, InternVLChatProcessor
 from tests.parity.families import TEXT, Family, cases, id_of, vocabulary
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
-from tests.processors.hf_processors import tokenizer_with
 from tests.tiny import draw_weights, tiny_image
 
 SIDE, PATCH, MOST = 56, 14, 6
@@ -71,8 +71,26 @@ KINDS = {
 
 
 def internvl_tokenizer() -> Any:
-    """`<image>` is ordinary text in it, and merges with what stands beside it."""
-    return tokenizer_with("<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>")
+    """Byte-level, as Qwen2's: `<image>` is ordinary text in it, and merges with what is beside."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = ("USER: <image>\nWhat is it?\n\nASSISTANT: story.>\n", "First <image> then.> same?")
+    tokenizer.train_from_iterator(corpus * 9, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokens = ["<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens(tokens)
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
 
 
 def processor_of(kind: Kind) -> Any:
@@ -312,6 +330,13 @@ def test_the_weights_have_the_published_names(model: Model) -> None:
         for layer in range(3)
     }
     assert load_file(model.folder / "model.safetensors").keys() == expected
+
+
+def test_the_placeholder_is_ordinary_text() -> None:
+    tokenizer = internvl_tokenizer()
+    assert tokenizer.convert_tokens_to_ids("<image>") is None
+    around = tokenizer.tokenize("it <image>\nWhat")
+    assert not set(tokenizer.tokenize("<image>")) <= set(around)  # some have merged
 
 
 @pytest.mark.parametrize("model", ["qwen2-6b"], indirect=True)

@@ -77,7 +77,7 @@ def test_tiles(size: tuple[int, int], grid: tuple[int, int], thumbnail: bool) ->
 
 
 def test_text() -> None:
-    """`<image>` is no token, wherever it stands; what it becomes is."""
+    """What each picture becomes, in its order."""
     tokenizer: Any = tokenizer_with("<img>", "</img>", "<IMG_CONTEXT>")
     pictures = InternVLChatImageProcessor(size={"height": SIDE, "width": SIDE}, max_dynamic_patch=2)
     processor = InternVLChatProcessor(pictures, tokenizer, num_image_token=3)
