@@ -79,20 +79,17 @@ def tokenizer_from_ranks(ranks: Mapping[bytes, int], special_tokens: Sequence[st
     `ranks`: each token's bytes and its id, which together count up from 0; `special_tokens` get the
     ids that follow. Raises ValueError where the ids do not.
     """
-    letters = bytes_to_unicode()
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("the ranks do not count up from 0")
-
-    def spell(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
+    # A letter for each byte, as byte-level tokenizers have them.
+    letters = bytes_to_unicode()
+    vocab = {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
     merges = [
-        (spell(token[:cut]), spell(token[cut:]))
-        for token in sorted(ranks, key=ranks.__getitem__)
+        (token[:cut], token[cut:])
+        for token in sorted(vocab, key=vocab.__getitem__)
         for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
+        if token[:cut] in vocab and token[cut:] in vocab
     ]
-    vocab = {spell(token): rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=True))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

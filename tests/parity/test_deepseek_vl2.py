@@ -23,12 +23,19 @@ from aioengine import Embeddings, Prompt
 from aioengine.errors import InvalidRequestError, ModelLoadError, PlaceholderMismatchError
 from aioengine.models.deepseek_vl2 import DeepseekVL2, DeepseekVLV2ForCausalLM
 from aioengine.models.deepseek_vl2_language import DeepseekLanguageModel
-from aioengine.models.deepseek_vl2_processing import DeepseekLanguageConfig, DeepseekVL2Config
+from aioengine.models.deepseek_vl2_processing import (
+    DeepseekLanguageConfig,
+    DeepseekVL2Config,
+    DeepseekVL2ProcessingInfo,
+)
 from aioengine.processors.deepseek_vl2 import (
     DeepseekVL2Processor,
     load_deepseek_tokenizer,
     select_best_resolution,
 )
+from aioengine.processors.info import load_context
+from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from tests.parity.families import Case
 from tests.parity.whole import (
     PARAMS,
@@ -378,6 +385,36 @@ def test_rows_lie_as_the_tiles_do() -> None:
     assert (rows - torch.stack(wanted)).abs().max() < 1e-12
 
 
+def test_pictures_of_as_many_tiles_share_an_encoder_run(tmp_path: Path) -> None:
+    """Four tiles beside each other, and two above two."""
+    save(build(settings_of("tiny")), settings_of("tiny"), tmp_path)
+    config = DeepseekVL2Config.from_pretrained(tmp_path)
+    model = DeepseekVL2.load(tmp_path, hf_config=config, dtype=torch.float64, device="cpu")
+    context = load_context(tmp_path, hf_config=config, info=DeepseekVL2ProcessingInfo)
+    front = MULTIMODAL_REGISTRY.create_processor(DeepseekVL2, context)
+    images = [tiny_image(i).resize(size) for i, size in enumerate([(90, 20), (40, 40)])]
+    items = front.process(MultiModalDataItems({"image": ImageProcessorItems(images)}), {})["image"]
+    assert [item["pixel_values"].shape[0] for item in items] == [5, 5]
+    assert [item["images_spatial_crop"].tolist() for item in items] == [[4, 1], [2, 2]]
+    with torch.inference_mode():
+        together = model.encode("image", items)
+        alone = [model.encode("image", [item])[0] for item in items]
+    assert [len(rows) for rows in together] == [7 + 2 * 9, 7 + 4 * 5]
+    for one, other in zip(together, alone, strict=True):
+        assert (one - other).abs().max() < 1e-10
+
+
+@torch.inference_mode()
+def test_grouped_products_are_the_experts_one_by_one() -> None:
+    """What an accelerator runs, and what a CPU does."""
+    ours = draw(DeepseekLanguageModel(DeepseekLanguageConfig.from_dict(MODELS["small"])))
+    experts = ours.model.layers[1].mlp.experts.bfloat16()
+    taken = torch.randn(17, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counts = torch.tensor([3, 0, 5, 0, 0, 8, 1, 0])
+    wanted = experts._one_by_one(taken, counts)
+    assert torch.allclose(experts._grouped(taken, counts), wanted, rtol=0.02, atol=0.02)
+
+
 # The published configs' settings, as far as they say how large something is.
 PUBLISHED_VISION = {
     "layers": 27, "mlp_ratio": 3.7362, "model_name": "siglip_so400m_patch14_384",
@@ -569,9 +606,12 @@ def test_the_cases_differ(model: Model) -> None:
     assert len({token for case in model.cases for token in case.expected}) > 6
 
 
+BUDGETS = {"tiny": (1024, 13, 5), "small": (13,), "base": (1024, 5, 1)}
+
+
 @pytest.mark.parametrize(
     ("model", "budget"),
-    [*itertools.product(["tiny", "base"], [1024, 13, 5, 1]), ("small", 1024), ("small", 5)],
+    [(name, budget) for name, budgets in BUDGETS.items() for budget in budgets],
     indirect=["model"],
 )
 async def test_tokens_equal_a_plain_forward(model: Model, budget: int) -> None:
