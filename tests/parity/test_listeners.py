@@ -1,0 +1,219 @@
+"""Whisper and Moonshine: greedy tokens equal transformers' `generate`, in float64."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
+from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.processors.speech import whisper_prompt
+from tests.parity.audio_families import RATE, resampled, sound, wav
+from tests.parity.families import MAX_TOKENS
+from tests.processors.conftest import make_tokenizer
+from tests.tiny import draw_weights
+
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+SOUNDS = tuple(sound(seed, seconds) for seed, seconds in enumerate((0.6, 1.0, 0.3, 0.9)))
+WORDS = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>",
+         "<|translate|>", "<|notimestamps|>", "<|0.00|>")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Saved:
+    """`asked`: decoder prompts and the recordings they are asked about."""
+
+    name: str
+    folder: Path
+    asked: list[tuple[str, int]]
+    expected: list[tuple[int, ...]]
+
+
+def tokenizer_for(name: str) -> Any:
+    plain = make_tokenizer("bytes")
+    saved = json.loads(plain.backend_tokenizer.to_str())["model"]
+    if name == "moonshine":
+        return plain
+    vocab = {**saved["vocab"], **{word: len(saved["vocab"]) + i for i, word in enumerate(WORDS)}}
+    merges = [tuple(merge) for merge in saved["merges"]]
+    tokenizer = hf.WhisperTokenizer(vocab=vocab, merges=merges)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(WORDS[1:7])})
+    return tokenizer
+
+
+def whisper(tokenizer: Any) -> tuple[Any, Any]:
+    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in WORDS}
+    config = hf.WhisperConfig(
+        vocab_size=len(tokenizer) + 3, d_model=48, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
+        decoder_ffn_dim=96, max_source_positions=50, max_target_positions=64, num_mel_bins=16,
+        pad_token_id=ids["<|endoftext|>"], bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=ids["<|endoftext|>"], decoder_start_token_id=ids["<|startoftranscript|>"],
+    )  # fmt: skip
+    model = hf.WhisperForConditionalGeneration(config)
+    settings = model.generation_config
+    settings.is_multilingual, settings.language, settings.task = True, "en", "transcribe"
+    settings.lang_to_id = {"<|en|>": ids["<|en|>"], "<|de|>": ids["<|de|>"]}
+    settings.task_to_id = {each: ids[f"<|{each}|>"] for each in ("transcribe", "translate")}
+    settings.no_timestamps_token_id = ids["<|notimestamps|>"]
+    settings.return_timestamps = False
+    settings._from_model_config = False  # else its own words are not read back
+    settings.suppress_tokens = [7, 8, 9, *(ids[word] for word in WORDS[1:6])]
+    settings.begin_suppress_tokens = [20, 21, ids["<|endoftext|>"]]
+    extractor = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    return model, extractor
+
+
+def moonshine(tokenizer: Any) -> tuple[Any, Any]:
+    config = hf.MoonshineConfig(
+        vocab_size=len(tokenizer) + 3, hidden_size=48, intermediate_size=96,
+        encoder_num_hidden_layers=2, decoder_num_hidden_layers=2, encoder_num_attention_heads=4,
+        decoder_num_attention_heads=4, encoder_num_key_value_heads=4, decoder_num_key_value_heads=4,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    model = hf.MoonshineForConditionalGeneration(config)
+    return model, hf.Wav2Vec2FeatureExtractor(do_normalize=False)
+
+
+def draw(model: torch.nn.Module) -> None:
+    """Wider where the decoder listens."""
+    draw_weights(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "encoder_attn." in name or "encoder.conv" in name:
+                weight *= 4
+
+
+@torch.inference_mode()
+def expect(model: Any, extractor: Any, tokenizer: Any, text: str, samples: Any) -> tuple[int, ...]:
+    inputs = dict(extractor([samples], sampling_rate=RATE, return_tensors="pt"))
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    given: dict[str, Any] = {}
+    if text:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = model.generation_config.decoder_start_token_id
+        given["decoder_input_ids"] = torch.tensor([ids if ids[0] == start else [start, *ids]])
+    output = model.generate(**inputs, **given, do_sample=False, max_new_tokens=MAX_TOKENS)
+    tokens = output[0].tolist()
+    if text:
+        tokens = (
+            tokens[given["decoder_input_ids"].shape[1] :] if len(tokens) > MAX_TOKENS else tokens
+        )
+    elif isinstance(model, hf.MoonshineForConditionalGeneration):
+        tokens = tokens[1:]
+    return tuple(tokens[-MAX_TOKENS:])
+
+
+@pytest.fixture(scope="module", params=["whisper", "moonshine"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    tokenizer = tokenizer_for(name)
+    with torch.random.fork_rng(devices=[]):
+        model, extractor = (whisper if name == "whisper" else moonshine)(tokenizer)
+    draw(model)
+    model = model.double().eval().requires_grad_(False)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    extractor.save_pretrained(folder)
+    processor = "WhisperProcessor" if name == "whisper" else "Wav2Vec2Processor"
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": processor}))
+    other = whisper_prompt("de", "translate") if name == "whisper" else "tell a"
+    asked = [("", 0), ("", 1), ("", 2), (other, 0), (other, 3), (other + "tell a story", 3)]
+    expected = [expect(model, extractor, tokenizer, text, SOUNDS[index]) for text, index in asked]
+    return Saved(name, folder, asked, expected)
+
+
+def engine_for(saved: Saved, **more: Any) -> AsyncEngine:
+    sizes = {"device": "cpu", "block_size": 4, "kv_cache_bytes": 8 << 20}
+    return AsyncEngine.from_pretrained(saved.folder, **{**sizes, **more})
+
+
+async def check_all(engine: AsyncEngine, saved: Saved) -> None:
+    outputs = await asyncio.gather(
+        *(
+            engine.generate(text, PARAMS, audios=[(SOUNDS[index], RATE)])
+            for text, index in saved.asked
+        )
+    )
+    assert [output.token_ids for output in outputs] == saved.expected
+
+
+def test_the_cases_differ(saved: Saved) -> None:
+    assert len(set(saved.expected)) >= 4
+    assert len({token for tokens in saved.expected for token in tokens}) >= 5
+
+
+@pytest.mark.parametrize("budget", [512, 5, 1])
+async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
+    async with engine_for(saved, max_num_batched_tokens=budget) as engine:
+        await check_all(engine, saved)
+        before = engine.statistics()
+        assert before.encoder_items_run == len({index for _, index in saved.asked})
+        await check_all(engine, saved)
+        now = engine.statistics()
+        assert now.encoder_items_run == before.encoder_items_run
+        assert now.kv_blocks_free == now.kv_blocks_total
+
+
+async def test_without_a_prefix_cache(saved: Saved) -> None:
+    async with engine_for(saved, enable_prefix_caching=False) as engine:
+        await check_all(engine, saved)
+        await check_all(engine, saved)
+
+
+async def test_other_forms_of_a_recording(saved: Saved) -> None:
+    text, index = saved.asked[0]
+    (samples, expected) = SOUNDS[index], saved.expected[0]
+    async with engine_for(saved) as engine:
+        output = await engine.generate(text, PARAMS, audios=[wav(samples)])
+        assert output.token_ids == expected
+        output = await engine.generate(
+            Prompt(decoder_text=text, media={"audio": [(samples, RATE)]}), PARAMS
+        )
+        assert output.usage.prompt_tokens == len(output.prompt_token_ids)
+        (rows,) = [r for r in engine._parts.runner._rows.values()][:1]
+        output = await engine.generate(text, PARAMS, audios=[Embeddings(rows)])
+        assert output.token_ids == expected
+        fast = sound(9, 0.5, 48_000)
+        one = await engine.generate(text, PARAMS, audios=[(fast, 48_000)])
+        two = await engine.generate(text, PARAMS, audios=[(resampled(fast, 48_000), RATE)])
+        assert one.token_ids == two.token_ids
+
+
+async def test_what_cannot_be_heard_is_refused(saved: Saved) -> None:
+    long = np.zeros(70 * RATE, np.float32)
+    recording = (SOUNDS[0], RATE)
+    async with engine_for(saved) as engine:
+        with pytest.raises(MediaError, match="cut_windows"):
+            await engine.generate("", PARAMS, audios=[(long, RATE)])
+        beginning = Prompt(text="", mm_processor_kwargs={"truncation": True})
+        cut = await engine.generate(beginning, PARAMS, audios=[(long, RATE)])
+        most = (1 if saved.name == "whisper" else 64) * RATE
+        same = await engine.generate("", PARAMS, audios=[(long[:most], RATE)])
+        assert cut.token_ids == same.token_ids
+        for prompt, audios in (
+            ("", []),
+            ("", [recording, recording]),
+            (Prompt(text="a", decoder_text="b"), [recording]),
+            (Prompt(encoder_text="a"), [recording]),
+        ):
+            with pytest.raises(InvalidRequestError):
+                await engine.generate(prompt, PARAMS, audios=audios)
+
+
+@pytest.mark.parametrize("saved", ["moonshine"], indirect=True)
+async def test_too_few_samples(saved: Saved) -> None:
+    async with engine_for(saved) as engine:
+        with pytest.raises(MediaError, match="too short"):
+            await engine.generate("", PARAMS, audios=[(SOUNDS[0][:100], RATE)])
