@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from aioengine.errors import ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.loading import build_on_meta
 from aioengine.models.probe import LayerSpec
@@ -67,9 +68,18 @@ class DefinedModel(TransformersModel):
 
     @classmethod
     def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
-        """See `TransformersModel.probe`."""
+        """See `TransformersModel.probe`. The definition is built here for the first time."""
         shell = cls.__new__(cls)
-        shell.model = build_on_meta(cls.definition, hf_config)
+        try:
+            shell.model = build_on_meta(cls.definition, hf_config)
+        except ModelLoadError:
+            raise
+        # Whatever a definition raises for settings that cannot be, they are the checkpoint's.
+        except Exception as error:
+            raise ModelLoadError(
+                f"{cls.definition.__name__} cannot be built of this config.json: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         shell.model.config = shell.hf_config = hf_config
         shell.text_config = hf_config.get_text_config(decoder=True)
         return shell.layers()

@@ -126,9 +126,7 @@ class MolmoProcessingInfo(BaseProcessingInfo):
         """Of the sizes that fill their crops, one with the most rows."""
         images = self.get_image_processor()
         geometry = images.with_options(self.ctx.mm_processor_kwargs)
-        most = geometry.max_crops
-        tilings = [(n, m) for n in range(1, most + 1) for m in range(1, most // n + 1)]
-        rows, columns = max(map(geometry.canvas, tilings), key=lambda size: size[0] * size[1])
+        rows, columns = max(geometry.canvases(), key=lambda size: size[0] * size[1])
         return ImageSize(columns * geometry.patch_size, rows * geometry.patch_size)
 
     def get_mm_max_tokens_per_item(

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
@@ -67,21 +66,7 @@ class Molmo2ProcessingInfo(GenericProcessingInfo):
         return Molmo2Processor.from_args_and_dict(parts, {**settings, **kwargs}, **rest)
 
     def _dummies(self, modality: str, settings: Mapping[str, Any]) -> Iterator[Any]:
-        """The size that fills the canvas with the most tokens."""
-        images = self.get_part(modality)
-        geometry = images.geometry(settings)
-        most, size = geometry.max_crops, geometry.patch_size
-        tilings = [(n, m) for n in range(1, most + 1) for m in range(1, most // n + 1)]
-        canvases = [
-            (rows * size, columns * size) for rows, columns in map(geometry.canvas, tilings)
-        ]
-
-        def num_tokens(canvas: tuple[int, int]) -> int:
-            (low, across, rows, columns), _ = images.get_image_grid_and_crops(*canvas, settings)
-            return int(low * across + rows * columns)
-
-        height, width = max(canvases, key=num_tokens)
-        yield Image.new("RGB", (width, height), (255, 255, 255))
+        yield self.get_part(modality).largest_picture(settings)
 
 
 class Molmo2MultiModalProcessor(GenericMultiModalProcessor):

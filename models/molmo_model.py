@@ -266,6 +266,7 @@ class MolmoForCausalLM(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        _check(config)
         self.num_new_rows = config.additional_vocab_size
         self.model = nn.Module()
         self.model.transformer = MolmoTransformer(config)
@@ -324,6 +325,28 @@ class MolmoForCausalLM(nn.Module):
 
         loaded = copy_weights(self, others())
         return loaded if left else loaded | {"model.transformer.wte.weight"}
+
+
+def _check(config: Any) -> None:
+    """Raise ModelLoadError for settings of other models than those that are built here."""
+    experts = [name for name in vars(config) if name.startswith("moe_")]
+    if experts:
+        raise ModelLoadError(f"MolmoE, which has experts ({experts[0]}), is not built")
+    if config.layer_norm_type != "rms" or config.weight_tying:
+        raise ModelLoadError(
+            f"layer_norm_type {config.layer_norm_type!r} and weight_tying {config.weight_tying} "
+            "are not built: 'rms' and False are"
+        )
+    num_layers = config.image_num_layers
+    if not config.vit_layers or not all(-num_layers <= n < num_layers for n in config.vit_layers):
+        raise ModelLoadError(
+            f"vit_layers {list(config.vit_layers)} are not among the tower's {num_layers} layers"
+        )
+    if config.hidden_size % (2 * config.num_attention_heads) or config.additional_vocab_size < 1:
+        raise ModelLoadError(
+            f"hidden_size {config.hidden_size} in {config.num_attention_heads} heads, and "
+            f"additional_vocab_size {config.additional_vocab_size}, cannot be"
+        )
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

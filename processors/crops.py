@@ -70,6 +70,11 @@ class CropGeometry:
         rows, columns = (count * self.window_patches + sum(self.margins) for count in tiling)
         return rows, columns
 
+    def canvases(self) -> list[tuple[int, int]]:
+        """Of all numbers of crops that there may be."""
+        most = self.max_crops
+        return [self.canvas((n, m)) for n in range(1, most + 1) for m in range(1, most // n + 1)]
+
     def cut(self, canvas: Tensor, tiling: tuple[int, int]) -> Tensor:
         """[channels, height, width] -> the crops [n, channels, edge, edge], row by row."""
         size, step = self.crop_size, self.window_size

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import BatchFeature
@@ -93,6 +94,19 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         side = geometry.crop_patches
         edges = ((side, down), (side, across), (rows, down), (columns, across))
         return [math.ceil(edge / step) for edge, step in edges], 1 + tiling[0] * tiling[1]
+
+    def largest_picture(self, options: Mapping[str, Any]) -> Image.Image:
+        """A white one that fills its crops and takes the most tokens."""
+        geometry = self.geometry(options)
+        size = geometry.patch_size
+        canvases = [(rows * size, columns * size) for rows, columns in geometry.canvases()]
+
+        def num_tokens(canvas: tuple[int, int]) -> int:
+            (low, across, rows, columns), _ = self.get_image_grid_and_crops(*canvas, options)
+            return low * across + rows * columns
+
+        height, width = max(canvases, key=num_tokens)
+        return Image.new("RGB", (width, height), (255, 255, 255))
 
     def _preprocess(self, images: list[Any], return_tensors: Any = None, **options: Any) -> Any:
         made = [self._one(torch.from_numpy(np.ascontiguousarray(each)), options) for each in images]

@@ -621,8 +621,19 @@ def test_checkpoints_that_are_not_what_they_say(folder: Path) -> None:
     ):
         with pytest.raises(ModelLoadError, match=r"preprocessor_config\.json"):
             load(**change)
-    with pytest.raises(ModelLoadError, match="image_num_pos"):
-        build_on_meta(MolmoForCausalLM, tiny_config(image_num_pos=66))
+    for settings, message in (
+        ({"image_num_pos": 66}, "image_num_pos"),
+        ({"moe_num_experts": 64}, "experts"),
+        ({"layer_norm_type": "default"}, "layer_norm_type"),
+        ({"vit_layers": [3]}, "vit_layers"),
+        ({"vit_layers": []}, "vit_layers"),
+        ({"num_attention_heads": 5}, "5 heads"),
+        ({"num_attention_heads": 0}, "cannot be built"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads|num_kv_heads"),
+        ({"hidden_size": -48}, "cannot be"),
+    ):
+        with pytest.raises(ModelLoadError, match=message):
+            Molmo.probe(tiny_config(**settings))
     with pytest.raises(ModelLoadError, match="no <im_patch>"):
         MolmoProcessor(MolmoImageProcessor(), make_tokenizer("bytes"))
     weights = published(drawn(tiny_config()))
