@@ -241,6 +241,14 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
     placeholders_are_text = True
 
     @classmethod
+    def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
+        if hf_config.text_config.architectures == ["InternLM2ForCausalLM"]:
+            from aioengine.processors.spm import load_internlm2_tokenizer
+
+            return load_internlm2_tokenizer(source, options.get("revision"))
+        return super().load_tokenizer(source, hf_config, options)
+
+    @classmethod
     def load_hf_processor(
         cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
     ) -> Any:

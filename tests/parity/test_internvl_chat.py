@@ -23,10 +23,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from aioengine import Prompt
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models.internvl_chat import InternVLChatConfig
+from aioengine.models.internvl_chat import InternVLChat, InternVLChatConfig
+from aioengine.processors.info import load_context
 from aioengine.processors.internvl_chat import InternVLChatImageProcessor, InternVLChatProcessor
+from aioengine.processors.items import (
+    ImageHeader,
+    ImageProcessorItems,
+    ImageSize,
+    MultiModalDataItems,
+)
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from tests.parity.families import TEXT, Family, cases, id_of, vocabulary
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
+from tests.processors.test_spm import write_folder
 from tests.tiny import draw_weights, tiny_image
 
 SIDE, PATCH, MOST = 56, 14, 6
@@ -403,3 +412,27 @@ def test_defaults_of_configs_are_the_published_class_s(tmp_path: Path) -> None:
     assert vision.use_qk_norm and vision.norm_type == "rms_norm" and not vision.attention_bias
     assert tuple(vision.image_size) == (224, 224) and config.max_dynamic_patch == 6
     assert config.image_seq_length == 64
+
+
+def test_a_folder_with_internlm2_s_tokenizer(tmp_path: Path) -> None:
+    """tokenizer.model only, for which transformers would run the checkpoint's code."""
+    first = write_folder(tmp_path)
+    tokens = ("<img>", "<IMG_CONTEXT>", "</img>")
+    added = {token: first + i for i, token in enumerate(tokens)}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    settings = settings_of(KINDS["internlm2"], internvl_tokenizer())
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = InternVLChatConfig.from_pretrained(tmp_path)
+    assert (config.image_token_id, config.turn_end_id) == (first + 1, 3)
+    info = MULTIMODAL_REGISTRY.find_info(InternVLChat)
+    context = load_context(tmp_path, hf_config=config, info=info)
+    processor = MULTIMODAL_REGISTRY.create_processor(InternVLChat, context)
+    header = ImageHeader(ImageSize(2 * SIDE, SIDE), "RGB")
+    items = MultiModalDataItems({"image": ImageProcessorItems([header])})
+    layout = processor.layout("in<image>\nthe cat", items, {})
+    rows = [first, *[first + 1] * (3 * 4), first + 2]
+    tokenizer = processor.info.get_tokenizer()
+    before, after = (tokenizer.encode(t, add_special_tokens=False) for t in ("in", "\nthe cat"))
+    assert layout.token_ids == [1, *before, *rows, *after]
+    (placed,) = layout.placeholders["image"]
+    assert placed.num_embeds == 12
