@@ -31,6 +31,7 @@ __all__ = ["SmolVLMProcessor", "SmolVLMVideoProcessor", "load_smolvlm_processor"
 _COMPARED = ((5, 19), (5, 23))
 """The first and last minor version of transformers with which videos were compared."""
 
+_VIDEO_IN_CHATS = "{% elif line['type'] == 'video' %}{{ '<video>' }}"
 _LARGEST_SIDE = 4096
 _UNKNOWN_FPS = 24
 # fmt: off
@@ -50,7 +51,8 @@ def load_smolvlm_processor(source: str, options: Mapping[str, Any], **kwargs: An
     under a version of transformers whose own was not compared. Raises what transformers raises.
     """
     if is_torchvision_available() and is_num2words_available():
-        return transformers.AutoProcessor.from_pretrained(source, **options, **kwargs)
+        own = transformers.AutoProcessor.from_pretrained(source, **options, **kwargs)
+        return _with_videos_in_chats(own)
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     videos = None
     if _COMPARED[0] <= release <= _COMPARED[1]:
@@ -62,7 +64,21 @@ def load_smolvlm_processor(source: str, options: Mapping[str, Any], **kwargs: An
         videos,
     ]
     settings, rest = SmolVLMProcessor.get_processor_dict(source, **options)
-    return SmolVLMProcessor.from_args_and_dict(parts, {**settings, **kwargs}, **rest)
+    processor = SmolVLMProcessor.from_args_and_dict(parts, {**settings, **kwargs}, **rest)
+    return _with_videos_in_chats(processor)
+
+
+def _with_videos_in_chats(processor: Any) -> Any:
+    """The published chat template forgets videos; transformers has one that differs in that only.
+
+    It takes that for conversations with a video, and so it is taken here, unless a checkpoint has
+    another template.
+    """
+    template = processor.chat_template or processor.tokenizer.chat_template
+    better = texts.DEFAULT_CHAT_TEMPLATE
+    if isinstance(template, str) and template.strip() == better.replace(_VIDEO_IN_CHATS, ""):
+        processor.chat_template = better
+    return processor
 
 
 def to_words(number: int) -> str:

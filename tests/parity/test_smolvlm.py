@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import transformers as hf
+from transformers.models.smolvlm import processing_smolvlm
 
 from aioengine.errors import MediaError
 from aioengine.processors import smolvlm
@@ -115,3 +118,30 @@ async def test_versions_that_were_not_compared(
         case = replace(model.videos[0])
         with pytest.raises(MediaError, match="torchvision"):
             await engine.generate(case.text, PARAMS, videos=case.videos)
+
+
+PUBLISHED_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+async def test_videos_in_chats(model: Model, tmp_path: Path) -> None:
+    """The published template has no place for them; transformers' own for that case has."""
+    shutil.copytree(model.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(PUBLISHED_TEMPLATE)
+    content = [
+        {"type": "video", "video": model.videos[0].videos[0]},
+        {"type": "image", "image": model.cases[0].images[0]},
+        {"type": "text", "text": "What happens?"},
+    ]
+    async with engine_for(tmp_path) as engine:
+        found = engine.processor.info.get_hf_processor().chat_template
+        assert found == processing_smolvlm.DEFAULT_CHAT_TEMPLATE != PUBLISHED_TEMPLATE
+        output = await engine.generate([{"role": "user", "content": content}], PARAMS)
+        text = engine.tokenizer.decode(output.prompt_token_ids)
+        assert text.count("Frame from") == 3 and text.index("Frame from") < text.index("What")
+        assert output.usage.encoder_items == 2
