@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from aioengine.processors.internvl_chat import (
     choose_grid,
     grids,
 )
+from tests.parity.test_families import PARAMS, engine_for
+from tests.parity.test_internvl_chat import KINDS, save_original
 from tests.processors.hf_processors import tokenizer_with
 from tests.tiny import tiny_image
 
@@ -87,3 +90,31 @@ def test_text() -> None:
     expected = f"a<img>{rows * 2}</img>.<img>{rows}</img>\n\nb"
     assert outputs["input_ids"][0].tolist() == tokenizer(expected)["input_ids"]
     assert outputs["pixel_values"].shape == (3, 3, SIDE, SIDE) and "num_patches" not in outputs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An original checkpoint with its chat template."""
+    save_original(KINDS["internlm2"], tmp_path)
+    template = (
+        "{{ bos_token }}{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + "
+        "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return tmp_path
+
+
+async def test_chat_messages(folder: Path) -> None:
+    """A published template takes texts only; what a user writes is no picture's place."""
+    content = [
+        {"type": "image", "image": tiny_image(0).resize((60, 60))},
+        {"type": "text", "text": "What is <image>?"},
+    ]
+    async with engine_for(folder) as engine:
+        output = await engine.generate([{"role": "user", "content": content}], PARAMS)
+        rows = "<IMG_CONTEXT>" * 4
+        assert engine.tokenizer.decode(output.prompt_token_ids) == (
+            f"<s><|im_start|>user\n<img>{rows}</img>\nWhat is <image>?<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
