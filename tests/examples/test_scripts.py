@@ -24,6 +24,7 @@ WANTED = [
     "many",
     "stream",
     "structured",
+    "transcribe",
     "two_engines",
 ]
 MAX_LINES = 40

@@ -19,6 +19,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if HERE in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.real)
+        item.add_marker(pytest.mark.timeout(300))  # transformers runs beside the engine
     if "real" not in config.getoption("markexpr"):
         items[:] = [item for item in items if item not in ours]
         config.hook.pytest_deselected(items=ours)
