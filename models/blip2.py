@@ -2,7 +2,7 @@
 
 Li et al., "BLIP-2: Bootstrapping Language-Image Pre-training with Frozen Image Encoders and Large
 Language Models" (2023). The answers stand before the prompt's first token, and nothing in the text
-stands for a picture. The T5 decoder of the larger ones is not built yet.
+stands for a picture. Over T5 they stand before what its encoder reads: blip2_t5.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
-from aioengine.processors.info import (
-    BaseDummyInputsBuilder,
-    BaseProcessingInfo,
-    ProcessingContext,
-    ProcessorInputs,
-)
+from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
@@ -32,15 +27,7 @@ __all__ = ["Blip2", "Blip2DummyInputsBuilder", "Blip2MultiModalProcessor", "Blip
 
 
 class Blip2ProcessingInfo(BaseProcessingInfo):
-    """One picture in a prompt. Raises ModelLoadError for decoders that are not built."""
-
-    def __init__(self, ctx: ProcessingContext) -> None:
-        super().__init__(ctx)
-        if self.get_hf_config().text_config.is_encoder_decoder:
-            raise ModelLoadError(
-                "BLIP-2 with an encoder-decoder language model (T5) is not supported yet; take a "
-                "checkpoint with OPT"
-            )
+    """One picture in a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
@@ -119,6 +106,20 @@ class Blip2MultiModalProcessor(BaseMultiModalProcessor):
 )
 class Blip2(TransformersModel):
     """A whole language model inside, whose decoder is one level further down."""
+
+    @classmethod
+    def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:
+        """The class for T5 where that is the language model; other encoders are not built."""
+        kind = hf_config.text_config.model_type
+        if not hf_config.text_config.is_encoder_decoder:
+            return cls
+        if kind != "t5":
+            raise ModelLoadError(
+                f"BLIP-2 over {kind!r} is not supported; take a checkpoint with OPT or T5"
+            )
+        from aioengine.models.blip2_t5 import Blip2T5  # which is built on this file
+
+        return Blip2T5
 
     def decoder(self) -> nn.Module:
         decoder: nn.Module = self.model.language_model.get_decoder()

@@ -29,6 +29,7 @@ _SHIPPED = {
     "ChameleonForConditionalGeneration": "aioengine.models.chameleon",
     "DeepseekVLForConditionalGeneration": "aioengine.models.generic",
     "DeepseekVLV2ForCausalLM": "aioengine.models.deepseek_vl2",
+    "Florence2ForConditionalGeneration": "aioengine.models.florence2",
     "FuyuForCausalLM": "aioengine.models.fuyu",
     "GPT2LMHeadModel": "aioengine.models.text",
     "Gemma2ForCausalLM": "aioengine.models.text",

@@ -126,9 +126,8 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
         decoder = halves.decoder
         if decoder is None:
             decoder = self.create_decoder_prompt(prompt, items)
-        encoder = halves.encoder
-        if encoder is None:
-            encoder = self.create_encoder_prompt(prompt, items)
+        read = prompt if halves.encoder is None else halves.encoder
+        encoder = self.create_encoder_prompt(read, items)
         layout = self.layout(encoder, items, mm_kwargs, outputs)
         return EncDecLayout(
             token_ids=layout.token_ids,

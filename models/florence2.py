@@ -1,0 +1,185 @@
+"""Florence-2: a DaViT tower, and a BART that reads what it saw before the words of a task.
+
+Xiao et al., "Florence-2: Advancing a Unified Representation for a Variety of Vision Tasks" (2023).
+A prompt is a task's token, `<OD>` or `<CAPTION>` say, with its text where the task takes one, or
+any other text; transformers' processor makes a sentence of it. Answers come as text, in which
+`<loc_123>` are coordinates: `post_process_generation` of transformers' processor makes boxes of
+them (`engine.processor.info.get_hf_processor()`), given text that was generated with
+`skip_special_tokens=False`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.models.bart import Bart
+from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.encdec_media import PictureReader
+from aioengine.models.loading import find_class
+from aioengine.models.registry import register_model
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.encdec import EncDecMultiModalProcessor
+from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
+from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.processor import TextOrTokens
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.updates import PromptReplacement, PromptUpdate
+
+__all__ = [
+    "Florence2",
+    "Florence2ConfigReader",
+    "Florence2DummyInputsBuilder",
+    "Florence2MultiModalProcessor",
+    "Florence2ProcessingInfo",
+]
+
+
+class Florence2ConfigReader:
+    """Reads config.json, and tells the checkpoints of the model's first release apart.
+
+    Their architecture has the same name, but it is code of their own with other weights.
+    """
+
+    @classmethod
+    def from_pretrained(cls, source: Any, **options: Any) -> Any:
+        """A transformers Florence2Config. Raises ModelLoadError for such a checkpoint."""
+        from transformers import Florence2Config
+
+        settings, _ = Florence2Config.get_config_dict(source, **options)
+        vision, text = (settings.get(name) or {} for name in ("vision_config", "text_config"))
+        if "dim_embed" in vision or text.get("model_type") == "florence2_language":
+            raise ModelLoadError(
+                "it is a checkpoint for Florence-2's own remote code; take its conversion to "
+                "transformers: florence-community/Florence-2-base, -large, -base-ft or -large-ft"
+            )
+        return Florence2Config.from_pretrained(source, **options)
+
+
+class Florence2ProcessingInfo(BaseProcessingInfo):
+    """One picture in a prompt, or none."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": 1}
+
+    def get_num_image_tokens(self) -> int:
+        """Encoder rows of any picture: all are resized to one size."""
+        return int(self.get_hf_processor().num_image_tokens)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        return {"image": self.get_num_image_tokens()}
+
+
+class Florence2DummyInputsBuilder(BaseDummyInputsBuilder):
+    """No text, and a white picture."""
+
+    info: Florence2ProcessingInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        images = self._get_dummy_images(width=448, height=448, num_images=mm_counts.get("image", 0))
+        return ProcessorInputs(prompt_text="", mm_data={"image": images})
+
+
+class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
+    """The encoder's prompt is the picture, then a sentence between `<s>` and `</s>`.
+
+    Without a picture it is the sentence alone. A prompt of token ids is read as it is, with the
+    picture before it if it holds no placeholder.
+    """
+
+    info: Florence2ProcessingInfo
+
+    def create_encoder_prompt(
+        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
+    ) -> TextOrTokens:
+        has_picture = bool(mm_items.get_all_counts().get("image"))
+        if isinstance(prompt, str):
+            text, tokenizer = self._sentence(prompt), self.info.get_tokenizer()
+            if has_picture:
+                image_token = self.info.get_hf_processor().image_token
+                text = f"{image_token}{tokenizer.bos_token}{text}{tokenizer.eos_token}"
+            return self.tokenize(text, add_special_tokens=False)
+        image_token_id = self.info.get_hf_config().image_token_id
+        is_missing = has_picture and image_token_id not in prompt
+        return [image_token_id, *prompt] if is_missing else prompt
+
+    def create_decoder_prompt(
+        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
+    ) -> TextOrTokens:
+        return self.default_decoder_prompt()
+
+    def _sentence(self, prompt: str) -> str:
+        """What transformers makes of a task's token and its text."""
+        try:
+            (sentence,) = self.info.get_hf_processor()._construct_prompts(prompt)
+        except ValueError:
+            raise InvalidRequestError(
+                "the prompt has text beside the token of a task that takes none; give the token "
+                "alone, or a task with a text of its own",
+                parameter="prompt",
+            ) from None
+        return str(sentence)
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"pixel_values": MultiModalFieldConfig.batched("image")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargs,
+    ) -> Sequence[PromptUpdate]:
+        image_token_id = self.info.get_hf_config().image_token_id
+
+        def get_replacement(item_idx: int) -> list[int]:
+            images = mm_items["image"]
+            if isinstance(images, EmbeddingItems):
+                return [image_token_id] * images.get_feature_size(item_idx)
+            return [image_token_id] * self.info.get_num_image_tokens()
+
+        return [
+            PromptReplacement(
+                modality="image", target=[image_token_id], replacement=get_replacement
+            )
+        ]
+
+
+@register_model("Florence2ForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    Florence2MultiModalProcessor,
+    info=Florence2ProcessingInfo,
+    dummy_inputs=Florence2DummyInputsBuilder,
+)
+class Florence2(PictureReader, Bart):
+    """A BART without its head inside, whose decoder is one level further down."""
+
+    config_class: ClassVar[type[Any] | None] = Florence2ConfigReader
+
+    @classmethod
+    def hf_class(cls, hf_config: Any) -> Any:
+        return find_class(hf_config)
+
+    @property
+    def max_encoder_len(self) -> int:
+        return int(self.hf_config.text_config.max_position_embeddings)
+
+    def decoder(self) -> nn.Module:
+        decoder: nn.Module = self.model.get_decoder().decoder
+        return decoder
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Without BART's bias, which the model's own head does not have."""
+        return EncoderDecoderModel.logits(self, hidden)
