@@ -50,8 +50,8 @@ class StepContext:
     """What the attention layers of one model need during one step.
 
     `metadata`: one for each KV group. `caches`: (key cache, value cache) of each layer. `backend`:
-    the kernels that the engine chose. `positions` [T]: of the step's tokens. `memory` [R, dim]: what
-    cross-attention layers are given, None where there are none.
+    the kernels that the engine chose. `positions` [T]: of the step's tokens. `memory` [R, dim]:
+    what cross-attention layers are given, None where there are none.
     """
 
     metadata: Sequence[AttentionMetadata]
@@ -244,7 +244,8 @@ class Attention(nn.Module):
         self.softcap = softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` [..., T, Hq * D], `key` and `value` [..., T, Hkv * D] -> [..., T, Hq * D].
+        """`query` [..., T, Hq * D], `key` [..., T, Hkv * D], `value` [..., T, Hkv * Dv]
+        -> [..., T, Hq * Dv].
 
         A decoder's tokens are the step's flat batch and have no leading dimensions; an encoder's
         leading dimensions are separate sequences of equal length. For cross-attention `key` and
@@ -252,7 +253,7 @@ class Attention(nn.Module):
         """
         query = query.view(*query.shape[:-1], self.num_heads, self.head_size)
         key = key.view(*key.shape[:-1], self.num_kv_heads, self.head_size)
-        value = value.view(*value.shape[:-1], self.num_kv_heads, self.head_size)
+        value = value.view(*value.shape[:-1], self.num_kv_heads, -1)
         if self.attn_type is AttentionType.ENCODER:
             return self._attend_to_all(query, key, value).flatten(-2)
         slot: Slot | None = getattr(self, _SLOT, None)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear, pad, silu
+from torch.nn.functional import grouped_mm, linear, silu
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.attention import Attention
@@ -113,7 +113,7 @@ class _PlainAttention(nn.Module):
 class _LatentAttention(nn.Module):
     """Keys and values come from one latent vector for each token, which all heads expand.
 
-    It is the expanded keys and values that are cached; values are filled up to the size of keys.
+    It is the expanded keys and values that are cached; values are smaller than keys.
     """
 
     def __init__(self, config: DeepseekLanguageConfig, score_factor: float) -> None:
@@ -125,10 +125,6 @@ class _LatentAttention(nn.Module):
         self.still_size, self.value_size = config.qk_nope_head_dim, config.v_head_dim
         self.latent_size = config.kv_lora_rank
         key_size = self.still_size + self.rotary_size
-        if self.value_size > key_size:
-            raise ModelLoadError(
-                f"v_head_dim ({self.value_size}) is larger than the {key_size} of a key"
-            )
         self.q_lora_rank = config.q_lora_rank
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(size, heads * key_size, bias=False)
@@ -156,10 +152,8 @@ class _LatentAttention(nn.Module):
         expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
         still, value = expanded.tensor_split([self.still_size], dim=-1)
         key = torch.cat([still, turned], dim=-1)
-        filled = pad(value, (0, key.shape[-1] - self.value_size))
-        out = self.attend(query.flatten(-2), key.flatten(-2), filled.flatten(-2))
-        out = out.unflatten(-1, (self.num_heads, -1))[..., : self.value_size]
-        projected: Tensor = self.o_proj(out.flatten(-2))
+        out = self.attend(query.flatten(-2), key.flatten(-2), value.flatten(-2))
+        projected: Tensor = self.o_proj(out)
         return projected
 
 
