@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, MediaError
@@ -102,7 +102,7 @@ class SpeechDummyInputs(BaseDummyInputsBuilder):
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> ProcessorInputs:
-        samples = np.zeros(self.info.get_max_samples(), np.float32)
+        samples = torch.zeros(self.info.get_max_samples()).numpy()
         clips = [AudioClip(samples, self.info.get_sample_rate())] * mm_counts.get("audio", 0)
         return ProcessorInputs(prompt_text="", mm_data={"audio": clips})
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from aioengine.processors.items import VideoProcessorItems as VideoProcessorItems
     from aioengine.processors.processor import BaseMultiModalProcessor as BaseMultiModalProcessor
     from aioengine.processors.registry import MULTIMODAL_REGISTRY as MULTIMODAL_REGISTRY
+    from aioengine.processors.speech import cut_windows as cut_windows
+    from aioengine.processors.speech import whisper_prompt as whisper_prompt
     from aioengine.processors.updates import PromptIndexTargets as PromptIndexTargets
     from aioengine.processors.updates import PromptInsertion as PromptInsertion
     from aioengine.processors.updates import PromptReplacement as PromptReplacement
@@ -62,7 +64,9 @@ _HOMES = {
     "PromptUpdate": "updates",
     "PromptUpdateDetails": "updates",
     "VideoProcessorItems": "items",
+    "cut_windows": "speech",
     "load_context": "info",
+    "whisper_prompt": "speech",
 }
 
 __all__ = [*_HOMES]
