@@ -173,7 +173,8 @@ class TransformersModel:
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
         """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.
 
-        Key caches are [num_blocks, block_size, Hkv, Dk], value caches [..., Dv].
+        Key caches are [num_blocks, block_size, Hkv, Dk], value caches [..., Dv]. Layers of one
+        place are given the same ones.
         """
         assert len(caches) == len(self.specs)
         for (key, value), spec in zip(caches, self.specs, strict=True):
@@ -268,7 +269,8 @@ class TransformersModel:
         route_attention(decoder)
         for index, spec in enumerate(self.specs):
             group, _ = self.layer_groups[index]
-            slot = LayerSlot(layer=index, group=group, holder=self._holder)
+            stores = spec.shares is None
+            slot = LayerSlot(layer=index, group=group, holder=self._holder, stores=stores)
             attach_slot(decoder.get_submodule(spec.name), slot)
 
     def positions(

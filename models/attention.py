@@ -101,6 +101,7 @@ class Slot(Protocol):
 class LayerSlot:
     """One attention layer's place: `layer` among the model's layers, its KV `group`.
 
+    `stores`: False for a layer that reads what another has written in the same step.
     `distance_bias`: see `AttentionBackend.attend`.
     """
 
@@ -108,6 +109,7 @@ class LayerSlot:
     group: int
     holder: StepHolder
     distance_bias: Tensor | None = None
+    stores: bool = True
 
     def attend(
         self,
@@ -122,13 +124,14 @@ class LayerSlot:
     ) -> Tensor:
         """Write this step's keys and values into the layer's pages, then attend over them.
 
+        Where the pages are another layer's, that has run before and has written the same.
         Where a layer of cross-attention has nothing new, what it is given stands for nothing.
         """
         step = self.holder.current
         assert step is not None, "an attention layer was called outside a step"
         meta = step.metadata[self.group]
         key_cache, value_cache = step.caches[self.layer]
-        if len(meta.slot_blocks):
+        if self.stores and len(meta.slot_blocks):
             step.backend.write_kv(key, value, key_cache, value_cache, meta)
         return step.backend.attend(
             query,

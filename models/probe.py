@@ -9,7 +9,7 @@ and fails early and by name where a layer computes its attention some other way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class LayerSpec:
     `name`: its module's path under the decoder. `kind`: "self", or "cross" where keys are
     the encoder's. `window`: how many past tokens a
     query sees, its own included; None for all. `sinks`: whether it passes a sink logit per head.
+    `shares`: the layer, by name, whose keys and values it is given instead of any of its own; it
+    has no pages then, and reads that layer's.
     """
 
     name: str
@@ -45,6 +47,25 @@ class LayerSpec:
     window: int | None
     softcap: float | None
     sinks: bool
+    shares: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What a layer was called with."""
+
+    spec: LayerSpec
+    key: Tensor
+    value: Tensor
+
+    def has_pages_of(self, other: _Call) -> bool:
+        """Whether `other` has been given the very same keys and values, and keeps them as long."""
+        return (
+            self.spec.kind == other.spec.kind
+            and self.spec.window == other.spec.window
+            and _is_same(self.key, other.key)
+            and _is_same(self.value, other.value)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +73,7 @@ class _Recorder:
     """A slot that notes how its module calls it."""
 
     name: str
-    found: list[LayerSpec]
+    calls: list[_Call]
 
     def attend(
         self,
@@ -80,7 +101,8 @@ class _Recorder:
             softcap=softcap,
             sinks=sinks is not None,
         )
-        self.found.append(spec)
+        # Held until the run is over, so that equal storages are the same one.
+        self.calls.append(_Call(spec, key, value))
         return query.new_empty(num_tokens, num_heads, value.shape[2])
 
 
@@ -93,10 +115,10 @@ def probe_layers(
     calls it with embeddings [T, hidden] and positions [T]. Raises ModelLoadError where a layer
     does not go through our attention function, or the decoder cannot be run this way.
     """
-    found: list[LayerSpec] = []
+    calls: list[_Call] = []
     route_attention(decoder)
     for name, module in decoder.named_modules():
-        attach_slot(module, _Recorder(name, found))
+        attach_slot(module, _Recorder(name, calls))
     embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=_dtype_of(decoder))
     positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
     try:
@@ -109,8 +131,24 @@ def probe_layers(
         raise ModelLoadError(
             f"{type(decoder).__name__} cannot be run on a flattened batch: {error}"
         ) from error
-    _require_routing(decoder, [spec.name for spec in found])
-    return tuple(found)
+    _require_routing(decoder, [call.spec.name for call in calls])
+    return tuple(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
+
+
+def _with_owner(call: _Call, earlier: Sequence[_Call]) -> LayerSpec:
+    """The call's layer, with the name of the first one whose keys and values it was given."""
+    owner = next((other.spec.name for other in earlier if call.has_pages_of(other)), None)
+    return replace(call.spec, shares=owner)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same view of one storage: on the meta device there are no addresses."""
+    return (
+        one.untyped_storage() is other.untyped_storage()
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:
@@ -162,17 +200,20 @@ def group_layers(
 ) -> tuple[tuple[KVGroup, ...], tuple[tuple[int, int], ...]]:
     """The KV groups, in order of first appearance, and each layer's (group, index within it).
 
-    Groups of cross-attention come last.
+    Groups of cross-attention come last. A layer that shares another's keys and values has that
+    layer's place, and takes none of its own.
     """
     members: dict[tuple[str, int, int, int, int | None], int] = {}
-    places = []
+    places: list[tuple[int, int]] = []
+    owned: dict[str, tuple[int, int]] = {}
     order: dict[tuple[str, int, int, int, int | None], int] = {}
     keys = [(s.kind, s.num_kv_heads, s.key_dim, s.value_dim, s.window) for s in specs]
     for key in sorted(keys, key=lambda key: key[0] == "cross"):
         order.setdefault(key, len(order))
-    for key in keys:
-        group = order[key]
-        places.append((group, members.get(key, 0)))
-        members[key] = members.get(key, 0) + 1
+    for spec, key in zip(specs, keys, strict=True):
+        if spec.shares is None:
+            owned[spec.name] = order[key], members.get(key, 0)
+            members[key] = members.get(key, 0) + 1
+        places.append(owned[spec.shares or spec.name])
     groups = tuple(KVGroup(*key, num_layers=members[key]) for key in order)
     return groups, tuple(places)

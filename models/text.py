@@ -13,6 +13,7 @@ __all__ = ["TextModel"]
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
+    "GptOssForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "OPTForCausalLM",

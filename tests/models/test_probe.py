@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     CLIPVisionConfig,
     FalconConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     LlavaConfig,
@@ -18,6 +19,7 @@ from transformers import (
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.adapter import TransformersModel
+from aioengine.models.per_layer import PerLayerText
 from aioengine.models.probe import LayerSpec, group_layers
 from aioengine.types import KVGroup
 from tests.tiny import llava_config
@@ -124,10 +126,72 @@ def test_the_config_is_left_alone() -> None:
     assert config.text_config._attn_implementation != "aioengine_paged"
 
 
-def test_layers_of_one_shape_share_a_group() -> None:
-    def spec(name: str, window: int | None, key_dim: int = 8) -> LayerSpec:
-        return LayerSpec(name, "self", 4, 2, key_dim, 8, 1.0, window, None, False)
+def spec(name: str, window: int | None, key_dim: int = 8, shares: str | None = None) -> LayerSpec:
+    return LayerSpec(name, "self", 4, 2, key_dim, 8, 1.0, window, None, False, shares)
 
+
+def test_layers_of_one_shape_share_a_group() -> None:
     groups, places = group_layers([spec("a", None), spec("b", 4), spec("c", None), spec("d", 4, 6)])
     assert [group.num_layers for group in groups] == [2, 1, 1]
     assert places == ((0, 0), (1, 0), (0, 1), (2, 0))
+
+
+def test_a_layer_that_shares_has_the_place_of_the_one_that_stores() -> None:
+    specs = [spec("a", 4), spec("b", 4), spec("c", None), spec("d", 4, shares="b"), spec("e", None)]
+    groups, places = group_layers(specs)
+    assert [group.num_layers for group in groups] == [2, 2]
+    assert places == ((0, 0), (0, 1), (1, 0), (0, 1), (1, 1))
+
+
+def gemma4_config(**changes: Any) -> Gemma4TextConfig:
+    """Two layers that read the keys of the last of their kind before them."""
+    kinds = ["sliding", "sliding", "full", "full", "sliding", "full"]
+    config = Gemma4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=len(kinds),
+        layer_types=[f"{kind}_attention" for kind in kinds],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=16,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        **changes,
+    )
+    config.architectures = ["Gemma4ForCausalLM"]
+    return config
+
+
+def test_whose_keys_a_layer_reads_is_seen() -> None:
+    specs = PerLayerText.probe(gemma4_config(num_kv_shared_layers=2))
+    owners = [spec.shares for spec in specs]
+    assert owners == [None] * 4 + ["layers.1.self_attn", "layers.3.self_attn"]
+    assert [s.key_dim for s in specs] == [8, 8, 16, 16, 8, 16]
+    groups, places = group_layers(specs)
+    assert groups == (KVGroup("self", 2, 8, 8, 16, 2), KVGroup("self", 2, 16, 16, None, 2))
+    assert places == ((0, 0), (0, 1), (1, 0), (1, 1), (0, 1), (1, 1))
+
+
+def test_keys_that_are_equal_and_not_the_same_are_not_shared() -> None:
+    specs = PerLayerText.probe(gemma4_config())
+    assert [spec.shares for spec in specs] == [None] * 6
+
+
+class ShortSighted(PerLayerText):
+    """One of the layers that share sees less than the one that stores."""
+
+    def decoder(self) -> nn.Module:
+        decoder: Any = super().decoder()
+        decoder.layers[5].self_attn.sliding_window = 4
+        return decoder  # type: ignore[no-any-return]
+
+
+def test_keys_are_not_shared_where_they_are_not_kept_as_long() -> None:
+    """Pages belong to a window's group, which may let go of what no layer of it can see."""
+    specs = ShortSighted.probe(gemma4_config(num_kv_shared_layers=2))
+    assert [spec.shares for spec in specs[4:]] == ["layers.1.self_attn", None]
+    groups, _ = group_layers(specs)
+    assert [group.num_layers for group in groups] == [2, 2, 1]

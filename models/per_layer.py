@@ -1,0 +1,200 @@
+"""Families in which every decoder layer takes an input of its own, looked up by the token's id.
+
+Gemma 3n (Google, 2025) and Gemma 4 (2026). What a token brings is one row of a second embedding
+table, a piece of it for each layer; the decoder adds to it what it projects from the embedding.
+Only `embed` sees token ids, so there the row is looked up and travels on beside the embedding, as
+further columns, until `call_decoder` parts them: neither the runner nor the core knows of it.
+
+Their last layers attend to the keys and values of an earlier one, which the probe finds
+(`LayerSpec.shares`); their layers differ in head size and window, which makes KV groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+from aioengine.errors import ModelLoadError, UnsupportedModalityError
+from aioengine.kernels.attention import AttentionMetadata
+from aioengine.kernels.transfer import to_device
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.blocks import Gemma3
+from aioengine.models.interfaces import MultiModalEmbeddings, PromptMedia
+from aioengine.models.probe import LayerSpec, probe_layers
+from aioengine.models.registry import register_model
+from aioengine.processors.generic import GenericMultiModalProcessor
+from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.info import ProcessingContext, TextOnlyDummyInputs, TextOnlyInfo
+from aioengine.processors.processor import TextOnlyProcessor
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+
+__all__ = ["Gemma3n", "Gemma4", "PerLayerModel", "PerLayerText"]
+
+
+class PerLayerModel(TransformersModel):
+    """Embeddings of `hidden_size` columns, and behind them those of the layers' own inputs."""
+
+    @property
+    def per_layer_size(self) -> int:
+        """Columns of a token's inputs of all layers together; 0 where the config wants none."""
+        size = getattr(self.text_config, "hidden_size_per_layer_input", None) or 0
+        return int(size * self.text_config.num_hidden_layers)
+
+    @property
+    def bidirectional(self) -> str | None:
+        """Which tokens see those behind them: "vision" (a picture's), "all" or None."""
+        found: str | None = getattr(self.text_config, "use_bidirectional_attention", None)
+        return found
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """See the base class. Raises ModelLoadError for a model that embeds and cannot generate."""
+        if self.bidirectional == "all":
+            raise ModelLoadError(
+                "use_bidirectional_attention is 'all' in the config: every token sees those behind "
+                "it, so that none can be generated; models that generate have 'vision' or nothing"
+            )
+        width = self.hidden_size + self.per_layer_size
+        return probe_layers(self.decoder(), self.call_decoder, width)
+
+    def embed(
+        self, input_ids: Tensor, rows: MultiModalEmbeddings | None, is_multimodal: Tensor | None
+    ) -> Tensor:
+        """[T, hidden_size + per_layer_size]. Where rows stand, the layers get padding's inputs."""
+        embeds = super().embed(input_ids, rows, is_multimodal)
+        if not self.per_layer_size:
+            return embeds
+        if is_multimodal is not None:
+            padding = self.text_config.pad_token_id or 0
+            input_ids = input_ids.masked_fill(is_multimodal.to(input_ids.device), padding)
+        decoder: Any = self.decoder()
+        return torch.cat([embeds, decoder.get_per_layer_inputs(input_ids).flatten(-2)], dim=-1)
+
+    def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
+        """As the base class, on embeddings as `embed` makes them."""
+        if not self.per_layer_size:
+            return super().call_decoder(decoder, embeds, positions)
+        first, layers = torch.split(embeds, [self.hidden_size, self.per_layer_size], dim=-1)
+        num_layers = self.text_config.num_hidden_layers
+        output: Any = decoder(
+            inputs_embeds=first[None],
+            per_layer_inputs=layers.reshape(1, len(layers), num_layers, -1),
+            position_ids=positions[None],
+            use_cache=False,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+@register_model("Gemma3nForCausalLM", "Gemma4ForCausalLM")
+class PerLayerText(PerLayerModel):
+    """A causal language model: token ids in, logits out."""
+
+    supports_multimodal: ClassVar[bool] = False
+
+
+class Gemma3nTextPart(Gemma3nTextConfig):  # type: ignore[misc]
+    """What a checkpoint's config.json says of its text model; of the towers nothing is read."""
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        settings, options = super().get_config_dict(*args, **kwargs)
+        text = settings.get("text_config", settings)
+        return {**text, "architectures": settings.get("architectures")}, options
+
+
+class Gemma3nInfo(TextOnlyInfo):
+    """A tokenizer and nothing else. Media are refused, and it is said why."""
+
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        return cls.load_tokenizer(source, hf_config, options)
+
+    def validate_num_items(self, counts: Mapping[str, int]) -> None:
+        for modality, count in counts.items():
+            if count:
+                raise UnsupportedModalityError(
+                    f"the model takes no {modality} items: of Gemma 3n the text model alone is "
+                    "served, as its vision tower is code of timm's, which the engine does without",
+                    parameter=f"{modality}s",
+                    value=count,
+                )
+
+
+@register_model("Gemma3nForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    TextOnlyProcessor, info=Gemma3nInfo, dummy_inputs=TextOnlyDummyInputs
+)
+class Gemma3n(PerLayerText):
+    """The text model of a checkpoint that holds towers too: transformers cannot build them here."""
+
+    config_class = Gemma3nTextPart
+
+    @classmethod
+    def hf_class(cls, hf_config: Any) -> Any:
+        return Gemma3nForCausalLM
+
+
+class Gemma4ProcessingInfo(GenericProcessingInfo):
+    """Recordings only where the config has a tower for them: transformers' processor always has."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        if self.get_hf_config().audio_config is None:
+            self.contracts.pop("audio", None)
+
+
+@register_model("Gemma4ForConditionalGeneration")
+@MULTIMODAL_REGISTRY.register_processor(
+    GenericMultiModalProcessor, info=Gemma4ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
+)
+class Gemma4(PerLayerModel, Gemma3):
+    """In some sizes a picture's soft tokens see each other both ways, in layers with a window.
+
+    Layers without one are causal throughout, unlike Gemma 3's.
+    """
+
+    def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> Tensor | None:
+        """A block for every run of a picture's soft tokens, where the config wants them."""
+        seen = [item for item in items if item.modality != "audio"]
+        return super().blocks(token_ids, seen) if self.bidirectional == "vision" else None
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """As the base class; of recordings the rows that hold sound.
+
+        `input_features` [n, frames, mel bins] with `input_features_mask` [n, frames].
+        """
+        features, mask = kwargs.get("input_features"), kwargs.get("input_features_mask")
+        if features is None:
+            return super().embed_multimodal(**kwargs)
+        assert isinstance(features, Tensor) and isinstance(mask, Tensor)
+        features = to_device(features, self.device).to(self.dtype)
+        inner: Any = self.model.model
+        output = inner.get_audio_features(features, to_device(mask, self.device))
+        pairs = zip(output.pooler_output, output.attention_mask, strict=True)
+        return [rows[is_sound] for rows, is_sound in pairs]
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        positions: Tensor,
+        metadata: Sequence[AttentionMetadata],
+        encoded: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """As the base class; blocks are for the groups of layers that have a window."""
+        groups = zip(metadata, self.kv_groups, strict=True)
+        metadata = [_causal(meta) if group.window is None else meta for meta, group in groups]
+        return super().forward(inputs_embeds, positions, metadata, encoded)
+
+
+def _causal(meta: AttentionMetadata) -> AttentionMetadata:
+    if meta.block_ids is None:
+        return meta
+    # What a backend has noted of the step's blocks does not hold for the same step without them.
+    return replace(meta, block_ids=None, has_blocks=(), scratch={})
