@@ -1,37 +1,93 @@
-"""Writes docs/models.md from the registry: python docs/list_models.py [--check]."""
+"""Writes docs/models.md: python docs/list_models.py [--check].
+
+From the registry, and from docs/parity.json, which tests/parity/measure.py writes.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from aioengine.models.registry import known_architectures, resolve
 from aioengine.processors.processor import TextOnlyProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 PAGE = Path(__file__).parent / "models.md"
+PARITY = Path(__file__).parent / "parity.json"
 HEAD = """# Models
 
-Made by `docs/list_models.py` from the registry. Each row runs transformers' own module and weights
-over paged attention; its greedy tokens equal transformers' `generate` in float64 (`tests/parity/`),
-with prompts cut anywhere that is allowed, mixed with others, with caches cold and warm. Aria runs
-in nothing wider than float32: there tokens are compared up to the first close call.
+Made by `docs/list_models.py` from the registry and from [`parity.json`](parity.json).
 
-Videos are tested for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL and LLaVA-OneVision.
+Most families run transformers' own modules and weights over paged attention. Qwen-VL, DeepSeek-VL2
+and Molmo (v1) have no class there and are defined here; original InternVL checkpoints
+(`InternVLChatModel`) are converted to transformers' InternVL as they are loaded. None of them needs
+code that comes with a checkpoint.
 
-| architecture | processing | what is special |
-|---|---|---|
+**Tokens.** With tiny models, greedy tokens equal those of transformers' `generate` in float64, with
+prompts cut anywhere that is allowed, mixed with others, with caches cold and warm
+(`tests/parity/`). For `own` and `f32`, see below; the latter up to the first close call.
+
+**Parity error.** The largest difference between a logit of the engine, in float32, and the same
+logit of transformers, in float64: over every generated position, with every kind of media that the
+model takes, two prompts at a time, in chunks of 13 tokens where the model allows it, over pages of
+4. The engine is made to choose the reference's tokens, so that no position is left out. The bound
+is 1e-4, or 1e-4 times the largest logit where that is more than 1 (`scale` in `parity.json`).
+What there is, rounding makes, and how much depends on the weights, which are random here: *HF
+float32* is how far transformers in float32 is from itself in float64. So the column says that the
+engine computes the same function, not how exact a real checkpoint is; bfloat16 rounds far more.
+
+- `own`: transformers has no such class. The reference is our definition itself, a whole sequence at
+  once and without pages; its parts are compared with transformers' where that has their like.
+- `f32`: the model, or one of its parts or kinds, runs in nothing wider than float32 in
+  transformers. There that is the reference.
+
+**Processing**: `generic`, what the HF processor itself says about its placeholders; `own`, written
+for this family; `tokenizer`, there is nothing else to do.
 """
 TAIL = """
-## Not built yet
+## Not built
 
-Named by the specification, each until it works: Fuyu, BLIP-2 with T5, Florence-2, Molmo (v1 and
-Molmo2), DeepSeek-VL2, InternVL's original `InternVLChatModel` checkpoints, Qwen-VL, BART
-(`BartModel` and `BartForConditionalGeneration`), mBART. As well: SmolVLM, T5, Whisper, Moonshine,
-Qwen2-Audio, Voxtral. GLM-4V takes pictures; its videos are refused until they are shown to be
-right.
+{lacking}
+
+Another architecture can be added with `register_model`: see
+[`examples/own_model`](../examples/own_model).
 """
+TITLES = ("Pictures", "Pictures and videos", "Recordings", "Encoder-decoder", "Text")
+NOTES = {
+    "Encoder-decoder": "More about prompts of two halves: "
+    "[`encoder_decoder.md`](encoder_decoder.md).\n\n",
+}
+COLUMNS = (
+    "architecture", "takes", "parity error", "HF float32", "processing", "what is special",
+)  # fmt: skip
+WORDS = {"image": ("picture", "pictures"), "video": ("video", "videos")}
+WORDS["audio"] = "recording", "recordings"
+
+# What is lacking, and the architecture, with the modality, that would end it.
+LACKING: Sequence[tuple[str, str, str | None]] = (
+    ("pictures and recordings of Gemma 3n", "Gemma3nForConditionalGeneration", "image"),
+    ("videos of Gemma 4", "Gemma4ForConditionalGeneration", "video"),
+    ("videos of Molmo 2", "Molmo2ForConditionalGeneration", "video"),
+    ("videos of original InternVL checkpoints", "InternVLChatModel", "video"),
+)
+NEVER_LISTED = (
+    "MolmoE, which has experts",
+    "InternVL before 1.5",
+    "sound woven into a video's frames (`use_audio_in_video`) and speech as an answer in "
+    "Qwen2.5-Omni",
+)
+
+
+@cache
+def parity() -> Mapping[str, Any]:
+    """What was measured, by architecture."""
+    found: Mapping[str, Any] = json.loads(PARITY.read_text())
+    return found
 
 
 def first_line(text: str | None) -> str:
@@ -39,24 +95,101 @@ def first_line(text: str | None) -> str:
     return (text or "").strip().splitlines()[0].rstrip(".")
 
 
+def takes_of(name: str) -> Mapping[str, int | None]:
+    """Modality -> items in a prompt (None: any number), as the engine said when it was measured."""
+    measured = parity().get(name, {})
+    found: Mapping[str, int | None] = parity()[measured.get("same_as", name)]["takes"]
+    return found
+
+
+def processing_of(model: Any) -> str:
+    """Whose the class is that prepares prompts."""
+    entries = MULTIMODAL_REGISTRY._entries
+    processor = next((entries[base][0] for base in model.__mro__ if base in entries), None)
+    if processor is None or issubclass(processor, TextOnlyProcessor):
+        return "tokenizer"
+    if processor.__module__.startswith("aioengine.models."):
+        return "own"
+    return "generic" if processor.__name__.startswith("Generic") else "tokenizer"
+
+
+def short(error: float | None) -> str:
+    """One digit of it."""
+    return "" if error is None else f"{error:.0e}".replace("e-0", "e-")
+
+
+def row(name: str, model: Any) -> tuple[str, ...]:
+    """An architecture's cells."""
+    measured, special = parity().get(name), first_line(model.__doc__)
+    if measured is None:
+        return f"`{name}`", "", "not measured", "", processing_of(model), special
+    other = measured.get("same_as")
+    if other is not None:
+        measured = parity()[other]
+        special = f"As `{other}`" if resolve([other]) is model else special
+    words = (
+        f"one {names[0]}" if measured["takes"][kind] == 1 else names[1]
+        for kind, names in WORDS.items()
+        if kind in measured["takes"]
+    )
+    source, dtype = measured["against"].split(", ")
+    marks = ["own"] * (source != "transformers") + ["f32"] * (dtype != "float64")
+    return (
+        f"`{name}`",
+        ", ".join(words) or "text",
+        " ".join([short(measured["error"]), *marks]),
+        short(measured["float32"]),
+        processing_of(model),
+        special,
+    )
+
+
+def title_of(name: str, model: Any) -> str:
+    """The table that the architecture is in."""
+    if getattr(model, "supports_encoder_decoder", False):
+        return "Encoder-decoder"
+    kinds = takes_of(name) if name in parity() else {}
+    if "audio" in kinds:
+        return "Recordings"
+    if "video" in kinds:
+        return "Pictures and videos"
+    return "Pictures" if "image" in kinds or model.supports_multimodal else "Text"
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns as wide as their widest cell, but for the last, so that a terminal shows them."""
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)][:-1]
+    lines = [COLUMNS, ("-" * 3,) * len(COLUMNS), *rows]
+    found = []
+    for cells in lines:
+        fill = "-" if cells[0] == "---" else " "
+        padded = [cell.ljust(width, fill) for cell, width in zip(cells, widths, strict=False)]
+        found.append(f"| {' | '.join([*padded, cells[-1]])} |\n")
+    return "".join(found)
+
+
+def lacking() -> str:
+    """A list of what is not built."""
+    found = []
+    for what, architecture, modality in LACKING:
+        is_known = architecture in known_architectures() and architecture in parity()
+        if not is_known or (modality is not None and modality not in takes_of(architecture)):
+            found.append(what)
+    return "\n".join(f"- {what}" for what in (*found, *NEVER_LISTED))
+
+
 def page() -> str:
     """The whole of docs/models.md."""
-    rows = defaultdict(list)
+    tables: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for name in known_architectures():
         model = resolve([name])
-        if not model.__module__.startswith("aioengine."):
-            continue
-        processors = [
-            MULTIMODAL_REGISTRY._entries[base][0]
-            for base in model.__mro__
-            if base in MULTIMODAL_REGISTRY._entries
-        ]
-        processor = processors[0] if processors else TextOnlyProcessor
-        special = first_line(model.__doc__)
-        rows[model.__module__, model.__name__].append(
-            f"| `{name}` | `{processor.__name__}` | {special} |\n"
-        )
-    return HEAD + "".join(line for key in sorted(rows) for line in sorted(rows[key])) + TAIL
+        if model.__module__.startswith("aioengine."):
+            tables[title_of(name, model)].append(row(name, model))
+    parts = [HEAD]
+    for title in TITLES:
+        rows = sorted(tables[title], key=lambda cells: cells[0].lower())
+        parts.append(f"\n## {title}\n\n{NOTES.get(title, '')}{table(rows)}")
+    return "".join(parts) + TAIL.format(lacking=lacking())
 
 
 def main() -> None:

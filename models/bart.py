@@ -30,7 +30,10 @@ __all__ = ["Bart"]
     EncDecTextProcessor, info=EncDecTextInfo, dummy_inputs=TextOnlyDummyInputs
 )
 class Bart(EncoderDecoderModel):
-    """The decoder counts positions from its batch's beginning: they are put in their places."""
+    """The prompt is what the encoder reads.
+
+    The decoder counts positions from its batch's beginning: they are put in their places.
+    """
 
     @classmethod
     def hf_class(cls, hf_config: Any) -> Any:

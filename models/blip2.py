@@ -105,7 +105,10 @@ class Blip2MultiModalProcessor(BaseMultiModalProcessor):
     Blip2MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=Blip2DummyInputsBuilder
 )
 class Blip2(TransformersModel):
-    """A whole language model inside, whose decoder is one level further down."""
+    """Over OPT; or over T5, then as an encoder-decoder model. The picture comes before the text.
+
+    A whole language model inside, whose decoder is one level further down.
+    """
 
     @classmethod
     def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:

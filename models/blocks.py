@@ -24,7 +24,7 @@ __all__ = ["Gemma3", "PaliGemma", "PaliGemmaMultiModalProcessor"]
 
 @register_model("Gemma3ForConditionalGeneration")
 class Gemma3(GenericModel):
-    """A block for every run of soft tokens; a picture in crops has several."""
+    """The tokens of a picture see each other both ways, in a block for each of its crops."""
 
     blocks_in_window: ClassVar[bool] = True
 

@@ -164,7 +164,10 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
     dummy_inputs=Florence2DummyInputsBuilder,
 )
 class Florence2(PictureReader, Bart):
-    """A BART without its head inside, whose decoder is one level further down."""
+    """The prompt is a task token or a sentence; checkpoints in transformers' format.
+
+    A BART without its head inside, whose decoder is one level further down.
+    """
 
     config_class: ClassVar[type[Any] | None] = Florence2ConfigReader
 

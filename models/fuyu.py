@@ -221,4 +221,4 @@ def _width_and_height(size: Any) -> ImageSize:
     FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=FuyuDummyInputsBuilder
 )
 class Fuyu(TransformersModel):
-    """The generic wrapper as it is."""
+    """The picture comes before the text; beyond the processor's `size` it is shrunk into it."""

@@ -28,4 +28,4 @@ __all__ = ["GenericModel"]
     GenericMultiModalProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class GenericModel(TransformersModel):
-    """The generic wrapper as it is."""
+    """Nothing of its own: transformers' module as it is."""

@@ -35,7 +35,7 @@ _KINDS = {"image": 1, "video": 2}
     "Qwen2_5_VLForConditionalGeneration",
 )
 class MRopeModel(GenericModel):
-    """Positions [3, L] for every prompt."""
+    """Every token has a position in time, height and width: [3, L] for a prompt."""
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
@@ -96,7 +96,10 @@ class DeepStackInfo(GenericProcessingInfo):
     GenericMultiModalProcessor, info=DeepStackInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class DeepStackModel(MRopeModel):
-    """Rows of `hidden_size` for the embeddings, and as many again for each of the first layers."""
+    """What is seen reaches the first layers too, not the embeddings alone.
+
+    Rows of `hidden_size` for the embeddings, and as many again for each of the first layers.
+    """
 
     @property
     def row_size(self) -> int:

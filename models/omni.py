@@ -103,7 +103,7 @@ class OmniMultiModalProcessor(GenericMultiModalProcessor):
     OmniMultiModalProcessor, info=OmniInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class OmniThinker(MRopeModel):
-    """The part that sees, hears and writes, of its own checkpoint or of a whole model's."""
+    """The thinker, which sees, hears and writes, of its own checkpoint or of a whole model's."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Self:

@@ -35,4 +35,4 @@ class SmolVLMProcessingInfo(GenericProcessingInfo):
     GenericMultiModalProcessor, info=SmolVLMProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class SmolVLM(GenericModel):
-    """The generic wrapper as it is: frames go through `get_image_features`, as pictures do."""
+    """Nothing of its own: frames go through `get_image_features`, as pictures do."""

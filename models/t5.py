@@ -27,7 +27,7 @@ __all__ = ["T5", "bias_by_distance"]
     EncDecTextProcessor, info=EncDecTextInfo, dummy_inputs=TextOnlyDummyInputs
 )
 class T5(EncoderDecoderModel):
-    """One bias by distance for all layers.
+    """The prompt is what the encoder reads. One bias by distance for all layers.
 
     The encoder takes `max_model_len` tokens, by default the config's `n_positions`: no distance
     beyond these is new to it, but its memory grows with their square.
