@@ -7,22 +7,21 @@ the halves, by the family: text to text reads it, one that listens goes on from 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.processors.info import TextOnlyInfo
-from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import (
     BaseMultiModalProcessor,
     ItemsByModality,
     Layout,
     MultiModalInputs,
+    TextOnlyProcessor,
     TextOrTokens,
 )
-from aioengine.processors.updates import PromptUpdate
 
 __all__ = [
     "EncDecLayout",
@@ -171,7 +170,7 @@ class EncDecTextInfo(TextOnlyInfo):
     """No media."""
 
 
-class EncDecTextProcessor(EncDecMultiModalProcessor):
+class EncDecTextProcessor(EncDecMultiModalProcessor, TextOnlyProcessor):
     """Text to text: the prompt is what the encoder reads."""
 
     def create_encoder_prompt(
@@ -183,19 +182,6 @@ class EncDecTextProcessor(EncDecMultiModalProcessor):
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems
     ) -> TextOrTokens:
         return self.default_decoder_prompt()
-
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {}
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargs,
-    ) -> Sequence[PromptUpdate]:
-        return []
 
 
 def start_tokens(generation_config: Any, hf_config: Any) -> list[int]:
