@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any, Self
+
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
 
-__all__ = ["TextModel"]
+__all__ = ["GptOss", "TextModel"]
 
 
 @register_model(
@@ -13,7 +16,6 @@ __all__ = ["TextModel"]
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
-    "GptOssForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "OPTForCausalLM",
@@ -26,3 +28,20 @@ class TextModel(TransformersModel):
     """A causal language model: token ids in, logits out."""
 
     supports_multimodal = False
+
+
+@register_model("GptOssForCausalLM")
+class GptOss(TextModel):
+    """Experts that are published in MXFP4 are unpacked to the engine's dtype, four times as large.
+
+    transformers could compute on the packed ones, with kernels that it fetches from a hub.
+    """
+
+    @classmethod
+    def load(cls, path: Any, *, hf_config: Any, **options: Any) -> Self:
+        """See the base class."""
+        packing = getattr(hf_config, "quantization_config", None)
+        if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":
+            hf_config = copy.deepcopy(hf_config)
+            hf_config.quantization_config = {**packing, "dequantize": True}
+        return super().load(path, hf_config=hf_config, **options)

@@ -115,12 +115,12 @@ def engine_for(folder: Path, **options: Any) -> AsyncEngine:
     return AsyncEngine.from_pretrained(folder, **{**sizes, **options})
 
 
-def save_text(name: str, folder: Path) -> Any:
+def save_text(name: str, folder: Path, **changes: int) -> Any:
     """A drawn model and its tokenizer, on disk; returns the HF model."""
     make, dtype = MODELS[name]
     tokenizer = make_tokenizer("bytes")
     with torch.random.fork_rng(devices=[]):
-        model = make({**TEXT, "vocab_size": vocabulary(tokenizer)})
+        model = make({**TEXT, "vocab_size": vocabulary(tokenizer), **changes})
     draw_weights(model)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
     model = model.to(dtype).eval().requires_grad_(False)
@@ -208,6 +208,40 @@ async def test_only_layers_with_keys_of_their_own_have_pages(text_model: Saved) 
         KVGroup("self", 2, 12, 12, WINDOW, num_layers=2),
         KVGroup("self", 2, wide, wide, None, num_layers=1),
     )
+
+
+def pack_experts(folder: Path) -> None:
+    """In place of the folder's experts some in MXFP4, drawn at random, as they are published."""
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, width, size = weights.pop(name).shape
+        scales = (num_experts, size, width // 32)
+        blocks = torch.randint(0, 256, (*scales, 16), generator=generator, dtype=torch.uint8)
+        weights[f"{name}_blocks"] = blocks
+        weights[f"{name}_scales"] = torch.full(scales, 127 - 4, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    others = ["self_attn", "mlp.router"]
+    packing = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *(f"model.layers.*.{name}" for name in others), "model.embed_tokens", "lm_head",
+        ],
+    }  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": packing}))
+
+
+async def test_experts_as_they_are_published(tmp_path: Path) -> None:
+    save_text("gpt-oss", tmp_path, hidden_size=64, intermediate_size=64)
+    pack_experts(tmp_path)
+    unpacked = hf.GptOssForCausalLM.from_pretrained(
+        tmp_path, quantization_config=hf.Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+    expected = [expect(unpacked, make_tokenizer("bytes"), text) for text in PROMPTS]
+    assert len({case.expected for case in expected}) > 1
+    async with engine_for(tmp_path, dtype="float32") as engine:
+        await check(engine, expected)
 
 
 async def test_the_text_model_of_a_gemma_3n_with_towers(tmp_path: Path) -> None:
