@@ -42,7 +42,8 @@ def refuse_impossible(request: Request, limits: Limits) -> None:
         assert request.encoder is not None
         raise errors.PromptTooLongError(
             f"{request.encoder.name} is {request.num_encoder_rows} long for the encoder, which "
-            f"takes {limits.max_encoder_len} at most; shorten it",
+            f"takes {limits.max_encoder_len} at most; shorten it, or raise max_model_len if the "
+            f"model sets no limit of its own",
             parameter=request.encoder.name,
             value=request.num_encoder_rows,
         )

@@ -104,10 +104,10 @@ class Encoder:
     async def _features_of(self, ticket: Ticket, media: MediaInput) -> Mapping[str, Any]:
         if not isinstance(media.source, EncoderInput):
             return await self._pipeline.features(ticket, media)
-        features = dict(media.source.features)
+        features: dict[str, Any] = {}
         for part in media.source.media:
             features |= await self._pipeline.features(ticket, part)
-        return features
+        return {**features, **media.source.features}  # of one name, the engine's own is meant
 
     def _decoding_failed(
         self, key: str, ticket: Ticket, media: MediaInput, error: Exception
@@ -138,7 +138,8 @@ class Encoder:
                     waiter.stamp("encoded")
                 continue
             self._scheduler.media.encoding_failed(key)
-            self._pipeline.forget(key)
+            for made_from in (key, *self._parts_of(key)):
+                self._pipeline.forget(made_from)
             if not isinstance(error, MediaError):
                 kind = type(error).__name__  # its text may hold anything
                 failure = MediaError(f"item could not be encoded: {kind}", parameter="item")
@@ -146,6 +147,12 @@ class Encoder:
                 error = failure
             self._fail_waiters(key, error)
         self._changed()
+
+    def _parts_of(self, key: str) -> list[str]:
+        """The keys of the media that are part of the encoder input `key`, if it is one."""
+        sources = (media.source for _, media in self._waiters(key))
+        inputs = (source for source in sources if isinstance(source, EncoderInput))
+        return [part.key for source in inputs for part in source.media]
 
     def _fail_waiters(self, key: str, error: Exception) -> None:
         """Each waiter gets an error of its own, naming its own parameter."""

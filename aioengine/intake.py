@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.detokenizer import Detokenizer, fast_tokenizer
@@ -23,10 +23,15 @@ from aioengine.loading import Loaded
 from aioengine.models.interfaces import PromptMedia
 from aioengine.params import SamplingParams, StructuredOutputs
 from aioengine.pipeline import MediaPipeline
-from aioengine.prefix import extend_digests
+from aioengine.prefix import cross_digests, extend_digests
 from aioengine.processors.chat import ChatRenderer
 from aioengine.processors.embeddings import make_items
-from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves
+from aioengine.processors.encdec import (
+    EncDecLayout,
+    EncDecMultiModalProcessor,
+    Halves,
+    half_name,
+)
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
 from aioengine.prompts import HALVES, count_least
 from aioengine.request import Item, Request
@@ -116,6 +121,11 @@ class Intake:
                     "an encoder-decoder model takes no chat messages; give text", parameter="prompt"
                 )
             return
+        if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
+            raise InvalidRequestError(
+                "a prompt has one of text, token_ids and messages; media alone say nothing",
+                parameter="prompt",
+            )
         for name in HALVES:
             if getattr(prompt, name) is not None:
                 raise InvalidRequestError(
@@ -193,32 +203,43 @@ class Intake:
             core_items.sort(key=lambda item: item.span.offset)
             prompt_media.sort(key=lambda item: item.span.offset)
             inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
-        self._check_ids(prompt_token_ids, core_items)
+        self._check_ids(prompt_token_ids, core_items, half_name("decoder", halves.decoder))
+        known = {
+            "prompt_token_ids": prompt_token_ids,
+            "items": tuple(core_items),
+            "encoder": encoder,
+            "inputs": inputs,
+            "bidirectional": () if inputs is None else inputs.bidirectional,
+            "cache_salt": cache_salt,
+        }
+        return self._completions(ticket, known, constraints)
+
+    def _completions(
+        self, ticket: Ticket, known: Mapping[str, Any], constraints: Sequence[Constraint]
+    ) -> list[Completion]:
+        """A request to the core for each completion; `known`: what they have in common."""
         params = ticket.params
-        samplings = self._sampling.samplings(params, prompt_token_ids, constraints)
+        samplings = self._sampling.samplings(params, known["prompt_token_ids"], constraints)
         leader: Request | None = None
         completions = []
         for index, sampling in enumerate(samplings):
             request = Request(
                 request_id=f"{ticket.request_id}#{index}" if index else ticket.request_id,
-                prompt_token_ids=prompt_token_ids,
-                items=tuple(core_items),
-                encoder=encoder,
+                **known,
                 stop=self._sampling.stop_rule(params),
                 priority=ticket.priority,
-                cache_salt=cache_salt,
                 reads_prefix=sampling.prompt_logprobs is None,
                 sampling=sampling,
-                inputs=inputs,
-                bidirectional=() if inputs is None else inputs.bidirectional,
                 awaits_tokens=sampling.constraint is not None,
                 leader=leader,
             )
             if leader is not None:
                 request.digests = list(leader.digests)
+                request.cross_digests = leader.cross_digests
             elif self._config.enable_prefix_caching:
                 # A long prompt takes a while to hash: here, not on the loop.
                 extend_digests(request, self._loaded.limits.block_size)
+                cross_digests(request, self._loaded.limits.block_size)
             leader = leader or request
             completions.append(
                 Completion(index, request, params, self._detokenizer(request, params))
@@ -239,20 +260,21 @@ class Intake:
     ) -> Item:
         """What cross-attention reads, as one item."""
         num_rows = len(layout.token_ids)
-        parameter = "prompt" if halves.encoder is None else "encoder_text"
+        parameter = half_name("encoder", halves.encoder)
         if not num_rows:
             raise InvalidRequestError(
                 "there is nothing for the encoder to read; give it a token at least",
                 parameter=parameter,
             )
         inside = self._items(ticket, layout)
-        self._check_ids(layout.token_ids, inside)
+        self._check_ids(layout.token_ids, inside, parameter)
         ticket.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
         model_id = self._loaded.front.info.model_id
         media = encoder_input(ticket, layout, model_id, parameter, cache_salt)
         ticket.media.append(media)
         num_bytes = num_rows * self._loaded.row_bytes
-        return Item(media.key, media.modality, Span(0, num_rows), num_bytes, media.parameter)
+        name = parameter if ticket.num_encoder_tokens else media.parameter
+        return Item(media.key, media.modality, Span(0, num_rows), num_bytes, name)
 
     def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
         if not params.detokenize:
@@ -266,7 +288,7 @@ class Intake:
             skip_special_tokens=params.skip_special_tokens,
         )
 
-    def _check_ids(self, token_ids: Sequence[int], items: Sequence[Item]) -> None:
+    def _check_ids(self, token_ids: Sequence[int], items: Sequence[Item], parameter: str) -> None:
         """Ids beyond the embedding table may stand only where encoder rows come."""
         table = self._loaded.num_embeddings
         if max(token_ids, default=0) < table:
@@ -281,15 +303,15 @@ class Intake:
             if token_id >= table and position not in covered:
                 raise InvalidRequestError(
                     f"the prompt has the token id {token_id}, but the model embeds only {table}",
-                    parameter="prompt",
+                    parameter=parameter,
                     value=token_id,
                 )
 
 
 def _too_long(num_tokens: int, most: int) -> PromptTooLongError:
     return PromptTooLongError(
-        f"prompt has {num_tokens} tokens or more, but max_model_len is {most}; shorten the "
-        f"prompt or raise max_model_len (and kv_cache_bytes)",
+        f"prompt has {num_tokens} tokens or more, but {most} are the most; shorten the prompt, or "
+        f"raise max_model_len (and kv_cache_bytes) if that is what sets the limit",
         parameter="prompt",
         value=num_tokens,
     )

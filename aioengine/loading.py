@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from aioengine.config import EngineConfig
+from aioengine.errors import ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.checkpoint import check_files, read_config
 from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.registry import resolve
 from aioengine.plan import Limits
+from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.faults import check_placeholders
 from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.processor import BaseMultiModalProcessor
@@ -83,6 +85,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     if info is not None:
         check_placeholders(info(context))
     front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
+    if isinstance(front, EncDecMultiModalProcessor):
+        _check_start(front)
     model = model_class.load(
         path,
         hf_config=hf_config,
@@ -152,4 +156,18 @@ def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
 def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:
     """A list of the generation config, without what lies beyond the vocabulary."""
     found = getattr(model.model.generation_config, name, None) or ()
+    if not isinstance(found, list | tuple):
+        raise ModelLoadError(f"{name} in generation_config.json must be a list of token ids")
     return tuple(sorted({int(i) for i in found if 0 <= i < model.vocab_size}))
+
+
+def _check_start(front: EncDecMultiModalProcessor) -> None:
+    """That the decoder has tokens to begin with, before a request asks for them."""
+    config = front.info.get_hf_config().get_text_config(decoder=True)
+    known = max(len(front.info.get_tokenizer()), int(config.vocab_size))
+    outside = [i for i in front.default_decoder_prompt() if not 0 <= i < known]
+    if outside:
+        raise ModelLoadError(
+            f"the decoder is to begin with the token {outside[0]}, but there are {known}; mend "
+            "decoder_start_token_id and the forced tokens in generation_config.json"
+        )

@@ -83,7 +83,7 @@ class MediaPipeline:
         self.cache = ProcessorCache(config.mm_processor_cache_bytes)
         self.held = HeldItems(max(config.mm_processor_cache_bytes, MIN_HELD_BYTES))
         self._front = loaded.front
-        self._max_rows = loaded.limits.max_model_len
+        self._max_rows = loaded.limits.max_encoder_len or loaded.limits.max_model_len
         self._options_digest = digest_options(loaded.front.merged_kwargs({}))
         self._config = config
         self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front, config.revision)}"

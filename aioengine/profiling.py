@@ -31,6 +31,10 @@ CONTEXT_CPU = 4096
 """Tokens of context that are tried there at most."""
 
 
+WRITTEN = "written"
+"""The key of an encoder's output of nothing."""
+
+
 def measure_activations(
     model: TransformersModel, processor: BaseMultiModalProcessor, limits: Limits
 ) -> int:
@@ -41,6 +45,9 @@ def measure_activations(
     is_cpu = model.device.type == "cpu"
     num_blocks = (limits.num_groups + limits.num_cross_groups) * 4
     runner = Runner(model, replace(limits, num_blocks=num_blocks))
+    if limits.max_encoder_len:
+        size = (limits.max_encoder_len, model.row_size)
+        runner.keep(WRITTEN, torch.zeros(size, dtype=model.dtype, device=model.device))
 
     def step_bytes(num_tokens: int) -> int:
         context = CONTEXT_CPU if is_cpu else None
@@ -185,6 +192,9 @@ def _worst_step(
     table = tuple(block % num_blocks for block in range(width))
     rows = -(-limits.max_encoder_len // limits.block_size)
     memory = tuple(block % num_blocks for block in range(rows))
+    # As many new rows as a step may write the keys and values of, or one request's.
+    num_written = limits.max_num_encoder_input_tokens // max(1, limits.max_encoder_len)
+    num_written = max(1, num_written) if limits.num_cross_groups else 0
     adjustments = Adjustments(repetition_penalty=1.1, frequency_penalty=0.1, bias=((0, 1.0),))
     sampling = Sampling(
         temperature=1.0,
@@ -209,6 +219,7 @@ def _worst_step(
             sampling=sampling,
             cross_tables=(memory,) * limits.num_cross_groups,
             num_encoder_rows=limits.max_encoder_len,
+            encoder_key=WRITTEN if number < num_written else None,
         )
         for number, size in enumerate(sizes)
     ]

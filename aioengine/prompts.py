@@ -30,7 +30,7 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
     _check_fields(read)
     given = [n for n in ("text", "token_ids", "messages") if getattr(read, n) is not None]
     halves = [name for name in HALVES if getattr(read, name) is not None]
-    if len(given) > 1 or not (given or halves):
+    if len(given) > 1 or not (given or halves or any(read.media.values()) or any(media.values())):
         raise InvalidRequestError(
             f"a prompt has exactly one of text, token_ids and messages, not {len(given)}",
             parameter="prompt",
@@ -121,7 +121,8 @@ def _check_fields(prompt: Prompt) -> None:
             raise _wrong(parameter, wanted, getattr(prompt, name))
     for name in ("token_ids", "messages", "encoder_token_ids", "decoder_token_ids"):
         if isinstance(getattr(prompt, name), str | bytes):
-            raise _wrong("prompt", f"made of a sequence as {name}", getattr(prompt, name))
+            parameter = name if name in HALVES else "prompt"
+            raise _wrong(parameter, f"made of a sequence as {name}", getattr(prompt, name))
     for modality, uuids in prompt.uuids.items():
         if not isinstance(uuids, list | tuple) or not all(isinstance(u, str | None) for u in uuids):
             raise _wrong("uuids", f"a list of text or None for {modality!r:.40}", uuids)

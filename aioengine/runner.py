@@ -136,6 +136,10 @@ class Runner:
             outcomes.append((key, error))
         return outcomes
 
+    def keep(self, key: str, rows: Tensor) -> None:
+        """Hold encoder rows that were not made here."""
+        self._rows[key] = rows
+
     def drop(self, keys: Sequence[str]) -> None:
         """Forget the rows of evicted items."""
         for key in keys:
@@ -240,7 +244,8 @@ def _barred(chosen: Sequence[SequencePlan], is_barred: Sequence[bool]) -> dict[s
     """The requests whose parameters have left them no token."""
     return {
         s.request_id: InvalidRequestError(
-            "the sampling parameters leave no token to choose; allow more tokens, or ban fewer",
+            "the sampling parameters, with the tokens that the model's generation config "
+            "suppresses, leave no token to choose; allow more tokens, or ban fewer",
             parameter="params",
         )
         for s, barred in zip(chosen, is_barred, strict=True)

@@ -37,6 +37,7 @@ class _Step:
     sequences: list[SequencePlan] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     is_short_of_blocks: bool = False
+    num_new_rows: int = 0  # of encoders' outputs, whose keys and values it writes
 
 
 class Scheduler:
@@ -249,7 +250,7 @@ class Scheduler:
             return True
         cross = self.pool.find_cross(request)
         request.finds_cross = cross is not None
-        if cross is None and not self.media.is_encoded(request.encoder):
+        if cross is None and not self._may_write_cross(request, step):
             return True
         hit = self.pool.find_prefix(request)
         start = request.hit_estimate = len(hit[0]) * self.limits.block_size
@@ -281,11 +282,17 @@ class Scheduler:
             groups = range(self.limits.num_cross_groups)
             request.cross_tables = [self.pool.allocate(num_cross) for _ in groups]
             self.pool.publish_cross(request)
-            self._take(request, start, end, step, request.encoder)
+            step.num_new_rows += request.num_encoder_rows
         else:
             request.cross_tables = cross
-            self._take(request, start, end, step)
+        self._take(request, start, end, step, request.encoder if cross is None else None)
         return True
+
+    def _may_write_cross(self, request: Request, step: _Step) -> bool:
+        """Whether the encoder's output is there, and not too much for one step with others'."""
+        num_rows = step.num_new_rows + request.num_encoder_rows
+        fits = num_rows <= self.limits.max_num_encoder_input_tokens or not step.num_new_rows
+        return fits and self.media.is_encoded(request.encoder)
 
     def _follows(self, request: Request) -> bool:
         """Whether it still waits for another to compute the prompt that they share."""

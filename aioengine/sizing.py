@@ -96,10 +96,12 @@ def resolve_limits(
                 else f"but {kv_bytes} are left: {budget} may be taken, of which the largest step "
                 f"needs {needed} and the encoder cache {encoder_bytes}"
             )
+            memory = sizes.num_blocks(0, config.block_size) * page_bytes
+            inside = f", {memory} of them for what its encoder reads" if memory else ""
             raise ModelLoadError(
                 f"a request of {model_len} tokens needs {draft.num_blocks * page_bytes} bytes of "
-                f"KV cache, {found}; lower max_model_len or max_num_batched_tokens, or raise "
-                f"kv_cache_bytes or gpu_memory_utilization"
+                f"KV cache{inside}, {found}; lower max_model_len or max_num_batched_tokens, or "
+                f"raise kv_cache_bytes or gpu_memory_utilization"
             )
         rest = num_blocks - sizes.num_blocks(0, config.block_size)
         model_len = rest // draft.num_groups * config.block_size

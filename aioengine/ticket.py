@@ -61,6 +61,11 @@ class EncoderInput:
     features: Mapping[str, Any]
     media: tuple[MediaInput, ...]
 
+    @property
+    def may_change(self) -> bool:
+        """Whether a medium is an object of the caller's own, which may be broken meanwhile."""
+        return any(getattr(media.source, "may_change", False) for media in self.media)
+
 
 @dataclass(slots=True)
 class Completion:

@@ -165,19 +165,19 @@ class GatherBackend:
         grouped = _group_heads(query, key.shape[1]).permute(1, 2, 0, 3)
         keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
-        if shape.softcap is not None or shape.sinks is not None:
+        if shape.distance_bias is not None:
+            result = _attend_with_bias(grouped, keys, values, start, begin, window, shape)
+        elif shape.softcap is not None or shape.sinks is not None:
             mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
-            mask = _add_bias(meta, mask, start, begin, shape, key.shape[1])
             result = _attend_in_parts(grouped, keys, values, mask, shape)
         elif not meta.is_causal:
             result = scaled_dot_product_attention(grouped, keys, values, scale=shape.scale)
-        elif start == 0 and window is None and block_ids is None and shape.distance_bias is None:
+        elif start == 0 and window is None and block_ids is None:
             result = scaled_dot_product_attention(
                 grouped, keys, values, is_causal=True, scale=shape.scale
             )
         else:
             mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
-            mask = _add_bias(meta, mask, start, begin, shape, key.shape[1])
             result = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=mask, scale=shape.scale
             )
@@ -221,12 +221,42 @@ def _attend_in_parts(
     sinks = None if shape.sinks is None else shape.sinks.view(*query.shape[:2], 1, 1)
     parts = zip(
         torch.split(query, MAX_EXPLICIT_QUERIES, dim=2),
-        torch.split(mask, MAX_EXPLICIT_QUERIES, dim=-2),
+        torch.split(mask, MAX_EXPLICIT_QUERIES),
         strict=True,
     )
     return torch.cat(
         [_attend_explicitly(part, key, value, seen, sinks, shape) for part, seen in parts], dim=2
     )
+
+
+def _attend_with_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    begin: int,
+    window: int | None,
+    shape: _Shape,
+) -> Tensor:
+    """Causal attention of the tokens from `start` on, [Hkv, group, tokens, dim], to the keys from
+    `begin` on, some of the tokens at a time: a bias is as large as all scores are."""
+    table = shape.distance_bias
+    assert table is not None
+    sinks = None if shape.sinks is None else shape.sinks.view(*query.shape[:2], 1, 1)
+    parts = []
+    for part in torch.split(query, MAX_EXPLICIT_QUERIES, dim=2):
+        end = start + part.shape[2]
+        visible = visible_mask(start, end, begin, window, query.device)
+        bias = bias_by_distance(table, start, end, begin).to(query.dtype)
+        mask = bias.masked_fill_(~visible, float("-inf")).view(*query.shape[:2], *visible.shape)
+        seen = key[:, :, : end - begin], value[:, :, : end - begin]
+        if shape.softcap is None and sinks is None:
+            found = scaled_dot_product_attention(part, *seen, attn_mask=mask, scale=shape.scale)
+        else:
+            found = _attend_explicitly(part, *seen, mask, sinks, shape)
+        parts.append(found)
+        start = end
+    return torch.cat(parts, dim=2)
 
 
 def _attend_explicitly(
@@ -319,27 +349,6 @@ def _bucket_mask(
         far = bucket.distances.clamp(max=table.shape[1] - 1)
         bias = table[:, far].view(num_kv_heads, -1, *far.shape).permute(2, 0, 1, 3)
         meta.scratch[key] = bias if bucket.mask is None else bias + bucket.mask
-    found: Tensor = meta.scratch[key]
-    return found
-
-
-def _add_bias(
-    meta: AttentionMetadata,
-    mask: Tensor,
-    start: int,
-    begin: int,
-    shape: _Shape,
-    num_kv_heads: int,
-) -> Tensor:
-    """A chunk's mask [tokens, keys] with the bias by distance: [Hkv, group, tokens, keys]."""
-    table = shape.distance_bias
-    if table is None:
-        return mask
-    end = start + mask.shape[0]
-    key = ("chunk bias", start, end, begin, id(mask), id(table))
-    if key not in meta.scratch:
-        bias = bias_by_distance(table, start, end, begin)
-        meta.scratch[key] = bias.view(num_kv_heads, -1, *mask.shape) + mask
     found: Tensor = meta.scratch[key]
     return found
 

@@ -15,16 +15,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
-from aioengine.processors.encdec import EncDecMultiModalProcessor
+from aioengine.processors.encdec import EncDecMultiModalProcessor, forced_tokens
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.speech import language_code
 from aioengine.processors.updates import PromptReplacement, PromptUpdate
 
 __all__ = [
@@ -155,7 +156,11 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargs,
     ) -> Sequence[PromptUpdate]:
-        cuts = bool(hf_processor_mm_kwargs.get("truncation", False))
+        cuts = hf_processor_mm_kwargs.get("truncation", False)
+        if not isinstance(cuts, bool):
+            raise InvalidRequestError(
+                "truncation must be True or False", parameter="mm_processor_kwargs"
+            )
 
         def get_replacement(item_idx: int) -> list[int]:
             recordings = mm_items["audio"]
@@ -190,21 +195,52 @@ class WhisperMultiModalProcessor(SpeechMultiModalProcessor):
     """Whisper's features are cut and padded to a window; its prompt names language and task."""
 
     def default_decoder_prompt(self) -> list[int]:
-        """The start token; for a model of many languages the config's own, else English, and the
-        task; and, if the config does not want timestamps, the token that says so."""
-        config = self.info.ctx.generation_config
+        """The start token; for a model of many languages the config's language, else English, and
+        the task; and, if the config does not want timestamps, the token that says so.
+
+        As HF: where the config names neither language nor task, older ones force their tokens.
+        Raises ModelLoadError for a language or task that the model does not have.
+        """
+        config, hf_config = self.info.ctx.generation_config, self.info.get_hf_config()
         token_ids = super().default_decoder_prompt()[:1]
-        languages = getattr(config, "lang_to_id", None)
-        if languages:
-            name = getattr(config, "language", None) or "en"
-            known = languages.get(name, languages.get(f"<|{name}|>"))
-            tasks = getattr(config, "task_to_id", None) or {}
-            task = tasks.get(getattr(config, "task", None) or "transcribe")
-            token_ids += [int(each) for each in (known, task) if each is not None]
+        language, task = getattr(config, "language", None), getattr(config, "task", None)
+        forced = forced_tokens(config, hf_config) if language is None and task is None else []
+        languages = getattr(config, "lang_to_id", None) or {}
+        tasks = getattr(config, "task_to_id", None) or {}
+        if languages and not set(forced) & set(languages.values()):
+            token_ids.append(_find_language(languages, language or "en"))
+            forced = [each for each in forced if each in tasks.values()]
+            if tasks and not forced:
+                token_ids.append(_find(tasks, task or "transcribe", "task"))
+        token_ids += forced
         silent = getattr(config, "no_timestamps_token_id", None)
-        if silent is not None and not getattr(config, "return_timestamps", False):
+        wants_times = getattr(config, "return_timestamps", False)
+        if silent is not None and silent not in token_ids and not wants_times:
             token_ids.append(int(silent))
         return token_ids
+
+    def has_start(self, token_ids: Sequence[int], start: int) -> bool:
+        """Anywhere: what was said before (`<|startofprev|>`) stands before the start."""
+        return start in token_ids
+
+
+def _find_language(languages: Mapping[str, int], language: str) -> int:
+    if language in languages:
+        return int(languages[language])
+    try:
+        code = language_code(language)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"generation_config.json: {error}") from error
+    return _find(languages, f"<|{code}|>", "language")
+
+
+def _find(token_ids: Mapping[str, int], name: str, what: str) -> int:
+    if name not in token_ids:
+        raise ModelLoadError(
+            f"generation_config.json wants the {what} {name!r:.40}, which the model does not have; "
+            f"it has {', '.join(sorted(token_ids)[:9])}"
+        )
+    return int(token_ids[name])
 
 
 class Listener(EncoderDecoderModel):

@@ -54,11 +54,11 @@ class EmbeddingItems(ModalityDataItems[torch.Tensor]):
         ]
 
     def _checked_extras(self, extra: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
-        if f"{self.modality}_embeds" in extra:
-            raise MediaError(
-                f"{name} has an extra by the name of its rows, {self.modality}_embeds",
-                parameter=name,
-            )
+        for taken in (f"{self.modality}_embeds", "input_ids"):
+            if taken in extra:
+                raise MediaError(
+                    f"{name} has an extra by a name of the engine's own, {taken}", parameter=name
+                )
         return {key: _checked_extra(value, f"{name}.{key:.40}") for key, value in extra.items()}
 
     def get_feature_size(self, item_idx: int) -> int:

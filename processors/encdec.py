@@ -7,7 +7,8 @@ the halves, by the family: text to text reads it, one that listens goes on from 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +31,8 @@ __all__ = [
     "EncDecTextProcessor",
     "Halves",
     "MultiModalEncDecInputs",
+    "forced_tokens",
+    "half_name",
     "start_tokens",
 ]
 
@@ -122,16 +125,19 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
                 parameter="encoder_text",
             )
         prompt: TextOrTokens = "" if halves.prompt is None else halves.prompt
-        decoder = halves.decoder
-        if decoder is None:
-            decoder = self.create_decoder_prompt(prompt, items)
-        read = prompt if halves.encoder is None else halves.encoder
-        encoder = self.create_encoder_prompt(read, items)
-        layout = self.layout(encoder, items, mm_kwargs, outputs)
+        with _blaming("decoder", halves.decoder):
+            decoder = halves.decoder
+            if decoder is None:
+                decoder = self.create_decoder_prompt(prompt, items)
+            decoder_token_ids = self.decoder_prompt(decoder)
+        with _blaming("encoder", halves.encoder):
+            read = prompt if halves.encoder is None else halves.encoder
+            encoder = self.create_encoder_prompt(read, items)
+            layout = self.layout(encoder, items, mm_kwargs, outputs)
         return EncDecLayout(
             token_ids=layout.token_ids,
             placeholders=layout.placeholders,
-            decoder_token_ids=self.decoder_prompt(decoder),
+            decoder_token_ids=decoder_token_ids,
         )
 
     def decoder_prompt(self, prompt: TextOrTokens) -> list[int]:
@@ -142,9 +148,13 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
             else self._checked_ids(prompt)
         )
         start = self.decoder_start_token_id
-        if start is None or token_ids[:1] == [start]:
+        if start is None or self.has_start(token_ids, start):
             return token_ids
         return [start, *token_ids]
+
+    def has_start(self, token_ids: Sequence[int], start: int) -> bool:
+        """Whether a decoder's prompt has its start token already."""
+        return list(token_ids[:1]) == [start]
 
     def apply(
         self,
@@ -184,6 +194,24 @@ class EncDecTextProcessor(EncDecMultiModalProcessor, TextOnlyProcessor):
         return self.default_decoder_prompt()
 
 
+def half_name(half: str, given: TextOrTokens | None) -> str:
+    """What a caller calls what it has given for a half; the prompt, if nothing by name."""
+    if given is None:
+        return "prompt"
+    return f"{half}_text" if isinstance(given, str) else f"{half}_token_ids"
+
+
+@contextmanager
+def _blaming(half: str, given: TextOrTokens | None) -> Iterator[None]:
+    """What is wrong with the prompt in the block is wrong with the half that was given by name."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if given is None or error.parameter != "prompt":
+            raise
+        raise error.for_parameter(half_name(half, given)) from error
+
+
 def start_tokens(generation_config: Any, hf_config: Any) -> list[int]:
     """What a decoder's prompt begins with: the start token, then those that would be forced.
 
@@ -191,19 +219,34 @@ def start_tokens(generation_config: Any, hf_config: Any) -> list[int]:
     """
     text_config = hf_config.get_text_config(decoder=True)
     start = _start_token(generation_config, hf_config, text_config)
+    if start is None:
+        raise ModelLoadError(
+            "neither generation_config.json nor config.json says with which token the decoder "
+            "begins; put decoder_start_token_id into generation_config.json"
+        )
+    known = [start, *forced_tokens(generation_config)]
     forced = getattr(generation_config, "forced_bos_token_id", None)
-    known = [] if start is None else [start]
-    for _, token_id in getattr(generation_config, "forced_decoder_ids", None) or ():
-        if token_id is not None:
-            known.append(int(token_id))
     if len(known) < 2 and forced is not None:
-        known.append(int(forced))
-    if known:
-        return known
-    raise ModelLoadError(
-        "neither generation_config.json nor config.json has a decoder_start_token_id or a "
-        "bos_token_id; give decoder_token_ids"
-    )
+        known.append(_token_id("forced_bos_token_id", forced))
+    return known
+
+
+def forced_tokens(*configs: Any) -> list[int]:
+    """What the first config that has `forced_decoder_ids` puts behind the start token."""
+    for config in configs:
+        pairs = getattr(config, "forced_decoder_ids", None)
+        if pairs:
+            return [_token_id("forced_decoder_ids", each) for _, each in pairs if each is not None]
+    return []
+
+
+def _token_id(name: str, value: Any) -> int:
+    """One token id, be it in a list of its own. Raises ModelLoadError."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ModelLoadError(f"{name} in the generation config must be one token id")
 
 
 def _start_token(*configs: Any) -> int | None:
@@ -211,5 +254,5 @@ def _start_token(*configs: Any) -> int | None:
         for config in configs:
             found = getattr(config, name, None)
             if found is not None:
-                return int(found)
+                return _token_id(name, found)
     return None

@@ -8,7 +8,7 @@ import numpy as np
 
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["cut_windows", "whisper_prompt"]
+__all__ = ["cut_windows", "language_code", "whisper_prompt"]
 
 FRAME_S = 0.02
 """Loudness is looked at in pieces so long."""
@@ -19,21 +19,36 @@ def whisper_prompt(
 ) -> str:
     """The text of a decoder prompt for Whisper: `generate(whisper_prompt("de"), audios=[...])`.
 
-    `language`: its code, as in `<|de|>`; None for a model of one language, whose prompt names
-    neither language nor task. `task`: "transcribe", or "translate" into English. `timestamps`:
-    whether the text is to have them. Radford et al., "Robust Speech Recognition via Large-Scale
-    Weak Supervision" (2022), section 2.3. Raises InvalidRequestError.
+    `language`: its code or English name, "de" or "german"; None for a model of one language, whose
+    prompt names neither language nor task. `task`: "transcribe", or "translate" into English.
+    `timestamps`: whether the text is to have them. Radford et al., "Robust Speech Recognition via
+    Large-Scale Weak Supervision" (2022), section 2.3. Raises InvalidRequestError.
     """
     if task not in ("transcribe", "translate"):
         raise InvalidRequestError("task must be transcribe or translate", parameter="task")
-    if language is not None and not (language.isalpha() and language.islower()):
-        raise InvalidRequestError(
-            "language must be a code of lower case letters, such as de", parameter="language"
-        )
     if language is None and task == "translate":
         raise InvalidRequestError("a translation needs the language spoken", parameter="language")
-    spoken = "" if language is None else f"<|{language}|><|{task}|>"
+    spoken = "" if language is None else f"<|{language_code(language)}|><|{task}|>"
     return f"<|startoftranscript|>{spoken}" + ("" if timestamps else "<|notimestamps|>")
+
+
+def language_code(language: str) -> str:
+    """The code of a language that Whisper knows, of its code or its English name.
+
+    Raises InvalidRequestError.
+    """
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    name = language.lower()
+    code = TO_LANGUAGE_CODE.get(name, name)
+    if code not in TO_LANGUAGE_CODE.values():
+        raise InvalidRequestError(
+            f"language {language!r:.40} is none of Whisper's; give its code, such as de, or its "
+            "English name",
+            parameter="language",
+            value=language,
+        )
+    return str(code)
 
 
 def cut_windows(
@@ -50,9 +65,9 @@ def cut_windows(
     """
     if samples.ndim != 1:
         raise InvalidRequestError("samples must be [n], of one channel", parameter="samples")
-    if not 0 <= search_s < window_s or sample_rate < 1:
+    if not (0 <= search_s < window_s < float("inf") and window_s * sample_rate >= 1):
         raise InvalidRequestError(
-            "search_s must be less than window_s, and sample_rate 1 at least", parameter="window_s"
+            "search_s must be less than window_s, and a window hold a sample", parameter="window_s"
         )
     length, search = int(window_s * sample_rate), int(search_s * sample_rate)
     frame = max(1, int(FRAME_S * sample_rate))

@@ -295,6 +295,8 @@ class World:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens
         assert len(plan.sequences) <= self.limits.max_num_seqs
         assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
+        written = [s.num_encoder_rows for s in plan.sequences if s.encoder_key is not None]
+        assert len(written) < 2 or sum(written) <= self.limits.max_num_encoder_input_tokens
         self.note_leaders()  # one that was preempted may find its whole prompt in the cache
         for s in plan.sequences:
             assert s.start < s.end == s.start + len(s.token_ids)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, Prompt, SamplingParams
-from aioengine.errors import InvalidRequestError, PromptTooLongError
+from aioengine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from tests.parity.families import MAX_TOKENS, vocabulary
 from tests.processors.conftest import make_tokenizer
 from tests.tiny import draw_weights
@@ -206,7 +208,14 @@ async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
             (Prompt(encoder_text="a", encoder_token_ids=[1]), "encoder_text"),
             (Prompt(encoder_text=[1]), "encoder_text"),  # type: ignore[arg-type]
             ([{"role": "user", "content": "a"}], "prompt"),
-            (Prompt(encoder_token_ids=[1, 99999]), "prompt"),
+            (Prompt(encoder_token_ids=[1, 99999]), "encoder_token_ids"),
+            (Prompt(encoder_token_ids=[]), "encoder_token_ids"),
+            (Prompt(text="a", decoder_token_ids=[1, 99999]), "decoder_token_ids"),
+            (Prompt(text="a", decoder_token_ids=[1, 0.5]), "decoder_token_ids"),  # type: ignore[list-item]
+            (Prompt(text="a", decoder_token_ids="b"), "decoder_token_ids"),
+            (Prompt(text="a", decoder_text="\ud800"), "decoder_text"),
+            (Prompt(encoder_text="\ud800"), "encoder_text"),
+            (Prompt(), "prompt"),
         ):
             with pytest.raises(InvalidRequestError) as caught:
                 await engine.generate(prompt, PARAMS)
@@ -241,6 +250,33 @@ async def test_a_checkpoint_of_the_bare_model(name: str, tmp_path: Path) -> None
     async with AsyncEngine.from_pretrained(tmp_path, **options()) as engine:
         for text, tokens in zip(TEXTS, expected, strict=False):
             assert (await engine.generate(text, PARAMS)).token_ids == tokens
+
+
+@pytest.mark.parametrize("saved", ["bart"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_start_token_id": [2]}, None),
+        ({"decoder_start_token_id": [2, 3]}, "decoder_start_token_id"),
+        ({"forced_bos_token_id": "x"}, "forced_bos_token_id"),
+        ({"decoder_start_token_id": 99999}, "begin with the token 99999"),
+        ({"suppress_tokens": 5}, "could not be loaded"),
+    ],
+)
+async def test_what_a_generation_config_says_of_the_start(
+    saved: Saved, tmp_path: Path, changes: dict[str, Any], message: str | None
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(saved.folder, folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    engine = AsyncEngine.from_pretrained(folder, **options())
+    if message is not None:
+        with pytest.raises(ModelLoadError, match=message):
+            await engine.start()
+        return
+    async with engine:
+        assert (await engine.generate(TEXTS[0], PARAMS)).token_ids == saved.expected[0]
 
 
 async def test_a_decoder_alone_takes_no_halves(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
-from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.processors.speech import whisper_prompt
 from tests.parity.audio_families import RATE, resampled, sound, wav
 from tests.parity.families import MAX_TOKENS
@@ -191,6 +192,79 @@ async def test_other_forms_of_a_recording(saved: Saved) -> None:
         assert one.token_ids == two.token_ids
 
 
+async def test_rows_may_be_more_than_the_decoder_is_long(saved: Saved) -> None:
+    expected = saved.expected[0]
+    async with engine_for(saved, max_model_len=16) as engine:
+        recording = (SOUNDS[0], RATE)
+        assert (await engine.generate("", PARAMS, audios=[recording])).token_ids == expected
+        (rows,) = engine._parts.runner._rows.values()
+        assert len(rows) > 16
+        output = await engine.generate("", PARAMS, audios=[Embeddings(rows)])
+        assert output.token_ids == expected
+        only_media = Prompt(media={"audio": [recording]})
+        assert (await engine.generate(only_media, PARAMS)).token_ids == expected
+        with pytest.raises(MediaError, match="input_ids"):
+            await engine.generate("", PARAMS, audios=[Embeddings(rows, input_ids=[0] * 9000)])
+
+
+@pytest.mark.parametrize("saved", ["whisper"], indirect=True)
+async def test_features_that_cannot_be_encoded_are_forgotten(saved: Saved) -> None:
+    """Others are made when they are asked for again."""
+    prompt = Prompt(text="", mm_processor_kwargs={"padding": "longest"})
+    async with engine_for(saved) as engine:
+        for _ in range(2):
+            with pytest.raises(MediaError):
+                await engine.generate(prompt, PARAMS, audios=[(SOUNDS[0], RATE)])
+            assert engine.statistics().processor_cache_entries == 0
+
+
+NO_WORDS: dict[str, Any] = {"language": None, "task": None}
+
+
+@pytest.mark.parametrize("saved", ["whisper"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"language": "german"}, "<|de|><|transcribe|>"),
+        ({"language": "<|de|>", "task": "translate"}, "<|de|><|translate|>"),
+        (NO_WORDS, "<|en|><|transcribe|>"),
+        (NO_WORDS | {"forced_decoder_ids": [[1, "<|de|>"], [2, "<|translate|>"]]},
+         "<|de|><|translate|>"),
+        (NO_WORDS | {"forced_decoder_ids": [[1, None], [2, "<|translate|>"]]},
+         "<|en|><|translate|>"),
+        ({"language": "klingon"}, None),
+        ({"language": "fr"}, None),
+        ({"task": "Transcribe"}, None),
+    ],
+)  # fmt: skip
+async def test_what_a_generation_config_says(
+    saved: Saved, tmp_path: Path, changes: dict[str, Any], words: str | None
+) -> None:
+    tokenizer = hf.AutoTokenizer.from_pretrained(saved.folder)
+    folder = tmp_path / "model"
+    shutil.copytree(saved.folder, folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text()) | changes
+    settings["forced_decoder_ids"] = [
+        [at, word and tokenizer.convert_tokens_to_ids(word)]
+        for at, word in settings.get("forced_decoder_ids") or ()
+    ] or None
+    file.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    engine = AsyncEngine.from_pretrained(folder, device="cpu", kv_cache_bytes=8 << 20)
+    if words is None:
+        with pytest.raises(ModelLoadError, match=r"language|task"):
+            await engine.start()
+        return
+    async with engine:
+        output = await engine.generate("", PARAMS, audios=[(SOUNDS[0], RATE)])
+        asked = tokenizer(f"<|startoftranscript|>{words}<|notimestamps|>", add_special_tokens=False)
+        assert list(output.prompt_token_ids) == asked["input_ids"]
+        # What was said before stands before the start.
+        before = [30, 31, *output.prompt_token_ids]
+        output = await engine.generate(before, PARAMS, audios=[(SOUNDS[0], RATE)])
+        assert list(output.prompt_token_ids) == before
+
+
 async def test_what_cannot_be_heard_is_refused(saved: Saved) -> None:
     long = np.zeros(70 * RATE, np.float32)
     recording = (SOUNDS[0], RATE)
@@ -207,6 +281,7 @@ async def test_what_cannot_be_heard_is_refused(saved: Saved) -> None:
             ("", [recording, recording]),
             (Prompt(text="a", decoder_text="b"), [recording]),
             (Prompt(encoder_text="a"), [recording]),
+            (Prompt(text="", mm_processor_kwargs={"truncation": "no"}), [recording]),
         ):
             with pytest.raises(InvalidRequestError):
                 await engine.generate(prompt, PARAMS, audios=audios)

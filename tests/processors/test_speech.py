@@ -15,6 +15,7 @@ RATE = 1000
 
 def test_whispers_prompt() -> None:
     assert whisper_prompt() == "<|startoftranscript|><|notimestamps|>"
+    assert whisper_prompt("German") == whisper_prompt("DE") == whisper_prompt("de")
     assert whisper_prompt("de") == "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"
     assert whisper_prompt("de", "translate", timestamps=True) == (
         "<|startoftranscript|><|de|><|translate|>"
@@ -25,7 +26,7 @@ def test_whispers_prompt() -> None:
     ("arguments", "parameter"),
     [
         (("de", "sing"), "task"),
-        (("DE",), "language"),
+        (("klingon",), "language"),
         (("d|>",), "language"),
         ((None, "translate"), "language"),
     ],
@@ -66,7 +67,15 @@ def test_short_recordings_are_one_window() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "rate", "window_s", "search_s"),
-    [((2, 9), RATE, 1, 0), ((9,), 0, 1, 0), ((9,), RATE, 1, 1), ((9,), RATE, 1, -1)],
+    [
+        ((2, 9), RATE, 1, 0),
+        ((9,), 0, 1, 0),
+        ((9,), RATE, 1, 1),
+        ((9,), RATE, 1, -1),
+        ((9,), RATE, 1e-5, 0),
+        ((9,), RATE, float("inf"), 0),
+        ((9,), RATE, float("nan"), 0),
+    ],
 )
 def test_settings_that_make_no_sense(
     shape: tuple[int, ...], rate: int, window_s: float, search_s: float
