@@ -165,6 +165,8 @@ class BlockPool:
         """
         if request.encoder is None:
             return []
+        if not self._caching:
+            return None
         digests = cross_digests(request, self.block_size)
         tables: list[list[int]] = []
         for group in self._cross_groups:

@@ -5,7 +5,6 @@ It is one item to the scheduler and one entry of the encoder cache, whatever it 
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from aioengine.processors.encdec import EncDecLayout
@@ -18,13 +17,17 @@ __all__ = ["encoder_input"]
 def encoder_input(
     ticket: Ticket, layout: EncDecLayout, model_id: str, parameter: str, cache_salt: str | None
 ) -> MediaInput:
-    """The item that stands for all that the request's encoder reads. `parameter`: of its text."""
+    """The item that stands for all that the request's encoder reads.
+
+    Its features are `input_ids` int64 [rows] and those of the media. `parameter`: what the caller
+    calls the text.
+    """
     media = tuple(ticket.media)
     token_ids = torch.tensor(layout.token_ids, dtype=torch.int64)
     modality = media[0].modality if media else "text"
     places = [layout.placeholders[each.modality][each.index].to_span() for each in media]
     identity = [
-        token_ids.numpy().astype(np.int64).tobytes(),
+        token_ids.numpy().tobytes(),
         [[each.key, place.offset, place.length] for each, place in zip(media, places, strict=True)],
     ]
     key = item_key(

@@ -82,8 +82,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         limit_mm_per_prompt=config.limit_mm_per_prompt,
         mm_processor_kwargs=config.mm_processor_kwargs,
     )
-    if info is not None:
-        check_placeholders(info(context))
+    check_placeholders(info(context))
     front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
     if isinstance(front, EncDecMultiModalProcessor):
         _check_start(front)

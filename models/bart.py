@@ -13,8 +13,8 @@ from torch import Tensor
 
 from aioengine.models.encdec import EncoderDecoderModel, PlacedEmbedding
 from aioengine.models.registry import register_model
-from aioengine.processors.encdec import EncDecTextInfo, EncDecTextProcessor
-from aioengine.processors.info import TextOnlyDummyInputs
+from aioengine.processors.encdec import EncDecTextProcessor
+from aioengine.processors.info import TextOnlyDummyInputs, TextOnlyInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["Bart"]
@@ -27,7 +27,7 @@ __all__ = ["Bart"]
     "MBartModel",
 )
 @MULTIMODAL_REGISTRY.register_processor(
-    EncDecTextProcessor, info=EncDecTextInfo, dummy_inputs=TextOnlyDummyInputs
+    EncDecTextProcessor, info=TextOnlyInfo, dummy_inputs=TextOnlyDummyInputs
 )
 class Bart(EncoderDecoderModel):
     """The prompt is what the encoder reads.

@@ -16,7 +16,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
-from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
+from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
@@ -26,20 +26,12 @@ from aioengine.processors.updates import PromptIndexTargets, PromptInsertion, Pr
 __all__ = ["Blip2", "Blip2DummyInputsBuilder", "Blip2MultiModalProcessor", "Blip2ProcessingInfo"]
 
 
-class Blip2ProcessingInfo(BaseProcessingInfo):
+class Blip2ProcessingInfo(OnePictureInfo):
     """One picture in a prompt."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": 1}
 
     def get_num_image_tokens(self) -> int:
         """Encoder rows of any picture: one for each query."""
         return int(self.get_hf_config().num_query_tokens)
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        return {"image": self.get_num_image_tokens()}
 
 
 class Blip2DummyInputsBuilder(BaseDummyInputsBuilder):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from aioengine.kernels.transfer import to_device
 from aioengine.models import encoding
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.attention import StepHolder
@@ -63,16 +62,13 @@ class EncoderDecoderModel(TransformersModel):
         """Each prompt's rows [rows, dim]; `input_ids` [length] and, of one medium, its fields."""
 
         def encode_batch(**kwargs: Any) -> list[Tensor]:
-            placed = {name: self._place(value) for name, value in kwargs.items()}
+            placed = {
+                name: encoding.place(value, self.dtype, self.device)
+                for name, value in kwargs.items()
+            }
             return list(self.encode_prompt(**placed))
 
         return encoding.encode_items(encode_batch, items)
-
-    def _place(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        dtype = self.dtype if value.is_floating_point() else value.dtype
-        return to_device(value, self.device).to(dtype)
 
     def memory(self, items: Sequence[Tensor]) -> Tensor:
         """The rows of `items` one after the other: [R, dim], or one of zeros."""

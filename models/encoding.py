@@ -14,7 +14,14 @@ from aioengine.kernels.transfer import to_device
 from aioengine.models.interfaces import MultiModalEmbeddings
 from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem, is_host_only
 
-__all__ = ["encode_batch", "encode_items", "parts_of", "passed_through", "rows_by_item"]
+__all__ = [
+    "encode_batch",
+    "encode_items",
+    "parts_of",
+    "passed_through",
+    "place",
+    "rows_by_item",
+]
 
 # The keyword that carries a modality's samples, and transformers' method that encodes them.
 _SAMPLES = {
@@ -48,7 +55,7 @@ def encode_batch(
     name = next((name for name in _SAMPLES if kwargs.get(name) is not None), None)
     if name is None:
         raise EngineError(f"no media among the encoder's arguments: {', '.join(kwargs) or 'none'}")
-    inputs = {key: _place(value, dtype, device) for key, value in kwargs.items()}
+    inputs = {key: place(value, dtype, device) for key, value in kwargs.items()}
     encoder = _find_method(model, _SAMPLES[name])
     if encoder is None and name == "pixel_values_videos":
         # A model without a way of its own takes frames as it takes pictures.
@@ -75,7 +82,8 @@ def _find_method(model: Any, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _place(value: object, dtype: torch.dtype, device: torch.device) -> object:
+def place(value: object, dtype: torch.dtype, device: torch.device) -> object:
+    """A tensor on `device`, in `dtype` if it is floating; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     floating = value.dtype.is_floating_point

@@ -23,7 +23,7 @@ from aioengine.models.loading import find_class
 from aioengine.models.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor
-from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
+from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
@@ -60,20 +60,12 @@ class Florence2ConfigReader:
         return Florence2Config.from_pretrained(source, **options)
 
 
-class Florence2ProcessingInfo(BaseProcessingInfo):
+class Florence2ProcessingInfo(OnePictureInfo):
     """One picture in a prompt, or none."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": 1}
 
     def get_num_image_tokens(self) -> int:
         """Encoder rows of any picture: all are resized to one size."""
         return int(self.get_hf_processor().num_image_tokens)
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        return {"image": self.get_num_image_tokens()}
 
 
 class Florence2DummyInputsBuilder(BaseDummyInputsBuilder):

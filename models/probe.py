@@ -30,11 +30,10 @@ NUM_PROBE_ROWS = 5
 class LayerSpec:
     """One attention layer, as its own calls describe it.
 
-    `name`: its module's path under the decoder. `kind`: "self", or "cross" where keys are
-    the encoder's. `window`: how many past tokens a
-    query sees, its own included; None for all. `sinks`: whether it passes a sink logit per head.
-    `shares`: the layer, by name, whose keys and values it is given instead of any of its own; it
-    has no pages then, and reads that layer's.
+    `name`: its module's path under the decoder. `kind`: "self", or "cross" where keys are the
+    encoder's. `window`: how many past tokens a query sees, its own included; None for all. `sinks`:
+    whether it passes a sink logit per head. `shares`: the layer, by name, whose keys and values it
+    is given instead of any of its own; it has no pages then, and reads that layer's.
     """
 
     name: str

@@ -15,8 +15,8 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.attention import LayerSlot, attach_slot
 from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.registry import register_model
-from aioengine.processors.encdec import EncDecTextInfo, EncDecTextProcessor
-from aioengine.processors.info import TextOnlyDummyInputs
+from aioengine.processors.encdec import EncDecTextProcessor
+from aioengine.processors.info import TextOnlyDummyInputs, TextOnlyInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["T5", "bias_by_distance"]
@@ -24,7 +24,7 @@ __all__ = ["T5", "bias_by_distance"]
 
 @register_model("T5ForConditionalGeneration", "T5Model")
 @MULTIMODAL_REGISTRY.register_processor(
-    EncDecTextProcessor, info=EncDecTextInfo, dummy_inputs=TextOnlyDummyInputs
+    EncDecTextProcessor, info=TextOnlyInfo, dummy_inputs=TextOnlyDummyInputs
 )
 class T5(EncoderDecoderModel):
     """The prompt is what the encoder reads. One bias by distance for all layers.

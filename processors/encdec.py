@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.processors.info import TextOnlyInfo
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import (
     BaseMultiModalProcessor,
@@ -27,7 +26,6 @@ from aioengine.processors.processor import (
 __all__ = [
     "EncDecLayout",
     "EncDecMultiModalProcessor",
-    "EncDecTextInfo",
     "EncDecTextProcessor",
     "Halves",
     "MultiModalEncDecInputs",
@@ -176,10 +174,6 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
         )
 
 
-class EncDecTextInfo(TextOnlyInfo):
-    """No media."""
-
-
 class EncDecTextProcessor(EncDecMultiModalProcessor, TextOnlyProcessor):
     """Text to text: the prompt is what the encoder reads."""
 
@@ -215,7 +209,8 @@ def _blaming(half: str, given: TextOrTokens | None) -> Iterator[None]:
 def start_tokens(generation_config: Any, hf_config: Any) -> list[int]:
     """What a decoder's prompt begins with: the start token, then those that would be forced.
 
-    Where no config says more, the start token and the one for the beginning of a sequence.
+    `generation_config`: transformers', or None; `hf_config`: the model's. Raises ModelLoadError
+    where neither has a start token, and for what is no token id.
     """
     text_config = hf_config.get_text_config(decoder=True)
     start = _start_token(generation_config, hf_config, text_config)

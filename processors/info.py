@@ -18,6 +18,7 @@ from aioengine.processors.hf import lacks_video, load_processor
 __all__ = [
     "BaseDummyInputsBuilder",
     "BaseProcessingInfo",
+    "OnePictureInfo",
     "ProcessingContext",
     "ProcessorInputs",
     "load_context",
@@ -282,6 +283,22 @@ class ProcessorInputs:
 
     prompt_text: str
     mm_data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OnePictureInfo(BaseProcessingInfo):
+    """One picture in a prompt, of as many rows as any other."""
+
+    @abstractmethod
+    def get_num_image_tokens(self) -> int:
+        """Encoder rows of any picture."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": 1}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        return {"image": self.get_num_image_tokens()}
 
 
 class BaseDummyInputsBuilder(ABC):
