@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aioengine.types import CompletionOutput as CompletionOutput
     from aioengine.types import Delta as Delta
     from aioengine.types import Embeddings as Embeddings
+    from aioengine.types import EngineState as EngineState
     from aioengine.types import EngineStatistics as EngineStatistics
     from aioengine.types import FinishReason as FinishReason
     from aioengine.types import Logprob as Logprob
@@ -35,6 +36,7 @@ _HOMES = {
     "Delta": "aioengine.types",
     "Embeddings": "aioengine.types",
     "EngineConfig": "aioengine.config",
+    "EngineState": "aioengine.types",
     "EngineStatistics": "aioengine.types",
     "FinishReason": "aioengine.types",
     "Logprob": "aioengine.types",

@@ -5,11 +5,14 @@ All methods run on the event loop.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import InvalidRequestError, RequestAbortedError, typed
+from aioengine.instruments import Instruments, Kind, RequestEvent
 from aioengine.plan import SequencePlan, StepPlan, StepResult
 from aioengine.scheduler import Scheduler
 from aioengine.ticket import Ticket
@@ -28,6 +31,7 @@ class Desk:
         self,
         scheduler: Scheduler,
         intake: Intake,
+        instruments: Instruments,
         *,
         forget: Callable[[Ticket], object],
         changed: Callable[[], object],
@@ -39,6 +43,9 @@ class Desk:
         self._owners: dict[str, Ticket] = {}  # by the scheduler's name for each completion
         self._scheduler = scheduler
         self._intake = intake
+        self._instruments = instruments
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._forget = forget
         self._changed = changed
 
@@ -52,9 +59,16 @@ class Desk:
         """Completions of all live requests."""
         return sum(ticket.params.n for ticket in self.tickets.values())
 
-    def open(self, ticket: Ticket) -> None:
-        """Take a new request in; `admit` has to follow."""
+    def open(self, ticket: Ticket, begin: Callable[[], asyncio.Task[None]]) -> None:
+        """Take a new request in; `begin()` starts a task that runs `admit`."""
         self.tickets[ticket.request_id] = ticket
+        self._empty.clear()
+        ticket.intake = begin()
+        self._note("submitted", ticket)
+
+    async def wait_empty(self) -> None:
+        """Wait until no request is live."""
+        await self._empty.wait()
 
     def check_name(self, request_id: str) -> None:
         """Raise InvalidRequestError for a name that is taken."""
@@ -81,6 +95,7 @@ class Desk:
                 self.fail(ticket, typed(error))
             return
         ticket.admit()
+        self._note("admitted", ticket)
         self._changed()
 
     def deliver(self, plan: StepPlan, result: StepResult) -> None:
@@ -105,6 +120,10 @@ class Desk:
                 self._release(ticket)
             elif has_ended:
                 self._drop(name)
+            # Last, as a watcher may end requests.
+            self._note("token", ticket, index=ticket.completions[name].index)
+            if ticket.output is not None:
+                self._note("finished", ticket, output=ticket.output)
 
     def _note_prompt(self, sequence: SequencePlan, result: StepResult) -> None:
         name = sequence.request_id
@@ -118,14 +137,17 @@ class Desk:
         """End a request with an error."""
         self._end(ticket, error)
         self._release(ticket)
+        self._note(_kind(error), ticket, error=error)
 
     def fail_all(self, make_error: Callable[[], BaseException]) -> None:
         """End every request. All streams hear of it before anything is given back."""
-        tickets = list(self.tickets.values())
-        for ticket in tickets:
-            self._end(ticket, make_error())
-        for ticket in tickets:
+        errors = [(ticket, make_error()) for ticket in self.tickets.values()]
+        for ticket, error in errors:
+            self._end(ticket, error)
+        for ticket, _ in errors:
             self._release(ticket)
+        for ticket, error in errors:
+            self._note(_kind(error), ticket, error=error)
 
     def abort(self, request_id: str, reason: str) -> None:
         """End a request, if it is live, with RequestAbortedError."""
@@ -134,7 +156,7 @@ class Desk:
             self.fail(ticket, RequestAbortedError(reason))
 
     def _end(self, ticket: Ticket, error: BaseException) -> None:
-        self.counters["aborted" if isinstance(error, RequestAbortedError) else "failed"] += 1
+        self.counters[_kind(error)] += 1
         ticket.fail(error)
 
     def _release(self, ticket: Ticket) -> None:
@@ -147,10 +169,22 @@ class Desk:
         if ticket.intake is not None:
             ticket.intake.cancel()
         self._forget(ticket)
+        if not self.tickets:
+            self._empty.set()
         self._changed()
+
+    def _note(self, kind: Kind, ticket: Ticket, **facts: Any) -> None:
+        if self._instruments.watchers:
+            now = time.perf_counter()
+            self._instruments.note(RequestEvent(kind, ticket.request_id, now, **facts))
 
     def _drop(self, name: str) -> None:
         """Give back what the scheduler holds for one completion."""
         del self._owners[name]
         if name in self._scheduler:
             self._scheduler.end(name)
+
+
+def _kind(error: BaseException) -> Kind:
+    """How a request ends that ends with this error."""
+    return "aborted" if isinstance(error, RequestAbortedError) else "failed"

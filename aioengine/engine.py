@@ -10,7 +10,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -26,11 +26,10 @@ from aioengine.errors import (
     EngineError,
     InvalidRequestError,
     ModelLoadError,
-    OverloadedError,
     RequestAbortedError,
-    WrongLoopError,
 )
 from aioengine.garbage import collection_paused
+from aioengine.gate import Gate
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.params import SamplingParams
 from aioengine.plan import StepPlan, StepResult
@@ -43,7 +42,7 @@ from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
 from aioengine.ticket import Ticket
-from aioengine.types import EngineStatistics, RequestOutput
+from aioengine.types import EngineState, EngineStatistics, RequestOutput
 
 if TYPE_CHECKING:
     from aioengine.intake import Intake
@@ -65,11 +64,8 @@ class AsyncEngine:
         self.config = config
         self.instruments = Instruments()
         self._model = model
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._was_started = False
-        self._is_open = False
+        self._gate = Gate(config)
         self._closing: asyncio.Task[None] | None = None
-        self._dead: BaseException | None = None
         self._main: asyncio.Task[None] | None = None
         self._resources = AsyncExitStack()  # closed in the reverse order of their beginning
         self._device: Device
@@ -104,19 +100,20 @@ class AsyncEngine:
 
         The process's automatic garbage collection pauses during the load.
         """
-        if self._loop is not None:
+        if self._gate.loop is not None:
             raise EngineClosedError("an engine is started once; make a new one")
-        self._loop = asyncio.get_running_loop()
+        self._gate.loop = asyncio.get_running_loop()
         try:
             loaded = await self._open()
             if loaded is not None:
                 self._assemble(loaded)
                 await self._intake.media.start()
-                started = self._loop.create_future()
+                started = self._gate.loop.create_future()
                 self._main = asyncio.create_task(self._serve(started), name="aioengine")
                 self._resources.push_async_callback(self._stop_serving)
                 await started
         except BaseException as error:
+            self._gate.close()
             await self._resources.aclose()
             task = asyncio.current_task()
             is_cancelled = isinstance(error, asyncio.CancelledError) and task and task.cancelling()
@@ -127,7 +124,7 @@ class AsyncEngine:
             await asyncio.shield(self._closing)
             await self._resources.aclose()
             raise EngineClosedError("the engine was closed while it was starting")
-        self._was_started = self._is_open = True
+        self._gate.open()
 
     async def _open(self) -> Loaded | None:
         """The device's queues and the model; None if the engine is closed meanwhile."""
@@ -158,6 +155,7 @@ class AsyncEngine:
         self._desk = Desk(
             self._scheduler,
             self._intake,
+            self.instruments,
             forget=lambda ticket: self._encoder.forget(ticket),
             changed=self._changed.set,
         )
@@ -173,19 +171,45 @@ class AsyncEngine:
             fail=self._desk.fail,
         )
 
-    async def aclose(self) -> None:
-        """End all requests with RequestAbortedError, free everything. Idempotent.
+    @property
+    def state(self) -> EngineState:
+        """Whether the engine is new, starting, running, draining, closed or dead."""
+        return self._gate.state
 
-        Whoever calls it while it is under way waits for the same end.
+    async def drain(self) -> None:
+        """Take no new requests, and wait until those that are live have ended.
+
+        New ones raise EngineClosedError, until `resume()`. The engine stays open, its caches warm.
         """
-        if self._loop is None:
+        desk = self._check_open()
+        self._gate.is_draining = True
+        await desk.wait_empty()
+
+    def resume(self) -> None:
+        """Take new requests again, after a `drain()` or during one."""
+        self._check_open()
+        self._gate.is_draining = False
+
+    async def aclose(self, timeout: float | None = 0) -> None:  # noqa: ASYNC109 - of the requests
+        """Drain for `timeout` seconds (None: as long as it takes), then end and free everything.
+
+        Requests that are still live get RequestAbortedError. Idempotent: whoever calls it while it
+        is under way waits for the same end. Cancelling it while it drains makes it close at once.
+        """
+        if self._gate.loop is None:
             return
-        self._check_loop()
-        self._is_open = False
-        if self._desk is not None:
-            self._desk.fail_all(lambda: RequestAbortedError("the engine was closed"))
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._resources.aclose())
+        self._gate.check_loop()
+        try:
+            if self._gate.is_open and timeout != 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(timeout):
+                        await self.drain()
+        finally:
+            self._gate.close()
+            if self._desk is not None:
+                self._desk.fail_all(lambda: RequestAbortedError("the engine was closed"))
+            if self._closing is None:
+                self._closing = asyncio.create_task(self._resources.aclose())
         await asyncio.shield(self._closing)
 
     async def _stop_serving(self) -> None:
@@ -259,12 +283,11 @@ class AsyncEngine:
         check_arguments(params, request_id, priority)
         name = request_id if request_id is not None else uuid.uuid4().hex
         desk.check_name(name)
-        self._refuse_overload(desk.num_live)
+        self._gate.check_entry(desk.num_live)
         give_up = partial(desk.abort, name, "the stream was closed")
-        sink, stream = open_stream(name, give_up, self._loop)
+        sink, stream = open_stream(name, give_up, self._gate.loop)
         ticket = Ticket(name, sink, params or SamplingParams(), priority=priority)
-        desk.open(ticket)
-        ticket.intake = self._spawn(desk.admit, ticket, read)
+        desk.open(ticket, partial(self._spawn, desk.admit, ticket, read))
         return stream
 
     async def abort(self, request_id: str) -> None:
@@ -284,9 +307,9 @@ class AsyncEngine:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of all counters. Raises EngineClosedError before the first start."""
-        if not self._was_started or self._desk is None:
+        if not self._gate.was_open or self._desk is None:
             raise EngineClosedError("the engine has not been started")
-        self._check_loop()
+        self._gate.check_loop()
         return take_snapshot(
             self._scheduler,
             self._intake.media.cache.statistics(),
@@ -308,36 +331,11 @@ class AsyncEngine:
         self._check_open()
         return self._parts.home
 
-    # ---- checks
-
-    def _check_loop(self) -> None:
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
-        if running is not self._loop:
-            raise WrongLoopError(
-                "an engine belongs to the event loop that started it; call it from there, or start "
-                "another engine in this loop"
-            )
-
     def _check_open(self) -> Desk:
         """The desk of an engine that runs; raises EngineError where it does not."""
-        if self._loop is not None:
-            self._check_loop()
-        if self._dead is not None:
-            raise EngineDeadError("the engine has died; start a new one") from self._dead
-        if not self._is_open or self._desk is None:
-            raise EngineClosedError("the engine is not running; use it inside 'async with'")
+        self._gate.check_open()
+        assert self._desk is not None
         return self._desk
-
-    def _refuse_overload(self, num_live: int) -> None:
-        most = self.config.max_queued_requests
-        if most is not None and num_live - self.config.max_num_seqs >= most:
-            raise OverloadedError(
-                f"{num_live} completions are live already (max_num_seqs="
-                f"{self.config.max_num_seqs}, max_queued_requests={most}); try later"
-            )
 
     # ---- the step loop
 
@@ -352,7 +350,7 @@ class AsyncEngine:
                     self._die(error)
         finally:
             # Somebody may have cancelled every task of the loop.
-            self._is_open = False
+            self._gate.close()
             self._desk.fail_all(lambda: RequestAbortedError("the engine was stopped"))
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
@@ -370,7 +368,7 @@ class AsyncEngine:
 
     def _die(self, error: BaseException) -> None:
         """The device or the engine itself is broken: every open stream says so."""
-        self._dead = self._dead or error
+        self._gate.death = self._gate.death or error
 
         def death() -> EngineDeadError:
             dead = EngineDeadError("the engine has died; start a new one")

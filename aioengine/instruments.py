@@ -1,4 +1,4 @@
-"""What the engine measures: how long stages take, and spans for whoever listens.
+"""What the engine measures: how long stages take, spans and moments for whoever listens.
 
 Costs next to nothing without listeners, and a listener that raises is removed: no hook can break
 the loop.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from aioengine.types import Launched, StageStatistics, read
+from aioengine.types import Launched, RequestOutput, StageStatistics, read
 
-__all__ = ["STAGES", "Instruments", "StageSpan", "TraceRecorder", "timed"]
+__all__ = ["STAGES", "Instruments", "RequestEvent", "StageSpan", "TraceRecorder", "timed"]
+
+Heard = TypeVar("Heard")
+Kind = Literal["submitted", "admitted", "token", "finished", "aborted", "failed"]
 
 STAGES = ("fetch", "decode", "process", "encode", "step")
 
@@ -38,6 +42,23 @@ class StageSpan:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """A moment in a request's life, at `time` in seconds of `time.perf_counter()`.
+
+    "submitted" comes on the caller's task, inside `stream()`; "admitted" when the request is laid
+    out and queued; "token" for each token of completion `index`; the last of a request is
+    "finished" with its `output`, or "aborted" or "failed" with its `error`.
+    """
+
+    kind: Kind
+    request_id: str
+    time: float
+    index: int = 0
+    output: RequestOutput | None = None
+    error: BaseException | None = None
+
+
 def timed(function: Callable[..., Any], *args: Any) -> Launched[tuple[Any, float, float]]:
     """A job's result, and when it began and ended."""
     start = time.perf_counter()
@@ -46,10 +67,11 @@ def timed(function: Callable[..., Any], *args: Any) -> Launched[tuple[Any, float
 
 
 class Instruments:
-    """One engine's. `record` is for the loop's thread."""
+    """One engine's; for the loop's thread. `listeners` hear of stages, `watchers` of requests."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[StageSpan], object]] = []
+        self.watchers: list[Callable[[RequestEvent], object]] = []
         self._stages = {stage: StageStatistics() for stage in STAGES}
 
     def record(self, span: StageSpan) -> None:
@@ -60,30 +82,40 @@ class Instruments:
             self._stages[span.stage] = StageStatistics(
                 old.count + 1, old.total_s + took, max(old.max_s, took)
             )
-        for listener in list(self.listeners):
-            try:
-                listener(span)
-            except Exception:
-                with suppress(ValueError):  # it may have removed itself
-                    self.listeners.remove(listener)
-                logger.exception("a listener failed and was removed")
+        _tell(self.listeners, span)
+
+    def note(self, event: RequestEvent) -> None:
+        """Tell the watchers. Who makes many events asks first whether there are any."""
+        _tell(self.watchers, event)
 
     def stages(self) -> dict[str, StageStatistics]:
         """Stage -> what it took so far."""
         return dict(self._stages)
 
 
-class TraceRecorder:
-    """A listener that keeps every span, and writes them in Chrome's trace format (for Perfetto)."""
+def _tell(listeners: list[Callable[[Heard], object]], news: Heard) -> None:
+    for listener in list(listeners):
+        try:
+            listener(news)
+        except Exception:
+            with suppress(ValueError):  # it may have removed itself
+                listeners.remove(listener)
+            logger.exception("a listener failed and was removed")
 
-    def __init__(self) -> None:
-        self.spans: list[StageSpan] = []
+
+class TraceRecorder:
+    """A listener that keeps spans, the last `max_spans` of them or all, and writes them in Chrome's
+    trace format (for Perfetto)."""
+
+    def __init__(self, max_spans: int | None = None) -> None:
+        self.spans: deque[StageSpan] = deque(maxlen=max_spans)
 
     def __call__(self, span: StageSpan) -> None:
         self.spans.append(span)
 
-    def write(self, path: Path) -> None:
-        """A JSON file of complete events: one row a stage, microseconds from the first span on."""
+    def trace(self) -> dict[str, object]:
+        """Complete events, one row a stage, in microseconds from the first span on; as JSON's
+        objects."""
         zero = min((span.start for span in self.spans), default=0.0)
         names = list(dict.fromkeys([*STAGES, *(span.stage for span in self.spans)]))
         events: list[dict[str, object]] = [
@@ -102,4 +134,8 @@ class TraceRecorder:
             }
             for span in self.spans
         ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def write(self, path: Path) -> None:
+        """A JSON file of `trace()`."""
+        path.write_text(json.dumps(self.trace()))

@@ -30,6 +30,7 @@ class MediaQueue:
         self.cache = EncoderCache(limits.encoder_cache_bytes)
         self.counters: Counter[str] = Counter()
         self._limits = limits
+        self._without_room = ""
         self._users: Counter[str] = Counter()  # live requests per key
         self._decoded: dict[str, bool] = {}  # media asked for: whether the pixels are there
 
@@ -176,6 +177,9 @@ class MediaQueue:
             needed_sooner = frozenset(islice(needs, rank))
             made = self.cache.reserve(key, item.num_bytes, keep=needed_sooner)
             if made is None:
+                if key != self._without_room:
+                    self._without_room = key
+                    self.counters["encoder_waits"] += 1
                 break
             modality = item.modality
             keys.append(key)

@@ -44,11 +44,13 @@ def take_snapshot(
         encoder_cache_hits=counters["encoder_hits"],
         encoder_cache_misses=scheduler.media.counters["encoder_misses"],
         encoder_cache_evictions=cache.num_evictions,
+        encoder_cache_waits=scheduler.media.counters["encoder_waits"],
         encoder_items_run=encoder_items_run,
         processor_cache_capacity_bytes=processed.capacity_bytes,
         processor_cache_used_bytes=processed.used_bytes,
         processor_cache_entries=processed.entries,
         processor_cache_hits=processed.hits,
         processor_cache_misses=processed.misses,
+        processor_cache_evictions=processed.evictions,
         stages=stages,
     )

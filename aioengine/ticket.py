@@ -149,6 +149,7 @@ class Ticket:
         """By the scheduler's name for each."""
         self.intake: asyncio.Task[None] | None = None
         self.has_ended = False
+        self.output: RequestOutput | None = None
         self._prompt_logprobs: PromptLogprobs | None = None
         self._sink = sink
         self._submitted = time.perf_counter()
@@ -210,16 +211,15 @@ class Ticket:
             encoder_items=num_items,
             encoder_cached_items=num_items - len(request.encoded_keys),
         )
-        self._sink.finish(
-            RequestOutput(
-                request_id=self.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                outputs=[completion.output() for completion in completions],
-                usage=usage,
-                timings=Timings(**self._times),
-                prompt_logprobs=self._prompt_scores(request),
-            )
+        self.output = RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[completion.output() for completion in completions],
+            usage=usage,
+            timings=Timings(**self._times),
+            prompt_logprobs=self._prompt_scores(request),
         )
+        self._sink.finish(self.output)
 
     def _prompt_scores(self, request: Request) -> Sequence[TokenLogprobs | None] | None:
         """None where they were not asked for. Where encoder rows stand there are none."""

@@ -12,6 +12,7 @@ __all__ = [
     "CompletionOutput",
     "Delta",
     "Embeddings",
+    "EngineState",
     "EngineStatistics",
     "FinishReason",
     "KVGroup",
@@ -162,6 +163,17 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
+class EngineState(enum.StrEnum):
+    """What an engine is at. One that drains takes nothing new; one that is dead has failed."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    CLOSED = "closed"
+    DEAD = "dead"
+
+
 class Logprob(NamedTuple):
     """A token's natural log probability, and its rank: 1 for the most probable."""
 
@@ -269,7 +281,8 @@ class EngineStatistics:
     `kv_blocks_free` is what a new request could get: unused blocks plus cached, unreferenced ones;
     at rest it equals `kv_blocks_total`. Bytes are bytes; tokens are prompt tokens. `running` and
     `waiting` count completions (a request of `n` has so many, once it is laid out), `finished`,
-    `aborted` and `failed` count requests.
+    `aborted` and `failed` count requests; `encoder_cache_waits` counts items for which there was no
+    room at first.
     """
 
     running: int
@@ -290,10 +303,12 @@ class EngineStatistics:
     encoder_cache_hits: int
     encoder_cache_misses: int
     encoder_cache_evictions: int
+    encoder_cache_waits: int
     encoder_items_run: int
     processor_cache_capacity_bytes: int
     processor_cache_used_bytes: int
     processor_cache_entries: int
     processor_cache_hits: int
     processor_cache_misses: int
+    processor_cache_evictions: int
     stages: Mapping[str, StageStatistics]

@@ -15,13 +15,15 @@ __all__ = ["HeldItems", "ProcessorCache", "ProcessorCacheStatistics"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorCacheStatistics:
-    """A snapshot: bytes, entries, and how many look-ups found their item."""
+    """A snapshot: bytes, entries, how many look-ups found their item, and how many items have gone
+    to make room."""
 
     capacity_bytes: int
     used_bytes: int
     entries: int
     hits: int
     misses: int
+    evictions: int
 
 
 class ProcessorCache:
@@ -38,6 +40,7 @@ class ProcessorCache:
         )
         self._hits = 0
         self._misses = 0
+        self._evictions = 0
 
     def get(self, key: str) -> MultiModalKwargsItem | None:
         """The item, which becomes the most recently used one; None if it is not here."""
@@ -59,7 +62,9 @@ class ProcessorCache:
         with self._lock:
             if _num_bytes(item) > self._items.maxsize:
                 return False
+            before = len(self._items) + (key not in self._items)
             self._items[key] = item
+            self._evictions += before - len(self._items)
             return True
 
     def discard(self, key: str) -> None:
@@ -85,6 +90,7 @@ class ProcessorCache:
                 entries=len(self._items),
                 hits=self._hits,
                 misses=self._misses,
+                evictions=self._evictions,
             )
 
 

@@ -13,10 +13,11 @@ ROOMS = ("kernels", "models", "processors", "streams")
 
 def files(*folders: str) -> list[Path]:
     """The modules in these root folders; `aioengine` alone does not follow its links."""
-    found = []
+    found: list[Path] = []
     for folder in folders or ("aioengine", *ROOMS):
         path = ROOT / folder
-        found += path.glob("*.py") if folder == "aioengine" else path.rglob("*.py")
+        links = {path / room for room in ROOMS}
+        found += (file for file in path.rglob("*.py") if links.isdisjoint(file.parents))
     return sorted(found)
 
 

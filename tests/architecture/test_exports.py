@@ -28,6 +28,7 @@ FIXED = {
 """Names that do not go away."""
 
 ADDED = {
+    "EngineState",
     "Logprob",
     "StructuredOutputs",
     "MediaConfig",

@@ -1,0 +1,75 @@
+"""Who may enter an engine, and when: its loop, its life, and the queue before it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aioengine.config import EngineConfig
+from aioengine.errors import EngineClosedError, EngineDeadError, OverloadedError, WrongLoopError
+from aioengine.types import EngineState
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """One engine's. `loop`: the one that started it; `death`: what has killed it, if anything."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.was_open = False
+        self.is_open = False
+        self.is_closed = False
+        self.is_draining = False
+        self.death: BaseException | None = None
+        self._config = config
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine is at."""
+        if self.death is not None:
+            return EngineState.DEAD
+        if self.is_closed:
+            return EngineState.CLOSED
+        if self.is_open:
+            return EngineState.DRAINING if self.is_draining else EngineState.RUNNING
+        return EngineState.NEW if self.loop is None else EngineState.STARTING
+
+    def open(self) -> None:
+        """The engine serves from now on."""
+        self.was_open = self.is_open = True
+
+    def close(self) -> None:
+        """The engine serves no more, or never will."""
+        self.is_open, self.is_closed = False, True
+
+    def check_loop(self) -> None:
+        """Raise WrongLoopError on any loop but the engine's."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not self.loop:
+            raise WrongLoopError(
+                "an engine belongs to the event loop that started it; call it from there, or start "
+                "another engine in this loop"
+            )
+
+    def check_open(self) -> None:
+        """Raise an EngineError unless the engine runs, draining or not."""
+        if self.loop is not None:
+            self.check_loop()
+        if self.death is not None:
+            raise EngineDeadError("the engine has died; start a new one") from self.death
+        if not self.is_open:
+            raise EngineClosedError("the engine is not running; use it inside 'async with'")
+
+    def check_entry(self, num_live: int) -> None:
+        """Raise what keeps a new request out, while completions `num_live` are live."""
+        if self.is_draining:
+            raise EngineClosedError("the engine is draining and takes no new requests")
+        most = self._config.max_queued_requests
+        if most is not None and num_live - self._config.max_num_seqs >= most:
+            raise OverloadedError(
+                f"{num_live} completions are live already (max_num_seqs="
+                f"{self._config.max_num_seqs}, max_queued_requests={most}); try later"
+            )
