@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aioengine.types import EngineState as EngineState
     from aioengine.types import EngineStatistics as EngineStatistics
     from aioengine.types import FinishReason as FinishReason
+    from aioengine.types import LoadProgress as LoadProgress
     from aioengine.types import Logprob as Logprob
     from aioengine.types import Prompt as Prompt
     from aioengine.types import RequestOutput as RequestOutput
@@ -39,6 +40,7 @@ _HOMES = {
     "EngineState": "aioengine.types",
     "EngineStatistics": "aioengine.types",
     "FinishReason": "aioengine.types",
+    "LoadProgress": "aioengine.types",
     "Logprob": "aioengine.types",
     "MediaConfig": "aioengine.config",
     "Prompt": "aioengine.types",

@@ -30,9 +30,10 @@ from aioengine.errors import (
 )
 from aioengine.garbage import collection_paused
 from aioengine.gate import Gate
-from aioengine.instruments import Instruments, StageSpan, timed
+from aioengine.instruments import Instruments, StageSpan, heard_on, timed
 from aioengine.params import SamplingParams
 from aioengine.plan import StepPlan, StepResult
+from aioengine.progress import Reporter, stage
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.scheduler import Scheduler
 from aioengine.snapshot import take_snapshot
@@ -42,7 +43,7 @@ from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
 from aioengine.ticket import Ticket
-from aioengine.types import EngineState, EngineStatistics, RequestOutput
+from aioengine.types import EngineState, EngineStatistics, LoadProgress, RequestOutput
 
 if TYPE_CHECKING:
     from aioengine.intake import Intake
@@ -63,7 +64,7 @@ class AsyncEngine:
     def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
         self.config = config
         self.instruments = Instruments()
-        self._model = model
+        self.model = model
         self._gate = Gate(config)
         self._closing: asyncio.Task[None] | None = None
         self._main: asyncio.Task[None] | None = None
@@ -95,16 +96,17 @@ class AsyncEngine:
 
     # ---- life
 
-    async def start(self) -> None:
+    async def start(self, *, progress: Callable[[LoadProgress], object] | None = None) -> None:
         """Load the model in a worker thread and begin to serve. Raises ModelLoadError.
 
-        The process's automatic garbage collection pauses during the load.
+        `progress` is called on the event loop as the load goes on; once it raises, no more. The
+        process's automatic garbage collection pauses during the load.
         """
         if self._gate.loop is not None:
             raise EngineClosedError("an engine is started once; make a new one")
         self._gate.loop = asyncio.get_running_loop()
         try:
-            loaded = await self._open()
+            loaded = await self._open(progress)
             if loaded is not None:
                 self._assemble(loaded)
                 await self._intake.media.start()
@@ -126,15 +128,18 @@ class AsyncEngine:
             raise EngineClosedError("the engine was closed while it was starting")
         self._gate.open()
 
-    async def _open(self) -> Loaded | None:
+    async def _open(self, progress: Callable[[LoadProgress], object] | None) -> Loaded | None:
         """The device's queues and the model; None if the engine is closed meanwhile."""
+        loop = asyncio.get_running_loop()
+        reporter = Reporter(None if progress is None else heard_on(loop, progress))
+        reporter.report("libraries", 0, 1)
         try:
             self._device = await _open_device(self.config.device)
             self._resources.push_async_callback(self._device.aclose)
             if self._closing is not None:
                 return None
             loaded: Loaded = await self._device.submit_step(
-                partial(_load, self._model, self.config)
+                partial(_load, self.model, self.config, reporter)
             )
             return loaded if self._closing is None else None
         except EngineError:
@@ -149,7 +154,7 @@ class AsyncEngine:
         intake_module = import_module("aioengine.intake")
         self._parts = loaded
         self._scheduler = Scheduler(loaded.limits)
-        self._intake = intake_module.Intake(loaded, self.config, self._model, self.instruments)
+        self._intake = intake_module.Intake(loaded, self.config, self.model, self.instruments)
         self._resources.push_async_callback(self._intake.aclose)
         self._changed = asyncio.Event()
         self._desk = Desk(
@@ -426,8 +431,10 @@ def _find_device(name: str) -> Any:
         return import_module("aioengine.sizing").find_device(name)
 
 
-def _load(model: str | os.PathLike[str], config: EngineConfig) -> Loaded:
-    with collection_paused():
-        loaded: Loaded = import_module("aioengine.loading").load(model, config)
-        import_module("aioengine.intake")  # so that nothing is left to import on the loop
+def _load(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:
+    with collection_paused(), reporter.listens():
+        with stage("libraries"):
+            loading = import_module("aioengine.loading")
+            import_module("aioengine.intake")  # so that nothing is left to import on the loop
+        loaded: Loaded = loading.load(model, config)
     return loaded

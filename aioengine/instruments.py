@@ -6,6 +6,7 @@ the loop.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -13,12 +14,22 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from aioengine.streams.bridge import LoopBridge
 from aioengine.types import Launched, RequestOutput, StageStatistics, read
 
-__all__ = ["STAGES", "Instruments", "RequestEvent", "StageSpan", "TraceRecorder", "timed"]
+__all__ = [
+    "STAGES",
+    "Instruments",
+    "RequestEvent",
+    "StageSpan",
+    "TraceRecorder",
+    "heard_on",
+    "timed",
+]
 
 Heard = TypeVar("Heard")
 Kind = Literal["submitted", "admitted", "token", "finished", "aborted", "failed"]
@@ -101,6 +112,13 @@ def _tell(listeners: list[Callable[[Heard], object]], news: Heard) -> None:
             with suppress(ValueError):  # it may have removed itself
                 listeners.remove(listener)
             logger.exception("a listener failed and was removed")
+
+
+def heard_on(
+    loop: asyncio.AbstractEventLoop, listener: Callable[[Heard], object]
+) -> Callable[[Heard], object]:
+    """For any thread: what it is called with goes to `listener` on the loop, until that raises."""
+    return partial(LoopBridge(loop).call, _tell, [listener])
 
 
 class TraceRecorder:

@@ -25,6 +25,7 @@ from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.profiling import largest_items, measure_activations
+from aioengine.progress import stage
 from aioengine.runner import Runner
 from aioengine.sizing import ModelSizes, find_device, resolve_limits
 from aioengine.structured import Grammars
@@ -66,48 +67,39 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     What is wrong with the files is found first, before anything that takes long.
     Raises ModelLoadError, and whatever else a checkpoint can make transformers raise.
     """
-    hf_config = read_config(
-        path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    model_class = resolve(hf_config.architectures).chosen_for(hf_config)
-    check_files(path, hf_config, revision=config.revision)
-    device = find_device(config.device)
-    info = MULTIMODAL_REGISTRY.find_info(model_class)
-    context = load_context(
-        path,
-        hf_config=hf_config,
-        info=info,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        limit_mm_per_prompt=config.limit_mm_per_prompt,
-        mm_processor_kwargs=config.mm_processor_kwargs,
-    )
-    check_placeholders(info(context))
-    front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
-    if isinstance(front, EncDecMultiModalProcessor):
-        _check_start(front)
-    model = model_class.load(
-        path,
-        hf_config=hf_config,
-        dtype=_dtype(config.dtype, hf_config),
-        device=device,
-        revision=config.revision,
-        max_model_len=config.max_model_len,
-    )
-    max_encoder_len = model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
-    sizes = ModelSizes(
-        kv_groups=model.kv_groups,
-        itemsize=model.dtype.itemsize,
-        row_size=model.row_size,
-        max_position_embeddings=model.max_position_embeddings,
-        max_item_rows=max_encoder_len
-        or max(largest_items(front, config.max_model_len or 0).values(), default=0),
-        max_encoder_len=max_encoder_len,
-    )
-    limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
+    with stage("processor"):
+        hf_config = read_config(
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        model_class = resolve(hf_config.architectures).chosen_for(hf_config)
+        check_files(path, hf_config, revision=config.revision)
+        device = find_device(config.device)
+        context = load_context(
+            path,
+            hf_config=hf_config,
+            info=MULTIMODAL_REGISTRY.find_info(model_class),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            limit_mm_per_prompt=config.limit_mm_per_prompt,
+            mm_processor_kwargs=config.mm_processor_kwargs,
+        )
+        front = _front(model_class, context)
+    with stage("weights"):
+        model = model_class.load(
+            path,
+            hf_config=hf_config,
+            dtype=_dtype(config.dtype, hf_config),
+            device=device,
+            revision=config.revision,
+            max_model_len=config.max_model_len,
+        )
+    with stage("memory"):
+        sizes = _sizes(model, front, config)
+        limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
+        runner = Runner(model, limits)
     eos_token_ids = _eos_token_ids(model)
     return Loaded(
-        runner=Runner(model, limits),
+        runner=runner,
         limits=limits,
         front=front,
         home=_clone(model_class, context),
@@ -122,6 +114,32 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
+    )
+
+
+def _front(
+    model_class: type[TransformersModel], context: ProcessingContext
+) -> BaseMultiModalProcessor:
+    """The first processor, on which the checkpoint is found fit."""
+    check_placeholders(MULTIMODAL_REGISTRY.find_info(model_class)(context))
+    front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
+    if isinstance(front, EncDecMultiModalProcessor):
+        _check_start(front)
+    return front
+
+
+def _sizes(
+    model: TransformersModel, front: BaseMultiModalProcessor, config: EngineConfig
+) -> ModelSizes:
+    max_encoder_len = model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
+    return ModelSizes(
+        kv_groups=model.kv_groups,
+        itemsize=model.dtype.itemsize,
+        row_size=model.row_size,
+        max_position_embeddings=model.max_position_embeddings,
+        max_item_rows=max_encoder_len
+        or max(largest_items(front, config.max_model_len or 0).values(), default=0),
+        max_encoder_len=max_encoder_len,
     )
 
 

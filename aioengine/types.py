@@ -17,6 +17,7 @@ __all__ = [
     "FinishReason",
     "KVGroup",
     "Launched",
+    "LoadProgress",
     "Logprob",
     "Prompt",
     "RequestOutput",
@@ -263,6 +264,21 @@ class RequestOutput:
     def token_ids(self) -> tuple[int, ...]:
         """The first completion's token ids."""
         return self.outputs[0].token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far an engine's start is: `done` of `total` parts of one stage.
+
+    The stages, in order: "libraries" (torch and transformers are imported), "processor" (the
+    checkpoint's settings, its tokenizer and HF processor), "weights" (parts are parameters or
+    tensors), "memory" (what a step takes is measured, and the caches are laid out). A stage whose
+    parts are not known, or not yet, is one part; `done` never falls within a stage.
+    """
+
+    stage: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from aioengine.errors import ModelLoadError
 from aioengine.models.registry import resolve
 from aioengine.processors.faults import shown, told
+from aioengine.progress import counted, is_watched
 
 __all__ = [
     "build_on_meta",
@@ -89,6 +90,31 @@ def loading() -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def _weights_counted() -> Iterator[None]:
+    """Meanwhile, what transformers counts on a bar is reported too, if this load is watched."""
+    if not is_watched():
+        yield
+        return
+
+    def hook(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        # The hook is the whole process's: a bar of another thread is none of this load's.
+        if is_watched() and args and isinstance(args[0], Sized):
+            items, *others = args
+            total = len(items)
+            args = (counted("weights", items, total), *others)
+            options = {"total": total, **options}
+        return bar(*args, **options) if before is None else before(bar, args, options)
+
+    before = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        last = transformers_logging.set_tqdm_hook(before)
+        if last is not hook:  # another one's, set meanwhile, stays
+            transformers_logging.set_tqdm_hook(last)
+
+
 def build_on_meta(model_class: Any, hf_config: Any) -> Any:
     """The model with shapes and without weights, ready to be probed."""
     with loading(), torch.device("meta"), torch.no_grad():
@@ -115,7 +141,7 @@ def load_pretrained(
     missing weights at random.
     """
     try:
-        with loading():
+        with loading(), _weights_counted():
             model, report = model_class.from_pretrained(
                 path,
                 config=copy.deepcopy(hf_config),

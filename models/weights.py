@@ -10,7 +10,8 @@ import copy
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.loading import loading
+from aioengine.progress import counted
 
 __all__ = ["build_empty", "copy_weight", "copy_weights", "load_defined", "read_weights"]
 
@@ -118,19 +120,26 @@ def read_weights(
     SafetensorError for files that cannot be read.
     """
     files, promised = _find_files(path, revision)
-    found: set[str] = set()
+    places: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - it is no mapping
-                if name not in found:
-                    found.add(name)
-                    yield name, shard.get_tensor(name)
-    missing = sorted(promised - found)
+                places.setdefault(name, file)
+    yield from counted("weights", _read(places), len(places))
+    missing = sorted(promised - places.keys())
     if missing:
         raise ModelLoadError(
             f"{len(missing)} weights of the checkpoint's index are not in its files: "
             f"{', '.join(missing[:_SHOWN])}"
         )
+
+
+def _read(places: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor from its file, one file after another."""
+    for file, names in groupby(places, key=places.__getitem__):
+        with safe_open(file, framework="pt") as shard:
+            for name in names:
+                yield name, shard.get_tensor(name)
 
 
 def _find_files(path: str | os.PathLike[str], revision: str | None) -> tuple[list[str], set[str]]:

@@ -29,6 +29,7 @@ FIXED = {
 
 ADDED = {
     "EngineState",
+    "LoadProgress",
     "Logprob",
     "StructuredOutputs",
     "MediaConfig",
