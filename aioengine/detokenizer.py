@@ -8,13 +8,14 @@ last of them is there). Text that may be the beginning of a stop string waits to
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
-__all__ = ["Detokenizer", "Piece", "fast_tokenizer"]
+__all__ = ["Detokenizer", "Piece", "TokenTexts", "fast_tokenizer"]
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
@@ -194,3 +195,60 @@ class _Automaton:
 
 
 _automaton = lru_cache(maxsize=64)(_Automaton)
+
+
+class TokenTexts:
+    """What single tokens stand for. Those of a tokenizer by bytes may be less than a character."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: transformers' own, for use on the thread of the caller."""
+        self._tokenizer = tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = getattr(backend, "decoder", None)
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        steps = state.get("decoders", [state])
+        self._is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
+        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._known: dict[int, bytes] = {}
+
+    def text(self, token_id: int) -> str:
+        """The token's text; replacement characters for bytes that are none."""
+        return self._bytes(token_id).decode(errors="replace")
+
+    def utf8(self, token_id: int) -> list[int]:
+        """The bytes that it adds to a UTF-8 text."""
+        return list(self._bytes(token_id))
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id not in self._known:
+            self._known[token_id] = self._read(token_id)
+        return self._known[token_id]
+
+    def _read(self, token_id: int) -> bytes:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:  # an id of the model's that the tokenizer does not know
+            return b""
+        if token_id in self._added:
+            return str(token).encode()
+        if self._is_byte_level and all(letter in _BYTES for letter in token):
+            return bytes(_BYTES[letter] for letter in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        # Behind another token, as the first one of a text may lose its space.
+        before = self._tokenizer.decode(self._anchor)
+        text: str = self._tokenizer.decode([*self._anchor, token_id])
+        return text[len(before) :].encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter -> byte, as tokenizers by bytes write them: printable ones as they are in Latin-1, the
+    others as letters from 256 on. Radford et al., "Language Models are Unsupervised Multitask
+    Learners" (2019), in its published code."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()

@@ -129,6 +129,19 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
     ) -> TextOrTokens:
         return prompt if len(prompt) else self.default_decoder_prompt()
 
+    def create_transcription_prompt(self, language: str | None, context: str) -> list[int]:
+        """See `SupportsTranscription`. A model of one language, which reads nothing before."""
+        if language is not None or context:
+            raise InvalidRequestError(
+                "the model takes neither a language nor a prompt",
+                parameter="prompt" if language is None else "language",
+            )
+        return self.default_decoder_prompt()
+
+    def get_audio_window(self) -> tuple[int, int]:
+        """See `SupportsTranscription`."""
+        return self.info.get_max_samples(), self.info.get_sample_rate()
+
     def _call_hf_processor(
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, Any]:
@@ -218,6 +231,30 @@ class WhisperMultiModalProcessor(SpeechMultiModalProcessor):
         if silent is not None and silent not in token_ids and not wants_times:
             token_ids.append(int(silent))
         return token_ids
+
+    def create_transcription_prompt(self, language: str | None, context: str) -> list[int]:
+        """See `SupportsTranscription`. The context is cut to what half of the decoder's length
+        holds, from its end. Source: the published code of the paper."""
+        config = self.info.ctx.generation_config
+        token_ids = self.default_decoder_prompt()
+        languages = getattr(config, "lang_to_id", None) or {}
+        if language is not None:
+            token = f"<|{language_code(language)}|>"
+            if token not in languages and (languages or token != "<|en|>"):
+                raise InvalidRequestError(
+                    f"the model does not know the language {language!r:.40}", parameter="language"
+                )
+            known = set(languages.values())
+            token_ids = [languages[token] if each in known else each for each in token_ids]
+        if not context.strip():
+            return token_ids
+        tokenizer = self.info.get_tokenizer()
+        before = tokenizer.encode(
+            " " + context.strip(), add_special_tokens=False, split_special_tokens=True
+        )
+        most = int(self.info.get_hf_config().max_target_positions) // 2 - 1
+        start = tokenizer.convert_tokens_to_ids("<|startofprev|>")
+        return [start, *before[-most:], *token_ids]
 
     def has_start(self, token_ids: Sequence[int], start: int) -> bool:
         """Anywhere: what was said before (`<|startofprev|>`) stands before the start."""

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["cut_windows", "language_code", "whisper_prompt"]
+__all__ = ["SupportsTranscription", "cut_windows", "language_code", "whisper_prompt"]
 
 FRAME_S = 0.02
 """Loudness is looked at in pieces so long."""
+
+
+@runtime_checkable
+class SupportsTranscription(Protocol):
+    """A processor of a model that writes down speech, in windows as long as it hears."""
+
+    def create_transcription_prompt(self, language: str | None, context: str) -> list[int]:
+        """What the decoder begins with. `language`: its code or English name; None: the model's
+        own. `context`: what was said before. Raises InvalidRequestError where it cannot know."""
+
+    def get_audio_window(self) -> tuple[int, int]:
+        """The longest recording that the model hears: samples, and their rate in Hz."""
 
 
 def whisper_prompt(

@@ -1,0 +1,206 @@
+"""The ASGI applications: OpenAI's API for one engine, and the same with a status page around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from aioengine.asgi.answers import ChatAnswer, TextAnswer
+from aioengine.asgi.faults import RETRY_AFTER_S, ApiError, api_error, error_response
+from aioengine.asgi.generation import Generation
+from aioengine.asgi.protocol import read_chat, read_completion
+from aioengine.asgi.service import Service
+from aioengine.asgi.status import StatusPage
+from aioengine.asgi.transcription import Transcription
+from aioengine.engine import AsyncEngine
+from aioengine.metrics import Metrics
+from aioengine.types import EngineState
+
+__all__ = ["openai_app", "service_app"]
+
+MAX_BODY_BYTES = 64 << 20
+BODY_TIMEOUT_S = 60.0
+
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+
+def openai_app(
+    engine: AsyncEngine,
+    *,
+    model_names: Sequence[str] = (),
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    drain_timeout_s: float = 30.0,
+) -> Starlette:
+    """OpenAI's API for one engine, to be mounted in an application: `app.mount("/v1", ...)`.
+
+    Serves chat/completions, completions, audio/transcriptions, models, health and metrics. The
+    host's lifespan starts and closes the engine; where the app is served by itself, its own does,
+    if nobody has started the engine before, and gives requests `drain_timeout_s` to finish.
+    `model_names`: under which the engine is asked for; None: the model's own. `api_key`: wanted for
+    all but health, as a bearer token. A body has `max_body_bytes` at most, and so many seconds.
+    """
+    service = _service(engine, model_names, api_key, max_body_bytes, body_timeout_s)
+    routes = _openai_routes(service, Metrics(engine, model_name=service.model_names[0]))
+    return _application(routes, _lifespan(engine, drain_timeout_s))
+
+
+def service_app(
+    engine: AsyncEngine,
+    *,
+    model_names: Sequence[str] = (),
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    drain_timeout_s: float = 30.0,
+) -> Starlette:
+    """What `python -m aioengine serve` serves: the same below /v1, beside a status page at /.
+
+    Arguments as in `openai_app`. A browser that has no key asks its user: any name, and the key as
+    the password.
+    """
+    service = _service(engine, model_names, api_key, max_body_bytes, body_timeout_s)
+    metrics = Metrics(engine, model_name=service.model_names[0])
+    routes: list[BaseRoute] = [
+        *(_guarded(service, route) for route in StatusPage(engine).routes()),
+        *_probes(service, metrics),
+        Mount("/v1", routes=_openai_routes(service, metrics)),
+    ]
+    return _application(routes, _lifespan(engine, drain_timeout_s))
+
+
+def _service(
+    engine: AsyncEngine,
+    model_names: Sequence[str],
+    api_key: str | None,
+    max_body_bytes: int,
+    body_timeout_s: float,
+) -> Service:
+    return Service(
+        engine,
+        model_names=[model_names] if isinstance(model_names, str) else model_names,
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        body_timeout_s=body_timeout_s,
+    )
+
+
+def _application(routes: Sequence[BaseRoute], lifespan: Lifespan) -> Starlette:
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
+    )
+
+
+def _lifespan(engine: AsyncEngine, drain_timeout_s: float) -> Lifespan:
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        if engine.state is not EngineState.NEW:
+            yield  # somebody else's to close
+            return
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.aclose(drain_timeout_s)
+
+    return lifespan
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the shape of all other errors."""
+    assert isinstance(error, HTTPException)
+    found = ApiError(error.status_code, error.detail, headers=error.headers or {})
+    return error_response(found)
+
+
+def _openai_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+    chat = Generation(service, read_chat, ChatAnswer)
+    text = Generation(service, read_completion, TextAnswer)
+    return [
+        Route("/chat/completions", _Endpoint(service, chat), methods=["POST"]),
+        Route("/completions", _Endpoint(service, text), methods=["POST"]),
+        Route(
+            "/audio/transcriptions", _Endpoint(service, Transcription(service)), methods=["POST"]
+        ),
+        Route("/models", _Endpoint(service, _Models(service)), methods=["GET"]),
+        Route("/models/{name:path}", _Endpoint(service, _Models(service)), methods=["GET"]),
+        *_probes(service, metrics),
+    ]
+
+
+def _probes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+    async def health(_request: Request) -> Response:
+        state = service.engine.state
+        is_well = state is EngineState.RUNNING
+        headers = {} if is_well else {"retry-after": str(RETRY_AFTER_S)}
+        return JSONResponse({"status": state}, 200 if is_well else 503, headers)
+
+    async def scrape(scope: Scope, receive: Receive, send: Send) -> None:
+        accept = Request(scope).headers.get("accept", "")
+        body, content_type = metrics.render(accept)
+        await Response(body, headers={"content-type": content_type})(scope, receive, send)
+
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", _Endpoint(service, scrape), methods=["GET"]),
+    ]
+
+
+def _guarded(service: Service, route: Route) -> Route:
+    """The same for those who have the key."""
+    return Route(route.path, _Endpoint(service, route.app), methods=["GET"])
+
+
+class _Endpoint:
+    """An ASGI app for those who have the key, with bounded bodies, whose errors are OpenAI's.
+
+    What a handler raises has come before its response began.
+    """
+
+    def __init__(self, service: Service, handle: Handler) -> None:
+        self._service = service
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._service.check_key(scope)
+            await self._handle(scope, self._service.bounded(scope, receive), send)
+        except ClientDisconnect:
+            return
+        except HTTPException:  # Starlette's own, for the application's handler
+            raise
+        except Exception as error:
+            await error_response(api_error(error))(scope, receive, send)
+
+
+class _Models:
+    """GET models, and one of them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"].get("name")
+        found: list[dict[str, object]] = [
+            {
+                "id": each,
+                "object": "model",
+                "created": self._service.created,
+                "owned_by": "aioengine",
+            }
+            for each in self._service.model_names
+        ]
+        answer: dict[str, object] = {"object": "list", "data": found}
+        if name is not None:
+            self._service.check_model(name)
+            answer = next(model for model in found if model["id"] == name)
+        await JSONResponse(answer)(scope, receive, send)

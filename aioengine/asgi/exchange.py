@@ -1,0 +1,90 @@
+"""One HTTP exchange: the work of an answer, which ends when the client leaves, and its events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from aioengine.asgi.faults import ApiError
+
+__all__ = ["EventStream", "attend"]
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects a stream makes it none
+]
+DONE = b"data: [DONE]\n\n"
+
+
+async def attend(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, and cancel it if the client leaves before it is done. Raises what it raises.
+
+    `receive` is read from here on; the request's body has to be complete.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_client_leaves(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait((working, leaving))
+        error = None if working.cancelled() else working.exception()
+    if error is not None:
+        raise error
+
+
+async def _client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """Server-sent events, which begin with the first of them.
+
+    What goes wrong before it can still have a status of its own. A client that reads slowly makes
+    `send` wait, and nobody else.
+    """
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        self.has_begun = False
+        self._send = send
+        self._headers = [*HEADERS, *(headers or [])]
+        self._turn = asyncio.Lock()
+
+    async def send(self, *events: Any) -> None:
+        """Send some JSON values, one event each."""
+        if events:
+            await self._write(b"".join(map(_event, events)))
+
+    async def done(self) -> None:
+        """End as OpenAI's streams do."""
+        await self._write(DONE)
+        await self._end()
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream that has begun with an error."""
+        await self._write(_event(error.body))
+        await self._end()
+
+    async def _write(self, data: bytes) -> None:
+        async with self._turn:
+            if not self.has_begun:
+                self.has_begun = True
+                start = {"type": "http.response.start", "status": 200, "headers": self._headers}
+                await self._send(start)
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event(value: Any) -> bytes:
+    return (
+        b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    )

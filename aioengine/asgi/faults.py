@@ -1,0 +1,71 @@
+"""What goes wrong, as OpenAI's clients expect to hear of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+
+from aioengine import errors
+
+__all__ = ["ApiError", "api_error", "error_response"]
+
+RETRY_AFTER_S = 1
+"""Of what is over soon: a queue moves on, an engine comes up or another one is asked."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An error of the HTTP API: a status, and OpenAI's four fields."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    parameter: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response, or of an event in a stream."""
+        fields = {"type": self.kind, "param": self.parameter, "code": self.code}
+        return {"error": {"message": self.message, **fields}}
+
+
+def api_error(error: Exception) -> ApiError:
+    """The fault that an error of the engine's amounts to; anything else is logged and is a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, errors.InvalidRequestError):
+        status = 422 if isinstance(error, errors.MediaError) else 400
+        code = "invalid_media" if isinstance(error, errors.MediaError) else "invalid_value"
+        if isinstance(error, errors.PromptTooLongError):
+            code = "context_length_exceeded"
+        return ApiError(status, str(error), parameter=error.parameter, code=code)
+    again = {"retry-after": str(RETRY_AFTER_S)}
+    if isinstance(error, errors.OverloadedError):
+        return ApiError(429, str(error), "rate_limit_error", code="overloaded", headers=again)
+    unavailable: dict[type[Exception], str] = {
+        errors.EngineClosedError: "engine_closed",
+        errors.EngineDeadError: "engine_dead",
+        errors.RequestAbortedError: "aborted",
+    }
+    for kind, code in unavailable.items():
+        if isinstance(error, kind):
+            return ApiError(503, str(error), "service_unavailable_error", code=code, headers=again)
+    logger.error("a request failed", exc_info=error)
+    message = str(error) if isinstance(error, errors.AioEngineError) else "internal error"
+    return ApiError(500, message, "server_error", code="internal_error")
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole HTTP response."""
+    return Response(
+        json.dumps(error.body), error.status, dict(error.headers), media_type="application/json"
+    )

@@ -1,0 +1,111 @@
+"""chat/completions and completions: a body in, one answer or a stream of events out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from aioengine.asgi.answers import Answer
+from aioengine.asgi.body import read_object
+from aioengine.asgi.exchange import EventStream, attend
+from aioengine.asgi.faults import api_error
+from aioengine.asgi.protocol import Ask
+from aioengine.asgi.service import Service
+from aioengine.streams.bridge import run_apart
+from aioengine.streams.tokens import TokenStream
+from aioengine.types import RequestOutput
+
+__all__ = ["Generation", "together"]
+
+Result = TypeVar("Result")
+
+
+class Generation:
+    """The endpoint of one kind of answer. `read` makes an Ask of the body."""
+
+    def __init__(
+        self, service: Service, read: Callable[[Mapping[str, Any]], Ask], answer: type[Answer]
+    ) -> None:
+        self._service = service
+        self._read = read
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one POST request. Raises what goes wrong before the answer has begun."""
+        ask = self._read(await read_object(receive))
+        answer = self._answer(
+            self._service.check_model(ask.model),
+            self._service.token_texts,
+            n=ask.params.n,
+            num_logprobs=ask.params.logprobs,
+        )
+        await attend(receive, self._generate(ask, answer, scope, receive, send))
+
+    async def _generate(
+        self, ask: Ask, answer: Answer, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        request_id = answer.id.encode()
+        events = EventStream(send, [(b"x-request-id", request_id)])
+        try:
+            async with AsyncExitStack() as stack:
+                streams = []
+                for number, prompt in enumerate(ask.prompts):
+                    name = answer.id if len(ask.prompts) == 1 else f"{answer.id}-{number}"
+                    stream = self._service.engine.stream(prompt, ask.params, request_id=name)
+                    stack.callback(stream.close)
+                    streams.append(stream)
+                if ask.is_streamed:
+                    await _stream_answer(answer, streams, events, wants_usage=ask.wants_usage)
+                else:
+                    body = await _encoded(answer, await _results(streams))
+                    headers = {"x-request-id": answer.id}
+                    response = Response(body, headers=headers, media_type="application/json")
+                    await response(scope, receive, send)
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            await events.fail(api_error(error))
+
+
+async def _stream_answer(
+    answer: Answer, streams: Sequence[TokenStream], events: EventStream, *, wants_usage: bool
+) -> None:
+    async def relay(number: int, stream: TokenStream) -> None:
+        async for delta in stream:
+            for chunk in answer.chunks(number, delta):
+                await events.send(chunk)
+                await asyncio.sleep(0)
+
+    await together(relay(number, stream) for number, stream in enumerate(streams))
+    if wants_usage:
+        await events.send(answer.usage_chunk(await _results(streams)))
+    await events.done()
+
+
+async def _results(streams: Sequence[TokenStream]) -> list[RequestOutput]:
+    return await together(stream.result() for stream in streams)
+
+
+async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
+    whole = await answer.complete(outputs)
+    if all(output.logprobs is None for request in outputs for output in request.outputs):
+        return json.dumps(whole).encode()
+    # In Python, which lets go of the GIL: thousands of log probabilities take long.
+    encoder = json.JSONEncoder()
+    return await run_apart(lambda: "".join(encoder.iterencode(whole)).encode())
+
+
+async def together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of all; the first error ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in work]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]

@@ -1,0 +1,217 @@
+"""OpenAI's request bodies, read into prompts and sampling parameters.
+
+A field that is neither known nor known to be harmless is refused, so that nobody waits for what a
+misspelt one should have done. SamplingParams' own names are taken beside OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aioengine.errors import InvalidRequestError
+from aioengine.params import SamplingParams, StructuredOutputs
+from aioengine.types import Prompt
+
+__all__ = ["Ask", "read_chat", "read_completion"]
+
+MAX_PROMPTS = 128
+"""Of one completions request."""
+MAX_TOP_LOGPROBS = 20
+
+SAMPLING = frozenset(
+    {
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "bad_words", "ignore_eos"),
+        *("allowed_token_ids", "skip_special_tokens"),
+    }
+)
+"""Fields that SamplingParams takes as they are."""
+COMMON = SAMPLING | {
+    *("model", "stream", "stream_options", "logit_bias", "logprobs", "response_format"),
+    *("structured_outputs", "cache_salt", "mm_processor_kwargs"),
+}
+CHAT = COMMON | {"messages", "top_logprobs", "max_completion_tokens"}
+COMPLETION = COMMON | {"prompt"}
+IGNORED = frozenset(
+    {
+        *("user", "safety_identifier", "metadata", "store", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    }
+)
+"""For OpenAI's own books."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+}
+"""Fields of what is not built, with the values that ask for nothing of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What one request asks for. A chat has one prompt. `model`: None takes the one there is."""
+
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    model: str | None
+    is_streamed: bool
+    wants_usage: bool
+
+
+def read_chat(body: Mapping[str, Any]) -> Ask:
+    """The body of chat/completions. Raises InvalidRequestError."""
+    given = _known(body, CHAT)
+    messages = given.get("messages")
+    if not isinstance(messages, list):
+        raise _wrong("messages", "a list")
+    if "max_completion_tokens" in given:
+        given["max_tokens"] = given["max_completion_tokens"]
+    wants = _flag(given, "logprobs")
+    num_top = given.get("top_logprobs", 0)
+    if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise _wrong("top_logprobs", f"an integer, 0 to {MAX_TOP_LOGPROBS}")
+    if num_top and not wants:
+        raise _wrong("logprobs", "true where top_logprobs is given")
+    conversation = [_read_message(message, i) for i, message in enumerate(messages)]
+    prompt = Prompt(messages=conversation, **_prompt_options(given))
+    given.setdefault("max_tokens", None)
+    return _ask(given, (prompt,), num_top if wants else None)
+
+
+def read_completion(body: Mapping[str, Any]) -> Ask:
+    """The body of completions. Raises InvalidRequestError."""
+    given = _known(body, COMPLETION)
+    options = _prompt_options(given)
+    prompts = tuple(
+        Prompt(text=prompt, **options)
+        if isinstance(prompt, str)
+        else Prompt(token_ids=prompt, **options)
+        for prompt in _prompts(given.get("prompt"))
+    )
+    return _ask(given, prompts, given.get("logprobs"))
+
+
+def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | None) -> Ask:
+    sampling = {name: given[name] for name in SAMPLING & given.keys()}
+    if "logit_bias" in given:
+        sampling["logit_bias"] = _read_bias(given["logit_bias"])
+    structure = _read_structure(given)
+    stream_options = given.get("stream_options", {})
+    if not isinstance(stream_options, dict):
+        raise _wrong("stream_options", "an object")
+    model = given.get("model")
+    if not isinstance(model, str | None):
+        raise _wrong("model", "text")
+    return Ask(
+        prompts=prompts,
+        params=SamplingParams(**sampling, logprobs=logprobs, structured_outputs=structure),
+        model=model,
+        is_streamed=_flag(given, "stream"),
+        wants_usage=_flag(stream_options, "include_usage"),
+    )
+
+
+def _known(body: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """The fields that are given: null is as good as nothing. Refuses all that is not known."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in list(given.items()):
+        if name in names:
+            continue
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            raise InvalidRequestError(f"{name} is not supported", parameter=name)
+        if name not in NEUTRAL and name not in IGNORED:
+            raise InvalidRequestError(f"{name!r:.60} is no field of this request", parameter=name)
+        del given[name]
+    return given
+
+
+def _read_message(message: Any, index: int) -> Any:
+    """A message without its empty fields, which clients send back as they got them.
+
+    What is no message is left to the chat template's reader, which knows how to refuse it.
+    """
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        # A name of the caller's own would be taken at its word, whoever else uses it.
+        if isinstance(part, dict) and "uuid" in part:
+            path = f"messages[{index}].content[{number}].uuid"
+            raise InvalidRequestError(f"{path} is taken in the process only", parameter=path)
+    return {
+        name: value
+        for name, value in message.items()
+        if name in ("role", "content") or value not in (None, [])
+    }
+
+
+def _prompts(given: Any) -> Sequence[str | list[int]]:
+    """One or many of the forms that a prompt has."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise _wrong("prompt", "text, token ids, or a list of either")
+    if all(type(entry) is int for entry in given):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise _wrong("prompt", f"a list of {MAX_PROMPTS} prompts at most")
+    for entry in given:
+        are_ids = isinstance(entry, list) and all(type(token_id) is int for token_id in entry)
+        if not isinstance(entry, str) and not are_ids:
+            raise _wrong("prompt", "text, token ids, or a list of either")
+    return given
+
+
+def _prompt_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("cache_salt", "mm_processor_kwargs") if name in given}
+
+
+def _read_bias(given: Any) -> dict[int, Any]:
+    """JSON's keys are text."""
+    if not isinstance(given, dict) or not all(key.isascii() and key.isdecimal() for key in given):
+        raise _wrong("logit_bias", "an object whose keys are token ids")
+    return {int(key[:20]): value for key, value in given.items()}
+
+
+def _read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
+    """`response_format`, or the engine's own `structured_outputs`."""
+    own, wanted = given.get("structured_outputs"), given.get("response_format")
+    if own is not None and wanted is not None:
+        raise _wrong("structured_outputs", "absent where response_format is given")
+    if own is not None:
+        if not isinstance(own, dict) or own.keys() - StructuredOutputs.__dataclass_fields__:
+            raise _wrong("structured_outputs", "an object with one of StructuredOutputs' fields")
+        return StructuredOutputs(**own)
+    if wanted is None:
+        return None
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "text":
+        return None
+    try:
+        if kind == "json_object":
+            return StructuredOutputs(json_object=True)
+        described = wanted.get("json_schema") if kind == "json_schema" else None
+        if isinstance(described, dict) and isinstance(described.get("schema"), dict):
+            return StructuredOutputs(json=described["schema"])
+    except InvalidRequestError as error:
+        raise error.for_parameter("response_format") from error
+    raise _wrong("response_format", "of type text, json_object, or json_schema with a schema")
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    if not isinstance(value, bool | None):
+        raise _wrong(name, "true or false")
+    return bool(value)
+
+
+def _wrong(name: str, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be {rule}", parameter=name)
