@@ -1,0 +1,236 @@
+"""Every metric: its name, its meaning, its labels, and where its numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from aioengine.instruments import STAGES
+from aioengine.types import EngineState, EngineStatistics
+
+__all__ = ["FIGURES", "HISTOGRAMS", "Figure", "Histogram", "Reading", "Values"]
+
+OUTCOMES = ("finished", "aborted", "failed")
+
+SECONDS = tuple(m * s for s in (0.001, 0.01, 0.1, 1, 10, 100) for m in (1, 2.5, 5))
+"""1 ms to 500 s: from a cached prompt on a small model to a long answer on a busy one. Three steps
+to a factor of ten tell a quantile within a factor of 2.5, with few series."""
+GAPS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5),
+)
+"""Dense from 10 to 200 ms, where a stream goes from instant to slower than one reads."""
+LAGS = SECONDS[:12]
+"""Up to 5 s: what holds a loop for longer is an outage, however long."""
+TOKENS = tuple(1 << power for power in range(18))
+"""1 to 131072, doubling."""
+
+Values = Mapping[str, float]
+"""By the family's own label; under "" where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one engine's figures are read from. `statistics`: None while it is not open."""
+
+    state: EngineState
+    num_tokens: int
+    statistics: EngineStatistics | None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric, with its label beside `model`, if it has one."""
+
+    name: str
+    meaning: str
+    label: str
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of all its labels."""
+        return ("model", self.label) if self.label else ("model",)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure(Family):
+    """A counter or a gauge, as its name says, which is read when somebody asks."""
+
+    read: Callable[[Reading], Values]
+
+    @property
+    def kind(self) -> str:
+        """Its type, in Prometheus' words."""
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Family):
+    """Counted as it happens, into buckets up to `bounds`, for each of its label's `values`."""
+
+    bounds: tuple[float, ...]
+    values: tuple[str, ...] = ("",)
+    kind: ClassVar[str] = "histogram"
+
+
+def _from_statistics(read: Callable[[EngineStatistics], Values]) -> Callable[[Reading], Values]:
+    return lambda reading: {} if reading.statistics is None else read(reading.statistics)
+
+
+def _field(name: str) -> Callable[[Reading], Values]:
+    return _from_statistics(lambda statistics: {"": getattr(statistics, name)})
+
+
+STATE = Figure(
+    "aioengine_engine_state",
+    "1 for the state that the engine is in, 0 for the others.",
+    "state",
+    lambda reading: {state.value: float(state is reading.state) for state in EngineState},
+)
+REQUESTS = Figure(
+    "aioengine_requests_total",
+    "Requests that have ended.",
+    "outcome",
+    _from_statistics(lambda statistics: {name: getattr(statistics, name) for name in OUTCOMES}),
+)
+GENERATED = Figure(
+    "aioengine_generated_tokens_total",
+    "Tokens generated, however their requests end.",
+    "",
+    lambda reading: {"": reading.num_tokens},
+)
+STAGE_RUNS = Figure(
+    "aioengine_stage_runs_total",
+    "Pieces of work that a stage has done.",
+    "stage",
+    _from_statistics(lambda statistics: {k: v.count for k, v in statistics.stages.items()}),
+)
+STAGE_SECONDS = Figure(
+    "aioengine_stage_seconds_total",
+    "Seconds that a stage's work took, taken together.",
+    "stage",
+    _from_statistics(lambda statistics: {k: v.total_s for k, v in statistics.stages.items()}),
+)
+PLAIN = (
+    ("completions_running", "running", "Completions that hold KV blocks."),
+    ("completions_waiting", "waiting", "Completions that hold none, and requests not laid out."),
+    ("preemptions_total", "preemptions", "Completions whose KV blocks were taken back."),
+    ("kv_blocks", "kv_blocks_total", "KV blocks there are."),
+    ("kv_blocks_free", "kv_blocks_free", "KV blocks that a new request could get."),
+    ("kv_blocks_cached", "kv_blocks_cached", "KV blocks whose content can be used again."),
+    (
+        "prefix_cache_query_tokens_total",
+        "prefix_query_tokens",
+        "Prompt tokens looked for in the prefix cache.",
+    ),
+    (
+        "prefix_cache_hit_tokens_total",
+        "prefix_hit_tokens",
+        "Prompt tokens found in the prefix cache.",
+    ),
+    (
+        "encoder_cache_capacity_bytes",
+        "encoder_cache_capacity_bytes",
+        "Bytes that the encoder cache may hold.",
+    ),
+    ("encoder_cache_used_bytes", "encoder_cache_used_bytes", "Bytes that the encoder cache holds."),
+    ("encoder_cache_entries", "encoder_cache_entries", "Items in the encoder cache."),
+    (
+        "encoder_cache_referenced_entries",
+        "encoder_cache_referenced",
+        "Items in the encoder cache that are in use or being encoded.",
+    ),
+    ("encoder_cache_hits_total", "encoder_cache_hits", "Items that were encoded already."),
+    ("encoder_cache_misses_total", "encoder_cache_misses", "Items that had to be encoded."),
+    ("encoder_cache_evictions_total", "encoder_cache_evictions", "Encoded items that made room."),
+    (
+        "encoder_cache_waits_total",
+        "encoder_cache_waits",
+        "Items for which the encoder cache had no room at first.",
+    ),
+    ("encoder_items_total", "encoder_items_run", "Items that the encoder has run."),
+    (
+        "processor_cache_capacity_bytes",
+        "processor_cache_capacity_bytes",
+        "Bytes that the cache of processed items may hold.",
+    ),
+    (
+        "processor_cache_used_bytes",
+        "processor_cache_used_bytes",
+        "Bytes that the cache of processed items holds.",
+    ),
+    ("processor_cache_entries", "processor_cache_entries", "Items in the cache of processed ones."),
+    ("processor_cache_hits_total", "processor_cache_hits", "Items that were processed already."),
+    ("processor_cache_misses_total", "processor_cache_misses", "Items that were not."),
+    (
+        "processor_cache_evictions_total",
+        "processor_cache_evictions",
+        "Processed items that made room.",
+    ),
+)
+"""A metric's name, without its prefix, the field of EngineStatistics, and the meaning."""
+
+FIGURES = (
+    STATE,
+    REQUESTS,
+    GENERATED,
+    *(Figure(f"aioengine_{name}", meaning, "", _field(field)) for name, field, meaning in PLAIN),
+    STAGE_RUNS,
+    STAGE_SECONDS,
+)
+
+FIRST_TOKEN = Histogram(
+    "aioengine_time_to_first_token_seconds",
+    "From submission to the first token of a request.",
+    "",
+    SECONDS,
+)
+INTER_TOKEN = Histogram(
+    "aioengine_inter_token_latency_seconds", "Between two tokens of one completion.", "", GAPS
+)
+DURATION = Histogram(
+    "aioengine_request_duration_seconds",
+    "From submission to the end of a request.",
+    "outcome",
+    SECONDS,
+    OUTCOMES,
+)
+INTAKE = Histogram(
+    "aioengine_intake_duration_seconds",
+    "From submission to admission: media fetched and the prompt laid out.",
+    "",
+    SECONDS,
+)
+QUEUE = Histogram(
+    "aioengine_queue_duration_seconds",
+    "From admission to the start of a request's first step.",
+    "",
+    SECONDS,
+)
+PROMPT_TOKENS = Histogram(
+    "aioengine_request_prompt_tokens", "Prompt tokens of a finished request.", "", TOKENS
+)
+OUTPUT_TOKENS = Histogram(
+    "aioengine_request_generated_tokens",
+    "Tokens of a finished request, all completions together.",
+    "",
+    TOKENS,
+)
+STAGE = Histogram(
+    "aioengine_stage_duration_seconds",
+    "How long one piece of a stage's work took.",
+    "stage",
+    SECONDS,
+    STAGES,
+)
+LAG = Histogram(
+    "aioengine_event_loop_lag_seconds",
+    "By how much a timer of the event loop came late.",
+    "",
+    LAGS,
+)
+HISTOGRAMS = (
+    *(FIRST_TOKEN, INTER_TOKEN, DURATION, INTAKE, QUEUE),
+    *(PROMPT_TOKENS, OUTPUT_TOKENS, STAGE, LAG),
+)
