@@ -22,8 +22,10 @@ Message = dict[str, Any]
 
 @pytest.fixture
 async def app(assets: Path) -> AsyncIterator[FastAPI]:
-    """The application between start-up and shut-down."""
-    application: FastAPI = runpy.run_path(str(SCRIPT))["app"]
+    """The application between start-up and shut-down, and its engine."""
+    script = runpy.run_path(str(SCRIPT))
+    application: FastAPI = script["app"]
+    application.state.engine = script["engine"]
     async with application.router.lifespan_context(application):
         yield application
 
