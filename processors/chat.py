@@ -16,7 +16,7 @@ from typing import Any
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
 from aioengine.processors.processor import BaseMultiModalProcessor
 
-__all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer"]
+__all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "find_template"]
 
 PARTS = {
     "image": "image",
@@ -68,7 +68,7 @@ class ChatRenderer:
         self._processor = processor
         self._tokenizer = processor.info.get_tokenizer()
         self._is_multimodal = bool(processor.info.get_supported_mm_limits())
-        self._template = self._find_template()
+        self._template = find_template(processor)
         self._takes: tuple[bool, bool] | None = None
         self._literals, self._marked = self._find_literals()
         self._known: dict[str, list[int]] = {}
@@ -191,15 +191,6 @@ class ChatRenderer:
         return [{**message, "content": fence(message["content"])} for message in conversation]
 
     # Rendering the template.
-
-    def _find_template(self) -> str | None:
-        template = None
-        if self._is_multimodal:
-            template = getattr(self._processor.info.get_hf_processor(), "chat_template", None)
-        template = template or getattr(self._tokenizer, "chat_template", None)
-        if isinstance(template, Mapping):
-            template = template.get("default")
-        return template if isinstance(template, str) else None
 
     def _render(self, conversation: list[dict[str, Any]]) -> str:
         if self._takes is None:
@@ -334,6 +325,17 @@ class ChatRenderer:
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
         return [], []
+
+
+def find_template(processor: BaseMultiModalProcessor) -> str | None:
+    """The model's chat template, its HF processor's or its tokenizer's; None: it has none."""
+    template = None
+    if processor.info.get_supported_mm_limits():
+        template = getattr(processor.info.get_hf_processor(), "chat_template", None)
+    template = template or getattr(processor.info.get_tokenizer(), "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _any_of(words: Iterable[str]) -> str:

@@ -1,13 +1,12 @@
-"""The command line: `aioengine demo` describes pictures side by side and shows how it went."""
+"""`aioengine demo`: pictures described side by side, and how it went."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import gc
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +16,14 @@ from rich.live import Live
 from rich.table import Table
 
 from aioengine import AsyncEngine, SamplingParams, errors
+from aioengine.cli.loading import new_runner
+from aioengine.cli.options import Commands
 from aioengine.instruments import StageSpan, TraceRecorder
 from aioengine.samples import demo_model, demo_pictures
 from aioengine.timeline import draw_timeline
 from aioengine.types import EngineStatistics, RequestOutput
 
-__all__ = ["main"]
+__all__ = ["add_parser", "run"]
 
 DESCRIBE = "Describe the picture."
 QUESTION = "How many objects are there?"
@@ -48,35 +49,23 @@ class Row:
     inter_token_s: list[float] = field(default_factory=list)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="aioengine", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="describe pictures with the demo model, all at once")
-    demo.add_argument("pictures", nargs="*", type=Path, help="picture files (default: the shipped)")
-    demo.add_argument("--model", type=Path, default=None, help="a model folder")
-    demo.add_argument("--out", type=Path, default=Path("out"), help="where the timeline goes")
-    demo.add_argument("--max-tokens", type=int, default=96)
-    options = parser.parse_args(arguments)
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run_demo(options))
-    except errors.AioEngineError as error:
-        sys.stderr.write(f"aioengine: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+def add_parser(commands: Commands) -> None:
+    """The flags of the command."""
+    parser = commands.add_parser("demo", help="describe pictures with the demo model, all at once")
+    parser.add_argument(
+        "pictures", nargs="*", type=Path, help="picture files (default: the shipped)"
+    )
+    parser.add_argument("--model", type=Path, default=None, help="a model folder")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="where the timeline goes")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns its exit status."""
+    with new_runner() as runner:
+        runner.run(run_demo(options))
     return 0
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop where it is installed, else asyncio's own."""
-    try:
-        import uvloop
-    except ImportError:  # Windows
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 async def run_demo(options: argparse.Namespace) -> None:

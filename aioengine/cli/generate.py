@@ -1,0 +1,118 @@
+"""`aioengine generate`: one prompt, answered on standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from aioengine import AsyncEngine
+from aioengine.cli.loading import new_engine, new_runner, started
+from aioengine.cli.options import (
+    Commands,
+    add_engine_flags,
+    add_sampling_flags,
+    given,
+    new_parser,
+)
+from aioengine.cli.prompts import (
+    add_media_flags,
+    chat_message,
+    in_own_words,
+    plain_prompt,
+    sampling_params,
+    summary,
+    takes_messages,
+)
+from aioengine.errors import InvalidRequestError
+from aioengine.params import SamplingParams
+from aioengine.prompts import PromptLike
+from aioengine.types import RequestOutput
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: Commands) -> None:
+    """The flags of the command."""
+    parser = new_parser(
+        commands,
+        "generate",
+        "answer one prompt on standard output",
+        "A model with a chat template is given a chat message, any other the plain text.",
+        "MODEL [PROMPT]",
+    )
+    parser.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        help="text; without it, or as -, it is read from standard input, unless there are media",
+    )
+    add_media_flags(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true", default=None, help="as a chat message, in any case"
+    )
+    form.add_argument(
+        "--raw",
+        action="store_false",
+        dest="chat",
+        help="as plain text, in any case; placeholders that it lacks are put before it",
+    )
+    parser.add_argument("--json", action="store_true", help="print the whole output, as JSON")
+    parser.add_argument("--verbose", action="store_true", help="tokens and times, on stderr")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns its exit status."""
+    SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
+    text = options.prompt
+    if text == "-" or (text is None and not options.items):
+        text = sys.stdin.read().removesuffix("\n")
+    with new_runner() as runner:
+        runner.run(_generate(options, text or ""))
+    return 0
+
+
+async def _generate(options: argparse.Namespace, text: str) -> None:
+    async with started(new_engine(options)) as engine:
+        prompt, params = _prompt(engine, options, text), sampling_params(engine, options)
+        try:
+            if options.json:
+                output = await engine.generate(prompt, params)
+                sys.stdout.write(json.dumps(asdict(output), ensure_ascii=False) + "\n")
+                sys.stdout.flush()
+            else:
+                output = await _stream(engine, prompt, params)
+        except InvalidRequestError as error:
+            raise in_own_words(error, options.items, 1 if options.system else 0) from error
+        if options.verbose:
+            sys.stderr.write(summary(output) + "\n")
+
+
+def _prompt(engine: AsyncEngine, options: argparse.Namespace, text: str) -> PromptLike:
+    if takes_messages(engine) if options.chat is None else options.chat:
+        system = [{"role": "system", "content": options.system}] if options.system else []
+        return [*system, chat_message(text, options.items)]
+    if options.system:
+        raise InvalidRequestError(
+            "--system is for chat messages, which this model is not given", parameter="system"
+        )
+    return plain_prompt(engine, text, options.items)
+
+
+async def _stream(engine: AsyncEngine, prompt: PromptLike, params: SamplingParams) -> RequestOutput:
+    """Write the text as it comes."""
+    async with engine.stream(prompt, params) as stream:
+        async for delta in stream:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+        output = await stream.result()
+    if not output.text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return output

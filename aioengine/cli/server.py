@@ -1,0 +1,107 @@
+"""uvicorn's server around an engine: bound before the load, drained before the end.
+
+Needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.config import LOGGING_CONFIG
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from aioengine.engine import AsyncEngine
+from aioengine.errors import InvalidRequestError
+from aioengine.types import EngineState
+
+__all__ = ["DrainingServer", "bind"]
+
+GRACE_S = 5
+"""After the drain, for answers that are complete and on their way to slow readers."""
+
+
+def bind(host: str, port: int) -> Any:
+    """A socket that has its port, and does not listen yet. Raises InvalidRequestError.
+
+    Whoever waits for the server is refused until it is ready; a port that is taken is told at once,
+    and not after minutes of loading.
+    """
+    config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="critical")
+    try:
+        bound = config.bind_socket()
+    except SystemExit as end:  # uvicorn logs the reason, and would end the process
+        reason = getattr(end.__context__, "strerror", None) or end.__context__
+        raise InvalidRequestError(
+            f"cannot listen on {host}, port {port}: {reason}", parameter="port", value=port
+        ) from None
+    bound.set_inheritable(False)  # worker processes have no business with it
+    return bound
+
+
+class DrainingServer(uvicorn.Server):
+    """Serves `app` until a signal comes, or its engine dies.
+
+    The first signal closes the port and drains the engine: requests have `drain_timeout_s` seconds
+    to finish. The second ends them at once. `announce` is called when the port is open.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        engine: AsyncEngine,
+        *,
+        drain_timeout_s: float,
+        log_level: str,
+        announce: Callable[[], object],
+    ) -> None:
+        super().__init__(_config(app, drain_timeout_s, log_level))
+        self._engine = engine
+        self._drain_timeout_s = drain_timeout_s
+        self._announce = announce
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come. In place of uvicorn's own, which would raise it again at the end: a
+        server that was told to stop and has stopped has not failed."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        """Open the port."""
+        await super().startup(sockets)
+        if self.started:
+            self._announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop; asked ten times a second."""
+        return await super().on_tick(counter) or self._engine.state is EngineState.DEAD
+
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        """Close the port and the engine, side by side: responses end as their requests do."""
+        closing = asyncio.create_task(self._engine.aclose(self._drain_timeout_s))
+        await super().shutdown(sockets)
+        if self.force_exit:
+            closing.cancel()
+        await asyncio.wait([closing])
+
+
+def _config(app: Any, drain_timeout_s: float, log_level: str) -> uvicorn.Config:
+    logging = copy.deepcopy(LOGGING_CONFIG)
+    logging["loggers"]["aioengine"] = {**logging["loggers"]["uvicorn"], "level": log_level.upper()}
+    return uvicorn.Config(
+        app,
+        loop="none",  # there is one already
+        http=HttpToolsProtocol,
+        ws="none",
+        lifespan="on",
+        interface="asgi3",
+        log_config=logging,
+        log_level=log_level,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(drain_timeout_s) + GRACE_S,
+    )
