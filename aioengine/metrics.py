@@ -55,7 +55,7 @@ class Metrics:
     """An engine's metrics in a registry, from now until `close()`.
 
     They go to a registry of their own, or to `registry`, which several engines may share under
-    different names. On the event loop of an engine that runs, or before it has started.
+    different names. Made before the engine starts, or later on its event loop.
     """
 
     def __init__(
