@@ -7,10 +7,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine.asgi.answers import ChatAnswer, TextAnswer
 from aioengine.asgi.faults import RETRY_AFTER_S, ApiError, api_error, error_response
@@ -96,8 +97,24 @@ def _service(
 
 def _application(routes: Sequence[BaseRoute], lifespan: Lifespan) -> Starlette:
     return Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(_SlashTaker)],
+        exception_handlers={HTTPException: _http_error},
     )
+
+
+class _SlashTaker:
+    """Takes the slash from the end of a path: some hosts (Litestar) put one there."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if len(path) > 1 and path.endswith("/"):
+            scope = {**scope, "path": path[:-1]}
+        await self._app(scope, receive, send)
 
 
 def _lifespan(engine: AsyncEngine, drain_timeout_s: float) -> Lifespan:

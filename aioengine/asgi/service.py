@@ -81,7 +81,7 @@ class Service:
 def _credentials(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        return value.strip().encode()
+        return value.strip().encode("latin-1")  # the bytes as they came
     if scheme.lower() == "basic":
         try:
             return b64decode(value, validate=True).partition(b":")[2]

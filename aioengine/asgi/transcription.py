@@ -139,8 +139,9 @@ def _windows(
     seconds = source.header().num_samples / sample_rate
     if source.header().num_samples <= max_samples:
         return [data], seconds
-    clip = source.decode()
-    return cut_windows(clip.samples, sample_rate, window_s=max_samples / sample_rate), seconds
+    samples, window_s = source.decode().samples, max_samples / sample_rate
+    windows = cut_windows(samples, sample_rate, window_s=window_s, search_s=window_s / 10)
+    return windows, seconds
 
 
 def _joined(texts: Sequence[str]) -> str:

@@ -24,11 +24,16 @@ def free_socket() -> socket.socket:
 
 
 @asynccontextmanager
-async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
-    """The URL of `app`, served by uvicorn; at the end the server has shut down."""
+async def serving(app: Any, *, send_buffer: int = 0, **options: Any) -> AsyncIterator[str]:
+    """The URL of `app`, served by uvicorn; at the end the server has shut down.
+
+    `send_buffer`: bytes that the system takes for a client who does not read; 0: as ever.
+    """
     config = uvicorn.Config(app, log_level="warning", lifespan="auto", **options)
     server = uvicorn.Server(config)
     with closing(free_socket()) as bound:
+        if send_buffer:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         port = bound.getsockname()[1]
         running = asyncio.create_task(server.serve(sockets=[bound]))
         async with asyncio.timeout(DEADLINE_S):

@@ -19,13 +19,10 @@ from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.processors.speech import whisper_prompt
 from tests.parity.audio_families import RATE, resampled, sound, wav
 from tests.parity.families import MAX_TOKENS
-from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights
+from tests.parity.listener_families import save_listener, tokenizer_for
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 SOUNDS = tuple(sound(seed, seconds) for seed, seconds in enumerate((0.6, 1.0, 0.3, 0.9)))
-WORDS = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>",
-         "<|translate|>", "<|notimestamps|>", "<|0.00|>")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,62 +33,6 @@ class Saved:
     folder: Path
     asked: list[tuple[str, int]]
     expected: list[tuple[int, ...]]
-
-
-def tokenizer_for(name: str) -> Any:
-    plain = make_tokenizer("bytes")
-    saved = json.loads(plain.backend_tokenizer.to_str())["model"]
-    if name == "moonshine":
-        return plain
-    vocab = {**saved["vocab"], **{word: len(saved["vocab"]) + i for i, word in enumerate(WORDS)}}
-    merges = [tuple(merge) for merge in saved["merges"]]
-    tokenizer = hf.WhisperTokenizer(vocab=vocab, merges=merges)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(WORDS[1:7])})
-    return tokenizer
-
-
-def whisper(tokenizer: Any) -> tuple[Any, Any]:
-    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in WORDS}
-    config = hf.WhisperConfig(
-        vocab_size=len(tokenizer) + 3, d_model=48, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
-        decoder_ffn_dim=96, max_source_positions=50, max_target_positions=64, num_mel_bins=16,
-        pad_token_id=ids["<|endoftext|>"], bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=ids["<|endoftext|>"], decoder_start_token_id=ids["<|startoftranscript|>"],
-    )  # fmt: skip
-    model = hf.WhisperForConditionalGeneration(config)
-    settings = model.generation_config
-    settings.is_multilingual, settings.language, settings.task = True, "en", "transcribe"
-    settings.lang_to_id = {"<|en|>": ids["<|en|>"], "<|de|>": ids["<|de|>"]}
-    settings.task_to_id = {each: ids[f"<|{each}|>"] for each in ("transcribe", "translate")}
-    settings.no_timestamps_token_id = ids["<|notimestamps|>"]
-    settings.return_timestamps = False
-    settings._from_model_config = False  # else its own words are not read back
-    settings.suppress_tokens = [7, 8, 9, *(ids[word] for word in WORDS[1:6])]
-    settings.begin_suppress_tokens = [20, 21, ids["<|endoftext|>"]]
-    extractor = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
-    return model, extractor
-
-
-def moonshine(tokenizer: Any) -> tuple[Any, Any]:
-    config = hf.MoonshineConfig(
-        vocab_size=len(tokenizer) + 3, hidden_size=48, intermediate_size=96,
-        encoder_num_hidden_layers=2, decoder_num_hidden_layers=2, encoder_num_attention_heads=4,
-        decoder_num_attention_heads=4, encoder_num_key_value_heads=4, decoder_num_key_value_heads=4,
-        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1,
-    )  # fmt: skip
-    model = hf.MoonshineForConditionalGeneration(config)
-    return model, hf.Wav2Vec2FeatureExtractor(do_normalize=False)
-
-
-def draw(model: torch.nn.Module) -> None:
-    """Wider where the decoder listens."""
-    draw_weights(model)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "encoder_attn." in name or "encoder.conv" in name:
-                weight *= 4
 
 
 @torch.inference_mode()
@@ -119,16 +60,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     tokenizer = tokenizer_for(name)
-    with torch.random.fork_rng(devices=[]):
-        model, extractor = (whisper if name == "whisper" else moonshine)(tokenizer)
-    draw(model)
-    model = model.double().eval().requires_grad_(False)
-    model.config.architectures = [type(model).__name__]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    extractor.save_pretrained(folder)
-    processor = "WhisperProcessor" if name == "whisper" else "Wav2Vec2Processor"
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": processor}))
+    model, extractor = save_listener(name, folder, tokenizer)
     other = whisper_prompt("de", "translate") if name == "whisper" else "tell a"
     asked = [("", 0), ("", 1), ("", 2), (other, 0), (other, 3), (other + "tell a story", 3)]
     expected = [expect(model, extractor, tokenizer, text, SOUNDS[index]) for text, index in asked]

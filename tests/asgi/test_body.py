@@ -1,0 +1,134 @@
+"""Bodies come out as `json.loads` would have them, and their bounds hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import ClientDisconnect
+
+from aioengine.asgi import body as module
+from aioengine.asgi.body import LONG, MAX_REST, BoundedBody, parse_object, read_object
+from aioengine.asgi.faults import ApiError
+
+LETTERS = st.sampled_from(['"', "\\", "a", "é", "\n", "{", "\0", "/"])
+SHORT = st.lists(LETTERS, max_size=6).map("".join)
+LONG_TEXTS = st.builds(lambda text, count: text + "x" * count + text, SHORT, st.just(LONG))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | SHORT | LONG_TEXTS,
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(SHORT, children, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(value=st.dictionaries(SHORT, VALUES, max_size=4), ascii_only=st.booleans())
+def test_any_object_is_read_as_json_reads_it(value: dict[str, Any], ascii_only: bool) -> None:
+    data = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert parse_object(data) == value
+
+
+@given(data=st.binary(max_size=60), padding=st.booleans())
+def test_what_json_refuses_is_refused(data: bytes, padding: bool) -> None:
+    text = b'{"a": "' + data + (b"x" * LONG if padding else b"") + b'"}'
+    try:
+        expected = json.loads(text, strict=not padding)
+    except ValueError:
+        with pytest.raises(ApiError) as caught:
+            parse_object(text)
+        assert caught.value.status == 400
+    else:
+        assert parse_object(text) == expected
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'"a"',
+        b"{",
+        b"\xff",
+        b"{}{}",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a":' * 100_000,
+        b'{"a":"' + b"x" * LONG,
+        b'{"a":"' + b"\\" * LONG + b'"',
+        b'{"a":"' + b"\xff" * (LONG + 1) + b'"}',
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_no_object(data: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_object(data)
+    assert caught.value.status == 400 and caught.value.code == "invalid_json"
+
+
+def test_the_rest_is_bounded() -> None:
+    fits = json.dumps({"a": ["b"] * (MAX_REST // 10), "c": "x" * (4 * MAX_REST)}).encode()
+    assert len(parse_object(fits)["c"]) == 4 * MAX_REST
+    for value in (["b"] * MAX_REST, "\n" * MAX_REST, [[]] * MAX_REST):
+        with pytest.raises(ApiError) as caught:
+            parse_object(json.dumps({"a": value}).encode())
+        assert caught.value.status == 413
+
+
+def test_a_mark_of_the_clients_own_is_text() -> None:
+    text = json.dumps({"a": "\0" * 8 + "0", "b": "x" * LONG * 2}).encode()
+    assert parse_object(text) == json.loads(text)
+    assert module._MARK.startswith("\0") and len(module._MARK) > 20  # not to be guessed
+
+
+class Client:
+    """Sends pieces, and then nothing more."""
+
+    def __init__(self, *pieces: bytes, ends: bool = True) -> None:
+        self.messages = [
+            {"type": "http.request", "body": piece, "more_body": True} for piece in pieces
+        ]
+        if ends and self.messages:
+            self.messages[-1]["more_body"] = False
+
+    async def __call__(self) -> Any:
+        if self.messages:
+            return self.messages.pop(0)
+        return await asyncio.Future()
+
+
+def bounded(client: Any, *, headers: Any = (), most: int = 100, seconds: float = 30) -> BoundedBody:
+    return BoundedBody({"type": "http", "headers": headers}, client, most, seconds)
+
+
+async def test_pieces_are_one_body() -> None:
+    assert await read_object(bounded(Client(b'{"a"', b": ", b"1}"))) == {"a": 1}
+    large = b'{"a": "' + b"x" * (3 * LONG) + b'"}'
+    pieces = [large[start : start + 999] for start in range(0, len(large), 999)]
+    read = await read_object(bounded(Client(*pieces), most=1 << 20))
+    assert read == json.loads(large)
+
+
+async def test_too_many_bytes() -> None:
+    with pytest.raises(ApiError) as caught:
+        await read_object(bounded(Client(b"x" * 60, b"x" * 60, ends=False)))
+    assert caught.value.status == 413
+    with pytest.raises(ApiError) as caught:
+        bounded(Client(), headers=[(b"content-length", b"101")])
+    assert caught.value.status == 413
+
+
+async def test_a_body_that_does_not_come() -> None:
+    with pytest.raises(ApiError) as caught:
+        await read_object(bounded(Client(b"{", ends=False), seconds=0.01))
+    assert caught.value.status == 408
+
+
+async def test_a_client_that_leaves_before_its_body_is_there() -> None:
+    async def leave() -> Any:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnect):
+        await read_object(bounded(leave))

@@ -1,0 +1,263 @@
+"""What the ASGI app owes to any client: keys, bounds, probes, hosts that mount it, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import django
+import httpx
+import litestar
+from django.conf import settings
+from django.core.asgi import get_asgi_application
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from aioengine import AsyncEngine, EngineState
+from aioengine.asgi import openai_app, service_app
+from tests.asgi.serving import picture_part, serving
+from tests.engines import DEADLINE_S, greedy, settled, until
+
+ASK = {
+    "messages": [{"role": "user", "content": "a"}],
+    "max_tokens": 4,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+CHAT = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def client_of(app: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving(app) as url,
+        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, **options) as client,
+    ):
+        yield client
+
+
+def mounted(engine: AsyncEngine, **options: Any) -> Starlette:
+    return Starlette(routes=[Mount("/v1", openai_app(engine, **options))])
+
+
+async def test_keys(engine: AsyncEngine) -> None:
+    def basic(password: str) -> str:
+        return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+    async with client_of(service_app(engine, api_key="sëcret")) as client:
+        for authorization in (
+            None, "", "Bearer",  "Bearer secret", "Bearer sëcret2", "sëcret",
+            "Basic", "Basic !", basic(""), basic("s"),
+        ):  # fmt: skip
+            headers = {} if authorization is None else {"authorization": authorization.encode()}
+            for method, path in (
+                ("POST", CHAT), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/"),
+                ("GET", "/status/events"), ("GET", "/status/trace"), ("GET", "/v1/metrics"),
+            ):  # fmt: skip
+                response = await client.request(method, path, headers=headers)
+                assert response.status_code == 401, (authorization, path)
+                assert response.json()["error"]["code"] == "invalid_api_key"
+                assert "Basic" in response.headers["www-authenticate"]
+        for authorization in ("Bearer sëcret", "bearer  sëcret", basic("sëcret")):
+            headers = {"authorization": authorization.encode()}
+            response = await client.post(CHAT, json=ASK, headers=headers)
+            assert response.status_code == 200
+            assert (await client.get("/", headers=headers)).status_code == 200
+        assert (await client.get("/health")).status_code == 200  # for probes, which have no key
+        assert engine.statistics().finished == 3
+
+
+async def test_bodies_that_are_refused(engine: AsyncEngine) -> None:
+    app = mounted(engine, max_body_bytes=10_000, body_timeout_s=0.2)
+    async with client_of(app) as client:
+        large = json.dumps({**ASK, "user": "x" * 20_000})
+        assert (await client.post(CHAT, content=large)).status_code == 413
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(large), 1000):
+                yield large[start : start + 1000].encode()
+
+        assert (await client.post(CHAT, content=pieces())).status_code == 413
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(5)
+
+        assert (await client.post(CHAT, content=slow())).status_code == 408
+        for content in (b"", b"[1]", b"{", b"\xff\xfe"):
+            response = await client.post(CHAT, content=content)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "invalid_json"
+        for path, method, status in (
+            ("/v1/nothing", "GET", 404),
+            ("/nothing", "GET", 404),
+            (CHAT, "GET", 405),
+            ("/v1/models/a/b", "GET", 404),
+        ):
+            response = await client.request(method, path)
+            assert response.status_code == status, path
+        assert (await client.get("/v1/nothing")).json()["error"]["message"]
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+
+HOSTILE_PARTS: list[Any] = [
+    {"type": "image", "image": [[1, 2], [3, 4]]},
+    {"type": "image", "image": {"url": 3}},
+    {"type": "image", "image": "/etc/passwd"},
+    {"type": "image_url", "image_url": 7},
+    {"type": "image_url"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 200_000}},
+    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+    {"type": ["a"]},
+    7,
+    None,
+]
+
+
+async def test_hostile_parts(engine: AsyncEngine) -> None:
+    async with client_of(mounted(engine)) as client:
+        for part in HOSTILE_PARTS:
+            body = {**ASK, "messages": [{"role": "user", "content": [part]}]}
+            response = await client.post(CHAT, json=body)
+            assert response.status_code in (400, 422), part
+            assert response.json()["error"]["param"].startswith("messages[0].content[0]"), part
+
+
+async def test_fields_of_the_wrong_kind(engine: AsyncEngine) -> None:
+    """Whatever stands there, the answer is an answer or a refusal, and nothing breaks."""
+    names = [*ASK, "n", "stop", "seed", "logprobs", "stream", "model", "user", "response_format"]
+    async with client_of(mounted(engine)) as client:
+        for name in names:
+            for value in ({}, [], [[]], "x", -1.5, 1e308, True, "\ud800"):
+                response = await client.post(CHAT, content=json.dumps({**ASK, name: value}))
+                assert response.status_code in (200, 400, 404), (name, value, response.text)
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+
+async def test_probes(engine: AsyncEngine) -> None:
+    async with client_of(service_app(engine)) as client:
+        await client.post(CHAT, json=ASK)
+        for path in ("/metrics", "/v1/metrics"):
+            scraped = await client.get(path)
+            assert scraped.headers["content-type"].startswith("text/plain")
+            assert (
+                'aioengine_requests_total{model="tiny-llava",outcome="finished"} 1.0'
+                in scraped.text
+            )
+        assert (await client.get("/health")).json() == {"status": "running"}
+        await engine.drain()
+        unwell = await client.get("/health")
+        assert unwell.status_code == 503 and unwell.json() == {"status": "draining"}
+        engine.resume()
+
+
+async def test_names_of_the_model(engine: AsyncEngine) -> None:
+    async with client_of(mounted(engine, model_names=["one", "org/two"])) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["one", "org/two"]
+        assert (await client.get("/v1/models/org/two")).json()["id"] == "org/two"
+        for name, status in (("one", 200), ("org/two", 200), ("tiny-llava", 404)):
+            response = await client.post(CHAT, json={**ASK, "model": name})
+            assert response.status_code == status
+            if status == 200:
+                assert response.json()["model"] == name
+
+
+async def test_served_by_itself_it_starts_and_closes_the_engine(folder: Path) -> None:
+    engine = AsyncEngine.from_pretrained(folder, device="cpu", max_model_len=512)
+    async with client_of(service_app(engine)) as client:
+        assert engine.state is EngineState.RUNNING
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+    assert engine.state is EngineState.CLOSED
+
+
+async def test_a_running_engine_is_left_to_its_owner(engine: AsyncEngine) -> None:
+    async with client_of(openai_app(engine)) as client:
+        assert (await client.post("/chat/completions", json=ASK)).status_code == 200
+    assert engine.state is EngineState.RUNNING
+
+
+async def test_before_its_host_has_started_the_engine(folder: Path) -> None:
+    engine = AsyncEngine.from_pretrained(folder)
+    async with client_of(mounted(engine)) as client:
+        response = await client.post(CHAT, json=ASK)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_closed"
+        assert (await client.get("/v1/health")).json() == {"status": "new"}
+        assert (await client.get("/v1/metrics")).status_code == 200
+
+
+async def test_mounted_in_litestar(engine: AsyncEngine) -> None:
+    mount = litestar.asgi("/v1", is_mount=True, copy_scope=True)
+    app = litestar.Litestar(route_handlers=[mount(openai_app(engine))])
+    async with client_of(app) as client:
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+
+async def test_beside_django(engine: AsyncEngine) -> None:
+    if not settings.configured:
+        settings.configure(ALLOWED_HOSTS=["*"], ROOT_URLCONF=__name__, SECRET_KEY="tests only")
+        django.setup()
+    pages, api = get_asgi_application(), Mount("/v1", openai_app(engine))
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        is_api = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        await (Starlette(routes=[api]) if is_api else pages)(scope, receive, send)
+
+    async with client_of(application) as client:
+        assert (await client.post(CHAT, json=ASK)).status_code == 200
+        assert (await client.get("/else")).status_code == 404
+
+
+urlpatterns: list[Any] = []
+"""Of Django, which serves nothing here."""
+
+
+async def test_a_slow_reader_slows_nobody(engine: AsyncEngine) -> None:
+    """One that does not read at all, while others are served; then it gets everything."""
+    messages = [{"role": "user", "content": [picture_part(1)]}]
+    body = {
+        **ASK,
+        "messages": messages,
+        "max_tokens": 150,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "stream": True,
+    }
+    expected = await engine.generate(messages, greedy(150))
+    async with serving(mounted(engine), send_buffer=4096) as url:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", int(url.rpartition(":")[2])))
+        data = json.dumps(body).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        await loop.sock_sendall(slow, f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        # The engine is done with it though nothing of it was read, and serves others.
+        await until(lambda: engine.statistics().finished == 2)
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as quick:
+            assert (await quick.post(CHAT, json=ASK)).status_code == 200
+        await settled(engine)
+        reader, writer = await asyncio.open_connection(sock=slow, limit=1 << 24)
+        async with asyncio.timeout(DEADLINE_S):
+            received = (await reader.read()).decode()
+        writer.close()
+    # Without the sizes of HTTP's chunks, which stand on lines of their own.
+    lines = [line for line in received.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line[6:]) for line in lines]
+    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(texts) == expected.text
+    positions = [
+        position
+        for chunk in chunks
+        for position in (chunk["choices"][0].get("logprobs") or {"content": []})["content"]
+    ]
+    assert len(positions) == 150
+    assert received.rstrip().endswith("0") and "data: [DONE]" in received
