@@ -15,6 +15,7 @@ demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
 
 test: $(STAMP) $(PICTURES)
+	@command -v chromedriver >/dev/null || echo "NO CHROMIUM: THE STATUS PAGE IS NOT TESTED" >&2
 	$(BIN)/python -m pytest -q
 
 quick: $(STAMP)

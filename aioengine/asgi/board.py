@@ -1,0 +1,277 @@
+"""What the status page shows: one engine's spans, moments and counters as plain objects.
+
+Pure: it knows no clock, no loop and no server. Times that come in are seconds of
+`time.perf_counter()`; those that go out are milliseconds, and spans count from the board's begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from aioengine.instruments import STAGES, RequestEvent, StageSpan, TraceRecorder
+from aioengine.types import EngineState, EngineStatistics, StageStatistics
+
+__all__ = ["Latencies", "StatusBoard", "TokenRate"]
+
+MAX_SPANS = 4096
+MAX_SHOWN_REQUESTS = 6
+MAX_SHOWN_CHARACTERS = 64
+RATE_SECONDS = 3
+
+
+@dataclass(slots=True)
+class _Live:
+    """A live request. `last_tokens`: completion index -> the time of its last token."""
+
+    submitted: float
+    is_admitted: bool = False
+    num_tokens: int = 0
+    last_tokens: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        if not self.is_admitted:
+            return "intake"
+        return "decode" if self.num_tokens else "prefill"
+
+
+class TokenRate:
+    """Tokens by whole seconds, for a minute."""
+
+    def __init__(self, num_seconds: int = 60) -> None:
+        self._num_seconds = num_seconds
+        self._seconds: deque[int] = deque(maxlen=num_seconds)
+        self._counts: deque[int] = deque(maxlen=num_seconds)
+
+    def add(self, time: float) -> None:
+        """One token more."""
+        second = int(time)
+        if not self._seconds or self._seconds[-1] != second:
+            self._seconds.append(second)
+            self._counts.append(0)
+        self._counts[-1] += 1
+
+    def history(self, now: float) -> list[int]:
+        """Tokens of each second of the last minute, oldest first, the current one left out."""
+        counts = dict(zip(self._seconds, self._counts, strict=True))
+        return [counts.get(second, 0) for second in range(int(now) - self._num_seconds, int(now))]
+
+    def per_second(self, now: float) -> float:
+        """The mean over the last two to three seconds."""
+        begin = int(now) - RATE_SECONDS + 1
+        counts = zip(self._seconds, self._counts, strict=True)
+        return sum(count for second, count in counts if second >= begin) / (now - begin)
+
+
+class Latencies:
+    """The latest times of one kind, in seconds, and their percentiles."""
+
+    def __init__(self, max_age_s: float = 60.0, max_count: int = 1024) -> None:
+        self._max_age_s = max_age_s
+        self._found: deque[tuple[float, float]] = deque(maxlen=max_count)  # when, how long
+
+    def add(self, time: float, seconds: float) -> None:
+        """One more, measured at `time`."""
+        self._found.append((time, seconds))
+
+    def percentiles(self, now: float) -> dict[str, float] | None:
+        """Median, 99th percentile and maximum in milliseconds; None if there are none of late."""
+        oldest = now - self._max_age_s
+        latest = sorted(seconds for time, seconds in self._found if time >= oldest)
+        if not latest:
+            return None
+        return {
+            "p50": _ms(_nearest_rank(latest, 0.50)),
+            "p99": _ms(_nearest_rank(latest, 0.99)),
+            "max": _ms(latest[-1]),
+        }
+
+
+class StatusBoard:
+    """One engine's recent past, bounded: `note_*` hear of it, the others say what to show.
+
+    `recorder` holds the latest spans, `num_spans` counts all there were: a span's number is its
+    place among all.
+    """
+
+    def __init__(self, model: str, begin: float, max_spans: int = MAX_SPANS) -> None:
+        self.recorder = TraceRecorder(max_spans)
+        self.num_spans = 0
+        self._model = printable(model)
+        self._begin = begin
+        self._live: dict[str, _Live] = {}  # in the order of their submission
+        self._rate = TokenRate()
+        self._first_token = Latencies()
+        self._inter_token = Latencies()
+        self._loop_lag = Latencies(max_age_s=10.0)
+
+    # ---- what it hears
+
+    def note_span(self, span: StageSpan) -> None:
+        """Hear of a finished piece of work."""
+        self.recorder(span)
+        self.num_spans += 1
+
+    def note_event(self, event: RequestEvent) -> None:
+        """Hear of a moment in a request's life."""
+        if event.kind == "token":
+            self._note_token(event)
+        elif event.kind == "submitted":
+            self._live[event.request_id] = _Live(event.time)
+        elif event.kind == "admitted":
+            if (live := self._live.get(event.request_id)) is not None:
+                live.is_admitted = True
+        else:
+            self._live.pop(event.request_id, None)
+
+    def note_loop_lag(self, now: float, seconds: float) -> None:
+        """How late the event loop was with a timer."""
+        self._loop_lag.add(now, seconds)
+
+    def _note_token(self, event: RequestEvent) -> None:
+        self._rate.add(event.time)
+        live = self._live.get(event.request_id)
+        if live is None:  # submitted before the board began, or ended by another watcher just now
+            return
+        if not live.num_tokens:
+            self._first_token.add(event.time, event.time - live.submitted)
+        live.num_tokens += 1
+        before = live.last_tokens.get(event.index)
+        if before is not None:
+            self._inter_token.add(event.time, event.time - before)
+        live.last_tokens[event.index] = event.time
+
+    # ---- what it shows
+
+    def snapshot(
+        self, now: float, state: EngineState, statistics: EngineStatistics | None
+    ) -> dict[str, object]:
+        """All figures at `now`, as JSON's objects; `statistics` are None before the first start."""
+        return {
+            "state": state.value,
+            "model": self._model,
+            "uptime_s": round(now - self._begin, 1),
+            "requests": None if statistics is None else _requests(statistics),
+            "stages": self._stages(statistics),
+            "oldest": self._oldest(now),
+            "tokens_per_s": round(self._rate.per_second(now), 1),
+            "tokens_by_second": self._rate.history(now),
+            "first_token_ms": self._first_token.percentiles(now),
+            "inter_token_ms": self._inter_token.percentiles(now),
+            "loop_lag_ms": self._loop_lag.percentiles(now),
+            "caches": None if statistics is None else _caches(statistics),
+            "work": None if statistics is None else _work(statistics.stages),
+        }
+
+    def spans(self, first: int, end: int) -> dict[str, object]:
+        """The spans numbered [first, end) that are still held, as JSON's objects.
+
+        Each is the stage's number, begin and duration in milliseconds, the number of requests it
+        was for, and what it was.
+        """
+        oldest = self.num_spans - len(self.recorder.spans)
+        first, end = max(first, oldest), max(end, oldest)
+        return {
+            "first": first,
+            "spans": [
+                [
+                    STAGES.index(span.stage) if span.stage in STAGES else -1,
+                    _ms(span.start - self._begin),
+                    _ms(span.end - span.start),
+                    len(span.requests),
+                    span.detail,
+                ]
+                for span in islice(self.recorder.spans, first - oldest, end - oldest)
+            ],
+        }
+
+    def clock(self, now: float) -> float:
+        """Milliseconds since the board began, as the spans count them."""
+        return _ms(now - self._begin)
+
+    def _stages(self, statistics: EngineStatistics | None) -> dict[str, int]:
+        """Requests by what they are at. Those that are admitted, without a token and without KV
+        blocks wait for these."""
+        counts = Counter(live.stage for live in self._live.values())
+        waiting = 0 if statistics is None else statistics.waiting - counts["intake"]
+        waiting = min(max(waiting, 0), counts["prefill"])
+        return {
+            "intake": counts["intake"],
+            "waiting": waiting,
+            "prefill": counts["prefill"] - waiting,
+            "decode": counts["decode"],
+        }
+
+    def _oldest(self, now: float) -> list[dict[str, object]]:
+        """Those that have been live for longest."""
+        return [
+            {
+                "id": printable(name),
+                "stage": live.stage,
+                "age_s": round(now - live.submitted, 1),
+                "tokens": live.num_tokens,
+            }
+            for name, live in islice(self._live.items(), MAX_SHOWN_REQUESTS)
+        ]
+
+
+def printable(text: str) -> str:
+    """A caller's name for something, short and without what a terminal or page might obey."""
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in text[:MAX_SHOWN_CHARACTERS])
+    return shown if len(text) <= MAX_SHOWN_CHARACTERS else shown + "…"
+
+
+def _requests(statistics: EngineStatistics) -> dict[str, int]:
+    names = ("running", "waiting", "finished", "aborted", "failed", "preemptions")
+    return {name: getattr(statistics, name) for name in names}
+
+
+def _caches(statistics: EngineStatistics) -> dict[str, dict[str, float | None]]:
+    """Fill and hit rate of each cache; blocks of the KV cache, bytes of the others."""
+    kv: dict[str, float | None] = {
+        "capacity": statistics.kv_blocks_total,
+        "used": statistics.kv_blocks_total - statistics.kv_blocks_free,
+        "cached": statistics.kv_blocks_cached,
+        "hit_rate": _ratio(statistics.prefix_hit_tokens, statistics.prefix_query_tokens),
+    }
+    found: dict[str, dict[str, float | None]] = {"kv": kv}
+    for name in ("encoder", "processor"):
+        hits, misses, evictions, capacity, used, entries = (
+            getattr(statistics, f"{name}_cache_{figure}")
+            for figure in (
+                *("hits", "misses", "evictions"),
+                *("capacity_bytes", "used_bytes", "entries"),
+            )
+        )
+        found[name] = {
+            "capacity": capacity,
+            "used": used,
+            "entries": entries,
+            "evictions": evictions,
+            "hit_rate": _ratio(hits, hits + misses),
+        }
+    return found
+
+
+def _work(stages: Mapping[str, StageStatistics]) -> list[dict[str, float]]:
+    """How often each stage ran, and for how long on average, in the order of STAGES."""
+    found = (stages.get(stage, StageStatistics()) for stage in STAGES)
+    return [
+        {"count": each.count, "mean_ms": _ms(each.total_s / max(1, each.count))} for each in found
+    ]
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
+def _nearest_rank(ascending: list[float], quantile: float) -> float:
+    return ascending[max(0, math.ceil(quantile * len(ascending)) - 1)]
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 2)

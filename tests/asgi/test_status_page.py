@@ -1,0 +1,421 @@
+"""The status page in a browser that shows it: headless Chromium, driven by selenium.
+
+With AIOENGINE_SCREENSHOT=1 the load lasts longer, and docs/status_page.png is made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import random
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.keys import Keys
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from aioengine import AsyncEngine, SamplingParams, demo_model
+from aioengine.asgi.status import StatusPage
+from aioengine.instruments import STAGES
+from tests.asgi.serving import serving
+from tests.engines import DEADLINE_S, greedy
+from tests.tiny import tiny_image
+
+SHOOTS = os.environ.get("AIOENGINE_SCREENSHOT") == "1"
+SCREENSHOT = Path(__file__).parents[2] / "docs" / "status_page.png"
+MAX_SCREENSHOT_BYTES = 300_000
+PICTURE_SIZE = (1600, 1200) if SHOOTS else (800, 600)
+NUM_PICTURES = 200 if SHOOTS else 24
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+ARRIVALS_S = 0.16
+SIZES = ((1280, 900), (375, 812), (320, 568), (1920, 1080))
+
+PIXELS = """
+    const canvas = document.querySelector("canvas");
+    const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    [probe.canvas.width, probe.canvas.height] = [canvas.width, canvas.height];
+    probe.drawImage(canvas, 0, 0);
+    const pixels = probe.getImageData(0, 0, canvas.width, canvas.height).data;
+    const style = getComputedStyle(document.documentElement);
+    return Object.fromEntries(arguments[0].map(stage => {
+        probe.fillStyle = style.getPropertyValue(`--${stage}`);
+        probe.fillRect(0, 0, 1, 1);
+        const [red, green, blue] = probe.getImageData(0, 0, 1, 1).data;
+        const found = [];
+        for (let at = 0; at < pixels.length; at += 4) {
+            if (pixels[at] === red && pixels[at + 1] === green && pixels[at + 2] === blue) {
+                found.push([at / 4 % canvas.width, Math.floor(at / 4 / canvas.width)]);
+            }
+        }
+        return [stage, { count: found.length, last: found.at(-1) }];
+    }));
+"""
+"""How much of the timeline has each stage's own colour, and where the last such pixel is."""
+
+TEXT_COLOURS = """
+    const ground = node => {
+        for (; node; node = node.parentElement) {
+            const colour = getComputedStyle(node).backgroundColor;
+            if (colour !== "rgba(0, 0, 0, 0)") return colour;
+        }
+    };
+    return [...document.body.querySelectorAll("*")]
+        .filter(node => [...node.childNodes].some(child => child.nodeType === 3
+            && child.textContent.trim()) && node.getClientRects().length)
+        .map(node => [node.innerText, getComputedStyle(node).color, ground(node)]);
+"""
+"""Every visible text with its colour and that of the ground it is on."""
+
+
+class Browser:
+    """Chromium, to be asked from the event loop."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    async def run(self, script: str, *arguments: Any) -> Any:
+        return await asyncio.to_thread(self.driver.execute_script, script, *arguments)
+
+    async def command(self, name: str, **parameters: Any) -> Any:
+        return await asyncio.to_thread(self.driver.execute_cdp_cmd, name, parameters)
+
+    async def open(self, url: str) -> None:
+        await asyncio.to_thread(self.driver.get, url)
+
+    async def text(self, name: str) -> str:
+        """What an element says."""
+        return await self.run("return document.getElementById(arguments[0]).innerText", name)
+
+    async def figures(self) -> dict[str, str]:
+        """Card -> its figure."""
+        return await self.run(
+            "return Object.fromEntries([...document.getElementById('figures').children]"
+            ".map(card => [card.id, card.querySelector('dd').innerText]))"
+        )
+
+    async def point(self, name: str, x: float, y: float) -> None:
+        """Move the mouse to a place of an element."""
+        left, top = await self.run(
+            "const box = document.getElementById(arguments[0]).getBoundingClientRect();"
+            "return [box.left, box.top];",
+            name,
+        )
+        place = {"type": "mouseMoved", "x": left + x, "y": top + y}
+        await self.command("Input.dispatchMouseEvent", **place)
+
+    async def until(self, script: str, *arguments: Any) -> Any:
+        """Wait until `script` returns something true."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if found := await self.run(script, *arguments):
+                    return found
+                await asyncio.sleep(0.05)
+
+    async def until_text(self, name: str, text: str) -> None:
+        same = "return document.getElementById(arguments[0]).innerText === arguments[1]"
+        await self.until(same, name, text)
+
+    async def until_lanes(self) -> dict[str, Any]:
+        """Wait until every lane of the timeline shows something; PIXELS."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                found = await self.run(PIXELS, STAGES)
+                if all(lane["count"] > 20 for lane in found.values()):
+                    return found
+                await asyncio.sleep(0.05)
+
+    async def press(self, name: str, key: str) -> None:
+        """A key on the keyboard, while an element has the focus."""
+        element = self.driver.find_element("id", name)
+        await asyncio.to_thread(element.send_keys, key)
+
+    async def show(self, width: int, height: int, scheme: str = "light", ratio: int = 1) -> None:
+        """A screen of this size, and a user with this taste."""
+        await self.command(
+            "Emulation.setDeviceMetricsOverride",
+            **{"width": width, "height": height, "deviceScaleFactor": ratio, "mobile": width < 600},
+        )
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        await self.command("Emulation.setEmulatedMedia", features=features)
+
+    def complaints(self) -> list[str]:
+        """What the console says: errors, and what the content security policy refused."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[webdriver.Chrome]:
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip(
+            "THE STATUS PAGE IS NOT TESTED: this needs chromium and chromedriver, on Debian by "
+            "apt install chromium chromium-driver"
+        )
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for option in (
+        *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"),
+        *("--disable-background-networking", "--disable-component-update", "--no-first-run"),
+    ):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+async def browser(driver: webdriver.Chrome) -> AsyncIterator[Browser]:
+    browser = Browser(driver)
+    await browser.show(*SIZES[0])
+    yield browser
+    await browser.open("about:blank")
+    browser.complaints()  # so that the next test begins with none
+
+
+@pytest.fixture
+async def demo_engine() -> AsyncIterator[AsyncEngine]:
+    """The demo model, with caches that fill under the load of this file."""
+    async with AsyncEngine.from_pretrained(
+        demo_model(),
+        device="cpu",
+        kv_cache_bytes=8 << 20,
+        encoder_cache_bytes=1 << 20,
+        mm_processor_cache_bytes=6 << 20,
+        max_num_seqs=32,
+    ) as engine:
+        yield engine
+
+
+def draw_picture(path: Path, seed: int) -> Path:
+    """A large JPEG file that takes a while to decode."""
+    generator = random.Random(seed)
+    image = Image.effect_noise(PICTURE_SIZE, 40).convert("RGB")
+    pen = ImageDraw.Draw(image)
+    for _ in range(6):
+        x, y = (generator.randrange(size) for size in PICTURE_SIZE)
+        colour = tuple(generator.randrange(256) for _ in range(3))
+        pen.ellipse([x, y, x + 300, y + 300], fill=colour)
+    image.save(path, quality=88)
+    return path
+
+
+@asynccontextmanager
+async def load(engine: AsyncEngine, folder: Path) -> AsyncIterator[None]:
+    """Requests with pictures that keep coming: most are new, every fourth comes again."""
+    paths = [folder / f"{number}.jpg" for number in range(NUM_PICTURES)]
+    for number, path in enumerate(paths):
+        await asyncio.to_thread(draw_picture, path, number)
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    prompt = "USER: <image>\nDescribe the picture. ASSISTANT:"
+
+    async def arrive() -> None:
+        for number in itertools.count():
+            path = paths[(number - 3 * (number % 4 == 3)) % len(paths)]
+            name = f"describe-{number}"
+            work = engine.generate(prompt, params, images=[path], request_id=name)
+            running.append(tasks.create_task(work))
+            await asyncio.sleep(ARRIVALS_S)
+
+    async with asyncio.TaskGroup() as tasks:
+        running: list[asyncio.Task[Any]] = [tasks.create_task(arrive())]
+        yield
+        for task in running:
+            task.cancel()
+
+
+@asynccontextmanager
+async def shown(engine: AsyncEngine, browser: Browser) -> AsyncIterator[Gateway]:
+    """The page, served below a prefix and open in the browser."""
+    page = StatusPage(engine)
+    gateway = Gateway(Starlette(routes=[Mount("/below", routes=page.routes())]))
+    async with serving(gateway) as url:
+        await browser.open(f"{url}/below/")
+        yield gateway
+        await browser.open("about:blank")
+
+
+class Gateway:
+    """What stands before a server, and may lose it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.has_lost = False
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = PlainTextResponse("bad gateway", 502) if self.has_lost else self._app
+        await app(scope, receive, send)
+
+
+async def test_page_under_load(demo_engine: AsyncEngine, browser: Browser, tmp_path: Path) -> None:
+    async with shown(demo_engine, browser), load(demo_engine, tmp_path):
+        await browser.until_text("state", "Running")
+        await browser.until_text("model", "demo_llava")
+        await browser.until("return document.querySelector('#finished dd').innerText > '0'")
+        before = await browser.figures()
+        assert "–" not in before.values()
+        assert before["rate"] != "0"
+        await browser.until(
+            "return document.querySelector('#finished dd').innerText !== arguments[0]",
+            before["finished"],
+        )
+        await browser.until_lanes()
+        assert "two or more stages at once" in await browser.text("overlap")
+        assert (await browser.text("lanes")).count("×") == len(STAGES)
+        assert "full" in await browser.text("caches")
+        if SHOOTS:
+            await shoot(browser)
+        assert (await browser.figures())["lag"] != "–"
+        assert browser.complaints() == []
+
+
+async def shoot(browser: Browser) -> None:
+    """Make the picture in docs/, once the whole timeline is full."""
+    gc.collect()
+    gc.freeze()  # as README advises
+    await asyncio.sleep(12)
+    gc.unfreeze()
+    await asyncio.to_thread(browser.driver.save_screenshot, str(SCREENSHOT))
+    assert SCREENSHOT.stat().st_size < MAX_SCREENSHOT_BYTES
+
+
+async def test_timeline_pauses_and_tells(
+    engine: AsyncEngine, browser: Browser, tmp_path: Path
+) -> None:
+    picture = tmp_path / "picture.png"
+    tiny_image(0).save(picture)
+    async with shown(engine, browser):
+        await browser.until_text("state", "Running")
+        task = asyncio.create_task(engine.generate("<image> a", greedy(200), images=[picture]))
+        await browser.until_lanes()
+        await browser.press("pause", Keys.SPACE)
+        await browser.until_text("pause", "Resume")
+        image = "return document.querySelector('canvas').toDataURL()"
+        frozen = await browser.run(image)
+        await task
+        await browser.until("return document.querySelector('#finished dd').innerText === '1'")
+        assert await browser.run(image) == frozen, "the figures go on, the picture does not"
+        found = (await browser.until_lanes())["encode"]
+        await browser.point("canvas", *found["last"])
+        await browser.until("return !document.getElementById('tip').hidden")
+        tip = await browser.text("tip")
+        assert tip.startswith("Encode · 16 rows") and tip.endswith("ms · 1 request")
+        await browser.press("pause", Keys.ENTER)
+        await browser.until_text("pause", "Pause")
+        await browser.until(f"return ({image.removeprefix('return ')}) !== arguments[0]", frozen)
+        assert browser.complaints() == []
+
+
+async def test_names_are_text(engine: AsyncEngine, browser: Browser) -> None:
+    async def ask() -> None:
+        while True:
+            await engine.generate("a", greedy(200), request_id=HOSTILE)
+
+    async with shown(engine, browser):
+        count = "return document.querySelectorAll('img, script').length"
+        await browser.until_text("state", "Running")
+        elements = await browser.run(count)
+        asking = asyncio.create_task(ask())
+        cell = "document.querySelector('#oldest td').innerText"
+        await browser.until(f"return {cell} === arguments[0]", HOSTILE)
+        assert await browser.run(count) == elements
+        asking.cancel()
+        await asyncio.wait([asking])
+        await browser.until(f"return {cell} === ''")
+        assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_screen_fits(engine: AsyncEngine, browser: Browser, scheme: str) -> None:
+    name = "a-rather-long-name-" * 10
+
+    async def ask() -> None:
+        while True:
+            await engine.generate("a", greedy(200), request_id=name)
+
+    async with shown(engine, browser):
+        asking = asyncio.create_task(ask())
+        for width, height in SIZES:
+            await browser.show(width, height, scheme)
+            await browser.until("return innerWidth === arguments[0]", width)
+            await browser.until("return document.querySelector('#oldest td').innerText")
+            wide = await browser.run("return document.documentElement.scrollWidth")
+            assert wide <= width, f"{width} x {height} scrolls sideways"
+        ground = await browser.run("return getComputedStyle(document.body).backgroundColor")
+        assert (int(re.findall(r"\d+", ground)[0]) < 128) == (scheme == "dark")
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
+async def test_contrast_is_enough(engine: AsyncEngine, browser: Browser) -> None:
+    """4.5 to 1 for all text, as WCAG 2 asks for at level AA."""
+    async with shown(engine, browser):
+        await browser.until_text("state", "Running")
+        states = await browser.run("return Object.keys(STATES)")
+        for scheme, state in itertools.product(("light", "dark"), states):
+            await browser.show(*SIZES[0], scheme)
+            pairs = await browser.run(f"showState('{state}'); {TEXT_COLOURS}")
+            assert len(pairs) > 20
+            found = [(text, contrast(ink, ground)) for text, ink, ground in pairs]
+            assert [pair for pair in found if pair[1] < 4.5] == [], f"{scheme}, {state}"
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two CSS colours, by WCAG 2's definition of relative luminance."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+async def test_states_in_words(folder: Path, browser: Browser) -> None:
+    engine = AsyncEngine.from_pretrained(folder, device="cpu")
+    async with shown(engine, browser):
+        await browser.until_text("state", "Not started")
+        assert "has not been started" in await browser.text("notice")
+        async with engine:
+            await browser.until_text("state", "Running")
+            assert await browser.text("notice") == ""
+            await engine.drain()
+            await browser.until_text("state", "Draining")
+            engine.resume()
+            await browser.until_text("state", "Running")
+        await browser.until_text("state", "Closed")
+        assert browser.complaints() == []
+
+
+async def test_a_dead_engine(folder: Path, browser: Browser) -> None:
+    engine = AsyncEngine.from_pretrained(folder, device="cpu")
+    async with engine, shown(engine, browser):
+        engine._die(RuntimeError("the device is gone"))
+        await browser.until_text("state", "Dead")
+        assert "has died" in await browser.text("notice")
+        assert browser.complaints() == []
+
+
+async def test_connection_lost_and_found(engine: AsyncEngine, browser: Browser) -> None:
+    async with shown(engine, browser) as gateway:
+        await browser.until_text("state", "Running")
+        gateway.has_lost = True
+        await browser.until_text("state", "Connection lost")
+        assert "last heard" in await browser.text("notice")
+        gateway.has_lost = False
+        await browser.until_text("state", "Running")
+        assert all("502" in complaint for complaint in browser.complaints())
