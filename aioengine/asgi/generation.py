@@ -68,9 +68,13 @@ class Generation:
                     response = Response(body, headers=headers, media_type="application/json")
                     await response(scope, receive, send)
         except Exception as error:
-            if not events.has_begun:
+            own = ask.in_its_words(error)
+            if events.has_begun:
+                await events.fail(api_error(own))
+            elif own is error:
                 raise
-            await events.fail(api_error(error))
+            else:
+                raise own from error
 
 
 async def _stream_answer(

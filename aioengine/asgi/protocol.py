@@ -55,15 +55,26 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields of what is not built, with the values that ask for nothing of it."""
 
 
+ALIASES = {"structured_outputs": "response_format", "max_tokens": "max_completion_tokens"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What one request asks for. A chat has one prompt. `model`: None takes the one there is."""
+    """What one request asks for. A chat has one prompt. `model`: None takes the one there is.
+
+    `aliases`: the engine's names of parameters -> those that the client has used.
+    """
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     model: str | None
     is_streamed: bool
     wants_usage: bool
+    aliases: Mapping[str, str]
+
+    def in_its_words(self, error: Exception) -> Exception:
+        """An error that names the client's own parameter."""
+        return _in_words(error, self.aliases)
 
 
 def read_chat(body: Mapping[str, Any]) -> Ask:
@@ -110,10 +121,16 @@ def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | 
     model = given.get("model")
     if not isinstance(model, str | None):
         raise _wrong("model", "text")
+    aliases = {name: alias for name, alias in ALIASES.items() if alias in given}
+    try:
+        params = SamplingParams(**sampling, logprobs=logprobs, structured_outputs=structure)
+    except InvalidRequestError as error:
+        raise _in_words(error, aliases) from error
     return Ask(
         prompts=prompts,
-        params=SamplingParams(**sampling, logprobs=logprobs, structured_outputs=structure),
+        params=params,
         model=model,
+        aliases=aliases,
         is_streamed=_flag(given, "stream"),
         wants_usage=_flag(stream_options, "include_usage"),
     )
@@ -195,15 +212,21 @@ def _read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     if kind == "text":
         return None
-    try:
-        if kind == "json_object":
-            return StructuredOutputs(json_object=True)
-        described = wanted.get("json_schema") if kind == "json_schema" else None
-        if isinstance(described, dict) and isinstance(described.get("schema"), dict):
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    described = wanted.get("json_schema") if kind == "json_schema" else None
+    if isinstance(described, dict) and isinstance(described.get("schema"), dict):
+        try:
             return StructuredOutputs(json=described["schema"])
-    except InvalidRequestError as error:
-        raise error.for_parameter("response_format") from error
+        except InvalidRequestError as error:
+            raise _in_words(error, ALIASES) from error
     raise _wrong("response_format", "of type text, json_object, or json_schema with a schema")
+
+
+def _in_words(error: Exception, aliases: Mapping[str, str]) -> Exception:
+    name = getattr(error, "parameter", None) or ""
+    alias = aliases.get(name.partition(".")[0])
+    return error.for_parameter(alias) if alias and isinstance(error, InvalidRequestError) else error
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:

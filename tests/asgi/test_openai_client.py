@@ -36,6 +36,10 @@ TWO_PICTURES: list[Any] = [
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 
 
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
 @pytest.fixture
 async def client(engine: AsyncEngine) -> AsyncIterator[AsyncOpenAI]:
     app = Starlette(routes=[Mount("/v1", openai_app(engine))])
@@ -163,7 +167,7 @@ async def test_logit_bias_and_json(engine: AsyncEngine, client: AsyncOpenAI) -> 
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "a"}],
-        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+        response_format=schema_format(schema),  # type: ignore[arg-type]
         max_tokens=60,
         temperature=0,
     )
@@ -258,6 +262,10 @@ async def refused(client: AsyncOpenAI, error: type[openai.APIStatusError], **bod
         ),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"mm_processor_kwargs": 3}}, "mm_processor_kwargs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"response_format": schema_format({"multipleOf": 12345677})}, "response_format"),
+        ({"response_format": schema_format({"$ref": "#/nowhere"})}, "response_format"),
     ],
 )
 async def test_bad_requests(client: AsyncOpenAI, body: dict[str, Any], parameter: str) -> None:
