@@ -14,15 +14,17 @@ from typing import Any
 import django
 import httpx
 import litestar
+import numpy as np
 from django.conf import settings
 from django.core.asgi import get_asgi_application
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from aioengine import AsyncEngine, EngineState
 from aioengine.asgi import openai_app, service_app
 from tests.asgi.serving import picture_part, serving
-from tests.engines import DEADLINE_S, greedy, settled, until
+from tests.engines import DEADLINE_S, encoded, greedy, settled, until
 
 ASK = {
     "messages": [{"role": "user", "content": "a"}],
@@ -138,6 +140,23 @@ async def test_fields_of_the_wrong_kind(engine: AsyncEngine) -> None:
                 response = await client.post(CHAT, content=json.dumps({**ASK, name: value}))
                 assert response.status_code in (200, 400, 404), (name, value, response.text)
         assert (await client.post(CHAT, json=ASK)).status_code == 200
+
+
+async def test_a_body_of_many_megabytes(engine: AsyncEngine) -> None:
+    """That nothing of it holds the loop is the business of every test's detector."""
+    noise = np.random.default_rng(0).integers(0, 256, (1800, 1800, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise), compress_level=0)
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    messages = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]},
+    ]
+    expected = await engine.generate(messages, greedy(4))
+    await engine.reset_caches()
+    async with client_of(mounted(engine)) as client:
+        body = json.dumps({**ASK, "messages": messages})
+        assert len(body) > 12_000_000
+        response = await client.post(CHAT, content=body)
+        assert response.json()["choices"][0]["message"]["content"] == expected.text
 
 
 async def test_probes(engine: AsyncEngine) -> None:
