@@ -105,11 +105,15 @@ class AsyncEngine:
         if self._gate.loop is not None:
             raise EngineClosedError("an engine is started once; make a new one")
         self._gate.loop = asyncio.get_running_loop()
+        reporter = Reporter(None if progress is None else heard_on(self._gate.loop, progress))
+        reporter.report("libraries", 0, 1)
         try:
-            loaded = await self._open(progress)
+            loaded = await self._open(reporter)
             if loaded is not None:
                 self._assemble(loaded)
+                reporter.report("workers", 0, 1)
                 await self._intake.media.start()
+                reporter.finish("workers")
                 started = self._gate.loop.create_future()
                 self._main = asyncio.create_task(self._serve(started), name="aioengine")
                 self._resources.push_async_callback(self._stop_serving)
@@ -128,11 +132,8 @@ class AsyncEngine:
             raise EngineClosedError("the engine was closed while it was starting")
         self._gate.open()
 
-    async def _open(self, progress: Callable[[LoadProgress], object] | None) -> Loaded | None:
+    async def _open(self, reporter: Reporter) -> Loaded | None:
         """The device's queues and the model; None if the engine is closed meanwhile."""
-        loop = asyncio.get_running_loop()
-        reporter = Reporter(None if progress is None else heard_on(loop, progress))
-        reporter.report("libraries", 0, 1)
         try:
             self._device = await _open_device(self.config.device)
             self._resources.push_async_callback(self._device.aclose)

@@ -272,8 +272,9 @@ class LoadProgress:
 
     The stages, in order: "libraries" (torch and transformers are imported), "processor" (the
     checkpoint's settings, its tokenizer and HF processor), "weights" (parts are parameters or
-    tensors), "memory" (what a step takes is measured, and the caches are laid out). A stage whose
-    parts are not known, or not yet, is one part; `done` never falls within a stage.
+    tensors), "memory" (what a step takes is measured, and the caches are laid out), "workers"
+    (threads or processes for media begin). A stage whose parts are not known, or not yet, is one
+    part; `done` never falls within a stage.
     """
 
     stage: str

@@ -72,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
     SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
     text = options.prompt
     if text == "-" or (text is None and not options.items):
+        if sys.stdin.isatty():
+            sys.stderr.write("Type the prompt, and end it with Ctrl-D.\n")
         text = sys.stdin.read().removesuffix("\n")
     with new_runner() as runner:
         runner.run(_generate(options, text or ""))

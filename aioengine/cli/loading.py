@@ -23,6 +23,7 @@ STAGES = {
     "processor": "reading settings and tokenizer",
     "weights": "loading weights",
     "memory": "measuring memory",
+    "workers": "starting workers",
 }
 
 

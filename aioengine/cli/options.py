@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -193,10 +194,11 @@ def _help(meaning: str, field: Field[Any], default: Any) -> str:
         default = ", ".join(default)
     says_default = default not in (MISSING, None, "")
     text = f"{meaning} (default: {default})" if says_default else meaning
-    return text.replace("%", "%%") or field.name.replace("_", " ")
+    return text.strip().replace("%", "%%")
 
 
-def _docstrings(kind: type[Any]) -> dict[str, str]:
+@cache
+def _docstrings(kind: Any) -> dict[str, str]:
     """What stands under each field in the source; nothing where the source is not at hand."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body

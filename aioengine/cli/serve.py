@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from aioengine import AsyncEngine
 from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import Commands, add_engine_flags, new_parser, parse_bytes
 from aioengine.errors import EngineDeadError, InvalidRequestError
@@ -81,9 +82,9 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
     asgi, server = _import("aioengine.asgi"), _import("aioengine.cli.server")
-    api_key = _api_key(options)
+    engine, api_key = new_engine(options), _api_key(options)
     with server.bind(options.host, options.port) as bound, new_runner() as runner:
-        runner.run(_serve(options, asgi, server, api_key, bound))
+        runner.run(_serve(options, engine, asgi, server, api_key, bound))
     return 0
 
 
@@ -111,9 +112,13 @@ def _api_key(options: argparse.Namespace) -> str | None:
 
 
 async def _serve(
-    options: argparse.Namespace, asgi: Any, server: Any, api_key: str | None, bound: Any
+    options: argparse.Namespace,
+    engine: AsyncEngine,
+    asgi: Any,
+    server: Any,
+    api_key: str | None,
+    bound: Any,
 ) -> None:
-    engine = new_engine(options)
     app = asgi.service_app(  # before the engine starts: its status page shows all there was
         engine,
         model_names=options.served_model_name,

@@ -25,7 +25,7 @@ from tests.models.test_defined import drawn, own_config, weights_of
 from tests.models.test_loading import load
 from tests.tiny import save_tiny_llava, tiny_llama, tiny_llava, tiny_tokenizer
 
-STAGES = ["libraries", "processor", "weights", "memory"]
+STAGES = ["libraries", "processor", "weights", "memory", "workers"]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ async def test_every_stage_goes_from_nothing_to_its_end(folder: Path, own_hook: 
     told = await loaded(folder)
     assert [stage for stage, _ in groupby(told, key=lambda each: each.stage)] == STAGES
     num_weights = len(tiny_llava(torch.float32).state_dict())
-    for stage in ("libraries", "processor", "memory"):
+    for stage in ("libraries", "processor", "memory", "workers"):
         assert of(told, stage) == [(0, 1), (1, 1)]
     counted = [(done, num_weights) for done in range(1, num_weights + 1)]
     assert of(told, "weights") == [(0, 1), *counted]

@@ -1,0 +1,204 @@
+"""Flags and what they become, usage errors, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import aioengine
+from aioengine import AsyncEngine, EngineConfig, MediaConfig, SamplingParams
+from aioengine.cli import options as options_module
+from aioengine.cli.options import (
+    CommandParser,
+    add_engine_flags,
+    add_sampling_flags,
+    engine_config,
+    given,
+    media_item,
+    parse_bytes,
+)
+from tests.cli.conftest import Command
+
+SAID_OTHERWISE = {"media", "fetcher", "tensor_parallel_size", "mm_encoder_tp_mode"}
+FOR_OTHERS = {
+    *("n", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"),
+    *("detokenize", "structured_outputs"),
+}
+
+
+def new_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="test", allow_abbrev=False)
+    add_engine_flags(parser)
+    add_sampling_flags(parser)
+    return parser
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    return new_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, MediaConfig, SamplingParams])
+def test_every_field_that_text_can_say_has_a_flag_with_its_meaning(kind: type[Any]) -> None:
+    actions = {action.dest: action for action in new_parser()._actions}
+    for field in fields(kind):
+        if field.name in SAID_OTHERWISE | FOR_OTHERS:
+            assert field.name not in actions
+        else:
+            action = actions[field.name]
+            assert action.option_strings[0] == "--" + field.name.replace("_", "-")
+            assert len(str(action.help)) > len(field.name), field.name
+
+
+def test_nothing_given_is_the_default() -> None:
+    options = parsed()
+    assert engine_config(options) == EngineConfig()
+    assert given(options, SamplingParams) == {}
+
+
+def test_every_kind_of_value() -> None:
+    options = parsed(
+        *("--max-num-seqs", "3", "--dtype", "float32", "--gpu-memory-utilization", "0.5"),
+        *("--kv-cache-bytes", "1.5GiB", "--no-enable-prefix-caching", "--trust-remote-code"),
+        *("--limit-mm-per-prompt", '{"image": 4}', "--mm-processor-cache-dir", "/tmp/kept"),
+        *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
+        *("--local-roots", "/srv", "--video-num-frames", "none", "--max-image-bytes", "2MB"),
+        *("--stop", "one", "--stop", "two", "--stop-token-ids", "7", "--temperature", "0"),
+        *("--max-tokens", "none", "--seed", "-1"),
+    )
+    assert engine_config(options) == EngineConfig(
+        max_num_seqs=3,
+        dtype="float32",
+        gpu_memory_utilization=0.5,
+        kv_cache_bytes=3 << 29,
+        enable_prefix_caching=False,
+        trust_remote_code=True,
+        limit_mm_per_prompt={"image": 4},
+        mm_processor_cache_dir="/tmp/kept",
+        media=MediaConfig(
+            allowed_hosts=["a.example", "*.b.example"],
+            local_roots=["/srv"],
+            video_num_frames=None,
+            max_image_bytes=2_000_000,
+        ),
+    )
+    assert given(options, SamplingParams) == {
+        "stop": ["one", "two"],
+        "stop_token_ids": [7],
+        "temperature": 0.0,
+        "max_tokens": None,
+        "seed": -1,
+    }
+
+
+def test_without_source_the_flags_are_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(_: object) -> str:
+        raise OSError("source code not available")
+
+    monkeypatch.setattr(inspect, "getsource", hidden)
+    monkeypatch.setattr(options_module, "_docstrings", options_module._docstrings.__wrapped__)
+    assert engine_config(parsed("--max-num-seqs", "3")) == EngineConfig(max_num_seqs=3)
+    assert "--max-num-seqs N      (default: 64)" in new_parser().format_help()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096), ("0", 0), ("1k", 1024), ("1kB", 1000), ("512MB", 512 * 10**6),
+        ("512 MiB", 512 << 20), ("4G", 4 << 30), ("4GiB", 4 << 30), ("0.5tib", 1 << 39),
+        ("12b", 12),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "4X", "GiB", "-1", "1.2.3", "4 G B", "1e9", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        parse_bytes(text)
+
+
+def test_what_may_be_given_for_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "picture.png"
+    file.touch()
+    assert media_item(str(file)) == file
+    for url in ("https://a.example/b.png", "data:image/png;base64,AA==", "file:///srv/a.png"):
+        assert media_item(url) == url
+    for missing in (str(tmp_path), str(tmp_path / "none.png"), "c:picture"):
+        with pytest.raises(argparse.ArgumentTypeError, match="there is no file"):
+            media_item(missing)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "COMMAND"),
+        (["explain"], "invalid choice: 'explain'"),
+        (["generate"], "MODEL"),
+        (["generate", "m", "one", "two"], "unrecognized arguments: two"),
+        (["generate", "m", "--kv-cache-bytes", "4X"], "'4X' is no size"),
+        (["generate", "m", "--max-num-seqs", "many"], "invalid int value: 'many'"),
+        (["generate", "m", "--max-num", "4"], "unrecognized arguments: --max-num"),
+        (["generate", "m", "--limit-mm-per-prompt", "3"], "'3' is no JSON object"),
+        (["generate", "m", "--image", "none.png"], "there is no file 'none.png'"),
+        (["generate", "m", "--chat", "--raw"], "not allowed with"),
+        (["bench", "m", "--num-prompts", "0"], "'0' is no positive number"),
+        (["bench", "m", "--image-size", "640"], "'640' is no size; say 640x480"),
+        (["bench", "m", "--request-rate", "0"], "'0' is no positive number"),
+        (["bench", "m", "--request-rate", "fast"], "'fast'"),
+        (["serve", "m", "--port", "70000"], "'70000' is no port"),
+        (["serve", "m", "--drain-timeout", "-1"], "'-1' is no number of seconds"),
+    ],
+)
+def test_usage_errors(command: Command, arguments: list[str], told: str) -> None:
+    done = command(*arguments)
+    assert done.status == 2
+    assert told in done.err
+    assert len(done.err.splitlines()) <= 3, "the usage, and what is wrong"
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "bench", "serve"])
+def test_values_out_of_range_are_told_before_anything_is_loaded(
+    command: Command, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncEngine, "start", None)
+    done = command(name, "model", *(["hello"] if name == "generate" else []), "--dtype", "int4")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("aioengine: dtype must be one of auto, float64")
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_sampling_out_of_range_too(
+    command: Command, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncEngine, "start", None)
+    done = command(name, "model", "--temperature", "500")
+    assert (done.status, done.out) == (1, "")
+    assert done.err == "aioengine: temperature must be in [0, 100], not 500.0\n"
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "bench", "serve", "demo"])
+def test_help(command: Command, name: str) -> None:
+    done = command(name, "--help")
+    assert done.status == 0
+    assert done.out.startswith(f"usage: aioengine {name} ")
+
+
+def test_as_a_module_without_loading_torch() -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['aioengine', *sys.argv[1:]]\n"
+        "try: runpy.run_module('aioengine', run_name='__main__')\n"
+        "finally: print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [f"aioengine {aioengine.__version__}", "[]"]

@@ -1,0 +1,274 @@
+"""`aioengine serve`: what it says, and how it comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from aioengine import AsyncEngine, EngineState, MediaConfig
+from aioengine.asgi import service_app
+from aioengine.cli.server import DrainingServer, bind
+from aioengine.errors import EngineClosedError
+from tests.cli.conftest import SIZES, Command
+from tests.engines import DEADLINE_S, encoded, running_engine, until
+from tests.tiny import tiny_image
+
+KEY = {"authorization": "Bearer secret"}
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server owns its process and sets up its logging; this process goes on."""
+    names = ("aioengine", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(each.level, each.propagate, each.handlers[:]) for each in loggers]
+    monkeypatch.delenv("AIOENGINE_API_KEY", raising=False)
+    yield
+    for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        each.setLevel(level)
+        each.propagate, each.handlers = propagate, handlers
+
+
+def test_from_a_shell(folder: Path) -> None:
+    """A process of its own, told to stop in the middle of a stream."""
+    serve = [sys.executable, "-m", "aioengine", "serve", str(folder), "--port", "0"]
+    process = subprocess.Popen(
+        [*serve, "--served-model-name", "tiny", *SIZES],
+        env={**os.environ, "AIOENGINE_API_KEY": "secret", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        api, page = (process.stdout.readline().split()[-1] for _ in range(2))
+        with httpx.Client(headers=KEY, timeout=DEADLINE_S) as client:
+            assert client.get(f"{api}/models").json()["data"][0]["id"] == "tiny"
+            assert client.get(f"{api}/models", headers={"authorization": ""}).status_code == 401
+            assert client.get(page).headers["content-type"].startswith("text/html")
+            events = list(stream(client, api, lambda: process.send_signal(signal.SIGTERM)))
+        output, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["usage"]["completion_tokens"] == 300
+    assert errors.startswith("loaded in ")
+    assert "secret" not in output + errors
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{api}/models")
+
+
+def stream(client: httpx.Client, api: str, begun: Callable[[], object]) -> Iterator[str]:
+    """The events of a long answer; `begun()` is called after the first."""
+    body = {
+        "messages": [{"role": "user", "content": "Describe the picture."}],
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with client.stream("POST", f"{api}/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                yield line.removeprefix("data: ")
+                begun()
+                begun = bool
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, drain_timeout_s: float = 1e6, **options: Any
+) -> AsyncIterator[tuple[DrainingServer, AsyncEngine, str]]:
+    """A server in this process, its engine and its URL; at the end it has come to its end."""
+    opened = asyncio.Event()
+    async with running_engine(folder, **options) as engine:
+        bound = bind("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        server = DrainingServer(
+            service_app(engine),
+            engine,
+            drain_timeout_s=drain_timeout_s,
+            log_level="critical",
+            announce=opened.set,
+        )
+        running = asyncio.create_task(server.serve([bound]))
+        async with asyncio.timeout(DEADLINE_S):
+            await opened.wait()
+            yield server, engine, url
+            await running
+
+
+async def never(_: str) -> bytes:
+    """A fetcher that holds its request for ever."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
+
+
+async def ask(url: str) -> httpx.Response:
+    """A request that is never answered, for the engine waits for its picture."""
+    picture = {"type": "image_url", "image_url": {"url": "http://a.example/picture.png"}}
+    body = {"messages": [{"role": "user", "content": [picture]}]}
+    async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+        return await client.post(f"{url}/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize(
+    ("drain_timeout_s", "num_signals"), [(0.05, 1), (1e6, 2)], ids=["a limit", "a second signal"]
+)
+async def test_what_does_not_finish_is_ended(
+    folder: Path, drain_timeout_s: float, num_signals: int
+) -> None:
+    media = MediaConfig(fetcher=never)
+    async with served(folder, drain_timeout_s, media=media) as (server, engine, url):
+        asked = asyncio.create_task(ask(url))
+        await until(lambda: num_live(engine) == 1)
+        for _ in range(num_signals):
+            server.handle_exit(signal.SIGINT, None)
+    (answer,) = await asyncio.gather(asked, return_exceptions=True)
+    if num_signals == 1:
+        assert isinstance(answer, httpx.Response)
+        assert answer.status_code == 503
+    else:
+        assert isinstance(answer, httpx.Response | httpx.RemoteProtocolError)
+    assert engine.state is EngineState.CLOSED
+
+
+async def test_while_it_drains_it_takes_nothing_new_and_finishes_the_old(folder: Path) -> None:
+    fetched = asyncio.Event()
+
+    async def fetch(_: str) -> bytes:
+        await fetched.wait()
+        return encoded(tiny_image())
+
+    media = MediaConfig(fetcher=fetch)
+    async with served(folder, media=media) as (server, engine, url):
+        asked = asyncio.create_task(ask(url))
+        await until(lambda: num_live(engine) == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: engine.state is EngineState.DRAINING)
+        with pytest.raises(EngineClosedError):
+            await engine.generate("a")
+        fetched.set()
+        answer = await asked
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] > 0
+
+
+async def test_a_dead_engine_ends_the_server(folder: Path) -> None:
+    async with served(folder) as (_, engine, _):
+        engine._die(RuntimeError("the device is gone"))
+
+
+def num_live(engine: AsyncEngine) -> int:
+    assert engine._desk is not None
+    return engine._desk.num_live
+
+
+def test_the_exit_status_of_a_server_whose_engine_has_died(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    startup = DrainingServer.startup
+
+    async def die(self: DrainingServer, sockets: Any = None) -> None:
+        await startup(self, sockets)
+        self._engine._die(RuntimeError("the device is gone"))
+
+    monkeypatch.setattr(DrainingServer, "startup", die)
+    done = command("serve", folder, "--port", "0", *SIZES)
+    assert done.status == 1
+    assert done.err.splitlines()[-1] == "aioengine: the engine has died; start the server anew"
+
+
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is told to stop as soon as it is open."""
+
+    async def stop(self: DrainingServer, counter: int) -> bool:
+        return True
+
+    monkeypatch.setattr(DrainingServer, "on_tick", stop)
+
+
+@pytest.mark.usefixtures("passing")
+@pytest.mark.parametrize(
+    ("host", "shown", "key"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:", None),
+        ("0.0.0.0", "http://0.0.0.0:", None),
+        ("0.0.0.0", "http://0.0.0.0:", "secret"),
+        ("::1", "http://[::1]:", None),
+    ],
+)
+def test_what_it_says(
+    command: Command,
+    folder: Path,
+    host: str,
+    shown: str,
+    key: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if key is not None:
+        monkeypatch.setenv("AIOENGINE_API_KEY", key)
+    done = command("serve", folder, "--host", host, "--port", "0", "--log-level", "error", *SIZES)
+    assert done.status == 0, done.err
+    api, page = done.out.splitlines()
+    url = api.removeprefix("API          ").removesuffix("/v1")
+    assert url.startswith(shown)
+    assert not url.endswith(":0")
+    assert page == f"status page  {url}/"
+    loaded, *warnings = done.err.splitlines()
+    assert loaded.startswith("loaded in ")
+    assert len(warnings) == (host == "0.0.0.0" and key is None)
+
+
+# uvicorn leaves its socket to the end of the process, which it expects to come at once.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_port_that_is_taken_is_told_before_the_load(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncEngine, "start", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = command("serve", folder, "--port", port)
+    assert (done.status, done.out) == (1, "")
+    assert done.err == (
+        f"aioengine: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+    )
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ["uvicorn", "httptools", "starlette.applications"])
+def test_what_is_not_installed(
+    command: Command, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in list(sys.modules):
+        if module.startswith(("aioengine.asgi", "aioengine.cli.server", "uvicorn.protocols")):
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    done = command("serve", folder)
+    assert (done.status, done.out) == (1, "")
+    assert done.err == f'aioengine: serve needs {name}: pip install "aioengine[serve]"\n'
+
+
+@pytest.mark.parametrize("given", [("--api-key", ""), ("--api-key", " "), ()])
+def test_an_empty_key_is_not_no_key(
+    command: Command, folder: Path, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not given:
+        monkeypatch.setenv("AIOENGINE_API_KEY", "")
+    done = command("serve", folder, *given)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("aioengine: the API key is empty")
