@@ -124,7 +124,7 @@ def parse_bytes(text: str) -> int:
 
 def _add_fields(
     group: Any,
-    kind: type[Any],
+    kind: Any,
     without: Collection[str],
     defaults: Mapping[str, Any] | None = None,
 ) -> None:

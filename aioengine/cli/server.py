@@ -87,6 +87,7 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:
             closing.cancel()
+            await self.lifespan.shutdown()  # which uvicorn leaves out
         await asyncio.wait([closing])
 
 

@@ -24,7 +24,7 @@ from aioengine.asgi import service_app
 from aioengine.cli.server import DrainingServer, bind
 from aioengine.errors import EngineClosedError
 from tests.cli.conftest import SIZES, Command
-from tests.engines import DEADLINE_S, encoded, running_engine, until
+from tests.engines import DEADLINE_S, encoded, other_tasks, running_engine, until
 from tests.tiny import tiny_image
 
 KEY = {"authorization": "Bearer secret"}
@@ -144,6 +144,7 @@ async def test_what_does_not_finish_is_ended(
     else:
         assert isinstance(answer, httpx.Response | httpx.RemoteProtocolError)
     assert engine.state is EngineState.CLOSED
+    assert not other_tasks(), "the application's lifespan has ended too"
 
 
 async def test_while_it_drains_it_takes_nothing_new_and_finishes_the_old(folder: Path) -> None:
