@@ -50,8 +50,9 @@ EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 class StatusPage:
     """The routes of one engine's status page. Make it before the engine starts, to miss nothing."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._board = StatusBoard(model_name(engine.model), time.perf_counter())
+    def __init__(self, engine: AsyncEngine, model: str = "") -> None:
+        """`model`: the name to show; by default the hub id, or the folder's name."""
+        self._board = StatusBoard(model or model_name(engine.model), time.perf_counter())
         self._feed = _Feed(engine, self._board)
         self._page = PAGE.read_text("utf-8")
         self._policy = _content_security_policy(self._page)
