@@ -114,7 +114,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(
     terminal, file = Interrupting(3), tmp_path / "said.json"
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed(FIRST, SECOND, f"/save {file}")))
-    long = ("--max-tokens", "300", "--ignore-eos", "--stop", "never to come")
+    long = ("--max-tokens", "60", "--ignore-eos")
     assert main(["chat", str(folder), *SIZES, *long]) == 0
     _, stopped, _, whole = json.loads(file.read_text())
     assert 0 < len(stopped["content"]) < len(whole["content"])
@@ -124,7 +124,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(
 def test_ctrl_c_twice_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Interrupting(3, 4))
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed(FIRST, SECOND)))
-    long = ("--max-tokens", "300", "--ignore-eos")
+    long = ("--max-tokens", "60", "--ignore-eos")
     assert main(["chat", str(folder), *SIZES, *long]) == 130
 
 

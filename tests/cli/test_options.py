@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -23,6 +24,7 @@ from aioengine.cli.options import (
     media_item,
     parse_bytes,
 )
+from tests.architecture.source import ROOT
 from tests.cli.conftest import Command
 
 SAID_OTHERWISE = {"media", "fetcher", "tensor_parallel_size", "mm_encoder_tp_mode"}
@@ -189,6 +191,17 @@ def test_help(command: Command, name: str) -> None:
     done = command(name, "--help")
     assert done.status == 0
     assert done.out.startswith(f"usage: aioengine {name} ")
+
+
+def test_the_documents_name_flags_that_exist(command: Command) -> None:
+    known = set[str]()
+    for name in ("generate", "chat", "bench", "serve", "demo"):
+        known |= set(re.findall(r"--[a-z][a-z-]+", command(name, "--help").out))
+    text = (ROOT / "docs" / "command_line.md").read_text()
+    text += (ROOT / "README.md").read_text().partition("## From a shell")[2].partition("\n## ")[0]
+    named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", text))
+    assert len(named) > 20
+    assert named <= known
 
 
 def test_as_a_module_without_loading_torch() -> None:
