@@ -5,8 +5,8 @@ One process serves a Starlette application under uvicorn, on one torch thread: /
 a worker thread, one call at a time, streaming; (coroutine) `generate` called in the handler, as is
 often seen. A second process asks: chats arrive at random (Poisson), half of them with a picture of
 their own, all streaming. A third asks for /ping every 20 ms over one connection and does nothing
-else. The schedule is the same for all. Times are the client's, in milliseconds; /ping is measured before
-the load too ("idle"), as other work on the machine delays it as well. Last line: JSON.
+else. The schedule is the same for all. Times are the client's, in milliseconds; /ping is measured
+before the load too ("idle"), as other work on the machine delays it as well. Last line: JSON.
 
     python benchmarks/serve.py [--requests 200] [--rate 6] [--max-tokens 32]
 """

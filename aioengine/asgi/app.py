@@ -70,12 +70,10 @@ def service_app(
     the password.
     """
     service = _service(engine, model_names, api_key, max_body_bytes, body_timeout_s)
-    metrics = Metrics(engine, model_name=service.model_names[0])
+    name = service.model_names[0]
+    metrics, page = Metrics(engine, model_name=name), StatusPage(engine, name)
     routes: list[BaseRoute] = [
-        *(
-            _guarded(service, route)
-            for route in StatusPage(engine, service.model_names[0]).routes()
-        ),
+        *(_guarded(service, route) for route in page.routes()),
         *_probes(service, metrics),
         Mount("/v1", routes=_openai_routes(service, metrics)),
     ]

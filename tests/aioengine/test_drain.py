@@ -133,3 +133,17 @@ async def test_a_watcher_may_end_the_request_and_may_fail(folder: Path, kind: st
         assert not engine.instruments.watchers
         await settled(engine)
         assert len((await engine.generate("a", greedy(4))).token_ids) == 4
+
+
+async def test_later_watchers_hear_in_order_what_an_earlier_one_does(folder: Path) -> None:
+    seen: list[str] = []
+    async with running_engine(folder) as engine:
+
+        def end(event: RequestEvent) -> None:
+            if event.kind == "submitted":
+                engine._desk.abort(event.request_id, "by a watcher")  # type: ignore[union-attr]
+
+        engine.instruments.watchers += [end, lambda event: seen.append(event.kind)]
+        with pytest.raises(errors.RequestAbortedError):
+            await engine.generate("a", greedy(4))
+    assert seen == ["submitted", "aborted"]
