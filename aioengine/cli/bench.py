@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -36,23 +37,20 @@ def add_parser(commands: Commands) -> None:
         "Prompts are random tokens, pictures are random pixels, and answers are as long as they "
         "are asked to be. One request that is not counted goes first.",
     )
-    parser.add_argument("--num-prompts", type=_count, default=32, metavar="N", help="(default: 32)")
-    parser.add_argument(
-        "--input-len", type=_count, default=128, metavar="N", help="tokens of text (default: 128)"
-    )
-    parser.add_argument(
-        "--output-len", type=_count, default=64, metavar="N", help="tokens out (default: 64)"
-    )
-    parser.add_argument(
-        "--prefix-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how many of the input tokens all prompts begin with (default: 0)",
-    )
-    parser.add_argument(
-        "--images-per-prompt", type=int, default=0, metavar="N", help="(default: 0)"
-    )
+    for name, default, least, meaning in (
+        ("num-prompts", 32, 1, "requests"),
+        ("input-len", 128, 1, "tokens of text in each"),
+        ("output-len", 64, 1, "tokens of each answer"),
+        ("prefix-len", 0, 0, "how many of the input tokens are the same in all"),
+        ("images-per-prompt", 0, 0, "pictures in each"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=partial(_count, least),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: {default})",
+        )
     parser.add_argument(
         "--image-size",
         type=_size,
@@ -73,9 +71,9 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+def _count(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of {least} or more")
     return int(text)
 
 
@@ -87,7 +85,10 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _rate(text: str) -> float:
-    rate = float(text)
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
     if not rate > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return rate

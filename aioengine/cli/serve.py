@@ -73,7 +73,10 @@ def _port(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
     return seconds

@@ -36,12 +36,16 @@ def bind(host: str, port: int) -> Any:
     try:
         bound = config.bind_socket()
     except SystemExit as end:  # uvicorn logs the reason, and would end the process
-        reason = getattr(end.__context__, "strerror", None) or end.__context__
-        raise InvalidRequestError(
-            f"cannot listen on {host}, port {port}: {reason}", parameter="port", value=port
-        ) from None
+        raise _unusable(host, port, end.__context__) from None
     bound.set_inheritable(False)  # worker processes have no business with it
     return bound
+
+
+def _unusable(host: str, port: int, error: BaseException | None) -> InvalidRequestError:
+    reason = getattr(error, "strerror", None) or error
+    return InvalidRequestError(
+        f"cannot listen on {host}, port {port}: {reason}", parameter="port", value=port
+    )
 
 
 class DrainingServer(uvicorn.Server):
@@ -72,10 +76,14 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
-        """Open the port."""
-        await super().startup(sockets)
-        if self.started:
-            self._announce()
+        """Open the port. Raises InvalidRequestError where another server was quicker."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            await self.lifespan.shutdown()
+            host, port = (sockets or [])[0].getsockname()[:2]
+            raise _unusable(host, port, error) from error
+        self._announce()
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; asked ten times a second."""

@@ -150,12 +150,14 @@ def test_what_may_be_given_for_a_file(tmp_path: Any) -> None:
         (["generate", "m", "--limit-mm-per-prompt", "3"], "'3' is no JSON object"),
         (["generate", "m", "--image", "none.png"], "there is no file 'none.png'"),
         (["generate", "m", "--chat", "--raw"], "not allowed with"),
-        (["bench", "m", "--num-prompts", "0"], "'0' is no positive number"),
+        (["bench", "m", "--num-prompts", "0"], "'0' is no number of 1 or more"),
+        (["bench", "m", "--prefix-len", "-1"], "'-1' is no number of 0 or more"),
         (["bench", "m", "--image-size", "640"], "'640' is no size; say 640x480"),
         (["bench", "m", "--request-rate", "0"], "'0' is no positive number"),
-        (["bench", "m", "--request-rate", "fast"], "'fast'"),
+        (["bench", "m", "--request-rate", "fast"], "'fast' is no positive number"),
         (["serve", "m", "--port", "70000"], "'70000' is no port"),
         (["serve", "m", "--drain-timeout", "-1"], "'-1' is no number of seconds"),
+        (["serve", "m", "--drain-timeout", "long"], "'long' is no number of seconds"),
     ],
 )
 def test_usage_errors(command: Command, arguments: list[str], told: str) -> None:

@@ -22,7 +22,7 @@ import pytest
 from aioengine import AsyncEngine, EngineState, MediaConfig
 from aioengine.asgi import service_app
 from aioengine.cli.server import DrainingServer, bind
-from aioengine.errors import EngineClosedError
+from aioengine.errors import EngineClosedError, InvalidRequestError
 from tests.cli.conftest import SIZES, Command
 from tests.engines import DEADLINE_S, encoded, other_tasks, running_engine, until
 from tests.tiny import tiny_image
@@ -48,7 +48,7 @@ def test_from_a_shell(folder: Path) -> None:
     serve = [sys.executable, "-m", "aioengine", "serve", str(folder), "--port", "0"]
     process = subprocess.Popen(
         [*serve, "--served-model-name", "tiny", *SIZES],
-        env={**os.environ, "AIOENGINE_API_KEY": "secret", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "AIOENGINE_API_KEY": "secret", "PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -249,6 +249,25 @@ def test_a_port_that_is_taken_is_told_before_the_load(
         f"aioengine: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
     )
     gc.collect()
+
+
+async def test_a_port_that_another_server_was_quicker_to_open(folder: Path) -> None:
+    """Both were bound while both were loading; only one can listen."""
+    with bind("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        late = bind("127.0.0.1", port)
+        bound.listen()
+        async with running_engine(folder) as engine:
+            server = DrainingServer(
+                service_app(engine),
+                engine,
+                drain_timeout_s=0,
+                log_level="critical",
+                announce=lambda: None,
+            )
+            with late, pytest.raises(InvalidRequestError, match=f"127.0.0.1, port {port}: "):
+                await server.serve([late])
+    assert not other_tasks()
 
 
 @pytest.mark.parametrize("name", ["uvicorn", "httptools", "starlette.applications"])
