@@ -164,7 +164,8 @@ class Conversation:
             told = in_own_words(error, items, len(self._messages))
             sys.stdout.write(f"{told}\nThe message is not part of the conversation.\n")
             return
-        self._messages = [*messages, {"role": "assistant", "content": text}]
+        if text or output is not None:  # else it was stopped before it began
+            self._messages = [*messages, {"role": "assistant", "content": text}]
         if self._is_verbose and output is not None:
             sys.stderr.write(summary(output) + "\n")
 

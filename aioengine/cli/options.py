@@ -20,6 +20,7 @@ from aioengine.config import EngineConfig, MediaConfig
 from aioengine.params import SamplingParams
 
 __all__ = [
+    "MAX_TOKENS",
     "CommandParser",
     "Commands",
     "add_engine_flags",

@@ -6,7 +6,6 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,9 @@ __all__ = [
 ]
 
 MODALITIES = ("image", "video", "audio")
-GENERATION_SETTINGS = ("temperature", "top_p", "top_k", "min_p")
+GREEDY_SETTINGS = ("repetition_penalty",)
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", *GREEDY_SETTINGS)
+"""What generation_config.json may recommend."""
 
 MediaItems = Sequence[tuple[str, str | Path]]
 """(modality, item) in the order in which they were given."""
@@ -58,21 +59,24 @@ def _tagged(modality: str, text: str) -> tuple[str, str | Path]:
 def takes_messages(engine: AsyncEngine) -> bool:
     """Whether the model is spoken to in chat messages: whether it has a template for them."""
     # torch is there by now; at the top, these would make `--help` take seconds.
-    encdec = import_module("aioengine.processors.encdec").EncDecMultiModalProcessor
-    if isinstance(engine.processor, encdec):
-        return False
-    return import_module("aioengine.processors.chat").find_template(engine.processor) is not None
+    from aioengine.processors.chat import find_template
+    from aioengine.processors.encdec import EncDecMultiModalProcessor
+
+    processor = engine.processor
+    return (
+        not isinstance(processor, EncDecMultiModalProcessor)
+        and find_template(processor) is not None
+    )
 
 
 def chat_message(text: str, items: MediaItems) -> dict[str, Any]:
     """A user's message: media first, as templates and training have them."""
-    parts: list[dict[str, Any]] = [{"type": modality, modality: item} for modality, item in items]
-    if not parts:
+    if not items:
         return {"role": "user", "content": text}
-    return {
-        "role": "user",
-        "content": [*parts, *([{"type": "text", "text": text}] if text else [])],
-    }
+    parts: list[dict[str, Any]] = [{"type": modality, modality: item} for modality, item in items]
+    if text:
+        parts.append({"type": "text", "text": text})
+    return {"role": "user", "content": parts}
 
 
 def plain_prompt(engine: AsyncEngine, text: str, items: MediaItems) -> Prompt:
@@ -108,16 +112,13 @@ def sampling_params(engine: AsyncEngine, options: argparse.Namespace) -> Samplin
 
     Raises InvalidRequestError.
     """
-    recommended: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.0}
     settings = engine.processor.info.ctx.generation_config
-    if getattr(settings, "do_sample", None):
-        recommended["temperature"] = 1.0
-        names: Sequence[str] = (*GENERATION_SETTINGS, "repetition_penalty")
-    else:
-        names = ("repetition_penalty",)
+    samples = bool(getattr(settings, "do_sample", None))
+    names = SETTINGS if samples else GREEDY_SETTINGS
     found = {name: getattr(settings, name, None) for name in names}
-    recommended |= {name: value for name, value in found.items() if value is not None}
-    return SamplingParams(**{**recommended, **given(options, SamplingParams)})
+    recommended = {name: value for name, value in found.items() if value is not None}
+    usual = {"max_tokens": MAX_TOKENS, "temperature": 1.0 if samples else 0.0}
+    return SamplingParams(**{**usual, **recommended, **given(options, SamplingParams)})
 
 
 def summary(output: RequestOutput) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioengine import SamplingParams
+from aioengine import AsyncEngine, SamplingParams
 from aioengine.cli import chat, main
 from tests.cli.conftest import SIZES, Command, Expect
+from tests.engines import running_engine
 
 SHORT = (*SIZES, "--max-tokens", "8")
 FIRST, SECOND = "What is in the picture?", "How many colours are there?"
@@ -119,6 +122,23 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(
     _, stopped, _, whole = json.loads(file.read_text())
     assert 0 < len(stopped["content"]) < len(whole["content"])
     assert terminal.getvalue() == f"{stopped['content']} ...\n{whole['content']}\n"
+
+
+async def test_an_answer_that_was_stopped_before_it_began(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    async with running_engine(folder) as engine:
+        conversation = chat.Conversation(engine, Namespace(system=None, verbose=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(AsyncEngine, "stream", stop)
+            await conversation.answer(FIRST)
+        assert conversation._messages == []
+        await conversation.answer(SECOND)
+        assert [message["role"] for message in conversation._messages] == ["user", "assistant"]
+    assert capsys.readouterr().out.startswith(" ...\n")
 
 
 def test_ctrl_c_twice_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
