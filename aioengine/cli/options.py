@@ -21,6 +21,8 @@ from aioengine.params import SamplingParams
 
 __all__ = [
     "MAX_TOKENS",
+    "RECOMMENDED",
+    "RECOMMENDED_GREEDY",
     "CommandParser",
     "Commands",
     "add_engine_flags",
@@ -41,6 +43,9 @@ UNSAID = {
 }
 """What of SamplingParams a command that shows one text has no use for."""
 MAX_TOKENS = 1024
+RECOMMENDED_GREEDY = ("repetition_penalty",)
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", *RECOMMENDED_GREEDY)
+"""What a checkpoint's generation_config.json may say in place of SamplingParams' defaults."""
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -84,9 +89,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each field of SamplingParams that concerns one text."""
     group = parser.add_argument_group(
-        "sampling", "What is left out is as the checkpoint's generation_config.json has it."
+        "sampling",
+        "What has no default here is as the checkpoint's generation_config.json recommends; where "
+        "that does not say to sample, the answer is greedy.",
     )
-    _add_fields(group, SamplingParams, UNSAID, {"max_tokens": MAX_TOKENS})
+    defaults = {**dict.fromkeys(RECOMMENDED), "max_tokens": MAX_TOKENS}
+    _add_fields(group, SamplingParams, UNSAID, defaults)
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -9,7 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aioengine.cli.options import MAX_TOKENS, given, media_item
+from aioengine.cli.options import (
+    MAX_TOKENS,
+    RECOMMENDED,
+    RECOMMENDED_GREEDY,
+    given,
+    media_item,
+)
 from aioengine.errors import InvalidRequestError
 from aioengine.params import SamplingParams
 from aioengine.types import Prompt, RequestOutput
@@ -30,10 +36,6 @@ __all__ = [
 ]
 
 MODALITIES = ("image", "video", "audio")
-GREEDY_SETTINGS = ("repetition_penalty",)
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", *GREEDY_SETTINGS)
-"""What generation_config.json may recommend."""
-
 MediaItems = Sequence[tuple[str, str | Path]]
 """(modality, item) in the order in which they were given."""
 
@@ -114,7 +116,7 @@ def sampling_params(engine: AsyncEngine, options: argparse.Namespace) -> Samplin
     """
     settings = engine.processor.info.ctx.generation_config
     samples = bool(getattr(settings, "do_sample", None))
-    names = SETTINGS if samples else GREEDY_SETTINGS
+    names = RECOMMENDED if samples else RECOMMENDED_GREEDY
     found = {name: getattr(settings, name, None) for name in names}
     recommended = {name: value for name, value in found.items() if value is not None}
     usual = {"max_tokens": MAX_TOKENS, "temperature": 1.0 if samples else 0.0}

@@ -63,6 +63,17 @@ def test_nothing_given_is_the_default() -> None:
     assert given(options, SamplingParams) == {}
 
 
+def test_defaults_are_told_where_they_are_the_command_s() -> None:
+    helps = {action.dest: str(action.help) for action in new_parser()._actions}
+    assert helps["max_num_seqs"].endswith("(default: 64)")
+    assert helps["max_tokens"].endswith("(default: 1024)")
+    assert helps["enable_prefix_caching"].endswith("(default: on)")
+    assert helps["mm_processor_cache_bytes"].endswith("(default: 256MiB)")
+    assert helps["video_formats"].endswith("(default: mp4, matroska, avi)")
+    for name in ("temperature", "top_p", "top_k", "kv_cache_bytes", "allowed_hosts", "seed"):
+        assert "default" not in helps[name], name
+
+
 def test_every_kind_of_value() -> None:
     options = parsed(
         *("--max-num-seqs", "3", "--dtype", "float32", "--gpu-memory-utilization", "0.5"),
