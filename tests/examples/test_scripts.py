@@ -24,6 +24,7 @@ WANTED = [
     "embed_in_starlette",
     "hello",
     "many",
+    "ray_serve",
     "stream",
     "structured",
     "transcribe",
@@ -51,7 +52,7 @@ def test_is_short_and_uses_public_names_only(name: str) -> None:
     imports = [line for line in source.splitlines() if "aioengine" in line and "import" in line]
     assert imports
     for line in imports:
-        homes = ("aioengine", "aioengine.samples", "aioengine.asgi")
+        homes = ("aioengine", "aioengine.samples", "aioengine.asgi", "aioengine.ray_serve")
         assert line.startswith(tuple(f"from {home} import " for home in homes))
     assert "#" not in source, "an example that needs a comment shows a fault of the API"
     assert "._" not in source
