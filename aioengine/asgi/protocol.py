@@ -55,7 +55,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields of what is not built, with the values that ask for nothing of it."""
 
 
-ALIASES = {"structured_outputs": "response_format", "max_tokens": "max_completion_tokens"}
+ALIASES = {
+    "structured_outputs": "response_format",
+    "max_tokens": "max_completion_tokens",
+    "prompt": "messages",
+}
+"""The engine's names of parameters, and OpenAI's, of which a client may have used either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
