@@ -2,8 +2,9 @@
 
 Both applications run at once on a local Ray cluster, and take turns at the same conversations. Each
 begins with one of a few pictures or long system prompts, goes on with a text of its own, and has
-several turns. Caches are empty before each round. Counted: prompt tokens that the prefix cache had,
-media items that the encoder ran, and how long answers took. Last line: JSON, medians over rounds.
+several turns, with pauses between them. Caches are empty before each round. Counted: prompt tokens
+that the prefix cache had, media items that the encoder ran, and how long answers took. Last line:
+JSON, medians over rounds.
 
     python benchmarks/ray_routing.py [--kv-cache-mib 8] [--rounds 3]
 """
@@ -61,7 +62,9 @@ async def converse(
     own = " ".join(f"Guest {number} saw bird {i * number} in year {i}." for i in range(30))
     messages = [begin, {"role": "user", "content": f"{own} {QUESTIONS[0]}"}]
     took: list[float] = []
+    chance = random.Random(number)
     for turn in range(options.turns):
+        await asyncio.sleep(chance.uniform(0, 2 * options.pause_s))
         body = {"messages": messages, "temperature": 0, "max_tokens": options.max_tokens}
         start = time.perf_counter()
         response = await client.post("/chat/completions", json={**body, "ignore_eos": True})
@@ -141,7 +144,8 @@ def main() -> None:
     parser.add_argument("--beginnings", type=int, default=12)
     parser.add_argument("--conversations", type=int, default=4, help="for each beginning")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--concurrency", type=int, default=24, help="conversations at a time")
+    parser.add_argument("--pause-s", type=float, default=1.0, help="before each turn, on average")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument(
         "--kv-cache-mib", type=int, help="of each replica; its own choice if absent"

@@ -31,7 +31,7 @@ MAX_FIELDS = 32
 PIECE = 1 << 16
 """Characters that are encoded at once, so that no picture holds the GIL."""
 
-REQUEST_COST = 1024
+REQUEST_COST = 512
 """One more request in a replica's queue weighs as much as so many characters to compute again."""
 MEDIA_WEIGHT = 8 * REQUEST_COST
 """What a picture or recording counts that a replica has encoded."""
