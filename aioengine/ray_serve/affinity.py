@@ -90,7 +90,7 @@ def _attraction(home: bytes, replica: str) -> bytes:
 
 def affinity_of_object(body: Mapping[str, Any]) -> Affinity:
     """Of the body of chat/completions or completions; of no shape that they refuse."""
-    chain = _Chain(_digest(str(body.get("cache_salt"))))
+    chain = _Chain(_digest(_text(body.get("cache_salt"))))
     messages, prompt = body.get("messages"), body.get("prompt")
     home = b""
     if isinstance(messages, list):
@@ -99,11 +99,11 @@ def affinity_of_object(body: Mapping[str, Any]) -> Affinity:
                 chain.add_message(message)
                 if not home and message.get("role") == "user":
                     home = chain.node
-    elif prompt:
+    else:
         while isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
             prompt = prompt[0]
-        chain.add_text(prompt if isinstance(prompt, str) else repr(prompt))
-        home = next(iter(chain.keys))
+        chain.add_text(_text(prompt))
+        home = next(iter(chain.keys), b"")
     return Affinity(chain.first_media or home or chain.node, chain.keys)
 
 
@@ -132,7 +132,7 @@ class _Chain:
 
     def add_message(self, message: Mapping[str, Any]) -> None:
         """One of a chat."""
-        self._extend(b"message", _digest(str(message.get("role"))))
+        self._extend(b"message", _digest(_text(message.get("role"))))
         content = message.get("content")
         for part in content if isinstance(content, list) else [{"text": content}]:
             text = part.get("text") if isinstance(part, dict) else part
@@ -161,6 +161,13 @@ class _Chain:
 
     def _extend(self, kind: bytes, digest: bytes) -> None:
         self.node = _digest(self.node + digest + kind)
+
+
+def _text(value: Any) -> str:
+    """A text as it is, and token ids as text."""
+    if isinstance(value, list):
+        return " ".join(str(token_id) for token_id in value if isinstance(token_id, int))
+    return value if isinstance(value, str) else ""
 
 
 def _strings(part: Mapping[str, Any]) -> Iterator[str]:

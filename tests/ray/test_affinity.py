@@ -169,6 +169,23 @@ def test_any_json_has_an_affinity(messages: object, prompt: object, salt: object
     assert len(found.keys) <= MAX_KEYS
 
 
+def test_values_as_deep_as_json_may_be_do_no_harm() -> None:
+    deep: object = "x"
+    for _ in range(5000):
+        deep = {"text": [deep]}
+    for field in ("messages", "prompt", "cache_salt"):
+        affinity_of_object({field: deep})
+        affinity_of_object({field: [deep, 1]})
+    affinity_of_object({"messages": [{"role": deep, "content": [deep, {"url": deep}]}]})
+
+
+def test_token_ids_share_their_beginning() -> None:
+    ids = list(range(2000))
+    whole = affinity_of_object({"prompt": ids})
+    assert shared(whole, affinity_of_object({"prompt": [ids[:1000] + [7] * 1000]})) > 1000
+    assert shared(whole, affinity_of_object({"prompt": ids[1:]})) == 0
+
+
 def test_a_request_has_few_keys_however_long_it_is() -> None:
     texts = [f"turn {number}" for number in range(500)]
     whole = affinity_of_object(chat(*texts))
