@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["is_int", "is_real", "is_text", "require"]
+__all__ = ["is_int", "is_real", "is_text", "require", "shown"]
 
 
 def require(condition: bool, parameter: str, value: object, rule: str) -> None:
@@ -14,12 +15,21 @@ def require(condition: bool, parameter: str, value: object, rule: str) -> None:
     if condition:
         return
     try:
-        shown = f"{value!r:.80}"
+        text = shown(value)
     except Exception:  # a number of thousands of digits, or an object that cannot show itself
-        shown = value = type(value).__name__
+        text = value = type(value).__name__
     raise InvalidRequestError(
-        f"{parameter} must be {rule}, not {shown}", parameter=parameter, value=value
+        f"{parameter} must be {rule}, not {text}", parameter=parameter, value=value
     )
+
+
+def shown(value: object, most: int = 80) -> str:
+    """The beginning of `repr(value)`. Takes no longer for a value that is large."""
+    if isinstance(value, str | bytes | list | tuple):
+        value = value[:most]
+    elif isinstance(value, dict):
+        value = dict(islice(value.items(), most))
+    return repr(value)[:most]
 
 
 def is_int(value: object) -> bool:

@@ -148,7 +148,7 @@ class EngineConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
     """Limits, allow-lists and the fetcher."""
     max_queued_requests: int | None = None
-    """Completions that may be live beyond `max_num_seqs`; one more raises OverloadedError."""
+    """Completions that may be live beyond `max_num_seqs`; more raise OverloadedError."""
     tensor_parallel_size: int = 1
     """Only 1 is built."""
     mm_encoder_tp_mode: str = "tensor"

@@ -220,6 +220,10 @@ class TokenTexts:
         """The bytes that it adds to a UTF-8 text."""
         return list(self._bytes(token_id))
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts leave it out."""
+        return token_id in self._added and bool(self._added[token_id].special)
+
     def _bytes(self, token_id: int) -> bytes:
         if token_id not in self._known:
             self._known[token_id] = self._read(token_id)

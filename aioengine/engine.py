@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.config import EngineConfig
 from aioengine.desk import Desk
+from aioengine.devices import open_device
 from aioengine.encoder import Encoder
 from aioengine.errors import (
     EngineClosedError,
@@ -37,9 +38,6 @@ from aioengine.progress import Reporter, stage
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.scheduler import Scheduler
 from aioengine.snapshot import take_snapshot
-from aioengine.streams.bridge import run_apart
-from aioengine.streams.cpu import CpuDevice
-from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
 from aioengine.ticket import Ticket
@@ -135,7 +133,7 @@ class AsyncEngine:
     async def _open(self, reporter: Reporter) -> Loaded | None:
         """The device's queues and the model; None if the engine is closed meanwhile."""
         try:
-            self._device = await _open_device(self.config.device)
+            self._device = await open_device(self.config.device)
             self._resources.push_async_callback(self._device.aclose)
             if self._closing is not None:
                 return None
@@ -186,14 +184,18 @@ class AsyncEngine:
         """Take no new requests, and wait until those that are live have ended.
 
         New ones raise EngineClosedError, until `resume()`. The engine stays open, its caches warm.
+        Raises EngineError where the engine dies, or is closed, before they have.
         """
         desk = self._check_open()
         self._gate.is_draining = True
         await desk.wait_empty()
+        self._check_open()
 
     def resume(self) -> None:
-        """Take new requests again, after a `drain()` or during one."""
+        """Take new requests again, after a `drain()` or during one; but not while it closes."""
         self._check_open()
+        if self._gate.is_closing:
+            raise EngineClosedError("the engine is being closed")
         self._gate.is_draining = False
 
     async def aclose(self, timeout: float | None = 0) -> None:  # noqa: ASYNC109 - of the requests
@@ -201,13 +203,15 @@ class AsyncEngine:
 
         Requests that are still live get RequestAbortedError. Idempotent: whoever calls it while it
         is under way waits for the same end. Cancelling it while it drains makes it close at once.
+        An engine that was never started is left as it is.
         """
         if self._gate.loop is None:
             return
         self._gate.check_loop()
         try:
             if self._gate.is_open and timeout != 0:
-                with suppress(TimeoutError):
+                self._gate.is_closing = True
+                with suppress(TimeoutError, EngineError):  # a dead engine has nothing to finish
                     async with asyncio.timeout(timeout):
                         await self.drain()
         finally:
@@ -289,12 +293,19 @@ class AsyncEngine:
         check_arguments(params, request_id, priority)
         name = request_id if request_id is not None else uuid.uuid4().hex
         desk.check_name(name)
-        self._gate.check_entry(desk.num_live)
+        self._gate.check_entry(desk.num_live, 1 if params is None else params.n)
         give_up = partial(desk.abort, name, "the stream was closed")
         sink, stream = open_stream(name, give_up, self._gate.loop)
         ticket = Ticket(name, sink, params or SamplingParams(), priority=priority)
         desk.open(ticket, partial(self._spawn, desk.admit, ticket, read))
         return stream
+
+    def check_room(self, num_completions: int) -> None:
+        """Raise what would keep so many completions out now.
+
+        That is OverloadedError or an EngineError; InvalidRequestError for more than ever may enter.
+        """
+        self._gate.check_entry(self._check_open().num_live, num_completions)
 
     async def abort(self, request_id: str) -> None:
         """End a live request with RequestAbortedError; an unknown or ended one is left alone."""
@@ -413,23 +424,6 @@ class AsyncEngine:
         names = tuple(s.request_id for s in plan.sequences)
         self.instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
         self._desk.deliver(plan, result)
-
-
-async def _open_device(name: str) -> Device:
-    """The queues of the device that the configuration means."""
-    loop = asyncio.get_running_loop()
-    if name == "cpu":
-        return CpuDevice(loop)
-    device = await run_apart(_find_device, name)
-    if device.type == "cpu":
-        return CpuDevice(loop)
-    return CudaDevice(loop, TorchDriver(device))
-
-
-def _find_device(name: str) -> Any:
-    """The `torch.device`; imports torch, which takes seconds."""
-    with collection_paused():
-        return import_module("aioengine.sizing").find_device(name)
 
 
 def _load(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from aioengine.config import EngineConfig
-from aioengine.errors import EngineClosedError, EngineDeadError, OverloadedError, WrongLoopError
+from aioengine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    WrongLoopError,
+)
 from aioengine.types import EngineState
 
 __all__ = ["Gate"]
@@ -20,6 +26,7 @@ class Gate:
         self.is_open = False
         self.is_closed = False
         self.is_draining = False
+        self.is_closing = False
         self.death: BaseException | None = None
         self._config = config
 
@@ -63,13 +70,20 @@ class Gate:
         if not self.is_open:
             raise EngineClosedError("the engine is not running; use it inside 'async with'")
 
-    def check_entry(self, num_live: int) -> None:
-        """Raise what keeps a new request out, while completions `num_live` are live."""
+    def check_entry(self, num_live: int, num_new: int) -> None:
+        """Raise what keeps `num_new` completions out, while `num_live` are live."""
         if self.is_draining:
             raise EngineClosedError("the engine is draining and takes no new requests")
-        most = self._config.max_queued_requests
-        if most is not None and num_live - self._config.max_num_seqs >= most:
+        if self._config.max_queued_requests is None:
+            return
+        most = self._config.max_num_seqs + self._config.max_queued_requests
+        limits = "max_num_seqs and max_queued_requests"
+        if num_new > most:
+            raise InvalidRequestError(
+                f"n must be at most {most} for all prompts together ({limits})", parameter="n"
+            )
+        if num_live + num_new > most:
             raise OverloadedError(
-                f"{num_live} completions are live already (max_num_seqs="
-                f"{self._config.max_num_seqs}, max_queued_requests={most}); try later"
+                f"{num_live} completions are live already, and at most {most} may be ({limits}); "
+                "try later"
             )

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -120,7 +121,7 @@ def _tell(listeners: list[Callable[[Heard], object]], news: Heard) -> None:
     for listener in list(listeners):
         try:
             listener(news)
-        except Exception:
+        except (Exception, CancelledError):
             with suppress(ValueError):  # it may have removed itself
                 listeners.remove(listener)
             logger.exception("a listener failed and was removed")

@@ -222,7 +222,7 @@ def _significant(multiple: Any) -> int:
     """The digits of a number without its point and the zeros at its ends: 0.25 is 25."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float):
         return 1
-    if not math.isfinite(multiple):
+    if isinstance(multiple, float) and not math.isfinite(multiple):
         return 1
     digits = "".join(map(str, Decimal(str(multiple)).as_tuple().digits)).strip("0")
     return int(digits[:20] or 1)

@@ -41,6 +41,8 @@ __all__ = [
     "count_moonshine_rows",
 ]
 
+CONTEXT_CHARACTERS = 16
+"""Of what was said before, for each token that there is room for: few tokens are longer."""
 MOONSHINE_SECONDS = 64
 """Of the longest recording that Moonshine is given: twice what it was trained on."""
 
@@ -249,10 +251,12 @@ class WhisperMultiModalProcessor(SpeechMultiModalProcessor):
         if not context.strip():
             return token_ids
         tokenizer = self.info.get_tokenizer()
-        before = tokenizer.encode(
-            " " + context.strip(), add_special_tokens=False, split_special_tokens=True
-        )
         most = int(self.info.get_hf_config().max_target_positions) // 2 - 1
+        before = tokenizer.encode(
+            " " + context.strip()[-CONTEXT_CHARACTERS * most :],
+            add_special_tokens=False,
+            split_special_tokens=True,
+        )
         start = tokenizer.convert_tokens_to_ids("<|startofprev|>")
         return [start, *before[-most:], *token_ids]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioengine.checks import shown
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
 from aioengine.processors.processor import BaseMultiModalProcessor
 
@@ -143,9 +144,9 @@ class ChatRenderer:
             return {"type": "text", "text": self._mark(_text(part.get("text"), f"{path}.text"))}
         modality = PARTS.get(kind) if isinstance(kind, str) else None
         if modality is None:
-            shown = kind if isinstance(kind, str) else type(kind).__name__
+            named = kind if isinstance(kind, str) else type(kind).__name__
             raise UnsupportedModalityError(
-                f"{path} has the type {shown!r:.40}; supported: text, {', '.join(PARTS)}",
+                f"{path} has the type {shown(named, 40)}; supported: text, {', '.join(PARTS)}",
                 parameter=path,
             )
         if modality not in self._processor.info.get_supported_mm_limits():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine.asgi.answers import ChatAnswer, TextAnswer
+from aioengine.asgi.exchange import Reply
 from aioengine.asgi.faults import RETRY_AFTER_S, ApiError, api_error, error_response
 from aioengine.asgi.generation import Generation
 from aioengine.asgi.protocol import read_chat, read_completion
@@ -28,6 +29,7 @@ __all__ = ["openai_app", "service_app"]
 
 MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
+CLIENT_LEFT = 499
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
@@ -36,33 +38,31 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 def openai_app(
     engine: AsyncEngine,
     *,
-    model_names: Sequence[str] = (),
+    model_names: Sequence[str] | None = None,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
-    drain_timeout_s: float = 30.0,
 ) -> Starlette:
     """OpenAI's API for one engine, to be mounted in an application: `app.mount("/v1", ...)`.
 
     Serves chat/completions, completions, audio/transcriptions, models, health and metrics. The
     host's lifespan starts and closes the engine; where the app is served by itself, its own does,
-    if nobody has started the engine before, and gives requests `drain_timeout_s` to finish.
-    `model_names`: under which the engine is asked for; None: the model's own. `api_key`: wanted for
-    all but health, as a bearer token. A body has `max_body_bytes` at most, and so many seconds.
+    if nobody has started the engine before. `model_names`: under which the engine is asked for;
+    None: the model's own. `api_key`: wanted for all but health, as a bearer token. A body has
+    `max_body_bytes` at most, and so many seconds. Raises InvalidRequestError for an empty key.
     """
     service = _service(engine, model_names, api_key, max_body_bytes, body_timeout_s)
     routes = _openai_routes(service, Metrics(engine, model_name=service.model_names[0]))
-    return _application(routes, _lifespan(engine, drain_timeout_s))
+    return _application(routes, _lifespan(engine))
 
 
 def service_app(
     engine: AsyncEngine,
     *,
-    model_names: Sequence[str] = (),
+    model_names: Sequence[str] | None = None,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
-    drain_timeout_s: float = 30.0,
 ) -> Starlette:
     """What `python -m aioengine serve` serves: the same below /v1, beside a status page at /.
 
@@ -77,19 +77,19 @@ def service_app(
         *_probes(service, metrics),
         Mount("/v1", routes=_openai_routes(service, metrics)),
     ]
-    return _application(routes, _lifespan(engine, drain_timeout_s))
+    return _application(routes, _lifespan(engine))
 
 
 def _service(
     engine: AsyncEngine,
-    model_names: Sequence[str],
+    model_names: Sequence[str] | None,
     api_key: str | None,
     max_body_bytes: int,
     body_timeout_s: float,
 ) -> Service:
     return Service(
         engine,
-        model_names=[model_names] if isinstance(model_names, str) else model_names,
+        model_names=[model_names] if isinstance(model_names, str) else model_names or (),
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         body_timeout_s=body_timeout_s,
@@ -118,17 +118,14 @@ class _SlashTaker:
         await self._app(scope, receive, send)
 
 
-def _lifespan(engine: AsyncEngine, drain_timeout_s: float) -> Lifespan:
+def _lifespan(engine: AsyncEngine) -> Lifespan:
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         if engine.state is not EngineState.NEW:
             yield  # somebody else's to close
             return
-        await engine.start()
-        try:
+        async with engine:
             yield
-        finally:
-            await engine.aclose(drain_timeout_s)
 
     return lifespan
 
@@ -179,25 +176,26 @@ def _guarded(service: Service, route: Route) -> Route:
 
 
 class _Endpoint:
-    """An ASGI app for those who have the key, with bounded bodies, whose errors are OpenAI's.
-
-    What a handler raises has come before its response began.
-    """
+    """An ASGI app for those who have the key, with bounded bodies, whose errors are OpenAI's."""
 
     def __init__(self, service: Service, handle: Handler) -> None:
         self._service = service
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send)
         try:
             self._service.check_key(scope)
-            await self._handle(scope, self._service.bounded(scope, receive), send)
+            await self._handle(scope, self._service.bounded(scope, receive), reply)
         except ClientDisconnect:
-            return
-        except HTTPException:  # Starlette's own, for the application's handler
-            raise
+            if not reply.has_begun:
+                # Nobody reads it; but some hosts' middleware waits for a response.
+                with suppress(ClientDisconnect):
+                    await Response(status_code=CLIENT_LEFT)(scope, receive, reply)
         except Exception as error:
-            await error_response(api_error(error))(scope, receive, send)
+            if reply.has_begun or isinstance(error, HTTPException):
+                raise  # Starlette's own are for the application's handler
+            await error_response(api_error(error))(scope, receive, reply)
 
 
 class _Models:

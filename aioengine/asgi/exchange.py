@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
-from starlette.types import Receive, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Send
 
-from aioengine.asgi.faults import ApiError
+from aioengine.asgi.faults import ApiError, api_error
 
-__all__ = ["EventStream", "attend"]
+__all__ = ["EventStream", "Reply", "attend", "failures_in"]
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -21,8 +23,27 @@ HEADERS = [
 DONE = b"data: [DONE]\n\n"
 
 
+class Reply:
+    """A `send` that knows whether the response has begun, and that a client has gone.
+
+    ASGI 2.4 has `send` raise OSError for the latter; here it raises ClientDisconnect.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self.has_begun = False
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientDisconnect from error
+        self.has_begun = True
+
+
 async def attend(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, and cancel it if the client leaves before it is done. Raises what it raises.
+    """Do the work, and cancel it if the client leaves before it is done. Raises what it raises,
+    and ClientDisconnect.
 
     `receive` is read from here on; the request's body has to be complete.
     """
@@ -34,14 +55,38 @@ async def attend(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
         working.cancel()
         leaving.cancel()
         await asyncio.wait((working, leaving))
-        error = None if working.cancelled() else working.exception()
+        error = ClientDisconnect() if working.cancelled() else working.exception()
     if error is not None:
         raise error
 
 
 async def _client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    try:
+        message = await receive()
+    except Exception:  # a host's own, which knows no more; the work goes on
+        message = {"type": "unknown"}
+    if message["type"] != "http.disconnect":
+        # Some hosts play the body again and again. They will not tell that anybody leaves.
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def failures_in(
+    events: EventStream, translate: Callable[[Exception], Exception] = lambda error: error
+) -> AsyncIterator[None]:
+    """What goes wrong once events have begun is the last of them; before, it is raised."""
+    try:
+        yield
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        own = translate(error)
+        if events.has_begun:
+            await events.fail(api_error(own))
+        elif own is error:
+            raise
+        else:
+            raise own from error
 
 
 class EventStream:
@@ -75,9 +120,9 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         async with self._turn:
             if not self.has_begun:
-                self.has_begun = True
                 start = {"type": "http.response.start", "status": 200, "headers": self._headers}
                 await self._send(start)
+                self.has_begun = True
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _end(self) -> None:

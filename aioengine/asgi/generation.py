@@ -12,9 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.answers import Answer
-from aioengine.asgi.body import read_object
-from aioengine.asgi.exchange import EventStream, attend
-from aioengine.asgi.faults import api_error
+from aioengine.asgi.body import LONG, read_object
+from aioengine.asgi.exchange import EventStream, attend, failures_in
 from aioengine.asgi.protocol import Ask
 from aioengine.asgi.service import Service
 from aioengine.streams.bridge import run_apart
@@ -38,7 +37,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST request. Raises what goes wrong before the answer has begun."""
-        ask = self._read(await read_object(receive))
+        ask = await read_object(receive, self._read)
         answer = self._answer(
             self._service.check_model(ask.model),
             self._service.token_texts,
@@ -50,31 +49,24 @@ class Generation:
     async def _generate(
         self, ask: Ask, answer: Answer, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        request_id = answer.id.encode()
-        events = EventStream(send, [(b"x-request-id", request_id)])
-        try:
-            async with AsyncExitStack() as stack:
-                streams = []
-                for number, prompt in enumerate(ask.prompts):
-                    name = answer.id if len(ask.prompts) == 1 else f"{answer.id}-{number}"
-                    stream = self._service.engine.stream(prompt, ask.params, request_id=name)
-                    stack.callback(stream.close)
-                    streams.append(stream)
-                if ask.is_streamed:
-                    await _stream_answer(answer, streams, events, wants_usage=ask.wants_usage)
-                else:
-                    body = await _encoded(answer, await _results(streams))
-                    headers = {"x-request-id": answer.id}
-                    response = Response(body, headers=headers, media_type="application/json")
-                    await response(scope, receive, send)
-        except Exception as error:
-            own = ask.in_its_words(error)
-            if events.has_begun:
-                await events.fail(api_error(own))
-            elif own is error:
-                raise
+        engine = self._service.engine
+        engine.check_room(len(ask.prompts) * ask.params.n)
+        events = EventStream(send, [(b"x-request-id", answer.id.encode())])
+        async with failures_in(events, ask.in_its_words), AsyncExitStack() as stack:
+            streams = []
+            for number, prompt in enumerate(ask.prompts):
+                name = answer.id if len(ask.prompts) == 1 else f"{answer.id}-{number}"
+                stream = engine.stream(prompt, ask.params, request_id=name)
+                stack.callback(stream.close)
+                streams.append(stream)
+                await asyncio.sleep(0)
+            if ask.is_streamed:
+                await _stream_answer(answer, streams, events, wants_usage=ask.wants_usage)
             else:
-                raise own from error
+                body = await _encoded(answer, await _results(streams))
+                headers = {"x-request-id": answer.id}
+                response = Response(body, headers=headers, media_type="application/json")
+                await response(scope, receive, send)
 
 
 async def _stream_answer(
@@ -98,7 +90,9 @@ async def _results(streams: Sequence[TokenStream]) -> list[RequestOutput]:
 
 async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
     whole = await answer.complete(outputs)
-    if all(output.logprobs is None for request in outputs for output in request.outputs):
+    completions = [output for request in outputs for output in request.outputs]
+    has_logprobs = any(output.logprobs is not None for output in completions)
+    if not has_logprobs and sum(len(output.text) for output in completions) <= LONG:
         return json.dumps(whole).encode()
     # In Python, which lets go of the GIL: thousands of log probabilities take long.
     encoder = json.JSONEncoder()

@@ -6,10 +6,12 @@ misspelt one should have done. SamplingParams' own names are taken beside OpenAI
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aioengine.checks import shown
 from aioengine.errors import InvalidRequestError
 from aioengine.params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
@@ -18,6 +20,9 @@ __all__ = ["Ask", "read_chat", "read_completion"]
 
 MAX_PROMPTS = 128
 """Of one completions request."""
+MAX_COMPLETIONS = 1024
+"""Of all its prompts."""
+MAX_MESSAGES = MAX_PARTS = 4096
 MAX_TOP_LOGPROBS = 20
 
 SAMPLING = frozenset(
@@ -34,7 +39,8 @@ COMMON = SAMPLING | {
     *("structured_outputs", "cache_salt", "mm_processor_kwargs"),
 }
 CHAT = COMMON | {"messages", "top_logprobs", "max_completion_tokens"}
-COMPLETION = COMMON | {"prompt"}
+COMPLETION = COMMON | {"prompt", "best_of"}
+TOKEN_ID = re.compile("[0-9]{1,10}")
 IGNORED = frozenset(
     {
         *("user", "safety_identifier", "metadata", "store", "service_tier"),
@@ -50,7 +56,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),
     "echo": (False,),
-    "best_of": (1,),
 }
 """Fields of what is not built, with the values that ask for nothing of it."""
 
@@ -86,8 +91,8 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
     """The body of chat/completions. Raises InvalidRequestError."""
     given = _known(body, CHAT)
     messages = given.get("messages")
-    if not isinstance(messages, list):
-        raise _wrong("messages", "a list")
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
+        raise _wrong("messages", f"a list of {MAX_MESSAGES} messages at most")
     if "max_completion_tokens" in given:
         given["max_tokens"] = given["max_completion_tokens"]
     wants = _flag(given, "logprobs")
@@ -105,6 +110,8 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
 def read_completion(body: Mapping[str, Any]) -> Ask:
     """The body of completions. Raises InvalidRequestError."""
     given = _known(body, COMPLETION)
+    if given.pop("best_of", None) not in (None, given.get("n", 1)):
+        raise _wrong("best_of", "as large as n")
     options = _prompt_options(given)
     prompts = tuple(
         Prompt(text=prompt, **options)
@@ -121,8 +128,8 @@ def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | 
         sampling["logit_bias"] = _read_bias(given["logit_bias"])
     structure = _read_structure(given)
     stream_options = given.get("stream_options", {})
-    if not isinstance(stream_options, dict):
-        raise _wrong("stream_options", "an object")
+    if not isinstance(stream_options, dict) or stream_options.keys() - {"include_usage"}:
+        raise _wrong("stream_options", "an object with include_usage")
     model = given.get("model")
     if not isinstance(model, str | None):
         raise _wrong("model", "text")
@@ -131,6 +138,8 @@ def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | 
         params = SamplingParams(**sampling, logprobs=logprobs, structured_outputs=structure)
     except InvalidRequestError as error:
         raise _in_words(error, aliases) from error
+    if len(prompts) * params.n > MAX_COMPLETIONS:
+        raise _wrong("n", f"so small that all prompts together have {MAX_COMPLETIONS} completions")
     return Ask(
         prompts=prompts,
         params=params,
@@ -150,7 +159,8 @@ def _known(body: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise InvalidRequestError(f"{name} is not supported", parameter=name)
         if name not in NEUTRAL and name not in IGNORED:
-            raise InvalidRequestError(f"{name!r:.60} is no field of this request", parameter=name)
+            message = f"{shown(name, 60)} is no field of this request"
+            raise InvalidRequestError(message, parameter=name[:60])
         del given[name]
     return given
 
@@ -163,6 +173,8 @@ def _read_message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
     content = message.get("content")
+    if isinstance(content, list) and len(content) > MAX_PARTS:
+        raise _wrong(f"messages[{index}].content", f"of {MAX_PARTS} parts at most")
     for number, part in enumerate(content if isinstance(content, list) else ()):
         # A name of the caller's own would be taken at its word, whoever else uses it.
         if isinstance(part, dict) and "uuid" in part:
@@ -198,9 +210,9 @@ def _prompt_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_bias(given: Any) -> dict[int, Any]:
     """JSON's keys are text."""
-    if not isinstance(given, dict) or not all(key.isascii() and key.isdecimal() for key in given):
+    if not isinstance(given, dict) or not all(TOKEN_ID.fullmatch(key) for key in given):
         raise _wrong("logit_bias", "an object whose keys are token ids")
-    return {int(key[:20]): value for key, value in given.items()}
+    return {int(key): value for key, value in given.items()}
 
 
 def _read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:

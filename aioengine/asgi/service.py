@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope
 
 from aioengine.asgi.body import BoundedBody
 from aioengine.asgi.faults import ApiError
+from aioengine.checks import require, shown
 from aioengine.detokenizer import TokenTexts
 from aioengine.engine import AsyncEngine
 from aioengine.model_name import model_name
@@ -36,6 +37,7 @@ class Service:
         self.engine = engine
         self.model_names = tuple(model_names) or (model_name(engine.model),)
         self.created = int(time.time())
+        require(api_key != "", "api_key", "nothing", "text, or None for no key at all")
         self._key = None if api_key is None else _digest(api_key.encode())
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
@@ -56,7 +58,7 @@ class Service:
         if name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {name!r:.80} is not served here; GET models tells what is",
+                f"the model {shown(name)} is not served here; GET models tells what is",
                 parameter="model",
                 code="model_not_found",
             )

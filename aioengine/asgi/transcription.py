@@ -6,24 +6,25 @@ side by side, and told in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, TypeVar
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from aioengine.asgi.exchange import EventStream, attend
-from aioengine.asgi.faults import ApiError, api_error
-from aioengine.asgi.generation import together
+from aioengine.asgi.exchange import EventStream, attend, failures_in
+from aioengine.asgi.faults import ApiError
 from aioengine.asgi.service import Service
 from aioengine.config import MediaConfig
+from aioengine.engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.params import SamplingParams
-from aioengine.processors.media.open import open_media
 from aioengine.processors.speech import SupportsTranscription, cut_windows
 from aioengine.streams.bridge import run_apart
 from aioengine.streams.tokens import TokenStream
@@ -36,6 +37,11 @@ FIELDS = frozenset(
 )
 FORMATS = ("json", "text")
 MAX_FIELD_BYTES = 1 << 16
+AT_ONCE = 8
+"""Windows of one recording."""
+UTF8 = re.compile(r"^(?!.*charset)|charset=[\"']?utf-?8", re.IGNORECASE)
+
+Number = TypeVar("Number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +66,12 @@ class Transcription:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST request. Raises what goes wrong before the answer has begun."""
         request = Request(scope, receive)
+        if not UTF8.search(request.headers.get("content-type", "")):
+            raise ApiError(415, "the form must be in UTF-8")
         async with request.form(
             max_files=1, max_fields=len(FIELDS), max_part_size=MAX_FIELD_BYTES
         ) as form:
-            ask = await _read(form)
+            ask = await _read_form(form)
         self._service.check_model(ask.model)
         await attend(receive, self._transcribe(ask, scope, receive, send))
 
@@ -82,37 +90,61 @@ class Transcription:
             *processor.get_audio_window(),
         )
         events = EventStream(send)
-        try:
-            async with AsyncExitStack() as stack:
-                streams = []
-                for window in windows:
-                    prompt = Prompt(token_ids=token_ids, media={"audio": [window]})
-                    stream = engine.stream(prompt, ask.params)
-                    stack.callback(stream.close)
-                    streams.append(stream)
-                if ask.is_streamed:
-                    await _stream_text(streams, events, seconds)
-                else:
-                    response = await _whole(ask, streams, seconds)
-                    await response(scope, receive, send)
-        except Exception as error:
-            if not events.has_begun:
-                raise
-            await events.fail(api_error(error))
+        hearing = _Hearing(engine, token_ids, ask.params, windows)
+        async with failures_in(events, _about_the_file), hearing:
+            if ask.is_streamed:
+                await _stream_text(hearing, events, seconds)
+            else:
+                response = await _whole(ask, hearing, seconds)
+                await response(scope, receive, send)
 
 
-async def _whole(ask: Ask, streams: Sequence[TokenStream], seconds: float) -> Response:
-    outputs = await together(stream.result() for stream in streams)
-    text = _joined([output.text for output in outputs])
+class _Hearing:
+    """The windows' streams, in order; some are at work before they are asked for."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        token_ids: list[int],
+        params: SamplingParams,
+        windows: Sequence[Any],
+    ) -> None:
+        self._engine = engine
+        self._token_ids = token_ids
+        self._params = params
+        self._windows = deque(windows)
+        self._streams: deque[TokenStream] = deque()
+        self._num_at_once = min(AT_ONCE, engine.config.max_num_seqs)
+
+    async def __aenter__(self) -> None:
+        self._engine.check_room(min(len(self._windows), self._num_at_once))
+
+    async def __aexit__(self, *_: object) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    async def streams(self) -> AsyncIterator[TokenStream]:
+        """One for each window; what is asked for is read to its end."""
+        while self._windows or self._streams:
+            while self._windows and len(self._streams) < self._num_at_once:
+                window = self._windows.popleft()
+                prompt = Prompt(token_ids=self._token_ids, media={"audio": [window]})
+                self._streams.append(self._engine.stream(prompt, self._params))
+            yield self._streams[0]
+            self._streams.popleft().close()
+
+
+async def _whole(ask: Ask, hearing: _Hearing, seconds: float) -> Response:
+    text = _joined([(await stream.result()).text async for stream in hearing.streams()])
     if ask.response_format == "text":
         return PlainTextResponse(text + "\n")
     return JSONResponse({"text": text, "usage": _usage(seconds)})
 
 
-async def _stream_text(streams: Sequence[TokenStream], events: EventStream, seconds: float) -> None:
-    """Window by window; those that come later have been at work meanwhile."""
+async def _stream_text(hearing: _Hearing, events: EventStream, seconds: float) -> None:
+    """Window by window."""
     texts: list[str] = []
-    for stream in streams:
+    async for stream in hearing.streams():
         texts.append("")
         async for delta in stream:
             # What `_joined` will put between windows, and leave out before them.
@@ -126,6 +158,13 @@ async def _stream_text(streams: Sequence[TokenStream], events: EventStream, seco
     await events.done()
 
 
+def _about_the_file(error: Exception) -> Exception:
+    """An error about a window is one about the upload."""
+    if isinstance(error, InvalidRequestError) and (error.parameter or "").startswith("audios"):
+        return error.for_parameter("file")
+    return error
+
+
 def _windows(
     data: bytes, config: MediaConfig, max_samples: int, sample_rate: int
 ) -> tuple[list[Any], float]:
@@ -133,7 +172,8 @@ def _windows(
 
     One that is short enough stays a file: it is decoded like any other, and known by its bytes.
     """
-    source = open_media(
+    # Not at the top of the file: it needs torch, which whoever only serves may not have loaded.
+    source = import_module("aioengine.processors.media.open").open_media(
         "audio", data, config, parameter="file", options={}, get_sample_rate=lambda: sample_rate
     )
     seconds = source.header().num_samples / sample_rate
@@ -152,7 +192,7 @@ def _usage(seconds: float) -> dict[str, Any]:
     return {"type": "duration", "seconds": round(seconds, 3)}
 
 
-async def _read(form: FormData) -> Ask:
+async def _read_form(form: FormData) -> Ask:
     unknown = sorted(form.keys() - FIELDS)
     if unknown:
         raise InvalidRequestError(f"{unknown[0]!r:.60} is not supported", parameter=unknown[0])
@@ -166,26 +206,32 @@ async def _read(form: FormData) -> Ask:
             f"response_format must be one of {', '.join(FORMATS)}: time stamps are not built",
             parameter="response_format",
         )
-    temperature, seed = _number(fields, "temperature"), _number(fields, "seed")
     return Ask(
         data=await upload.read(),
         model=fields.get("model"),
         language=fields.get("language"),
         context=fields.get("prompt", ""),
         params=SamplingParams(
-            temperature=temperature or 0.0,
-            seed=None if seed is None else int(seed),
+            temperature=_read(float, fields, "temperature") or 0.0,
+            seed=_read(int, fields, "seed"),
             max_tokens=None,
         ),
         response_format=response_format,
-        is_streamed=fields.get("stream", "").lower() in ("true", "1"),
+        is_streamed=_flag(fields, "stream"),
     )
 
 
-def _number(fields: dict[str, str], name: str) -> float | None:
+def _read(kind: Callable[[str], Number], fields: dict[str, str], name: str) -> Number | None:
     if name not in fields:
         return None
     try:
-        return float(fields[name])
+        return kind(fields[name])
     except ValueError:
         raise InvalidRequestError(f"{name} must be a number", parameter=name) from None
+
+
+def _flag(fields: dict[str, str], name: str) -> bool:
+    value = fields.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidRequestError(f"{name} must be true or false", parameter=name)
+    return value in ("true", "1")

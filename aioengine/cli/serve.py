@@ -127,7 +127,6 @@ async def _serve(
         model_names=options.served_model_name,
         api_key=api_key,
         max_body_bytes=options.max_body_bytes,
-        drain_timeout_s=options.drain_timeout,
     )
 
     def announce() -> None:

@@ -147,3 +147,55 @@ async def test_later_watchers_hear_in_order_what_an_earlier_one_does(folder: Pat
         with pytest.raises(errors.RequestAbortedError):
             await engine.generate("a", greedy(4))
     assert seen == ["submitted", "aborted"]
+
+
+async def test_a_dead_engine_is_closed_like_any_other(folder: Path) -> None:
+    engine = AsyncEngine.from_pretrained(folder, device="cpu", max_model_len=512)
+    await engine.start()
+    long = asyncio.create_task(engine.generate("a", greedy(400), request_id="long"))
+    await Spans(engine).wait_for("long")
+    draining = asyncio.create_task(engine.drain())
+    await asyncio.sleep(0)
+    engine._die(RuntimeError("a broken device"))
+    with pytest.raises(errors.EngineDeadError):
+        await draining
+    with pytest.raises(errors.EngineDeadError):
+        await long
+    assert engine.state is EngineState.DEAD
+    await engine.aclose(5)
+    assert engine.state is EngineState.DEAD
+
+
+async def test_what_closes_is_not_resumed(engine: AsyncEngine) -> None:
+    async with engine:
+        long = asyncio.create_task(engine.generate("a", greedy(60), request_id="long"))
+        await Spans(engine).wait_for("long")
+        closing = asyncio.create_task(engine.aclose(None))
+        await until(lambda: engine.state is EngineState.DRAINING)
+        with pytest.raises(errors.EngineClosedError, match="being closed"):
+            engine.resume()
+        await closing
+        assert len((await long).token_ids) == 60
+
+
+async def test_a_watcher_that_is_cancelled_is_removed(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+
+        def watch(event: RequestEvent) -> None:
+            raise asyncio.CancelledError
+
+        engine.instruments.watchers.append(watch)
+        assert len((await engine.generate("a", greedy(4))).token_ids) == 4
+        assert not engine.instruments.watchers
+
+
+async def test_room_is_for_all_completions(folder: Path) -> None:
+    async with running_engine(folder, max_num_seqs=2, max_queued_requests=2) as engine:
+        with pytest.raises(errors.InvalidRequestError, match="at most 4"):
+            await engine.generate("a", greedy(4, n=5))
+        engine.check_room(4)
+        async with engine.stream("a", greedy(60)):
+            with pytest.raises(errors.OverloadedError):
+                await engine.generate("a", greedy(4, n=4))
+            engine.check_room(3)
+            assert len((await engine.generate("a", greedy(4, n=3))).outputs) == 3

@@ -434,7 +434,7 @@ async def test_a_device_that_cannot_be_opened(
         raise ImportError("No module named 'torch'")
 
     for open_device, reason in ((open_broken, "kernel image"), (without_torch, "No module")):
-        monkeypatch.setattr("aioengine.engine._open_device", open_device)
+        monkeypatch.setattr("aioengine.engine.open_device", open_device)
         with pytest.raises(ModelLoadError, match=reason):
             await AsyncEngine.from_pretrained(folder).start()
         assert engine_threads() == []

@@ -40,13 +40,15 @@ def run_python(code: str, *, cwd: Path = ROOT) -> str:
         "from aioengine import *",
         "import aioengine; dir(aioengine); aioengine.errors.MediaError",
         "import aioengine; aioengine.AsyncEngine.from_pretrained(aioengine.demo_model())",
+        "import aioengine.asgi",
         "import aioengine.kernels, aioengine.models, aioengine.processors, aioengine.streams",
     ],
 )
 def test_importing_loads_nothing_heavy(code: str) -> None:
     probe = f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
     loaded = {name.partition(".")[0] for name in json.loads(run_python(probe))}
-    assert not loaded & set(HEAVY)
+    # Samples are numpy arrays, wherever they are cut.
+    assert not loaded & set(HEAVY) - ({"numpy"} if code == "import aioengine.asgi" else set())
 
 
 def test_importing_starts_and_changes_nothing(tmp_path: Path) -> None:

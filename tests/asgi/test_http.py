@@ -15,16 +15,20 @@ import django
 import httpx
 import litestar
 import numpy as np
+import pytest
 from django.conf import settings
 from django.core.asgi import get_asgi_application
 from PIL import Image
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.routing import Mount
 
 from aioengine import AsyncEngine, EngineState
 from aioengine.asgi import openai_app, service_app
+from aioengine.errors import InvalidRequestError
 from tests.asgi.serving import picture_part, serving
-from tests.engines import DEADLINE_S, encoded, greedy, settled, until
+from tests.engines import DEADLINE_S, encoded, greedy, running_engine, settled, until
 
 ASK = {
     "messages": [{"role": "user", "content": "a"}],
@@ -157,6 +161,114 @@ async def test_a_body_of_many_megabytes(engine: AsyncEngine) -> None:
         assert len(body) > 12_000_000
         response = await client.post(CHAT, content=body)
         assert response.json()["choices"][0]["message"]["content"] == expected.text
+
+
+def scope_of(body: bytes) -> dict[str, Any]:
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "method": "POST",
+        "http_version": "1.1", "scheme": "http", "path": CHAT, "raw_path": CHAT.encode(),
+        "query_string": b"", "root_path": "", "client": ("a", 1), "server": ("b", 80),
+        "headers": [(b"content-length", str(len(body)).encode())],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_send_that_fails_is_a_client_who_left(
+    engine: AsyncEngine, is_streamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ASGI has it since 2.4: nothing more is sent, nothing logged, nothing raised."""
+    body = json.dumps({**ASK, "max_tokens": 60, "stream": is_streamed}).encode()
+    sent = []
+
+    async def receive() -> Any:
+        if not sent and not received:
+            received.append(body)
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            raise OSError("the client has gone")
+
+    received: list[bytes] = []
+    await mounted(engine)(scope_of(body), receive, send)
+    assert sent == ["http.response.start", "http.response.body"]
+    assert not caplog.records
+    await settled(engine)
+
+
+async def test_a_host_that_plays_the_body_again_and_again(engine: AsyncEngine) -> None:
+    body = json.dumps(ASK).encode()
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(DEADLINE_S):
+        await mounted(engine)(scope_of(body), receive, send)
+    assert sent[0]["status"] == 200 and json.loads(sent[1]["body"])["choices"]
+
+
+async def test_a_client_who_leaves_a_host_with_middleware(
+    engine: AsyncEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Middle(BaseHTTPMiddleware):
+        async def dispatch(self, request: Any, call_next: Any) -> Any:
+            return await call_next(request)
+
+    app = Starlette(routes=[Mount("/v1", openai_app(engine))], middleware=[Middleware(Middle)])
+    async with client_of(app) as client:
+        asking = asyncio.create_task(client.post(CHAT, json={**ASK, "max_tokens": 400}))
+        await until(lambda: engine.statistics().running == 1)
+        asking.cancel()
+        await until(lambda: engine.statistics().aborted == 1)
+        await settled(engine)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_an_ask_is_let_in_or_refused_as_a_whole(folder: Path) -> None:
+    async with (
+        running_engine(folder, max_num_seqs=2, max_queued_requests=2) as engine,
+        client_of(mounted(engine)) as client,
+    ):
+        for body, status in (
+            ({"prompt": ["a"] * 4}, 200),
+            ({"prompt": ["a"] * 5}, 400),
+            ({"prompt": ["a", "b"], "n": 3}, 400),
+            ({"prompt": ["a"] * 100, "n": 100}, 400),
+        ):
+            asked = {"max_tokens": 2, "temperature": 1, **body}
+            response = await client.post("/v1/completions", json=asked)
+            assert response.status_code == status, response.text
+            if status == 400:
+                assert response.json()["error"]["param"] == "n"
+        assert engine.statistics().aborted == 0
+
+
+async def test_refusals_do_not_repeat_what_was_sent(engine: AsyncEngine) -> None:
+    long = "\x7f" * 2_000_000
+    async with client_of(mounted(engine)) as client:
+        for body in (
+            {**ASK, "model": long},
+            {**ASK, "temperature": long},
+            {**ASK, long: 1},
+            {**ASK, "messages": [{"role": "user", "content": [{"type": long}]}]},
+            {**ASK, "allowed_token_ids": [10**4000]},
+            {**ASK, "messages": [{}] * 5000},
+            {**ASK, "messages": [{"role": "user", "content": [{}] * 5000}]},
+        ):
+            response = await client.post(CHAT, content=json.dumps(body, ensure_ascii=False))
+            assert response.status_code in (400, 404), response.text[:200]
+            assert len(response.text) < 10_000
+
+
+def test_an_empty_key_is_no_key(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError):
+        openai_app(AsyncEngine.from_pretrained(folder), api_key="")
 
 
 async def test_probes(engine: AsyncEngine) -> None:

@@ -189,7 +189,10 @@ async def test_text_completions(engine: AsyncEngine, client: AsyncOpenAI) -> Non
             [p[t].logprob for p, t in zip(wanted, output.token_ids, strict=True)]
         )
         assert all(1 <= len(top) <= 2 for top in logprobs.top_logprobs or [])
-        assert logprobs.text_offset is not None and logprobs.text_offset[0] == 0
+        assert logprobs.text_offset is not None and logprobs.tokens is not None
+        for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+            if "\ufffd" not in token:
+                assert choice.text[offset:].startswith(token) or offset == 0
     assert answer.usage is not None and answer.usage.completion_tokens == 16
     ids = engine.tokenizer.encode("The quick")
     by_ids = await client.completions.create(model=MODEL, prompt=ids, **{**GREEDY, "max_tokens": 8})

@@ -158,6 +158,16 @@ async def test_refusals(engine: AsyncEngine, client: AsyncOpenAI, listener: Path
             model=name, file=("a.wav", data), timestamp_granularities=["word"]
         )
     assert refused.value.param == "timestamp_granularities[]"
+    assert caught.value.param == "file"
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        await client.audio.transcriptions.create(model=name, file=("a.wav", data[:-100]))
+    assert caught.value.param == "file"
+    for options in ({"seed": "inf"}, {"seed": "1.5"}, {"temperature": "hot"}, {"stream": "yes"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.audio.transcriptions.create(
+                model=name, file=("a.wav", data), extra_body=options
+            )
+        assert refused.value.param == next(iter(options))
     with pytest.raises(openai.BadRequestError) as refused:
         await client.post("/audio/transcriptions", body={"file": "a"}, cast_to=object)
     assert refused.value.param == "file"
@@ -174,6 +184,21 @@ async def test_a_client_that_leaves(
     asking.cancel()
     await until(lambda: engine.statistics().aborted > 0)
     await settled(engine)
+
+
+async def test_more_windows_than_may_be_queued(listener: Path) -> None:
+    """One recording is one request: its windows do not stand in each other's way."""
+    data, _ = recording(9.5 if listener.name == "whisper" else 130)
+    async with running_engine(
+        listener, max_model_len=None, max_num_seqs=1, max_queued_requests=1
+    ) as engine:
+        app = Starlette(routes=[Mount("/v1", openai_app(engine))])
+        async with serving(app) as url, openai_client(url) as client:
+            answer = await client.audio.transcriptions.create(
+                model=listener.name, file=("a.wav", data)
+            )
+            assert answer.text
+            assert engine.statistics().finished > 2
 
 
 async def test_a_model_that_does_not_listen(folder: Path) -> None:

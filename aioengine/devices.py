@@ -1,0 +1,32 @@
+"""The device that a configuration means, and its queues."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import import_module
+from typing import Any
+
+from aioengine.garbage import collection_paused
+from aioengine.streams.bridge import run_apart
+from aioengine.streams.cpu import CpuDevice
+from aioengine.streams.cuda import CudaDevice, TorchDriver
+from aioengine.streams.device import Device
+
+__all__ = ["open_device"]
+
+
+async def open_device(name: str) -> Device:
+    """The queues of the device that the configuration means."""
+    loop = asyncio.get_running_loop()
+    if name == "cpu":
+        return CpuDevice(loop)
+    device = await run_apart(_find_device, name)
+    if device.type == "cpu":
+        return CpuDevice(loop)
+    return CudaDevice(loop, TorchDriver(device))
+
+
+def _find_device(name: str) -> Any:
+    """The `torch.device`; imports torch, which takes seconds."""
+    with collection_paused():
+        return import_module("aioengine.sizing").find_device(name)
