@@ -79,9 +79,8 @@ class Transcription:
         engine = self._service.engine
         processor = engine.processor
         if not isinstance(processor, SupportsTranscription):
-            raise ApiError(
-                400, "the model does not write down speech; ask it in a chat", code="model"
-            )
+            message = "the model does not write down speech; ask it in a chat"
+            raise ApiError(400, message, parameter="model")
         token_ids = processor.create_transcription_prompt(ask.language, ask.context)
         windows, seconds = await run_apart(
             _windows,
