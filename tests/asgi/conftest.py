@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,15 @@ import pytest
 from aioengine import AsyncEngine
 from tests.engines import running_engine
 from tests.tiny import save_tiny_llava
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_stays_pythons() -> Iterator[None]:
+    """A server that leaves it to a handler of its own breaks tests that come later."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    left = signal.signal(signal.SIGINT, before)
+    assert left is before, f"SIGINT was left to {left}"
 
 
 @pytest.fixture(scope="session")

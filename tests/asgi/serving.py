@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from typing import Any
 
 import uvicorn
@@ -23,6 +23,16 @@ def free_socket() -> socket.socket:
     return bound
 
 
+class GuestServer(uvicorn.Server):
+    """Leaves the process's signal handlers alone. uvicorn would put back what it found when it was
+    started: in a fixture that is a handler of a run that is over, which makes every later Ctrl-C a
+    KeyboardInterrupt."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 @asynccontextmanager
 async def serving(app: Any, *, send_buffer: int = 0, **options: Any) -> AsyncIterator[str]:
     """The URL of `app`, served by uvicorn; at the end the server has shut down.
@@ -30,7 +40,7 @@ async def serving(app: Any, *, send_buffer: int = 0, **options: Any) -> AsyncIte
     `send_buffer`: bytes that the system takes for a client who does not read; 0: as ever.
     """
     config = uvicorn.Config(app, log_level="warning", lifespan="auto", **options)
-    server = uvicorn.Server(config)
+    server = GuestServer(config)
     with closing(free_socket()) as bound:
         if send_buffer:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
