@@ -20,7 +20,7 @@ from aioengine.streams.bridge import run_apart
 from aioengine.streams.tokens import TokenStream
 from aioengine.types import RequestOutput
 
-__all__ = ["Generation", "together"]
+__all__ = ["Generation"]
 
 Result = TypeVar("Result")
 
@@ -78,14 +78,14 @@ async def _stream_answer(
                 await events.send(chunk)
                 await asyncio.sleep(0)
 
-    await together(relay(number, stream) for number, stream in enumerate(streams))
+    await _together(relay(number, stream) for number, stream in enumerate(streams))
     if wants_usage:
         await events.send(answer.usage_chunk(await _results(streams)))
     await events.done()
 
 
 async def _results(streams: Sequence[TokenStream]) -> list[RequestOutput]:
-    return await together(stream.result() for stream in streams)
+    return await _together(stream.result() for stream in streams)
 
 
 async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
@@ -99,7 +99,7 @@ async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
     return await run_apart(lambda: "".join(encoder.iterencode(whole)).encode())
 
 
-async def together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """The results of all; the first error ends the others and is raised as it is."""
     try:
         async with asyncio.TaskGroup() as tasks:
