@@ -28,7 +28,7 @@ PIECE = 1 << 20
 MAX_REST = 1 << 20
 """Bytes of a body without its long strings: 3 ms of parsing for text, 20 ms for token ids."""
 MAX_CONTAINERS = 1 << 16
-"""Brackets and braces that open in it, also in its texts: 40 ms, were they all empty lists."""
+"""Brackets and braces that open in it, also in its texts: 13 ms, were they all empty lists."""
 ESCAPES = (
     (b"\\/", b"/"),
     (b"\\u002f", b"/"),
