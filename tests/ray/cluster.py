@@ -10,7 +10,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from unittest.mock import patch
 import httpx
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 
 from aioengine import EngineConfig, EngineStatistics
 from aioengine.ray_serve import application
@@ -66,9 +67,10 @@ class Cluster:
         """The statistics, once so many replicas are in service and nothing is left in them."""
         async with asyncio.timeout(START_S):
             while True:
-                found = await self.statistics()
-                if len(found) == num_replicas and all(map(is_at_rest, found)):
-                    return found
+                with suppress(RayActorError):  # one that is dead, of which the handle has not heard
+                    found = await self.statistics()
+                    if len(found) == num_replicas and all(map(is_at_rest, found)):
+                        return found
                 await asyncio.sleep(0.05)
 
     async def busy(self) -> None:
