@@ -1,0 +1,117 @@
+"""aioengine as a contender."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import Any
+
+from lag_probe import Lag, probe, summary
+from protocol import Answer, Contender, read_pictures, serve
+
+
+class OurEngine(Contender):
+    async def load(self, model: str, dtype: str, threads: int, kind: str, **_: Any) -> Answer:
+        begin = time.perf_counter()
+        import aioengine
+
+        self.library = aioengine
+        self.engine = aioengine.AsyncEngine.from_pretrained(model, dtype=dtype)
+        await self.engine.start()
+        ready_s = time.perf_counter() - begin
+        import torch
+
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        versions = {"aioengine": aioengine.__version__, "torch": torch.__version__}
+        return {"ready_s": ready_s, "versions": versions}
+
+    async def batch(
+        self, requests: list[dict[str, Any]], max_tokens: int, is_cold: bool, **_: Any
+    ) -> Answer:
+        encoded = read_pictures(requests)
+        params = self.params(max_tokens)
+        if is_cold:
+            await self.engine.reset_caches()
+        before = self.engine.statistics().stages
+        begin = time.perf_counter()
+        outputs = await asyncio.gather(
+            *(
+                self.engine.generate(each["text"], params, images=pictures)
+                for each, pictures in zip(requests, encoded, strict=True)
+            )
+        )
+        seconds = time.perf_counter() - begin
+        after = self.engine.statistics().stages
+        return {
+            "seconds": seconds,
+            "first_token_s": min(output.timings.first_token for output in outputs),
+            "prompt_tokens": [output.usage.prompt_tokens for output in outputs],
+            "tokens": [list(output.token_ids) for output in outputs],
+            "stages_s": {
+                name: round(stage.total_s - (before[name].total_s if name in before else 0), 3)
+                for name, stage in after.items()
+            },
+        }
+
+    def params(self, max_tokens: int) -> Any:
+        return self.library.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+    async def lag(
+        self, streams: list[str], requests: list[dict[str, Any]], max_tokens: int, **_: Any
+    ) -> Answer:
+        encoded = read_pictures(requests)
+        await self.engine.reset_caches()
+        running = [asyncio.create_task(self._stream(text)) for text in streams]
+        await asyncio.sleep(0.5)
+        gc.collect()
+        gc.freeze()  # as the README advises those who own the process
+        lags: list[Lag] = []
+        watch = asyncio.create_task(probe(lags))
+        params = self.params(max_tokens)
+        begin = time.perf_counter()
+        await asyncio.gather(
+            *(
+                self.engine.generate(each["text"], params, images=pictures)
+                for each, pictures in zip(requests, encoded, strict=True)
+            )
+        )
+        seconds = time.perf_counter() - begin
+        watch.cancel()
+        for task in running:
+            task.cancel()
+        counts = await asyncio.gather(*running)
+        return {**summary(lags), "seconds": seconds, "streamed_tokens": sum(counts)}
+
+    async def _stream(self, text: str) -> int:
+        """Tokens streamed until the task is cancelled, one stream after the other."""
+        count = 0
+        try:
+            while True:
+                async with self.engine.stream(text, self.params(512)) as stream:
+                    async for delta in stream:
+                        count += len(delta.token_ids)
+        except asyncio.CancelledError:
+            return count
+
+    async def clips(self, paths: list[str], max_tokens: int, rate: int, **_: Any) -> Answer:
+        import numpy as np
+
+        samples = [np.load(path) for path in paths]
+        params = self.library.SamplingParams(temperature=0, max_tokens=max_tokens)
+        await self.engine.reset_caches()
+        begin = time.perf_counter()
+        outputs = await asyncio.gather(
+            *(self.engine.generate("", params, audios=[(each, rate)]) for each in samples)
+        )
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "texts": [output.text for output in outputs]}
+
+    async def close(self) -> Answer:
+        await self.engine.aclose()
+        return {}
+
+
+if __name__ == "__main__":
+    serve(OurEngine)

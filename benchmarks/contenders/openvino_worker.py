@@ -1,0 +1,66 @@
+"""OpenVINO GenAI's pipeline with continuous batching as a contender."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from protocol import Answer, Contender, decode, read_pictures, serve
+
+
+class OpenVino(Contender):
+    async def load(self, model: str, dtype: str, threads: int, kind: str, **_: Any) -> Answer:
+        begin = time.perf_counter()
+        import numpy as np
+        import openvino
+        import openvino_genai as genai
+
+        self.genai, self.tensor, self.np = genai, openvino.Tensor, np
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 2
+        scheduler.max_num_batched_tokens = 2048
+        scheduler.enable_prefix_caching = True
+        precision = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+        options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
+        self.pipeline = genai.ContinuousBatchingPipeline(Path(model), scheduler, "CPU", options)
+        self.pool = ThreadPoolExecutor(threads)
+        versions = {"openvino-genai": genai.__version__}
+        return {"ready_s": time.perf_counter() - begin, "versions": versions}
+
+    async def batch(self, requests: list[dict[str, Any]], max_tokens: int, **_: Any) -> Answer:
+        encoded = read_pictures(requests)
+        config = self.genai.GenerationConfig(
+            max_new_tokens=max_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
+        )
+        begin = time.perf_counter()
+        pictures = [
+            [self.tensor(self.np.asarray(picture)[None]) for picture in each]
+            for each in decode(self.pool, encoded)
+        ]
+        if any(pictures):
+            outputs = self.pipeline.generate(
+                [each["text"] for each in requests],
+                images=pictures,
+                generation_config=[config] * len(requests),
+            )
+        else:
+            outputs = self.pipeline.generate(
+                [each["text"] for each in requests], [config] * len(requests)
+            )
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, **self._counts(outputs)}
+
+    def _counts(self, outputs: list[Any]) -> Answer:
+        """How long prompts and outputs were; it tells no token ids of pictures' prompts."""
+        metrics = [getattr(output, "perf_metrics", None) for output in outputs]
+        return {
+            "prompt_tokens": [each.get_num_input_tokens() for each in metrics if each],
+            "num_tokens": [each.get_num_generated_tokens() for each in metrics if each],
+            "texts": [output.texts[0] for output in outputs if hasattr(output, "texts")],
+        }
+
+
+if __name__ == "__main__":
+    serve(OpenVino)

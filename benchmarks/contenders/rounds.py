@@ -1,0 +1,148 @@
+"""Who is asked what, in which order, and what is kept of the answers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from contenders import workloads
+from contenders.crew import ContenderError, Settings, Worker, alone, crew
+
+ONE_BY_ONE = "transformers, one by one"
+NUM_ONE_BY_ONE = 4  # requests: its rate does not depend on how many there are
+LAGGING = ("aioengine", "vllm", "transformers")  # the others have no asynchronous face
+LISTENING = ("aioengine", "transformers")
+Measured = dict[str, list[dict[str, Any]]]
+
+
+class Bench:
+    """One run of the benchmark."""
+
+    def __init__(self, settings: Settings, options: argparse.Namespace) -> None:
+        self.settings = settings
+        self.options = options
+        self.versions: dict[str, str] = {}
+        self.pictures = options.folder / "pictures"
+        self.pictures.mkdir(exist_ok=True)
+
+    def run(self, chosen: list[str]) -> Iterator[tuple[str, Measured]]:
+        """The workloads, and what each contender answered in each round."""
+        if "W3" in chosen:
+            yield "W3", self.starts()
+        loaded = [name for name in chosen if name in ("W1", "W2", "W4", "W5")]
+        if loaded:
+            with crew(self.settings.names, self.settings, "llava") as workers:
+                self._note_versions(workers)
+                if {"W1", "W2"} & set(loaded):
+                    yield from self.batches(workers).items()
+                if "W4" in loaded:
+                    yield "W4", self.first_tokens(workers)
+                if "W5" in loaded:
+                    yield "W5", self.lags(workers)
+        if "W6" in chosen:
+            names = [name for name in LISTENING if name in self.settings.names]
+            with crew(names, self.settings, "whisper") as workers:
+                self._note_versions(workers)
+                yield "W6", self.clips(workers)
+
+    def _note_versions(self, workers: dict[str, Worker]) -> None:
+        for worker in workers.values():
+            self.versions |= worker.loaded["versions"]
+
+    def _rounds(self, names: list[str]) -> Iterator[tuple[int, list[str]]]:
+        """Round numbers (below 0: warm-ups), and who goes first: another one in each."""
+        for number in range(-self.options.warm_ups, self.options.rounds):
+            shift = number % len(names)
+            yield number, names[shift:] + names[:shift]
+
+    def _ask(self, into: Measured, number: int, entrant: str, worker: Worker, **job: Any) -> Any:
+        with alone(self.options.lock):
+            begin = time.monotonic()
+            answer = worker.ask(**job)
+            taken = time.monotonic() - begin
+        print(f"  round {number} {entrant}: {taken:.1f} s", file=sys.stderr)
+        if number >= 0:
+            into.setdefault(entrant, []).append(answer)
+        return answer
+
+    def batches(self, workers: dict[str, Worker]) -> dict[str, Measured]:
+        """W1, and W2 behind it with the same requests."""
+        found: dict[str, Measured] = {"W1": {}, "W2": {}}
+        count, length = workloads.NUM_REQUESTS, workloads.MAX_TOKENS
+        for number, order in self._rounds(list(workers)):
+            requests = workloads.many_small(self.pictures, number, count)
+            for name in order:
+                for workload in ("W1", "W2"):
+                    job = {"requests": requests, "max_tokens": length}
+                    job["is_cold"] = workload == "W1"
+                    self._ask(found[workload], number, name, workers[name], command="batch", **job)
+                if name == "transformers":
+                    job = {"requests": requests[:NUM_ONE_BY_ONE], "max_tokens": length}
+                    job |= {"command": "batch", "is_cold": True, "is_one_by_one": True}
+                    self._ask(found["W1"], number, ONE_BY_ONE, workers[name], **job)
+        return found
+
+    def first_tokens(self, workers: dict[str, Worker]) -> Measured:
+        """W4: with one token to make, the whole time is that to the first."""
+        found: Measured = {}
+        for number, order in self._rounds(list(workers)):
+            job: dict[str, Any] = {"requests": workloads.eight_large(self.pictures, number)}
+            job |= {"command": "batch", "max_tokens": 1, "is_cold": True}
+            for name in order:
+                self._ask(found, number, name, workers[name], **job)
+        return found
+
+    def lags(self, workers: dict[str, Worker]) -> Measured:
+        """W5, without warm-ups: a single slow request tells nothing of the loop."""
+        found: Measured = {}
+        names = [name for name in LAGGING if name in workers]
+        for number, order in self._rounds(names):
+            if number < 0:
+                continue
+            requests = workloads.many_large(self.pictures, number, 32)
+            job = {"command": "lag", "streams": workloads.streams(), "requests": requests}
+            for name in order:
+                self._ask(found, number, name, workers[name], **job, max_tokens=8)
+        return found
+
+    def clips(self, workers: dict[str, Worker]) -> Measured:
+        """W6."""
+        found: Measured = {}
+        paths = workloads.clips(self.options.folder, self.options.speech, workloads.NUM_REQUESTS)
+        job = {"command": "clips", "paths": paths, "rate": workloads.RATE}
+        job["max_tokens"] = workloads.CLIP_TOKENS
+        for number, order in self._rounds(list(workers)):
+            for name in order:
+                self._ask(found, number, name, workers[name], **job)
+                if name == "transformers":
+                    self._ask(found, number, ONE_BY_ONE, workers[name], **job, is_one_by_one=True)
+        return found
+
+    def starts(self) -> Measured:
+        """W3: a process of its own each time, its first token too."""
+        found: Measured = {}
+        request = {"text": workloads.prompt(0), "pictures": []}
+        for number, order in self._rounds(self.settings.names):
+            for name in order:
+                with alone(self.options.lock):
+                    worker = Worker(name, self.settings)
+                    try:
+                        answer = worker.load(self.settings, "llava")
+                        self._first_token(worker, request, answer)
+                    finally:
+                        worker.close()
+                print(f"  round {number} {name}: {answer['ready_s']:.1f} s", file=sys.stderr)
+                if number >= 0:
+                    found.setdefault(name, []).append(answer)
+        return found
+
+    @staticmethod
+    def _first_token(worker: Worker, request: dict[str, Any], answer: dict[str, Any]) -> None:
+        try:
+            first = worker.ask("batch", requests=[request], max_tokens=1, is_cold=False)
+            answer["first_token_s"] = answer["ready_s"] + first["seconds"]
+        except ContenderError as error:
+            print(f"  {error}", file=sys.stderr)
