@@ -53,12 +53,14 @@ class OpenVino(Contender):
         return {"seconds": seconds, **self._counts(outputs)}
 
     def _counts(self, outputs: list[Any]) -> Answer:
-        """How long prompts and outputs were; it tells no token ids of pictures' prompts."""
-        metrics = [getattr(output, "perf_metrics", None) for output in outputs]
+        """How long prompts and outputs were. It tells no token ids, and each output's metrics count
+        what the whole batch generated."""
+        metrics = [output.perf_metrics for output in outputs if hasattr(output, "perf_metrics")]
+        if not metrics:
+            return {}
         return {
-            "prompt_tokens": [each.get_num_input_tokens() for each in metrics if each],
-            "num_tokens": [each.get_num_generated_tokens() for each in metrics if each],
-            "texts": [output.texts[0] for output in outputs if hasattr(output, "texts")],
+            "prompt_tokens": [each.get_num_input_tokens() for each in metrics],
+            "num_tokens": [metrics[0].get_num_generated_tokens()],
         }
 
 
