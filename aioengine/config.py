@@ -99,6 +99,7 @@ class MediaConfig:
 
 
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("int8", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,10 @@ class EngineConfig:
     """Limits, allow-lists and the fetcher."""
     max_queued_requests: int | None = None
     """Completions that may be live beyond `max_num_seqs`; more raise OverloadedError."""
+    packed_layers: bool = True
+    """Whether weights are laid out for the CPU's kernels, and encoder layers of no use dropped."""
+    quantization: str | None = None
+    """"int8": the decoder's linear layers in 8 bits, on a CPU; None: as the checkpoint has them."""
     tensor_parallel_size: int = 1
     """Only 1 is built."""
     mm_encoder_tp_mode: str = "tensor"
@@ -177,6 +182,10 @@ class EngineConfig:
         folder = self.mm_processor_cache_dir
         is_folder = isinstance(folder, str | Path | None)
         require(is_folder, "mm_processor_cache_dir", type(folder).__name__, "a path or None")
+        packed = self.packed_layers
+        require(isinstance(packed, bool), "packed_layers", packed, "True or False")
+        kind = self.quantization
+        require(kind in QUANTIZATIONS, "quantization", kind, '"int8" or None')
         require(
             self.tensor_parallel_size == 1,
             "tensor_parallel_size",

@@ -93,6 +93,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             revision=config.revision,
             max_model_len=config.max_model_len,
         )
+        if config.packed_layers:
+            model.pack()
     with stage("memory"):
         sizes = _sizes(model, front, config)
         limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))

@@ -43,6 +43,7 @@ from aioengine.models.interfaces import (
     merge_multimodal_embeddings,
 )
 from aioengine.models.loading import build_on_meta, find_class, load_pretrained, pin_rotary
+from aioengine.models.packed import pack_layers
 from aioengine.models.probe import LayerSpec, group_layers, probe_layers
 from aioengine.types import KVGroup
 
@@ -169,6 +170,14 @@ class TransformersModel:
         """Where the weights lie."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
+
+    def pack(self) -> None:
+        """Lay the weights out for the kernels at hand: linear layers on a CPU, nothing elsewhere.
+
+        Mutates the modules; float64 stays as it is. Before the first step, by the thread that runs
+        the model.
+        """
+        pack_layers(self.model)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
         """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.

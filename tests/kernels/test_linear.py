@@ -1,0 +1,91 @@
+"""Packed weights against the plain product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from aioengine.kernels.linear import WAYS, PackedLinear, pack_linear
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+SHAPES = [(1, 1), (7, 3), (64, 16), (70, 48), (130, 257)]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed_or_skip(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    packed = pack_linear(weight, bias)
+    if packed is None:
+        pytest.skip(f"this CPU has no way for {weight.dtype}")
+    return packed
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_is_the_plain_product(shape: tuple[int, int], dtype: torch.dtype, with_bias: bool) -> None:
+    weight = drawn(*shape, dtype=dtype)
+    bias = drawn(shape[0], dtype=dtype, seed=1) if with_bias else None
+    packed = packed_or_skip(weight, bias)
+    assert packed.nbytes == weight.nbytes + (0 if bias is None else bias.nbytes)
+    for rows in (0, 1, 2, 5, 16, 63, 65, 200):
+        x = drawn(rows, shape[1], dtype=dtype, seed=2)
+        found = packed(x)
+        wanted = linear(x.double(), weight.double(), None if bias is None else bias.double())
+        assert found.shape == wanted.shape and found.dtype == dtype and found.is_contiguous()
+        bound = TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()) if rows else 0.0)
+        torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
+
+
+def test_takes_any_leading_dimensions_and_strides() -> None:
+    weight, bias = drawn(70, 48), drawn(70, seed=1)
+    packed = packed_or_skip(weight, bias)
+    for x in (
+        drawn(48),
+        drawn(2, 3, 48),
+        drawn(48, 5).t(),
+        drawn(5, 96)[:, ::2],
+        drawn(3, 96)[:, 48:],
+        drawn(1, 48).expand(4, 48),
+        drawn(5, 48, 3).transpose(1, 2),
+    ):
+        torch.testing.assert_close(packed(x), linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+
+
+def test_keeps_nothing_of_what_it_was_given() -> None:
+    weight, bias, x = drawn(70, 48), drawn(70, seed=1), drawn(3, 48, seed=2)
+    packed = packed_or_skip(weight, bias)
+    wanted = linear(x, weight, bias)
+    weight.zero_()
+    bias.zero_()
+    torch.testing.assert_close(packed(x), wanted, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(4, 4, dtype=torch.float64),
+        torch.zeros(4, 4, dtype=torch.int8),
+        torch.zeros(0, 4),
+        torch.zeros(4, 4, device="meta"),
+    ],
+    ids=["float64", "int8", "empty", "meta"],
+)
+def test_what_no_way_takes(weight: Tensor) -> None:
+    assert pack_linear(weight) is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_says_no_or_is_right(way: object) -> None:
+    assert callable(way)
+    for dtype in TOLERANCE:
+        weight, x = drawn(96, 32, dtype=dtype), drawn(4, 32, dtype=dtype, seed=1)
+        packed = way(weight, None)
+        if packed is not None:
+            wanted = linear(x.double(), weight.double())
+            bound = TOLERANCE[dtype] * float(wanted.abs().max())
+            torch.testing.assert_close(packed(x).double(), wanted, atol=bound, rtol=0)
