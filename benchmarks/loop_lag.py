@@ -19,7 +19,6 @@ import asyncio
 import gc
 import io
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from contenders.lag_probe import Lag, probe
 from PIL import Image
 
 from aioengine.config import MediaConfig
@@ -35,10 +35,6 @@ from aioengine.processors.info import load_context
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from aioengine.processors.media.image import open_image
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-
-TICK_S = 0.001
-Lag = tuple[float, float]
-"""Seconds by which a sleep ended late, and how many of them our own threads may have caused."""
 
 
 def make_jpeg(seed: int, size: tuple[int, int] = (3840, 2160)) -> bytes:
@@ -110,26 +106,6 @@ def run_stages(data: bytes, stage: str, processor: Any) -> None:
     if stage == "decode":
         return
     processor.process(MultiModalDataItems({"image": ImageProcessorItems([picture])}), {})
-
-
-def processor_waits() -> Callable[[], float]:
-    """A clock of the seconds that this thread has been runnable without a processor to run on."""
-    try:
-        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return lambda: 0.0
-    return lambda: int(os.pread(file, 64, 0).split()[1]) * 1e-9
-
-
-async def probe(lags: list[Lag]) -> None:
-    """Notes how late each of many short sleeps ends, until cancelled."""
-    clock = processor_waits()
-    while True:
-        due, waited, used = time.perf_counter() + TICK_S, clock(), time.process_time()
-        await asyncio.sleep(TICK_S)
-        late = time.perf_counter() - due
-        held = min(late - (clock() - waited), time.process_time() - used)
-        lags.append((late, max(0.0, held)))
 
 
 async def measure(jobs: list[Callable[[], None]], workers: int) -> tuple[list[Lag], float]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the contenders end too
     options = options_of()
     results: dict[str, Any] = {"workloads": {}, "versions": {}}
     if options.results is not None and options.results.exists():

@@ -10,6 +10,8 @@ from typing import Any
 from lag_probe import Lag, probe, summary
 from protocol import Answer, Contender, read_pictures, serve
 
+KV_CACHE_BYTES = 2 << 30  # as the peers get
+
 
 class OurEngine(Contender):
     async def load(self, model: str, dtype: str, threads: int, kind: str, **_: Any) -> Answer:
@@ -17,7 +19,9 @@ class OurEngine(Contender):
         import aioengine
 
         self.library = aioengine
-        self.engine = aioengine.AsyncEngine.from_pretrained(model, dtype=dtype)
+        self.engine = aioengine.AsyncEngine.from_pretrained(
+            model, dtype=dtype, kv_cache_bytes=KV_CACHE_BYTES
+        )
         await self.engine.start()
         ready_s = time.perf_counter() - begin
         import torch

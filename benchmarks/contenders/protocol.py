@@ -49,6 +49,7 @@ def serve(make: Callable[[], Contender]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print on standard output
     asyncio.run(_serve(make(), answers))
+    os._exit(0)  # whatever threads an engine has left
 
 
 async def _serve(contender: Contender, answers: io.TextIOBase) -> None:
@@ -63,6 +64,7 @@ async def _serve(contender: Contender, answers: io.TextIOBase) -> None:
         answers.write(json.dumps(answer) + "\n")
         if command == "close":
             return
+    await contender.close()  # the asker has gone
 
 
 def read_pictures(requests: list[dict[str, Any]]) -> list[list[bytes]]:
