@@ -9,7 +9,7 @@ REAL := .cache/real
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test quick real-test lint clean
+.PHONY: demo test quick real-test lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
@@ -37,11 +37,16 @@ $(PICTURES): | $(STAMP)
 	-$(BIN)/python tests/processors/media/corpus.py $(PICTURES)
 
 # torch goes first, under its pin: a range would fetch a build with gigabytes of GPU libraries.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
+# One for this platform, with the C++ kernels, for every Python; a pure one where no compiler is.
+wheel: $(STAMP)
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist
+
 clean:
-	rm -rf $(VENV) out build *.egg-info
+	rm -rf $(VENV) out build dist *.egg-info kernels/cpu/*.so

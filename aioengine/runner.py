@@ -276,7 +276,8 @@ def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tens
     """Key and value pages per layer, views of one pool of bytes.
 
     A block is one page, which holds the block's keys and values of all layers of its group; all
-    groups draw pages from the same pool.
+    groups draw pages from the same pool. Within a block a head's rows lie one after the other: who
+    attends with one head reads on and on.
     """
     itemsize = model.dtype.itemsize
     page_bytes = max(g.block_bytes(limits.block_size, itemsize) for g in model.kv_groups)
@@ -285,7 +286,8 @@ def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tens
 
     def view(offset: int, heads: int, dim: int) -> Tensor:
         size = (limits.num_blocks, limits.block_size, heads, dim)
-        return pool.as_strided(size, (page_numbers, heads * dim, dim, 1), offset)
+        strides = (page_numbers, dim, limits.block_size * dim, 1)
+        return pool.as_strided(size, strides, offset)
 
     pages = []
     for group, index in model.layer_groups:

@@ -1,10 +1,12 @@
-"""How much faster the gather backend is than the reference, on shapes of a small served model.
+"""How much faster one attention backend is than another, on shapes of a small served model.
 
-    python benchmarks/attention.py [--pairs 15] [--dtype float32] [--heads 16 --kv-heads 8 --dim 64]
+    python benchmarks/attention.py [--backend cpu] [--against gather] [--pairs 15] [--dtype float32]
+                                   [--heads 16 --kv-heads 8 --dim 64]
 
 Both backends run in turn in one process, so a busy machine slows both: the ratios hold where the
 milliseconds do not. The last line is JSON; times are medians in milliseconds, ratios are medians
-over the pairs of reference time / gather time.
+over the pairs of the other's time / the backend's. `--dtype bfloat16 --against gather` tells what
+an application would get from PyTorch alone.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "prefill_512_of_1536": [(1024, 1536)],
     "prefill_512_first": [(0, 512)],
     "mixed": [(299, 300)] * 8 + [(0, 256)],
+    "decode_1x8000": [(7999, 8000)],
+    "decode_64x1000": [(999, 1000)] * 64,
 }
 
 
@@ -43,7 +47,7 @@ def make_step(
     numel = BLOCK_SIZE * args.kv_heads * args.dim
     # Four layers in a page, as in a pool: a layer's blocks are not next to each other.
     pool = torch.randn(len(blocks), 8 * numel).to(dtype).to(device)
-    shape = (len(blocks), BLOCK_SIZE, args.kv_heads, args.dim)
+    shape = (len(blocks), args.kv_heads, BLOCK_SIZE, args.dim)
     meta = build_metadata(
         block_size=BLOCK_SIZE,
         block_tables=[[blocks.pop() for _ in range(count)] for count in counts],
@@ -57,8 +61,8 @@ def make_step(
         new[1, :, : args.kv_heads].contiguous(),
         new[2, :, : args.kv_heads].contiguous(),
         meta,
-        pool[:, :numel].view(shape),
-        pool[:, numel : 2 * numel].view(shape),
+        pool[:, :numel].view(shape).transpose(1, 2),
+        pool[:, numel : 2 * numel].view(shape).transpose(1, 2),
     )
 
 
@@ -82,28 +86,31 @@ def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict
             # What is derived once a step is derived again, for four layers.
             fresh = replace(meta, scratch={})
             for _ in range(4):
-                backend.write_kv(key, value, key_cache, value_cache, fresh)
-                backend.attend(query, key_cache, value_cache, fresh, scale=scale)
+                backend.attend(query, key_cache, value_cache, fresh, scale=scale, new=(key, value))
 
         return run
 
-    runs = {name: step(name) for name in ("gather", "reference")}
+    runs = {name: step(name) for name in (args.backend, args.against)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for pair in range(-2, args.pairs):
         for name in sorted(runs, reverse=pair % 2 == 0):
             spent = elapsed_ms(runs[name], args.device) / 4
             if pair >= 0:
                 times[name].append(spent)
-    ratios = [r / g for r, g in zip(times["reference"], times["gather"], strict=True)]
+    ratios = [
+        other / own for other, own in zip(times[args.against], times[args.backend], strict=True)
+    ]
     return {
-        "gather_ms": round(statistics.median(times["gather"]), 3),
-        "reference_ms": round(statistics.median(times["reference"]), 3),
+        f"{args.backend}_ms": round(statistics.median(times[args.backend]), 3),
+        f"{args.against}_ms": round(statistics.median(times[args.against]), 3),
         "ratio": round(statistics.median(ratios), 2),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--against", default="gather")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")

@@ -9,8 +9,9 @@ one sequence after the other:
     query_start [ 0, 4, 5, 7 ]                 S = 3
     seq_lens    [ 4, 19, 9 ]                   A starts, B decodes, C is in its second chunk
 
-The caches of one layer are `[num_blocks, block_size, num_kv_heads, dim]`. Dimension 0 may be
-strided (the blocks of all layers of a group share one page of a byte pool); the rest is contiguous.
+The caches of one layer are `[num_blocks, block_size, num_kv_heads, dim]`, in any strides but that
+a row of `dim` numbers lies close together: the blocks of all layers of a group share one page of a
+byte pool, and within a block a head's rows may be neighbours.
 Rows that no sequence of the step has written may hold anything, NaN included.
 """
 
@@ -114,6 +115,7 @@ class AttentionBackend(Protocol):
         meta: AttentionMetadata,
         *,
         scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
@@ -121,7 +123,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv].
 
-        Causal, unless the metadata is of cross-attention.
+        Causal, unless the metadata is of cross-attention. `new`: keys and values that are written
+        first, as by `write_kv`.
 
         Hq is a multiple of Hkv; query head h reads key head h // (Hq // Hkv). The scores are
         multiplied by `scale`, then bounded to `softcap * tanh(score / softcap)`, then masked.
@@ -258,6 +261,7 @@ def _lazy(module: str, attribute: str) -> Callable[[], AttentionBackend]:
 
 
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
+    "cpu": _lazy("aioengine.kernels.cpu.backend", "CpuBackend"),
     "gather": _lazy("aioengine.kernels.gather", "GatherBackend"),
     "reference": _lazy("aioengine.kernels.reference", "ReferenceBackend"),
 }
@@ -280,11 +284,16 @@ def select_backend(
 
     Raises ValueError for a name that is not registered.
     """
-    # Plain PyTorch is the fastest there is on every device until a native kernel registers.
-    chosen = "gather" if name == "auto" else name
+    chosen = _fastest(device) if name == "auto" else name
     factory = _FACTORIES.get(chosen)
     if factory is None:
         raise ValueError(
             f"attention backend must be auto, {', '.join(list_backends())}, not {name!r}"
         )
     return factory()
+
+
+def _fastest(device: torch.device | str | None) -> str:
+    on_cpu = device is None or torch.device(device).type == "cpu"
+    library = import_module("aioengine.kernels.cpu.library") if on_cpu else None
+    return "cpu" if library is not None and library.is_available() else "gather"

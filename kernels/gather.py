@@ -89,12 +89,15 @@ class GatherBackend:
         meta: AttentionMetadata,
         *,
         scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
+        if new is not None:
+            self.write_kv(*new, key_cache, value_cache, meta)
         shape = _Shape(scale, softcap, sinks, distance_bias)
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()

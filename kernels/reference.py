@@ -39,12 +39,15 @@ class ReferenceBackend:
         meta: AttentionMetadata,
         *,
         scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
+        if new is not None:
+            self.write_kv(*new, key_cache, value_cache, meta)
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         for i, (first, last) in enumerate(split_by_sequence(meta)):
             context = meta.context_lens[i]

@@ -131,14 +131,13 @@ class LayerSlot:
         assert step is not None, "an attention layer was called outside a step"
         meta = step.metadata[self.group]
         key_cache, value_cache = step.caches[self.layer]
-        if self.stores and len(meta.slot_blocks):
-            step.backend.write_kv(key, value, key_cache, value_cache, meta)
         return step.backend.attend(
             query,
             key_cache,
             value_cache,
             meta,
             scale=scale,
+            new=(key, value) if self.stores and len(meta.slot_blocks) else None,
             window=window,
             softcap=softcap,
             sinks=sinks,

@@ -48,7 +48,7 @@ def make_batch(
     """Sequences computing [start, end) each; everything before `start` is in the pages already.
 
     Rows that no sequence owns are NaN. `strided`: the layer's blocks lie in the pages of a pool
-    that also holds other tensors.
+    that also holds other tensors, head by head.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -88,8 +88,10 @@ def _cache(
     # Another layer of the same shape before, and a few odd elements after.
     pool = torch.full((num_blocks, 2 * numel + (0 if dim % 8 else dim)), torch.nan, dtype=dtype)
     start = numel if strided else 0
-    view = pool[:, start : start + numel].view(num_blocks, block_size, num_heads, dim)
-    return view if strided else view.contiguous()
+    pages = pool[:, start : start + numel]
+    if strided:
+        return pages.view(num_blocks, num_heads, block_size, dim).transpose(1, 2)
+    return pages.view(num_blocks, block_size, num_heads, dim).contiguous()
 
 
 def _write(

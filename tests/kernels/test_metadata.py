@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from aioengine.kernels.attention import (
     register_backend,
     select_backend,
 )
+from aioengine.kernels.cpu import library
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.reference import ReferenceBackend
 
@@ -55,15 +58,33 @@ def test_decodes_are_counted_from_the_front() -> None:
 
 
 def test_backends_are_chosen_by_name() -> None:
-    assert isinstance(select_backend(), GatherBackend)
     assert isinstance(select_backend("gather"), GatherBackend)
     assert isinstance(select_backend("reference", "cpu"), ReferenceBackend)
     assert select_backend() is not select_backend()
-    assert list_backends() == ("gather", "reference")
+    assert list_backends() == ("cpu", "gather", "reference")
+
+
+def test_without_a_compiler_pytorch_does_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    library.is_available.cache_clear()
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "nothing.so")
+    try:
+        assert isinstance(select_backend(), GatherBackend)
+        assert isinstance(select_backend(), GatherBackend)
+        assert len(caplog.messages) == 1 and "plain PyTorch" in caplog.messages[0]
+        with pytest.raises(RuntimeError, match="not built"):
+            select_backend("cpu")
+        (tmp_path / "nothing.so").write_bytes(b"not a library")
+        library.is_available.cache_clear()
+        assert isinstance(select_backend(), GatherBackend)
+        assert "cannot be loaded" in caplog.messages[-1]
+    finally:
+        library.is_available.cache_clear()
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="gather, reference, not 'quick'"):
+    with pytest.raises(ValueError, match="cpu, gather, reference, not 'quick'"):
         select_backend("quick")
 
 

@@ -1,0 +1,517 @@
+// Attention of one piece of work over pages, by the online softmax of Milakov and Gimelshein (2018)
+// as FlashAttention uses it (Dao et al., 2022): tile by tile of keys, with a running maximum, a
+// running sum and a running weighted sum of values for each row. A row is one query head of one
+// token; the heads that share a key head are rows side by side, so each key is read once for all.
+//
+// Compiled once for each instruction set: AIOENGINE_KERNELS names the door. See vector.h for what
+// this file must not do.
+
+#include "attention.h"
+
+#include <math.h>
+
+#include "vector.h"
+
+namespace {
+
+using aioengine::Attention;
+using aioengine::Number;
+using aioengine::Parts;
+using aioengine::Piece;
+
+constexpr int64_t KEYS = 64;         // in a tile
+constexpr int64_t FEW_ROWS = 8;      // for which keys are not worth being converted once
+constexpr int64_t PARTIAL_HEAD = 2;  // floats before a partial result's values
+constexpr float NOTHING = -INFINITY;
+
+// Tiles of registers: so many rows and keys (or vectors of values) at a time. The sums fill most of
+// the registers there are, so that multiplications wait for nothing.
+#if AIOENGINE_WIDTH == 16
+constexpr int TILE_ROWS = 4;
+#else
+constexpr int TILE_ROWS = 3;
+#endif
+constexpr int TILE_COLUMNS = 4;
+
+static int64_t round_up(int64_t n) {
+    return (n + WIDTH - 1) / WIDTH * WIDTH;
+}
+
+static int64_t lesser(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t greater(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+// One thread's working memory. Rows are padded to whole vectors, with zeros.
+struct Scratch {
+    float *query, *out, *largest, *total;  // [rows, key_dim], [rows, value_dim], [rows], [rows]
+    float *scores, *keys, *values;         // [rows, KEYS], [KEYS, key_dim], [KEYS, value_dim]
+    float* end;
+};
+
+static Scratch divide(const Attention& a, int64_t rows, float* memory) {
+    const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
+    Scratch s;
+    s.query = memory;
+    s.out = s.query + rows * key_dim;
+    s.largest = s.out + rows * value_dim;
+    s.total = s.largest + round_up(rows);
+    s.scores = s.total + round_up(rows);
+    s.keys = s.scores + rows * KEYS;
+    s.values = s.keys + KEYS * key_dim;
+    s.end = s.values + KEYS * value_dim;
+    return s;
+}
+
+template <class T>
+static void widen(const T* from, int64_t dim, float* to) {
+    int64_t d = 0;
+    for (; d + WIDTH <= dim; d += WIDTH) store(to + d, load(from + d));
+    if (d == dim) return;
+    store(to + d, Floats{});
+    for (; d < dim; ++d) to[d] = to_float(from[d]);
+}
+
+// Sums of each of four vectors' elements.
+static inline void sum_four(const Floats* x, float* sums) {
+#if AIOENGINE_WIDTH == 8
+    const __m256 a = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]);
+    const __m256 b = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
+    const __m256 c = _mm256_hadd_ps(a, b);
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+#elif AIOENGINE_WIDTH == 16
+    __m256 y[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m512 z = (__m512)x[i];
+        const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(z), 1));
+        y[i] = _mm256_add_ps(_mm512_castps512_ps256(z), high);
+    }
+    const __m256 a = _mm256_hadd_ps(y[0], y[1]);
+    const __m256 b = _mm256_hadd_ps(y[2], y[3]);
+    const __m256 c = _mm256_hadd_ps(a, b);
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+#else
+    for (int i = 0; i < 4; ++i) sums[i] = sum(x[i]);
+#endif
+}
+
+// scores[r][n] = query[r] . keys[n] for ROWS rows and four keys.
+template <int ROWS, class T>
+static inline void dot_tile(
+    const float* query, int64_t stride, const T* const* keys, int64_t dim, float* scores) {
+    Floats sums[ROWS][TILE_COLUMNS] = {};
+    for (int64_t d = 0; d < dim; d += WIDTH) {
+        Floats q[ROWS];
+        for (int r = 0; r < ROWS; ++r) q[r] = load(query + r * stride + d);
+        for (int n = 0; n < TILE_COLUMNS; ++n) {
+            const Floats k = load(keys[n] + d);
+            for (int r = 0; r < ROWS; ++r) sums[r][n] += q[r] * k;
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) sum_four(sums[r], scores + r * KEYS);
+}
+
+#if defined(__AVX512BF16__)
+// The same in bfloat16: two products and their sum at a time, without conversions.
+template <int ROWS>
+static inline void dot_tile(
+    const BFloat16* query, int64_t stride, const BFloat16* const* keys, int64_t dim,
+    float* scores) {
+    __m512 sums[ROWS][TILE_COLUMNS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int n = 0; n < TILE_COLUMNS; ++n) sums[r][n] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
+        __m512bh q[ROWS];
+        for (int r = 0; r < ROWS; ++r) memcpy(&q[r], query + r * stride + d, sizeof q[r]);
+        for (int n = 0; n < TILE_COLUMNS; ++n) {
+            __m512bh k;
+            memcpy(&k, keys[n] + d, sizeof k);
+            for (int r = 0; r < ROWS; ++r) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], q[r], k);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        Floats found[TILE_COLUMNS];
+        for (int n = 0; n < TILE_COLUMNS; ++n) found[n] = (Floats)sums[r][n];
+        sum_four(found, scores + r * KEYS);
+    }
+}
+constexpr int64_t PAIRED = 2 * WIDTH;  // what a key's width must be a multiple of
+#endif
+
+// `keys` has room for four after the last; a tile beyond the end repeats the last key.
+template <class Q, class T>
+static void dot(
+    const Q* query, int64_t rows, int64_t dim, const T** keys, int64_t count, float* scores) {
+    const int64_t whole = (count + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
+    for (int64_t n = count; n < whole; ++n) keys[n] = keys[count - 1];
+    for (int64_t n = 0; n < whole; n += TILE_COLUMNS) {
+        int64_t r = 0;
+        for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
+            dot_tile<TILE_ROWS>(query + r * dim, dim, keys + n, dim, scores + r * KEYS + n);
+        for (; r + 2 <= rows; r += 2)
+            dot_tile<2>(query + r * dim, dim, keys + n, dim, scores + r * KEYS + n);
+        for (; r < rows; ++r)
+            dot_tile<1>(query + r * dim, dim, keys + n, dim, scores + r * KEYS + n);
+    }
+}
+
+// out[r][d] += sum over n of weights[r][n] * values[n][d] for ROWS rows and COLUMNS vectors.
+template <int ROWS, int COLUMNS, class T>
+static inline void weigh_tile(
+    const float* weights, const T* const* values, int64_t count, int64_t at, float* out,
+    int64_t stride) {
+    Floats sums[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load(out + r * stride + at + c * WIDTH);
+    for (int64_t n = 0; n < count; ++n) {
+        Floats w[ROWS];
+        for (int r = 0; r < ROWS; ++r) w[r] = splat(weights[r * KEYS + n]);
+        for (int c = 0; c < COLUMNS; ++c) {
+            const Floats v = load(values[n] + at + c * WIDTH);
+            for (int r = 0; r < ROWS; ++r) sums[r][c] += w[r] * v;
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c) store(out + r * stride + at + c * WIDTH, sums[r][c]);
+}
+
+template <int ROWS, class T>
+static void weigh_rows(
+    const float* weights, const T* const* values, int64_t count, int64_t dim, float* out) {
+    int64_t at = 0;
+    for (; at + TILE_COLUMNS * WIDTH <= dim; at += TILE_COLUMNS * WIDTH)
+        weigh_tile<ROWS, TILE_COLUMNS>(weights, values, count, at, out, dim);
+    for (; at < dim; at += WIDTH) weigh_tile<ROWS, 1>(weights, values, count, at, out, dim);
+}
+
+template <class T>
+static void weigh(
+    const float* weights, int64_t rows, const T* const* values, int64_t count, int64_t dim,
+    float* out) {
+    int64_t r = 0;
+    for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
+        weigh_rows<TILE_ROWS>(weights + r * KEYS, values, count, dim, out + r * dim);
+    for (; r + 2 <= rows; r += 2)
+        weigh_rows<2>(weights + r * KEYS, values, count, dim, out + r * dim);
+    for (; r < rows; ++r) weigh_rows<1>(weights + r * KEYS, values, count, dim, out + r * dim);
+}
+
+// Which keys of the tile [begin, begin + count) a token at `position` sees, by order and window.
+struct Range {
+    int64_t first, last;
+};
+
+static Range seen_in_order(const Attention& a, int64_t position, int64_t begin, int64_t count) {
+    if (!a.is_causal) return {0, count};
+    const int64_t oldest = a.window ? position - a.window + 1 : 0;
+    const int64_t first = greater(0, oldest - begin);
+    return {lesser(first, count), greater(0, lesser(count, position + 1 - begin))};
+}
+
+// The same for a token that is in a block: key by key. What it does not see is scored NOTHING.
+static void hide_outside_block(
+    const Attention& a, const int32_t* ids, int64_t start, int64_t length, int64_t position,
+    int64_t begin, int64_t count, float* scores) {
+    const int32_t own = ids[position - start];
+    for (int64_t n = 0; n < count; ++n) {
+        const int64_t key = begin + n;
+        const bool is_near = !a.window || key > position - a.window;
+        const bool is_block = key >= start && key < length && ids[key - start] == own;
+        const bool is_before = key <= position;
+        const bool is_seen = a.blocks_in_window ? is_near && (is_before || is_block)
+                                                : (is_near && is_before) || is_block;
+        if (!is_seen) scores[n] = NOTHING;
+    }
+}
+
+static void cap(float* scores, float softcap) {
+    for (int64_t n = 0; n < KEYS; n += WIDTH) {
+        const Floats x = load(scores + n) * (1 / softcap);
+        // tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|)
+        const Ints is_negative = x < Floats{};
+        const Floats e = exp_negative(choose(is_negative, x, -x) * 2.0f);
+        const Floats y = (1.0f - e) / (1.0f + e) * softcap;
+        store(scores + n, choose(is_negative, -y, y));
+    }
+}
+
+// Turns a row's raw scores of one tile into weights relative to its new maximum, and brings the
+// row's running sums to that maximum.
+static void soften(float* scores, Range seen, float* largest_yet, float* total, float* out,
+                   int64_t dim) {
+    for (int64_t n = 0; n < seen.first; ++n) scores[n] = NOTHING;
+    for (int64_t n = seen.last; n < KEYS; ++n) scores[n] = NOTHING;
+    Floats top = load(scores);
+    for (int64_t n = WIDTH; n < KEYS; n += WIDTH) top = larger(load(scores + n), top);
+    const float tile_largest = largest(top);
+    const float now = tile_largest > *largest_yet ? tile_largest : *largest_yet;
+    Floats added = {};
+    if (now == NOTHING) {  // it has seen nothing yet, or what is not a number
+        for (int64_t n = 0; n < KEYS; n += WIDTH) {
+            const Floats x = load(scores + n);
+            const Floats weights = choose(x != x, x, Floats{});
+            store(scores + n, weights);
+            added += weights;
+        }
+        *total += sum(added);
+        return;
+    }
+    if (now != *largest_yet) {
+        const float factor = expf(*largest_yet - now);
+        *total *= factor;
+        for (int64_t d = 0; d < dim; d += WIDTH) store(out + d, load(out + d) * factor);
+        *largest_yet = now;
+    }
+    for (int64_t n = 0; n < KEYS; n += WIDTH) {
+        const Floats weights = exp_negative(load(scores + n) - now);
+        store(scores + n, weights);
+        added += weights;
+    }
+    *total += sum(added);
+}
+
+template <class T>
+struct Tile {
+    const T* keys[KEYS + TILE_COLUMNS];
+    const T* values[KEYS];
+};
+
+template <class T>
+static void find_rows(
+    const Attention& a, const Piece& p, int64_t begin, int64_t count, Tile<T>& tile) {
+    const int32_t* blocks = a.block_table + p.sequence * a.table_width;
+    const T* keys = (const T*)a.key_cache + p.kv_head * a.key_strides[2];
+    const T* values = (const T*)a.value_cache + p.kv_head * a.value_strides[2];
+    int64_t block = begin / a.block_size, offset = begin % a.block_size;
+    for (int64_t n = 0; n < count; ++n) {
+        tile.keys[n] = keys + blocks[block] * a.key_strides[0] + offset * a.key_strides[1];
+        tile.values[n] = values + blocks[block] * a.value_strides[0] + offset * a.value_strides[1];
+        if (++offset == a.block_size) {
+            offset = 0;
+            ++block;
+        }
+    }
+}
+
+// Converts rows to floats at `to`; `from` then says where these are.
+template <class T>
+static void widen_rows(const T** from, int64_t count, int64_t dim, float* to, const float** at) {
+    const int64_t stride = round_up(dim);
+    for (int64_t n = 0; n < count; ++n) {
+        at[n] = to + n * stride;
+        widen(from[n], dim, to + n * stride);
+    }
+}
+
+static void finish(const Attention& a, const Piece& p, const Scratch& s, int64_t rows);
+
+template <class T>
+static void write_row(const float* from, int64_t dim, float factor, T* to) {
+    for (int64_t d = 0; d < dim; ++d) from_float(from[d] * factor, to + d);
+}
+
+template <class T>
+static void dot_query(
+    const Scratch& s, bool is_paired, int64_t rows, int64_t dim, const T** keys, int64_t count) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == sizeof(BFloat16)) {
+        if (is_paired) {
+            dot((const BFloat16*)s.query, rows, dim, (const BFloat16**)keys, count, s.scores);
+            return;
+        }
+    }
+#endif
+    (void)is_paired;
+    dot(s.query, rows, dim, keys, count, s.scores);
+}
+
+// Whether a key's width lets scores be computed in bfloat16 alone.
+template <class T>
+static bool has_pairs(const Attention& a) {
+#if defined(__AVX512BF16__)
+    return a.number == Number::BFloat16 && a.key_dim % PAIRED == 0;
+#else
+    return (void)a, false;
+#endif
+}
+
+template <class T>
+static void attend_as(const Attention& a, const Piece& p, float* memory) {
+    const int64_t group = a.heads / a.kv_heads, rows = p.num_tokens * group;
+    const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
+    const int64_t row_start = a.query_start[p.sequence];
+    const int64_t length = a.seq_lens[p.sequence];
+    const int64_t start = length - (a.query_start[p.sequence + 1] - row_start);
+    const Scratch s = divide(a, rows, memory);
+    const bool is_paired = has_pairs<T>(a);
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t token = row_start + p.first_token + r / group;
+        const int64_t head = p.kv_head * group + r % group;
+        const T* query = (const T*)a.query + token * a.query_strides[0] + head * a.query_strides[1];
+        if (is_paired)
+            memcpy((T*)s.query + r * key_dim, query, key_dim * sizeof(T));
+        else
+            widen(query, a.key_dim, s.query + r * key_dim);
+        s.largest[r] = NOTHING;
+        s.total[r] = 0;
+    }
+    memset(s.out, 0, rows * value_dim * sizeof(float));
+    const bool is_float = sizeof(T) == sizeof(float);
+    const bool keys_fit = key_dim == a.key_dim && (is_float || is_paired || rows <= FEW_ROWS);
+    const bool values_fit = value_dim == a.value_dim && (is_float || rows <= FEW_ROWS);
+    Tile<T> tile;
+    Tile<float> wide;
+    for (int64_t begin = p.key_begin; begin < p.key_end; begin += KEYS) {
+        const int64_t count = lesser(KEYS, p.key_end - begin);
+        find_rows(a, p, begin, count, tile);
+        if (keys_fit) {
+            dot_query(s, is_paired, rows, key_dim, tile.keys, count);
+        } else {
+            widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
+            dot(s.query, rows, key_dim, wide.keys, count, s.scores);
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            float* scores = s.scores + r * KEYS;
+            const int64_t position = start + p.first_token + r / group;
+            for (int64_t n = 0; n < count; n += WIDTH) store(scores + n, load(scores + n) * a.scale);
+            if (a.softcap != 0) cap(scores, a.softcap);
+            if (a.distance_bias) {
+                const float* bias =
+                    a.distance_bias + (p.kv_head * group + r % group) * a.num_distances;
+                for (int64_t n = 0; n < count; ++n) {
+                    const int64_t distance = greater(0, position - begin - n);
+                    scores[n] += bias[lesser(distance, a.num_distances - 1)];
+                }
+            }
+            Range seen = {0, count};
+            const int32_t* ids = a.block_ids && a.is_causal ? a.block_ids + row_start : nullptr;
+            if (ids && ids[position - start] >= 0) {
+                hide_outside_block(a, ids, start, length, position, begin, count, scores);
+            } else {
+                seen = seen_in_order(a, position, begin, count);
+            }
+            soften(scores, seen, s.largest + r, s.total + r, s.out + r * value_dim, value_dim);
+        }
+        if (values_fit) {
+            weigh(s.scores, rows, tile.values, count, value_dim, s.out);
+        } else {
+            widen_rows(tile.values, count, a.value_dim, s.values, wide.values);
+            weigh(s.scores, rows, wide.values, count, value_dim, s.out);
+        }
+    }
+    finish(a, p, s, rows);
+}
+
+// Divides by the sums of the weights, a sink's included, and writes out.
+static void write_out(const Attention& a, const Piece& p, const Scratch& s, int64_t rows) {
+    const int64_t group = a.heads / a.kv_heads, stride = round_up(a.value_dim);
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t token = a.query_start[p.sequence] + p.first_token + r / group;
+        const int64_t head = p.kv_head * group + r % group;
+        float total = s.total[r], factor = 1;
+        if (a.sinks) {
+            const float sink = a.sinks[head];
+            const float top = sink > s.largest[r] ? sink : s.largest[r];
+            factor = expf(s.largest[r] - top);
+            total = total * factor + expf(sink - top);
+        }
+        // A token that sees nothing gets zeros.
+        factor = total > 0 ? factor / total : (total == 0 ? 0 : total);
+        const int64_t at = (token * a.heads + head) * a.value_dim;
+        const float* from = s.out + r * stride;
+        switch (a.number) {
+            case Number::Float32:
+                write_row(from, a.value_dim, factor, (float*)a.out + at);
+                break;
+            case Number::BFloat16:
+                write_row(from, a.value_dim, factor, (BFloat16*)a.out + at);
+                break;
+            case Number::Float16:
+#if defined(__F16C__)
+                write_row(from, a.value_dim, factor, (Float16*)a.out + at);
+#endif
+                break;
+        }
+    }
+}
+
+static void finish(const Attention& a, const Piece& p, const Scratch& s, int64_t rows) {
+    if (p.partial < 0) {
+        write_out(a, p, s, rows);
+        return;
+    }
+    float* partial = a.partial + p.partial;
+    const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
+    for (int64_t r = 0; r < rows; ++r) {
+        partial[r * size] = s.largest[r];
+        partial[r * size + 1] = s.total[r];
+        memcpy(partial + r * size + PARTIAL_HEAD, s.out + r * stride, a.value_dim * sizeof(float));
+    }
+}
+
+static void merge(const Attention& a, const Parts& parts, float* memory) {
+    const int64_t rows = parts.piece.num_tokens * (a.heads / a.kv_heads);
+    const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
+    const Scratch s = divide(a, rows, memory);
+    const float* partial = a.partial + parts.piece.partial;
+    for (int64_t r = 0; r < rows; ++r) {
+        float* out = s.out + r * stride;
+        memset(out, 0, stride * sizeof(float));
+        s.largest[r] = NOTHING;
+        s.total[r] = 0;
+        for (int64_t i = 0; i < parts.count; ++i) {
+            const float found = partial[(i * rows + r) * size];
+            s.largest[r] = found > s.largest[r] ? found : s.largest[r];
+        }
+        for (int64_t i = 0; i < parts.count; ++i) {
+            const float* part = partial + (i * rows + r) * size;
+            if (part[0] == NOTHING) continue;
+            const float factor = expf(part[0] - s.largest[r]);
+            s.total[r] += factor * part[1];
+            for (int64_t d = 0; d < a.value_dim; ++d) out[d] += factor * part[PARTIAL_HEAD + d];
+        }
+    }
+    write_out(a, parts.piece, s, rows);
+}
+
+static void attend(const Attention& a, const Piece& p, float* memory) {
+    switch (a.number) {
+        case Number::Float32:
+            attend_as<float>(a, p, memory);
+            break;
+        case Number::BFloat16:
+            attend_as<BFloat16>(a, p, memory);
+            break;
+        case Number::Float16:
+#if defined(__F16C__)
+            attend_as<Float16>(a, p, memory);
+#endif
+            break;
+    }
+}
+
+static int64_t scratch_floats(const Attention& a, int64_t max_rows) {
+    const Scratch s = divide(a, max_rows, nullptr);
+    return s.end - (float*)nullptr;
+}
+
+#if defined(__F16C__)
+constexpr bool HAS_FLOAT16 = true;
+#else
+constexpr bool HAS_FLOAT16 = false;
+#endif
+
+}  // namespace
+
+#define AIOENGINE_TEXT(name) #name
+#define AIOENGINE_NAME(name) AIOENGINE_TEXT(name)
+#define AIOENGINE_JOIN(a, b) a##b
+#define AIOENGINE_DOOR(name) AIOENGINE_JOIN(kernels_, name)
+
+namespace aioengine {
+extern const Kernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
+    AIOENGINE_NAME(AIOENGINE_KERNELS), HAS_FLOAT16, scratch_floats, attend, merge};
+}

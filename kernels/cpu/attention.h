@@ -1,0 +1,70 @@
+// What one call of paged attention is given, and the doors to its arithmetic: one for each
+// instruction set. See kernels/attention.py for the meaning of the tensors.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "number.h"
+
+namespace aioengine {
+
+// Strides are in elements; the last dimension of every tensor lies close together.
+struct Attention {
+    Number number;           // of query, caches and out
+    const void* query;       // [T, heads, key_dim]
+    const void* key_cache;   // [blocks, block_size, kv_heads, key_dim]
+    const void* value_cache; // [blocks, block_size, kv_heads, value_dim]
+    void* out;               // [T, heads, value_dim], contiguous
+    int64_t query_strides[2];
+    int64_t key_strides[3];
+    int64_t value_strides[3];
+    int64_t heads, kv_heads, key_dim, value_dim, block_size;
+    const int32_t* query_start;  // [S + 1]
+    const int32_t* seq_lens;     // [S]
+    const int32_t* block_table;  // [S, table_width]
+    int64_t table_width;
+    const int32_t* block_ids;    // [T], or null
+    const float* sinks;          // [heads], or null
+    const float* distance_bias;  // [heads, num_distances], or null
+    int64_t num_distances;
+    float scale;
+    float softcap;   // 0: none
+    int64_t window;  // 0: none
+    bool is_causal, blocks_in_window;
+    float* partial;  // the results of pieces whose keys were split
+};
+
+// A piece of work: some tokens of one sequence, all query heads of one key head, and the part
+// [key_begin, key_end) of what they see. `partial` is below 0 where that is all they see. Else it
+// is where in `Attention::partial` the result goes: for each row (token by token, head by head) the
+// largest score, the sum of the weights relative to it, and the weighted sum of the values, which
+// are 2 + value_dim floats.
+struct Piece {
+    int64_t sequence, kv_head, first_token, num_tokens, key_begin, key_end;
+    int64_t partial;
+};
+
+// A piece whose keys were split: `count` partial results lie one after the other, from its own on.
+struct Parts {
+    Piece piece;
+    int64_t count;
+};
+
+struct Kernels {
+    const char* name;
+    bool has_float16;
+    // Floats of working memory that `attend` wants, aligned to 64 bytes.
+    int64_t (*scratch_floats)(const Attention&, int64_t max_rows);
+    void (*attend)(const Attention&, const Piece&, float* scratch);
+    void (*merge)(const Attention&, const Parts&, float* scratch);
+};
+
+extern const Kernels kernels_generic;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_bf16;
+#endif
+
+}  // namespace aioengine

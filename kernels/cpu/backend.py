@@ -1,0 +1,110 @@
+"""The attention backend that calls the operators in C++; what they do not know, `gather` does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.attention import AttentionMetadata
+from aioengine.kernels.cpu.library import instruction_set, is_available
+from aioengine.kernels.gather import GatherBackend
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend:
+    """See `AttentionBackend`. For float32 and bfloat16, and float16 where the CPU converts it.
+
+    Raises RuntimeError where the operators were not built.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        if not is_available():
+            raise RuntimeError("the C++ kernels were not built; choose another attention backend")
+        self._ops = torch.ops.aioengine_cpu
+        self._others = GatherBackend()
+        self._dtypes = {torch.float32, torch.bfloat16}
+        if instruction_set() != "generic":
+            self._dtypes.add(torch.float16)
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+    ) -> None:
+        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
+        if not self._knows(key, key_cache):
+            self._others.write_kv(key, value, key_cache, value_cache, meta)
+            return
+        self._ops.write_kv(
+            _close(key), _close(value), key_cache, value_cache, meta.slot_blocks, meta.slot_offsets
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        new: tuple[Tensor, Tensor] | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
+        if not self._knows(query, key_cache):
+            return self._others.attend(
+                query,
+                key_cache,
+                value_cache,
+                meta,
+                scale=scale,
+                new=new,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                distance_bias=distance_bias,
+            )
+        key, value = (None, None) if new is None else (_close(new[0]), _close(new[1]))
+        out: Tensor = self._ops.attend(
+            _close(query),
+            key,
+            value,
+            key_cache,
+            value_cache,
+            meta.slot_blocks,
+            meta.slot_offsets,
+            meta.query_start,
+            meta.seq_lens,
+            meta.block_table,
+            meta.block_ids,
+            _floats(sinks),
+            _floats(distance_bias),
+            scale,
+            softcap or 0.0,
+            window or 0,
+            meta.is_causal,
+            meta.blocks_in_window,
+        )
+        return out
+
+    def _knows(self, query: Tensor, key_cache: Tensor) -> bool:
+        is_same = query.dtype == key_cache.dtype
+        return is_same and query.dtype in self._dtypes and query.device.type == "cpu"
+
+
+def _close(rows: Tensor) -> Tensor:
+    """With the numbers of a row side by side, which they nearly always are."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _floats(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.to(torch.float32).contiguous()

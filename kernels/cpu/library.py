@@ -1,0 +1,67 @@
+"""The compiled operators: where they are, and whether they can be used.
+
+A package that was built without a compiler has none; nothing then fails, and the backends in plain
+PyTorch do the work.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+__all__ = [
+    "LIBRARY",
+    "instruction_set",
+    "instruction_sets",
+    "is_available",
+    "use_instruction_set",
+]
+
+LIBRARY = Path(__file__).with_name("libaioengine_cpu.so")
+
+_KNOWN = ("generic", "avx2", "avx512", "avx512_bf16")
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def is_available() -> bool:
+    """Load the operators, once in a process; whether they are there.
+
+    A line in the log tells why not.
+    """
+    if not LIBRARY.exists():
+        logger.warning(
+            "the C++ kernels were not built (no compiler, or no headers of PyTorch, at the time): "
+            "attention runs in plain PyTorch, which is slower"
+        )
+        return False
+    try:
+        torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        logger.warning("the C++ kernels cannot be loaded, PyTorch's own are used: %s", error)
+        return False
+    return True
+
+
+def instruction_set() -> str:
+    """What the operators use: "generic", "avx2", "avx512" or "avx512_bf16"."""
+    found: str = torch.ops.aioengine_cpu.instruction_set("")
+    return found
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those that this CPU has, the best last."""
+    before = instruction_set()
+    found = tuple(name for name in _KNOWN if use_instruction_set(name) == name)
+    use_instruction_set(before)
+    return found
+
+
+def use_instruction_set(name: str) -> str:
+    """Choose one for the whole process, if this CPU has it; the one in use. For tests."""
+    found: str = torch.ops.aioengine_cpu.instruction_set(name)
+    return found

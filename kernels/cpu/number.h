@@ -1,0 +1,9 @@
+// The formats of numbers that tensors come in.
+
+#pragma once
+
+namespace aioengine {
+
+enum class Number { Float32, BFloat16, Float16 };
+
+}  // namespace aioengine

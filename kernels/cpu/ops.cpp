@@ -1,0 +1,395 @@
+// The operators as PyTorch sees them, on its stable ABI: one build serves every Python and every
+// torch from 2.11. Cuts a step into pieces of work and hands them to torch's own threads.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+
+using aioengine::Attention;
+using aioengine::Kernels;
+using aioengine::Linear;
+using aioengine::LINEAR_ROWS;
+using aioengine::LinearKernels;
+using aioengine::LinearPiece;
+using aioengine::Number;
+using aioengine::PANEL;
+using aioengine::Parts;
+using aioengine::Piece;
+using aioengine::Weights;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t MAX_ROWS = 32;        // of one piece: query heads of one key head, over tokens
+constexpr int64_t MIN_PART_KEYS = 256;  // fewer are not worth a merge
+
+// One instruction set's doors.
+struct Doors {
+    const Kernels* attention;
+    const LinearKernels* linear;
+};
+
+#if defined(__x86_64__)
+constexpr Doors AVX512_BF16 = {&aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16};
+constexpr Doors AVX512 = {&aioengine::kernels_avx512, &aioengine::linear_avx512};
+constexpr Doors AVX2 = {&aioengine::kernels_avx2, &aioengine::linear_avx2};
+#endif
+constexpr Doors GENERIC = {&aioengine::kernels_generic, &aioengine::linear_generic};
+
+const Doors* by_name(const std::string& name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                            __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512dq");
+    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    if ((name == "best" || name == "avx512_bf16") && has_bf16) return &AVX512_BF16;
+    if ((name == "best" || name == "avx512") && has_avx512) return &AVX512;
+    if ((name == "best" || name == "avx2") && has_avx2) return &AVX2;
+#endif
+    if (name == "best" || name == "generic") return &GENERIC;
+    return nullptr;
+}
+
+std::atomic<const Doors*> chosen{by_name("best")};
+
+// The instruction set in use, after taking that of `name` if this CPU has it; "" only tells.
+std::string instruction_set(std::string name) {
+    if (const Doors* found = name.empty() ? nullptr : by_name(name)) chosen = found;
+    return chosen.load()->attention->name;
+}
+
+// Runs `work(i, scratch)` for each i in [0, count) on torch's threads, whoever is free next. Each
+// thread has `num_floats` of scratch, aligned.
+template <class Work>
+void share_out(int64_t count, int64_t num_floats, const Work& work) {
+    const int64_t num_threads = std::min<int64_t>(count, torch::stable::get_num_threads());
+    std::atomic<int64_t> next{0};
+    torch::stable::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
+        const size_t bytes = static_cast<size_t>(num_floats * sizeof(float) + 63) / 64 * 64;
+        std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, bytes), std::free);
+        STD_TORCH_CHECK(memory != nullptr, "out of memory");
+        for (int64_t thread = begin; thread < end; ++thread)
+            for (int64_t i = next++; i < count; i = next++)
+                work(i, static_cast<float*>(memory.get()));
+    });
+}
+
+void check_close(const Tensor& tensor, int64_t dims, const char* name) {
+    STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
+    STD_TORCH_CHECK(tensor.dim() == dims, name, " must have ", dims, " dimensions");
+    STD_TORCH_CHECK(
+        tensor.stride(dims - 1) == 1 || tensor.size(dims - 1) <= 1,
+        name,
+        " must lie close together in its last dimension");
+}
+
+const int32_t* read_ints(const Tensor& tensor, const char* name) {
+    STD_TORCH_CHECK(
+        tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == ScalarType::Int,
+        name,
+        " must be contiguous int32 on the CPU");
+    return static_cast<const int32_t*>(tensor.const_data_ptr());
+}
+
+const float* read_floats(const std::optional<Tensor>& tensor, int64_t dims, const char* name) {
+    if (!tensor) return nullptr;
+    STD_TORCH_CHECK(
+        tensor->is_cpu() && tensor->is_contiguous() && tensor->dim() == dims &&
+            tensor->scalar_type() == ScalarType::Float,
+        name,
+        " must be contiguous float32 on the CPU");
+    return static_cast<const float*>(tensor->const_data_ptr());
+}
+
+void copy_strides(const Tensor& tensor, int64_t count, int64_t* strides) {
+    for (int64_t i = 0; i < count; ++i) strides[i] = tensor.stride(i);
+}
+
+// Copies new rows [R, heads, dim] into their slots of a cache.
+void write_rows(
+    const Tensor& rows, Tensor& cache, const int64_t* blocks, const int64_t* offsets,
+    const char* name) {
+    check_close(rows, 3, name);
+    const int64_t count = rows.size(0), heads = rows.size(1), dim = rows.size(2);
+    STD_TORCH_CHECK(
+        rows.scalar_type() == cache.scalar_type() && cache.size(2) == heads && cache.size(3) == dim,
+        name,
+        " must be of its cache's dtype and shape");
+    const int64_t size = rows.element_size();
+    const char* from = static_cast<const char*>(rows.const_data_ptr());
+    char* to = static_cast<char*>(cache.mutable_data_ptr());
+    int64_t source[2], target[3];
+    copy_strides(rows, 2, source);
+    copy_strides(cache, 3, target);
+    const bool is_whole = (source[1] == dim && target[2] == dim) || heads == 1;
+    const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, heads * dim * size));
+    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const char* row = from + i * source[0] * size;
+            char* slot = to + (blocks[i] * target[0] + offsets[i] * target[1]) * size;
+            if (is_whole) {
+                std::memcpy(slot, row, heads * dim * size);
+                continue;
+            }
+            for (int64_t h = 0; h < heads; ++h)
+                std::memcpy(slot + h * target[2] * size, row + h * source[1] * size, dim * size);
+        }
+    });
+}
+
+void write_kv(
+    const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+    const Tensor& slot_blocks, const Tensor& slot_offsets) {
+    for (const Tensor* slots : {&slot_blocks, &slot_offsets})
+        STD_TORCH_CHECK(
+            slots->is_cpu() && slots->is_contiguous() && slots->scalar_type() == ScalarType::Long &&
+                slots->numel() == key.size(0) && slots->numel() == value.size(0),
+            "slots must be contiguous int64 on the CPU, one for each row");
+    const auto* blocks = static_cast<const int64_t*>(slot_blocks.const_data_ptr());
+    const auto* offsets = static_cast<const int64_t*>(slot_offsets.const_data_ptr());
+    write_rows(key, key_cache, blocks, offsets, "key");
+    write_rows(value, value_cache, blocks, offsets, "value");
+}
+
+Number number_of(const Tensor& tensor, const Kernels& kernels) {
+    switch (tensor.scalar_type()) {
+        case ScalarType::Float:
+            return Number::Float32;
+        case ScalarType::BFloat16:
+            return Number::BFloat16;
+        case ScalarType::Half:
+            if (kernels.has_float16) return Number::Float16;
+            break;
+        default:
+            break;
+    }
+    STD_TORCH_CHECK(false, "the kernels of this CPU are for float32, bfloat16 and (with F16C) float16");
+}
+
+// Which keys the tokens [first, last) of a sequence see between them.
+std::pair<int64_t, int64_t> keys_seen(
+    const Attention& a, int64_t length, int64_t num_new, int64_t first, int64_t last) {
+    if (!a.is_causal) return {0, length};
+    const int64_t start = length - num_new;
+    int64_t begin = a.window ? std::max<int64_t>(0, start + first - a.window + 1) : 0;
+    int64_t end = start + last;
+    if (a.block_ids && num_new > 1) {  // all of a block's tokens are in this step
+        begin = std::min(begin, start);
+        end = length;
+    }
+    return {begin, end};
+}
+
+// A step's work: pieces, the longest first, and what has to be merged afterwards.
+struct Work {
+    std::vector<Piece> pieces;
+    std::vector<Parts> parts;
+    int64_t num_partial = 0;  // floats that partial results take
+};
+
+Work cut(const Attention& a, int64_t num_sequences) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t max_tokens = std::max<int64_t>(1, MAX_ROWS / group);
+    Work work;
+    int64_t total = 0;
+    for (int64_t s = 0; s < num_sequences; ++s) {
+        const int64_t num_new = a.query_start[s + 1] - a.query_start[s];
+        for (int64_t first = 0; first < num_new; first += max_tokens) {
+            const int64_t last = std::min(first + max_tokens, num_new);
+            const auto [begin, end] = keys_seen(a, a.seq_lens[s], num_new, first, last);
+            for (int64_t h = 0; h < a.kv_heads; ++h)
+                work.pieces.push_back({s, h, first, last - first, begin, end, -1});
+            total += a.kv_heads * (last - first) * (end - begin);
+        }
+    }
+    // A piece that would keep one thread busy while the others wait is split by keys.
+    const int64_t num_threads = torch::stable::get_num_threads();
+    const int64_t fair = std::max<int64_t>(1, total / std::max<int64_t>(1, 4 * num_threads));
+    std::vector<Piece> split;
+    if (num_threads > 1 && work.pieces.size() < static_cast<size_t>(4 * num_threads)) {
+        for (Piece& piece : work.pieces) {
+            const int64_t keys = piece.key_end - piece.key_begin;
+            const int64_t wanted = (piece.num_tokens * keys + fair - 1) / fair;
+            const int64_t count = std::min(wanted, keys / MIN_PART_KEYS);
+            if (count < 2) {
+                split.push_back(piece);
+                continue;
+            }
+            piece.partial = work.num_partial;
+            work.parts.push_back({piece, count});
+            for (int64_t i = 0; i < count; ++i) {
+                Piece part = piece;
+                part.key_begin = piece.key_begin + keys * i / count;
+                part.key_end = piece.key_begin + keys * (i + 1) / count;
+                part.partial = work.num_partial;
+                split.push_back(part);
+                work.num_partial += piece.num_tokens * group * (2 + a.value_dim);
+            }
+        }
+        work.pieces = std::move(split);
+    }
+    std::stable_sort(work.pieces.begin(), work.pieces.end(), [](const Piece& x, const Piece& y) {
+        return x.num_tokens * (x.key_end - x.key_begin) > y.num_tokens * (y.key_end - y.key_begin);
+    });
+    return work;
+}
+
+Tensor attend(
+    const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value,
+    Tensor& key_cache, Tensor& value_cache, const Tensor& slot_blocks, const Tensor& slot_offsets,
+    const Tensor& query_start, const Tensor& seq_lens, const Tensor& block_table,
+    const std::optional<Tensor>& block_ids, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& distance_bias, double scale, double softcap, int64_t window,
+    bool is_causal, bool blocks_in_window) {
+    const Kernels& kernels = *chosen.load()->attention;
+    check_close(query, 3, "query");
+    check_close(key_cache, 4, "key_cache");
+    check_close(value_cache, 4, "value_cache");
+    STD_TORCH_CHECK(
+        key_cache.scalar_type() == query.scalar_type() &&
+            value_cache.scalar_type() == query.scalar_type(),
+        "query and caches must be of one dtype");
+    const int64_t num_sequences = seq_lens.numel();
+    STD_TORCH_CHECK(query_start.numel() == num_sequences + 1, "query_start must have S + 1 entries");
+    STD_TORCH_CHECK(block_table.dim() == 2, "block_table must have 2 dimensions");
+    if (key && value) write_kv(*key, *value, key_cache, value_cache, slot_blocks, slot_offsets);
+    Attention a{};
+    a.number = number_of(query, kernels);
+    a.query = query.const_data_ptr();
+    a.key_cache = key_cache.const_data_ptr();
+    a.value_cache = value_cache.const_data_ptr();
+    copy_strides(query, 2, a.query_strides);
+    copy_strides(key_cache, 3, a.key_strides);
+    copy_strides(value_cache, 3, a.value_strides);
+    a.heads = query.size(1);
+    a.kv_heads = key_cache.size(2);
+    a.key_dim = key_cache.size(3);
+    a.value_dim = value_cache.size(3);
+    a.block_size = key_cache.size(1);
+    STD_TORCH_CHECK(
+        a.key_dim == query.size(2) && a.kv_heads > 0 && a.heads % a.kv_heads == 0 &&
+            value_cache.size(1) == a.block_size && value_cache.size(2) == a.kv_heads,
+        "query, key_cache and value_cache do not fit each other");
+    a.query_start = read_ints(query_start, "query_start");
+    a.seq_lens = read_ints(seq_lens, "seq_lens");
+    a.block_table = read_ints(block_table, "block_table");
+    a.table_width = block_table.size(1);
+    a.block_ids = block_ids ? read_ints(*block_ids, "block_ids") : nullptr;
+    a.sinks = read_floats(sinks, 1, "sinks");
+    a.distance_bias = read_floats(distance_bias, 2, "distance_bias");
+    a.num_distances = distance_bias ? distance_bias->size(1) : 0;
+    a.scale = static_cast<float>(scale);
+    a.softcap = static_cast<float>(softcap);
+    a.window = window;
+    a.is_causal = is_causal;
+    a.blocks_in_window = blocks_in_window;
+    Tensor out = torch::stable::new_empty(query, {query.size(0), a.heads, a.value_dim});
+    a.out = out.mutable_data_ptr();
+    const Work work = cut(a, num_sequences);
+    const std::unique_ptr<float[]> partial(new float[work.num_partial]);
+    a.partial = partial.get();
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t num_floats = kernels.scratch_floats(a, std::max(MAX_ROWS, group));
+    share_out(work.pieces.size(), num_floats, [&](int64_t i, float* scratch) {
+        kernels.attend(a, work.pieces[i], scratch);
+    });
+    share_out(work.parts.size(), num_floats, [&](int64_t i, float* scratch) {
+        kernels.merge(a, work.parts[i], scratch);
+    });
+    return out;
+}
+
+Weights weights_of(const Tensor& packed, const Kernels& kernels) {
+    if (packed.scalar_type() == ScalarType::Char) return Weights::Int8;
+    const Number number = number_of(packed, kernels);
+    if (number == Number::Float32) return Weights::Float32;
+    return number == Number::BFloat16 ? Weights::BFloat16 : Weights::Float16;
+}
+
+// x [rows, depth] times packed [panels, depth, PANEL], of which `outputs` are not padding.
+Tensor linear(
+    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
+    const std::optional<Tensor>& bias, int64_t outputs) {
+    const Doors& doors = *chosen.load();
+    check_close(x, 2, "x");
+    check_close(packed, 3, "packed");
+    STD_TORCH_CHECK(packed.is_contiguous() && packed.size(2) == PANEL, "packed is not packed");
+    STD_TORCH_CHECK(
+        packed.size(1) == x.size(1) && outputs <= packed.size(0) * PANEL &&
+            outputs > (packed.size(0) - 1) * PANEL,
+        "x and packed do not fit each other");
+    Linear a{};
+    a.number = number_of(x, *doors.attention);
+    a.weights = weights_of(packed, *doors.attention);
+    a.x = x.const_data_ptr();
+    a.stride = x.stride(0);
+    a.packed = packed.const_data_ptr();
+    a.scales = read_floats(scales, 1, "scales");
+    a.bias = read_floats(bias, 1, "bias");
+    for (const auto* each : {&scales, &bias})
+        STD_TORCH_CHECK(!*each || (*each)->numel() == outputs, "scales and bias are of outputs");
+    a.rows = x.size(0);
+    a.depth = x.size(1);
+    a.outputs = outputs;
+    Tensor out = torch::stable::new_empty(x, {a.rows, outputs});
+    a.out = out.mutable_data_ptr();
+    const std::unique_ptr<float[]> input(new float[a.rows * a.depth]);
+    a.input = input.get();
+    const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, a.depth));
+    torch::stable::parallel_for(0, a.rows, grain, [&](int64_t first, int64_t last) {
+        doors.linear->widen(a, first, last);
+    });
+    // Panel by panel within some rows: these stay in a core's cache, and weights are read once.
+    const int64_t panels = packed.size(0), parts = (a.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    share_out(panels * parts, doors.linear->scratch_floats, [&](int64_t i, float* scratch) {
+        const int64_t first = i / panels * a.rows / parts;
+        const int64_t last = (i / panels + 1) * a.rows / parts;
+        doors.linear->multiply(a, {i % panels, first, last}, scratch);
+    });
+    return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
+    library.def("instruction_set(str name) -> str");
+    library.def(
+        "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+        "Tensor slot_blocks, Tensor slot_offsets) -> ()");
+    library.def(
+        "attend(Tensor query, Tensor? key, Tensor? value, Tensor(a!) key_cache, "
+        "Tensor(b!) value_cache, Tensor slot_blocks, Tensor slot_offsets, Tensor query_start, "
+        "Tensor seq_lens, Tensor block_table, Tensor? block_ids, Tensor? sinks, "
+        "Tensor? distance_bias, float scale, float softcap, int window, bool is_causal, "
+        "bool blocks_in_window) -> Tensor");
+    library.def(
+        "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
+    library.impl("write_kv", TORCH_BOX(&write_kv));
+    library.impl("attend", TORCH_BOX(&attend));
+    library.impl("linear", TORCH_BOX(&linear));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {
+    library.impl("instruction_set", TORCH_BOX(&instruction_set));
+}

@@ -1,0 +1,158 @@
+// Vectors of float as wide as the instruction set that a file is compiled for, and how numbers of
+// 16 bits become them. Written on the compiler's own vector types, so that one text serves all.
+//
+// The files that include this are compiled once for each instruction set and linked into one
+// library. What they define must therefore stay inside the file: a function that the linker may
+// merge with another file's (an inline one, a template of the standard library) could bring
+// instructions to a CPU that has not got them. Hence `static`, and no headers of C++.
+
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define AIOENGINE_WIDTH 16
+#elif defined(__AVX2__)
+#define AIOENGINE_WIDTH 8
+#else
+#define AIOENGINE_WIDTH 4
+#endif
+
+namespace {
+
+constexpr int WIDTH = AIOENGINE_WIDTH;
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+
+// The two formats of 16 bits. Only their size and their conversions matter here.
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+static inline Floats splat(float x) {
+    return x - Floats{};
+}
+
+static inline Floats load(const float* at) {
+    Floats x;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+static inline Floats load(const BFloat16* at) {
+    Halves x;
+    memcpy(&x, at, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
+}
+
+static inline Floats load(const int8_t* at) {
+#if AIOENGINE_WIDTH == 16
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+#elif AIOENGINE_WIDTH == 8
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+#else
+    Floats x;
+    for (int i = 0; i < WIDTH; ++i) x[i] = at[i];
+    return x;
+#endif
+}
+
+static inline void store(float* at, Floats x) {
+    memcpy(at, &x, sizeof x);
+}
+
+static inline float to_float(float x) {
+    return x;
+}
+
+static inline float to_float(BFloat16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline void from_float(float x, float* at) {
+    *at = x;
+}
+
+// Rounds to the nearest, to even where there are two.
+static inline void from_float(float x, BFloat16* at) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+    at->bits = is_nan ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(__F16C__)
+static inline Floats load(const Float16* at) {
+#if AIOENGINE_WIDTH == 16
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
+#else
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
+#endif
+}
+
+static inline float to_float(Float16 x) {
+    return _cvtsh_ss(x.bits);
+}
+
+static inline void from_float(float x, Float16* at) {
+    at->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+}
+#endif
+
+static inline Floats choose(Ints is_first, Floats first, Floats second) {
+    return (Floats)((is_first & (Ints)first) | (~is_first & (Ints)second));
+}
+
+static inline Floats larger(Floats a, Floats b) {
+    return choose(a > b, a, b);
+}
+
+static inline float sum(Floats x) {
+    float total = 0;
+    for (int i = 0; i < WIDTH; ++i) total += x[i];
+    return total;
+}
+
+static inline float largest(Floats x) {
+    float found = x[0];
+    for (int i = 1; i < WIDTH; ++i) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+// e to the x for x <= 0, within two units in the last place; 0 below -87, where floats run out.
+// Cody and Waite's reduction by ln 2 in two parts, then the Taylor series to the sixth power on
+// [-ln 2 / 2, ln 2 / 2].
+static inline Floats exp_negative(Floats x) {
+    const Floats lowest = splat(-87.0f);
+    const Ints is_tiny = x < lowest;
+    x = choose(is_tiny, lowest, x);
+    const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats turns = x * 1.44269504f + shift;
+    const Floats n = turns - shift;
+    const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats p = splat(1.0f / 720);
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Ints power = ((Ints)turns - (Ints)shift + 127) << 23;
+    return choose(is_tiny, Floats{}, p * (Floats)power);
+}
+
+}  // namespace

@@ -1,0 +1,314 @@
+"""The operators in C++ against the reference, on each instruction set that this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aioengine.kernels.attention import (
+    AttentionMetadata,
+    build_cross_metadata,
+    build_metadata,
+    select_backend,
+)
+from aioengine.kernels.cpu import library
+from aioengine.kernels.cpu.backend import CpuBackend
+from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.reference import ReferenceBackend
+from tests.kernels.paging import PagedBatch, make_batch
+
+pytestmark = pytest.mark.skipif(
+    not library.is_available(), reason="the C++ kernels were not built: no compiler"
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+MIXED = [(9, 10), (3, 4), (16, 17), (0, 7), (5, 12), (6, 8), (0, 1), (4, 8)]
+CHUNKS = {
+    "mixed": MIXED,
+    "uneven decode": [(2, 3), (200, 201), (70, 71), (199, 200), (0, 1)],
+    "prefill": [(0, 5), (0, 8), (0, 9)],
+    "more rows than a piece": [(0, 70), (3, 100)],
+    "more keys than a tile": [(0, 130), (126, 129), (63, 64), (64, 65)],
+    "boundaries": [(3, 4), (4, 5), (0, 4), (4, 8), (8, 16)],
+    "empty": [],
+}
+INSTRUCTION_SETS = library.instruction_sets() if library.is_available() else ()
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each that this CPU has, in turn."""
+    before = library.instruction_set()
+    assert library.use_instruction_set(request.param) == request.param
+    yield request.param
+    library.use_instruction_set(before)
+
+
+def assert_twins(batch: PagedBatch, **options: object) -> None:
+    # The reference's own arithmetic is done in float64, so that all of the error is the other's.
+    wide = replace(
+        batch,
+        query=batch.query.double(),
+        key_cache=batch.key_cache.double(),
+        value_cache=batch.value_cache.double(),
+    )
+    expected = wide.attend(ReferenceBackend(), **options)
+    actual = batch.attend(CpuBackend(), **options)
+    assert actual.dtype == batch.query.dtype
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def extras_of(extras: str, num_heads: int, dtype: torch.dtype) -> dict[str, object]:
+    options: dict[str, object] = {}
+    if "softcap" in extras:
+        options["softcap"] = 1.5
+    if "sinks" in extras:
+        options["sinks"] = torch.linspace(-2, 2, num_heads, dtype=dtype)
+    if "bias" in extras:
+        options["distance_bias"] = torch.linspace(-3, 3, num_heads * 9).view(num_heads, 9).to(dtype)
+    return options
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("window", [None, 1, 5, 66])
+@pytest.mark.parametrize("extras", ["", "softcap", "sinks", "bias", "softcap sinks bias"])
+def test_is_the_reference(name: str, window: int | None, extras: str, instruction_set: str) -> None:
+    batch = make_batch(CHUNKS[name], backend=CpuBackend(), dtype=torch.float32)
+    assert_twins(batch, window=window, **extras_of(extras, 4, torch.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1), (14, 2), (40, 1)])
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (32, 16), (6, 12), (72, 80), (1, 3), (96, 33)])
+@pytest.mark.parametrize("strided", [True, False])
+def test_shapes(
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    strided: bool,
+    instruction_set: str,
+) -> None:
+    batch = make_batch(
+        MIXED,
+        backend=CpuBackend(),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        key_dim=dims[0],
+        value_dim=dims[1],
+        dtype=dtype,
+        strided=strided,
+    )
+    assert_twins(batch)
+
+
+@st.composite
+def chunk_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
+    decodes = draw(st.lists(st.integers(0, 700), max_size=4))
+    chunks = draw(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 90)), max_size=3))
+    return [(n, n + 1) for n in decodes] + [(start, start + n) for start, n in chunks]
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(
+    chunks=chunk_lists(),
+    heads=st.sampled_from([(1, 1), (2, 2), (8, 2), (6, 3), (5, 1)]),
+    dims=st.tuples(st.sampled_from([4, 8, 16, 64, 100]), st.sampled_from([4, 8, 16, 64, 100])),
+    block_size=st.sampled_from([1, 2, 7, 16, 32, 128]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    strided=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 130)),
+    extras=st.sampled_from(["", "softcap", "sinks", "bias", "softcap sinks"]),
+    seed=st.integers(0, 9),
+)
+def test_is_the_reference_everywhere(
+    chunks: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    strided: bool,
+    window: int | None,
+    extras: str,
+    seed: int,
+) -> None:
+    batch = make_batch(
+        chunks,
+        backend=CpuBackend(),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        key_dim=dims[0],
+        value_dim=dims[1],
+        block_size=block_size,
+        dtype=dtype,
+        strided=strided,
+        seed=seed,
+    )
+    assert_twins(batch, window=window, **extras_of(extras, heads[0], dtype))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize("window", [None, 3000])
+@pytest.mark.parametrize("extras", ["", "sinks"])
+def test_long_contexts_are_split(
+    heads: tuple[int, int], window: int | None, extras: str, instruction_set: str
+) -> None:
+    """One or two sequences and few heads: less than there is to do for each thread."""
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            for chunks in ([(4999, 5000)], [(2000, 2001), (900, 905)]):
+                batch = make_batch(
+                    chunks,
+                    backend=CpuBackend(),
+                    num_heads=heads[0],
+                    num_kv_heads=heads[1],
+                    block_size=32,
+                    dtype=torch.float32,
+                )
+                options = extras_of(extras, heads[0], torch.float32)
+                assert_twins(batch, window=window, **options)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize("extras", ["", "softcap", "sinks"])
+def test_blocks_see_both_ways(
+    window: int | None, in_window: bool, extras: str, instruction_set: str
+) -> None:
+    chunks = [(9, 10), (0, 7), (0, 7), (5, 12), (5, 12), (60, 150)]
+    ids = [
+        [0],
+        [-1, 0, 0, 0, -1, 1, 1],
+        [-1] * 7,
+        [0, 0, -1, 0, 0, 0, -1],
+        [-1, -1, 1, 1, 1, 1, 1],
+        [-1] * 3 + [0] * 50 + [-1] * 2 + [1] * 35,
+    ]
+    batch = make_batch(chunks, backend=CpuBackend(), dtype=torch.float32)
+    flat = torch.tensor([each for group in ids for each in group], dtype=torch.int32)
+    has_blocks = tuple(len(group) > 1 and max(group) >= 0 for group in ids)
+    meta = replace(batch.meta, scratch={}, block_ids=flat, has_blocks=has_blocks)
+    mixed = replace(batch, meta=replace(meta, blocks_in_window=in_window))
+    assert_twins(mixed, window=window, **extras_of(extras, 4, torch.float32))
+
+
+CROSS = {
+    "all new": ([3, 2, 1], [5, 8, 1], [True, True, True]),
+    "decodes": ([1, 1, 1], [5, 80, 1500], [False, False, False]),
+    "mixed": ([1, 1, 4, 2], [7, 12, 9, 4], [True, False, False, True]),
+}
+
+
+@pytest.mark.parametrize("name", CROSS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_cross_attention(name: str, dtype: torch.dtype, instruction_set: str) -> None:
+    query_lens, context_lens, _ = CROSS[name]
+    is_new = [True] * len(query_lens)
+    key, value, cache, others, meta = cross_step(query_lens, context_lens, is_new, dtype)
+    query = torch.randn(sum(query_lens), 6, 16).to(dtype)
+    expected = ReferenceBackend().attend(query, cache, others, meta, scale=0.3, new=(key, value))
+    cache.fill_(torch.nan)
+    others.fill_(torch.nan)
+    found = CpuBackend().attend(query, cache, others, meta, scale=0.3, new=(key, value))
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def cross_step(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    is_new: Sequence[bool],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, AttentionMetadata]:
+    torch.manual_seed(0)
+    counts = [-(-n // 4) for n in context_lens]
+    free = torch.randperm(sum(counts) + 2).tolist()
+    meta = build_cross_metadata(
+        block_size=4,
+        block_tables=[[free.pop() for _ in range(count)] for count in counts],
+        query_lens=query_lens,
+        context_lens=context_lens,
+        is_new=is_new,
+    )
+    rows = sum(context_lens)
+    caches = torch.full((2, sum(counts) + 2, 4, 3, 16), torch.nan, dtype=dtype)
+    key, value = torch.randn(2, rows, 3, 16).to(dtype)
+    return key, value, caches[0], caches[1], meta
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_keys_are_written_where_they_belong(dtype: torch.dtype) -> None:
+    """Beside the twin in bits; new rows may be slices of a wider matrix, as of merged layers."""
+    meta = build_metadata(
+        block_size=4, block_tables=[[5, 1], [2, 0, 3]], starts=[2, 9], ends=[7, 10]
+    )
+    wide = torch.randn(6, 2 * 8 + 2 * 8 + 4).to(dtype)
+    key, value = wide[:, :16].view(6, 2, 8), wide[:, 16:32].view(6, 2, 8)
+    turned = wide[:, :16].reshape(6, 8, 2).transpose(1, 2)
+    for new in ((key, value), (turned, value), (key.contiguous(), turned.contiguous())):
+        caches = [torch.full((6, 4, 2, 8), -7.0).to(dtype) for _ in range(4)]
+        CpuBackend().write_kv(*new, caches[0], caches[1], meta)
+        GatherBackend().write_kv(*new, caches[2], caches[3], meta)
+        assert torch.equal(caches[0], caches[2])
+        assert torch.equal(caches[1], caches[3])
+
+
+def test_queries_may_lie_in_wider_rows() -> None:
+    batch = make_batch(MIXED, backend=CpuBackend(), dtype=torch.float32)
+    query = batch.query
+    wide = torch.randn(query.shape[0], query.shape[1] + 3, query.shape[2] + 5)
+    wide[:, 1:-2, 2:-3] = query
+    lying = replace(batch, query=wide[:, 1:-2, 2:-3])
+    assert torch.equal(lying.attend(CpuBackend()), batch.attend(CpuBackend()))
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(
+        replace(batch, query=turned).attend(CpuBackend()), batch.attend(CpuBackend())
+    )
+
+
+def test_double_precision_is_left_to_pytorch() -> None:
+    batch = make_batch(MIXED, backend=CpuBackend(), dtype=torch.float64)
+    assert torch.equal(batch.attend(CpuBackend()), batch.attend(GatherBackend()))
+
+
+def test_large_scores_and_bad_numbers_stay_in_their_row() -> None:
+    batch = make_batch([(3, 4), (10, 11), (0, 6)], backend=CpuBackend(), dtype=torch.float32)
+    loud = batch.query.clone()
+    loud[0] *= 1e20
+    loud[3, 1] = torch.nan
+    found = replace(batch, query=loud).attend(CpuBackend())
+    assert torch.isfinite(found[0]).all()
+    assert torch.isnan(found[3, 1]).all()
+    plain = batch.attend(CpuBackend())
+    assert torch.equal(found[[1, 2, 4, 5, 6, 7]], plain[[1, 2, 4, 5, 6, 7]])
+    assert torch.equal(found[3, 0], plain[3, 0])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    batch = make_batch(MIXED, backend=CpuBackend(), dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="fit each other"):
+        replace(batch, query=batch.query[..., :4]).attend(CpuBackend())
+    with pytest.raises(RuntimeError, match="one dtype"):
+        replace(batch, value_cache=batch.value_cache.double()).attend(CpuBackend())
+
+
+def test_the_best_instruction_set_is_chosen() -> None:
+    assert library.instruction_set() == INSTRUCTION_SETS[-1]
+    assert library.use_instruction_set("none such") == INSTRUCTION_SETS[-1]
+
+
+def test_it_is_chosen_on_cpus() -> None:
+    assert select_backend("auto").name == "cpu"
+    assert select_backend("auto", "cuda").name == "gather"
