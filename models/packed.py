@@ -17,14 +17,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.linear import PackedLinear, pack_linear
+from aioengine.models.merged import Merged, joined, shared_inputs
 
-__all__ = ["Packed", "pack_layers"]
+__all__ = ["Packed", "PackedPart", "pack_layers"]
 
 Pack = Callable[[Tensor, Tensor | None], PackedLinear | None]
 
@@ -39,42 +40,75 @@ class Packed(nn.Linear):
         return self.packed(input)
 
 
+class PackedPart(nn.Linear):
+    """One of several linear layers whose weights are packed as one."""
+
+    merged: Merged
+    index: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., in] -> [..., out]."""
+        return self.merged.part(self.index, input)
+
+
 def pack_layers(model: nn.Module, pack: Pack = pack_linear) -> int:
     """Pack the linear layers of `model` that qualify, one by one; mutates them.
 
     Returns how many bytes they take. The modules must not be in use meanwhile.
     """
+    num_bytes = 0
+    with torch.no_grad():
+        for layers in list(_groups(model)):
+            weight, bias = joined(layers)
+            packed = pack(weight, bias)
+            if packed is None:
+                continue
+            num_bytes += packed.nbytes
+            if len(layers) == 1:
+                _turn(layers[0], Packed, packed=packed)
+                continue
+            merged = Merged(packed, [layer.out_features for layer in layers])
+            for index, layer in enumerate(layers):
+                _turn(layer, PackedPart, merged=merged, index=index)
+        _release_files(model, num_bytes)
+    return num_bytes
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Layers that can be packed, those together that are given the same tensor."""
     owners = Counter(
         id(parameter)
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None
     )
-    num_bytes = 0
-    with torch.no_grad():
-        for layer in list(_layers(model)):
-            packed = pack(layer.weight, layer.bias) if owners[id(layer.weight)] == 1 else None
-            if packed is not None:
-                _turn(layer, packed)
-                num_bytes += packed.nbytes
-        _release_files(model, num_bytes)
-    return num_bytes
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Linear]:
-    """Plain linear layers, of classes that do nothing but call them."""
-    kinds = {type(module) for module in model.modules()}
-    sources = {kind: _source(kind) for kind in kinds}
-    kept = {
-        id(child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if _reads_weight(sources[type(parent)], name)
+    parents = Counter(id(child) for module in model.modules() for child in module.children())
+    sources = {kind: _source(kind) for kind in {type(module) for module in model.modules()}}
+    shared = {kind: shared_inputs(source or "") for kind, source in sources.items()}
+    # A subclass does something else, or is there to be told from others.
+    free: dict[int, nn.Linear] = {
+        id(module): module
+        for module in model.modules()
+        if type(module) is nn.Linear and owners[id(module.weight)] == 1
     }
-    for module in model.modules():
-        # A subclass does something else, or is there to be told from others.
-        if type(module) is nn.Linear and id(module) not in kept:
-            yield module
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if _reads_weight(sources[type(parent)], name):
+                free.pop(id(child), None)
+    for parent in model.modules():
+        for names in shared[type(parent)]:
+            found = [id(getattr(parent, name, None)) for name in names]
+            layers = [free[each] for each in found if each in free and parents[each] == 1]
+            if len(layers) > 1 and _are_alike(layers):
+                for layer in layers:
+                    del free[id(layer)]
+                yield layers
+    yield from ([layer] for layer in free.values())
+
+
+def _are_alike(layers: Sequence[nn.Linear]) -> bool:
+    """Whether one input fits all, and one product may serve them."""
+    return len({(x.in_features, x.weight.dtype, x.weight.device) for x in layers}) == 1
 
 
 def _source(owner: type[nn.Module]) -> str | None:
@@ -100,13 +134,13 @@ def _reads_weight(source: str | None, name: str) -> bool:
     return re.search(rf"\bself\.{name}{harmless}", source) is not None
 
 
-def _turn(layer: nn.Linear, packed: PackedLinear) -> None:
-    """Make the layer a packed one, and free its weight."""
+def _turn(layer: nn.Linear, kind: type[nn.Linear], **attributes: object) -> None:
+    """Make the layer one of `kind`, and free its weight."""
     weight = layer.weight
     empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
-    layer.__class__ = Packed
-    assert isinstance(layer, Packed)
-    layer.packed = packed
+    layer.__class__ = kind
+    for name, value in attributes.items():
+        setattr(layer, name, value)
     layer.weight = nn.Parameter(empty.expand(weight.shape), requires_grad=False)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import InvalidRequestError
 from aioengine.kernels.linear import pack_linear
-from aioengine.models.packed import Packed, pack_layers
+from aioengine.models.packed import Packed, PackedPart, pack_layers
 from tests.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_llava, tiny_pixels
 
 IDS = torch.arange(5, 45)[None]
@@ -32,7 +32,9 @@ def check_close(found: Tensor, wanted: Tensor, share: float = 1e-4) -> None:
 
 
 def packed_names(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, Packed)}
+    return {
+        name for name, module in model.named_modules() if isinstance(module, Packed | PackedPart)
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
