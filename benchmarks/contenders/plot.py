@@ -86,7 +86,10 @@ def panel(axes: Axes, name: str, one: dict[str, Any]) -> None:
 def caption(told: dict[str, Any]) -> str:
     machine = told["machine"] or {}
     flags = ", ".join(flag for flag in machine.get("flags", [])) or "no vector flags known"
-    versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    versions = ", ".join(
+        f"{name} {version.partition('-')[0].partition('+')[0]}"
+        for name, version in told["versions"].items()
+    )
     return (
         f"{machine.get('threads')} cores of {machine.get('cpu')} ({flags}), {machine.get('dtype')} "
         f"for everybody; LLaVA of 0.29 B parameters, random weights, W6: Whisper tiny.en.\n"

@@ -12,7 +12,7 @@ from contenders import workloads
 from contenders.crew import ContenderError, Settings, Worker, alone, crew
 
 ONE_BY_ONE = "transformers, one by one"
-NUM_ONE_BY_ONE = 4  # requests: its rate does not depend on how many there are
+NUM_ONE_BY_ONE = 2  # requests: its rate does not depend on how many there are
 LAGGING = ("aioengine", "vllm", "transformers")  # the others have no asynchronous face
 LISTENING = ("aioengine", "transformers")
 Measured = dict[str, list[dict[str, Any]]]
@@ -71,19 +71,29 @@ class Bench:
     def batches(self, workers: dict[str, Worker]) -> dict[str, Measured]:
         """W1, and W2 behind it with the same requests."""
         found: dict[str, Measured] = {"W1": {}, "W2": {}}
-        count, length = workloads.NUM_REQUESTS, workloads.MAX_TOKENS
         for number, order in self._rounds(list(workers)):
-            requests = workloads.many_small(self.pictures, number, count)
+            requests = workloads.many_small(self.pictures, number, workloads.NUM_REQUESTS)
             for name in order:
-                for workload in ("W1", "W2"):
-                    job = {"requests": requests, "max_tokens": length}
-                    job["is_cold"] = workload == "W1"
-                    self._ask(found[workload], number, name, workers[name], command="batch", **job)
-                if name == "transformers":
-                    job = {"requests": requests[:NUM_ONE_BY_ONE], "max_tokens": length}
-                    job |= {"command": "batch", "is_cold": True, "is_one_by_one": True}
-                    self._ask(found["W1"], number, ONE_BY_ONE, workers[name], **job)
+                self._batch_pair(found, number, name, workers[name], requests)
         return found
+
+    def _batch_pair(
+        self,
+        found: dict[str, Measured],
+        number: int,
+        name: str,
+        worker: Worker,
+        requests: list[dict[str, Any]],
+    ) -> None:
+        job: dict[str, Any] = {"command": "batch", "max_tokens": workloads.MAX_TOKENS}
+        first = self._ask(found["W1"], number, name, worker, requests=requests, is_cold=True, **job)
+        if name != "transformers":
+            self._ask(found["W2"], number, name, worker, requests=requests, is_cold=False, **job)
+            return
+        if number >= 0:  # it keeps nothing: the same again is the same again
+            found["W2"].setdefault(name, []).append(first)
+        job |= {"requests": requests[:NUM_ONE_BY_ONE], "is_one_by_one": True}
+        self._ask(found["W1"], number, ONE_BY_ONE, worker, **job)
 
     def first_tokens(self, workers: dict[str, Worker]) -> Measured:
         """W4: with one token to make, the whole time is that to the first."""
