@@ -45,6 +45,7 @@ from aioengine.models.interfaces import (
 from aioengine.models.loading import build_on_meta, find_class, load_pretrained, pin_rotary
 from aioengine.models.packed import pack_layers
 from aioengine.models.probe import LayerSpec, group_layers, probe_layers
+from aioengine.models.trimmed import trim_encoders
 from aioengine.types import KVGroup
 
 __all__ = ["TransformersModel"]
@@ -172,11 +173,12 @@ class TransformersModel:
         return device
 
     def pack(self) -> None:
-        """Lay the weights out for the kernels at hand: linear layers on a CPU, nothing elsewhere.
+        """Lay the linear layers' weights out for the CPU's kernels, of other types than float64.
 
-        Mutates the modules; float64 stays as it is. Before the first step, by the thread that runs
-        the model.
+        On any device, encoder layers that are computed for nothing go. Mutates the modules; to be
+        called before the first step.
         """
+        trim_encoders(self.model)
         pack_layers(self.model)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:

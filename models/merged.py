@@ -68,7 +68,7 @@ def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     weight = torch.cat(weights)
     if all(layer.bias is None for layer in layers):
         return weight, None
-    biases = [
+    biases: list[Tensor] = [
         weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
         for layer in layers
     ]
