@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,7 +90,8 @@ def crew(names: list[str], settings: Settings, kind: str) -> Iterator[dict[str, 
     try:
         for name in names:
             workers[name] = Worker(name, settings)
-            workers[name].load(settings, kind)
+            ready_s = workers[name].load(settings, kind)["ready_s"]
+            print(f"  {name}: ready after {ready_s:.1f} s", file=sys.stderr)
         yield workers
     finally:
         for worker in workers.values():
