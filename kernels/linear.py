@@ -5,10 +5,11 @@ where it has none for this dtype, shape or CPU. `WAYS` lists them, the best firs
 asks one after the other. What a way returns keeps its own copy of the weight: the caller frees the
 plain one.
 
-`onednn_way` goes through PyTorch's own operators, whose layout depends on a number of rows that
-they are told. Told one row it is the plain layout; from some rows on it is blocks of 64 outputs by
-16 inputs, in which any number of rows is multiplied without another copy, and never slower than in
-the plain one. So one packing serves all.
+`native_way` is ours, in C++ (`kernels/cpu/`), and the faster one but where the CPU multiplies
+bfloat16 itself. `onednn_way` goes through PyTorch's own operators, whose layout depends on a number
+of rows that they are told. Told one row it is the plain layout; from some rows on it is blocks of
+64 outputs by 16 inputs, in which any number of rows is multiplied without another copy, and never
+slower than in the plain one. So one packing serves all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from aioengine.kernels.cpu.linear import native_way
 
 __all__ = ["WAYS", "PackedLinear", "onednn_way", "pack_linear"]
 
@@ -81,7 +84,7 @@ def onednn_way(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
     return _OneDnnLinear(weight.detach(), None if bias is None else bias.detach())
 
 
-WAYS: tuple[Way, ...] = (onednn_way,)
+WAYS: tuple[Way, ...] = (native_way, onednn_way)
 
 
 def _operators() -> Any:

@@ -18,6 +18,7 @@ using aioengine::Attention;
 using aioengine::Number;
 using aioengine::Parts;
 using aioengine::Piece;
+using aioengine::SEGMENT;
 
 constexpr int64_t KEYS = 64;         // in a tile
 constexpr int64_t FEW_ROWS = 8;      // for which keys are not worth being converted once
@@ -47,8 +48,10 @@ static int64_t greater(int64_t a, int64_t b) {
 
 // One thread's working memory. Rows are padded to whole vectors, with zeros.
 struct Scratch {
-    float *query, *out, *largest, *total;  // [rows, key_dim], [rows, value_dim], [rows], [rows]
-    float *scores, *keys, *values;         // [rows, KEYS], [KEYS, key_dim], [KEYS, value_dim]
+    float* query;                                  // [rows, key_dim]
+    float *out, *largest, *total;                  // of a segment: [rows, value_dim], [rows], [rows]
+    float *sum_out, *sum_largest, *sum_total;      // of all segments so far
+    float *scores, *keys, *values;                 // [rows, KEYS], [KEYS, key_dim], [KEYS, value_dim]
     float* end;
 };
 
@@ -59,7 +62,10 @@ static Scratch divide(const Attention& a, int64_t rows, float* memory) {
     s.out = s.query + rows * key_dim;
     s.largest = s.out + rows * value_dim;
     s.total = s.largest + round_up(rows);
-    s.scores = s.total + round_up(rows);
+    s.sum_out = s.total + round_up(rows);
+    s.sum_largest = s.sum_out + rows * value_dim;
+    s.sum_total = s.sum_largest + round_up(rows);
+    s.scores = s.sum_total + round_up(rows);
     s.keys = s.scores + rows * KEYS;
     s.values = s.keys + KEYS * key_dim;
     s.end = s.values + KEYS * value_dim;
@@ -281,18 +287,24 @@ struct Tile {
 
 template <class T>
 static void find_rows(
-    const Attention& a, const Piece& p, int64_t begin, int64_t count, Tile<T>& tile) {
+    const Attention& a, const Piece& p, int64_t begin, int64_t skipped, int64_t count,
+    Tile<T>& tile) {
     const int32_t* blocks = a.block_table + p.sequence * a.table_width;
     const T* keys = (const T*)a.key_cache + p.kv_head * a.key_strides[2];
     const T* values = (const T*)a.value_cache + p.kv_head * a.value_strides[2];
-    int64_t block = begin / a.block_size, offset = begin % a.block_size;
-    for (int64_t n = 0; n < count; ++n) {
+    const int64_t first = begin + skipped;
+    int64_t block = first / a.block_size, offset = first % a.block_size;
+    for (int64_t n = skipped; n < count; ++n) {
         tile.keys[n] = keys + blocks[block] * a.key_strides[0] + offset * a.key_strides[1];
         tile.values[n] = values + blocks[block] * a.value_strides[0] + offset * a.value_strides[1];
         if (++offset == a.block_size) {
             offset = 0;
             ++block;
         }
+    }
+    for (int64_t n = 0; n < skipped; ++n) {
+        tile.keys[n] = tile.keys[skipped];
+        tile.values[n] = tile.values[skipped];
     }
 }
 
@@ -305,8 +317,6 @@ static void widen_rows(const T** from, int64_t count, int64_t dim, float* to, co
         widen(from[n], dim, to + n * stride);
     }
 }
-
-static void finish(const Attention& a, const Piece& p, const Scratch& s, int64_t rows);
 
 template <class T>
 static void write_row(const float* from, int64_t dim, float factor, T* to) {
@@ -338,71 +348,125 @@ static bool has_pairs(const Attention& a) {
 #endif
 }
 
+// One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's.
 template <class T>
-static void attend_as(const Attention& a, const Piece& p, float* memory) {
+static void attend_to_tile(
+    const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,
+    int64_t count) {
     const int64_t group = a.heads / a.kv_heads, rows = p.num_tokens * group;
     const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
-    const int64_t row_start = a.query_start[p.sequence];
-    const int64_t length = a.seq_lens[p.sequence];
+    const int64_t row_start = a.query_start[p.sequence], length = a.seq_lens[p.sequence];
     const int64_t start = length - (a.query_start[p.sequence + 1] - row_start);
-    const Scratch s = divide(a, rows, memory);
+    const int32_t* ids = a.block_ids && a.is_causal ? a.block_ids + row_start : nullptr;
     const bool is_paired = has_pairs<T>(a);
+    const bool is_converted_once = sizeof(T) < sizeof(float) && rows > FEW_ROWS;
+    Tile<T> tile;
+    Tile<float> wide;
+    find_rows(a, p, begin, skipped, count, tile);
+    if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
+        dot_query(s, is_paired, rows, key_dim, tile.keys, count);
+    } else {
+        widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
+        dot(s.query, rows, key_dim, wide.keys, count, s.scores);
+    }
     for (int64_t r = 0; r < rows; ++r) {
-        const int64_t token = row_start + p.first_token + r / group;
+        float* scores = s.scores + r * KEYS;
+        const int64_t position = start + p.first_token + r / group;
+        for (int64_t n = 0; n < count; n += WIDTH) store(scores + n, load(scores + n) * a.scale);
+        if (a.softcap != 0) cap(scores, a.softcap);
+        if (a.distance_bias) {
+            const float* bias = a.distance_bias + (p.kv_head * group + r % group) * a.num_distances;
+            for (int64_t n = 0; n < count; ++n) {
+                const int64_t distance = greater(0, position - begin - n);
+                scores[n] += bias[lesser(distance, a.num_distances - 1)];
+            }
+        }
+        Range seen = {0, count};
+        if (ids && ids[position - start] >= 0)
+            hide_outside_block(a, ids, start, length, position, begin, count, scores);
+        else
+            seen = seen_in_order(a, position, begin, count);
+        seen.first = greater(seen.first, skipped);
+        soften(scores, seen, s.largest + r, s.total + r, s.out + r * value_dim, value_dim);
+    }
+    if (value_dim == a.value_dim && !is_converted_once) {
+        weigh(s.scores, rows, tile.values, count, value_dim, s.out);
+    } else {
+        widen_rows(tile.values, count, a.value_dim, s.values, wide.values);
+        weigh(s.scores, rows, wide.values, count, value_dim, s.out);
+    }
+}
+
+static void clear(float* largest, float* total, float* out, int64_t rows, int64_t dim) {
+    for (int64_t r = 0; r < rows; ++r) {
+        largest[r] = NOTHING;
+        total[r] = 0;
+    }
+    memset(out, 0, rows * dim * sizeof(float));
+}
+
+// Adds a segment's result for one row to the sum of those before it.
+static void add_segment(
+    const Scratch& s, int64_t r, int64_t dim, float largest, float total, const float* out) {
+    float* sum = s.sum_out + r * round_up(dim);
+    if (largest == NOTHING && total == 0) return;
+    const float top = largest > s.sum_largest[r] ? largest : s.sum_largest[r];
+    // Of what is not a number there is no largest.
+    const float old_factor = s.sum_total[r] == 0 ? 0 : expf(s.sum_largest[r] - top);
+    const float new_factor = top == NOTHING ? 1 : expf(largest - top);
+    s.sum_largest[r] = top;
+    s.sum_total[r] = s.sum_total[r] * old_factor + total * new_factor;
+    for (int64_t d = 0; d < dim; ++d) sum[d] = sum[d] * old_factor + out[d] * new_factor;
+}
+
+template <class T>
+static void read_query(const Attention& a, const Piece& p, const Scratch& s) {
+    const int64_t group = a.heads / a.kv_heads, key_dim = round_up(a.key_dim);
+    for (int64_t r = 0; r < p.num_tokens * group; ++r) {
+        const int64_t token = a.query_start[p.sequence] + p.first_token + r / group;
         const int64_t head = p.kv_head * group + r % group;
         const T* query = (const T*)a.query + token * a.query_strides[0] + head * a.query_strides[1];
-        if (is_paired)
+        if (has_pairs<T>(a))
             memcpy((T*)s.query + r * key_dim, query, key_dim * sizeof(T));
         else
             widen(query, a.key_dim, s.query + r * key_dim);
-        s.largest[r] = NOTHING;
-        s.total[r] = 0;
     }
-    memset(s.out, 0, rows * value_dim * sizeof(float));
-    const bool is_float = sizeof(T) == sizeof(float);
-    const bool keys_fit = key_dim == a.key_dim && (is_float || is_paired || rows <= FEW_ROWS);
-    const bool values_fit = value_dim == a.value_dim && (is_float || rows <= FEW_ROWS);
-    Tile<T> tile;
-    Tile<float> wide;
-    for (int64_t begin = p.key_begin; begin < p.key_end; begin += KEYS) {
-        const int64_t count = lesser(KEYS, p.key_end - begin);
-        find_rows(a, p, begin, count, tile);
-        if (keys_fit) {
-            dot_query(s, is_paired, rows, key_dim, tile.keys, count);
-        } else {
-            widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
-            dot(s.query, rows, key_dim, wide.keys, count, s.scores);
+}
+
+static void write_out(const Attention& a, const Piece& p, const Scratch& s, int64_t rows);
+
+template <class T>
+static void attend_as(const Attention& a, const Piece& p, float* memory) {
+    const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
+    const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
+    const Scratch s = divide(a, rows, memory);
+    read_query<T>(a, p, s);
+    clear(s.sum_largest, s.sum_total, s.sum_out, rows, stride);
+    int64_t key = p.key_begin;
+    float* partial = a.partial + p.partial;
+    while (key < p.key_end) {
+        const int64_t segment_end = lesser((key / SEGMENT + 1) * SEGMENT, p.key_end);
+        clear(s.largest, s.total, s.out, rows, stride);
+        while (key < segment_end) {
+            // Tiles too lie where they lie for everyone.
+            const int64_t skipped = key % KEYS;
+            const int64_t count = lesser(KEYS, segment_end - (key - skipped));
+            attend_to_tile<T>(a, p, s, key - skipped, skipped, count);
+            key += count - skipped;
         }
         for (int64_t r = 0; r < rows; ++r) {
-            float* scores = s.scores + r * KEYS;
-            const int64_t position = start + p.first_token + r / group;
-            for (int64_t n = 0; n < count; n += WIDTH) store(scores + n, load(scores + n) * a.scale);
-            if (a.softcap != 0) cap(scores, a.softcap);
-            if (a.distance_bias) {
-                const float* bias =
-                    a.distance_bias + (p.kv_head * group + r % group) * a.num_distances;
-                for (int64_t n = 0; n < count; ++n) {
-                    const int64_t distance = greater(0, position - begin - n);
-                    scores[n] += bias[lesser(distance, a.num_distances - 1)];
-                }
+            const float* out = s.out + r * stride;
+            if (p.partial < 0) {
+                add_segment(s, r, a.value_dim, s.largest[r], s.total[r], out);
+                continue;
             }
-            Range seen = {0, count};
-            const int32_t* ids = a.block_ids && a.is_causal ? a.block_ids + row_start : nullptr;
-            if (ids && ids[position - start] >= 0) {
-                hide_outside_block(a, ids, start, length, position, begin, count, scores);
-            } else {
-                seen = seen_in_order(a, position, begin, count);
-            }
-            soften(scores, seen, s.largest + r, s.total + r, s.out + r * value_dim, value_dim);
-        }
-        if (values_fit) {
-            weigh(s.scores, rows, tile.values, count, value_dim, s.out);
-        } else {
-            widen_rows(tile.values, count, a.value_dim, s.values, wide.values);
-            weigh(s.scores, rows, wide.values, count, value_dim, s.out);
+            partial[0] = s.largest[r];
+            partial[1] = s.total[r];
+            memcpy(partial + PARTIAL_HEAD, out, a.value_dim * sizeof(float));
+            partial += size;
         }
     }
-    finish(a, p, s, rows);
+    if (p.partial < 0) write_out(a, p, s, rows);
 }
 
 // Divides by the sums of the weights, a sink's included, and writes out.
@@ -411,17 +475,17 @@ static void write_out(const Attention& a, const Piece& p, const Scratch& s, int6
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = a.query_start[p.sequence] + p.first_token + r / group;
         const int64_t head = p.kv_head * group + r % group;
-        float total = s.total[r], factor = 1;
+        float total = s.sum_total[r], factor = 1;
         if (a.sinks) {
             const float sink = a.sinks[head];
-            const float top = sink > s.largest[r] ? sink : s.largest[r];
-            factor = expf(s.largest[r] - top);
+            const float top = sink > s.sum_largest[r] ? sink : s.sum_largest[r];
+            factor = expf(s.sum_largest[r] - top);
             total = total * factor + expf(sink - top);
         }
         // A token that sees nothing gets zeros.
         factor = total > 0 ? factor / total : (total == 0 ? 0 : total);
         const int64_t at = (token * a.heads + head) * a.value_dim;
-        const float* from = s.out + r * stride;
+        const float* from = s.sum_out + r * stride;
         switch (a.number) {
             case Number::Float32:
                 write_row(from, a.value_dim, factor, (float*)a.out + at);
@@ -438,40 +502,16 @@ static void write_out(const Attention& a, const Piece& p, const Scratch& s, int6
     }
 }
 
-static void finish(const Attention& a, const Piece& p, const Scratch& s, int64_t rows) {
-    if (p.partial < 0) {
-        write_out(a, p, s, rows);
-        return;
-    }
-    float* partial = a.partial + p.partial;
-    const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
-    for (int64_t r = 0; r < rows; ++r) {
-        partial[r * size] = s.largest[r];
-        partial[r * size + 1] = s.total[r];
-        memcpy(partial + r * size + PARTIAL_HEAD, s.out + r * stride, a.value_dim * sizeof(float));
-    }
-}
-
 static void merge(const Attention& a, const Parts& parts, float* memory) {
     const int64_t rows = parts.piece.num_tokens * (a.heads / a.kv_heads);
-    const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
+    const int64_t size = PARTIAL_HEAD + a.value_dim;
     const Scratch s = divide(a, rows, memory);
+    clear(s.sum_largest, s.sum_total, s.sum_out, rows, round_up(a.value_dim));
     const float* partial = a.partial + parts.piece.partial;
-    for (int64_t r = 0; r < rows; ++r) {
-        float* out = s.out + r * stride;
-        memset(out, 0, stride * sizeof(float));
-        s.largest[r] = NOTHING;
-        s.total[r] = 0;
-        for (int64_t i = 0; i < parts.count; ++i) {
-            const float found = partial[(i * rows + r) * size];
-            s.largest[r] = found > s.largest[r] ? found : s.largest[r];
-        }
-        for (int64_t i = 0; i < parts.count; ++i) {
-            const float* part = partial + (i * rows + r) * size;
-            if (part[0] == NOTHING) continue;
-            const float factor = expf(part[0] - s.largest[r]);
-            s.total[r] += factor * part[1];
-            for (int64_t d = 0; d < a.value_dim; ++d) out[d] += factor * part[PARTIAL_HEAD + d];
+    for (int64_t i = 0; i < parts.count; ++i) {
+        for (int64_t r = 0; r < rows; ++r) {
+            add_segment(s, r, a.value_dim, partial[0], partial[1], partial + PARTIAL_HEAD);
+            partial += size;
         }
     }
     write_out(a, parts.piece, s, rows);

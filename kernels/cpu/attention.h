@@ -35,17 +35,22 @@ struct Attention {
     float* partial;  // the results of pieces whose keys were split
 };
 
+// Keys are attended to in segments, which begin at multiples of this, and the results of segments
+// are then added up in order. What a token gets so depends on nothing but itself: not on who else
+// is in the step, nor on where its prompt was cut, nor on how many threads shared the work.
+constexpr int64_t SEGMENT = 512;
+
 // A piece of work: some tokens of one sequence, all query heads of one key head, and the part
 // [key_begin, key_end) of what they see. `partial` is below 0 where that is all they see. Else it
-// is where in `Attention::partial` the result goes: for each row (token by token, head by head) the
-// largest score, the sum of the weights relative to it, and the weighted sum of the values, which
-// are 2 + value_dim floats.
+// is where in `Attention::partial` the results of its segments go, one after the other: for each row
+// (token by token, head by head) the largest score, the sum of the weights relative to it, and the
+// weighted sum of the values, which are 2 + value_dim floats.
 struct Piece {
     int64_t sequence, kv_head, first_token, num_tokens, key_begin, key_end;
     int64_t partial;
 };
 
-// A piece whose keys were split: `count` partial results lie one after the other, from its own on.
+// A piece whose keys were split: the results of `count` segments lie from its own `partial` on.
 struct Parts {
     Piece piece;
     int64_t count;

@@ -28,14 +28,14 @@ using aioengine::Number;
 using aioengine::PANEL;
 using aioengine::Parts;
 using aioengine::Piece;
+using aioengine::SEGMENT;
 using aioengine::Weights;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 namespace {
 
-constexpr int64_t MAX_ROWS = 32;        // of one piece: query heads of one key head, over tokens
-constexpr int64_t MIN_PART_KEYS = 256;  // fewer are not worth a merge
+constexpr int64_t MAX_ROWS = 32;  // of one piece: query heads of one key head, over tokens
 
 // One instruction set's doors.
 struct Doors {
@@ -227,22 +227,25 @@ Work cut(const Attention& a, int64_t num_sequences) {
     if (num_threads > 1 && work.pieces.size() < static_cast<size_t>(4 * num_threads)) {
         for (Piece& piece : work.pieces) {
             const int64_t keys = piece.key_end - piece.key_begin;
-            const int64_t wanted = (piece.num_tokens * keys + fair - 1) / fair;
-            const int64_t count = std::min(wanted, keys / MIN_PART_KEYS);
+            const int64_t first = piece.key_begin / SEGMENT;
+            const int64_t segments = (piece.key_end - 1) / SEGMENT + 1 - first;
+            const int64_t count = std::min((piece.num_tokens * keys + fair - 1) / fair, segments);
             if (count < 2) {
                 split.push_back(piece);
                 continue;
             }
+            const int64_t size = piece.num_tokens * group * (2 + a.value_dim);
             piece.partial = work.num_partial;
-            work.parts.push_back({piece, count});
+            work.parts.push_back({piece, segments});
             for (int64_t i = 0; i < count; ++i) {
+                const int64_t from = segments * i / count, to = segments * (i + 1) / count;
                 Piece part = piece;
-                part.key_begin = piece.key_begin + keys * i / count;
-                part.key_end = piece.key_begin + keys * (i + 1) / count;
-                part.partial = work.num_partial;
+                part.key_begin = std::max(piece.key_begin, (first + from) * SEGMENT);
+                part.key_end = std::min(piece.key_end, (first + to) * SEGMENT);
+                part.partial = work.num_partial + from * size;
                 split.push_back(part);
-                work.num_partial += piece.num_tokens * group * (2 + a.value_dim);
             }
+            work.num_partial += segments * size;
         }
         work.pieces = std::move(split);
     }

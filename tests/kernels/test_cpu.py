@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import linear
 
 from aioengine.kernels.attention import (
     AttentionMetadata,
@@ -19,7 +20,9 @@ from aioengine.kernels.attention import (
 )
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
+from aioengine.kernels.cpu.linear import NativeLinear, native_way
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.linear import pack_linear
 from aioengine.kernels.reference import ReferenceBackend
 from tests.kernels.paging import PagedBatch, make_batch
 
@@ -181,6 +184,48 @@ def test_long_contexts_are_split(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 3, 70, 600])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 1)])
+def test_a_token_gets_the_same_bits_in_any_company(
+    dtype: torch.dtype, window: int | None, heads: tuple[int, int], instruction_set: str
+) -> None:
+    """Alone or with others, in one chunk or in many, on one thread or on three."""
+    chunks = [(1499, 1500), (3, 4), (500, 530), (0, 9), (1020, 1030)]
+    batch = make_batch(
+        chunks,
+        backend=CpuBackend(),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        key_dim=64,
+        value_dim=24,
+        block_size=32,
+        dtype=dtype,
+    )
+    together = batch.attend(CpuBackend(), window=window)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(batch.attend(CpuBackend(), window=window), together)
+            for index, (start, end) in enumerate(chunks):
+                first = int(batch.meta.query_start[index])
+                cuts = {(start, end), *((at, at + 1) for at in range(start, end, 9))}
+                for cut_start, cut_end in cuts:
+                    rows = slice(first + cut_start - start, first + cut_end - start)
+                    alone = build_metadata(
+                        block_size=32,
+                        block_tables=[batch.meta.block_table[index].tolist()],
+                        starts=[cut_start],
+                        ends=[cut_end],
+                    )
+                    part = replace(batch, meta=alone, query=batch.query[rows])
+                    found = part.attend(CpuBackend(), window=window)
+                    assert torch.equal(found, together[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("window", [None, 2, 4])
 @pytest.mark.parametrize("in_window", [False, True])
 @pytest.mark.parametrize("extras", ["", "softcap", "sinks"])
@@ -312,3 +357,60 @@ def test_the_best_instruction_set_is_chosen() -> None:
 def test_it_is_chosen_on_cpus() -> None:
     assert select_backend("auto").name == "cpu"
     assert select_backend("auto", "cuda").name == "gather"
+
+
+LINEAR_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", LINEAR_TOLERANCE)
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 32), (2, 100, 70), (300, 130, 33), (17, 1, 1), (97, 9, 31)]
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products(
+    dtype: torch.dtype, shape: tuple[int, int, int], with_bias: bool, instruction_set: str
+) -> None:
+    if dtype is torch.float16 and instruction_set == "generic":
+        pytest.skip("float16 is left to PyTorch on such a CPU")
+    rows, depth, outputs = shape
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, depth).to(dtype), torch.randn(outputs, depth).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    layer = NativeLinear(weight, bias)
+    found = layer(x)
+    wanted = linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert found.dtype == dtype and found.is_contiguous()
+    bound = LINEAR_TOLERANCE[dtype] * float(wanted.abs().max())
+    torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
+    wide = torch.randn(rows, 1, depth + 5).to(dtype)
+    wide[..., 3:-2] = x[:, None]
+    assert torch.equal(layer(wide[..., 3:-2]), found[:, None])
+    alone = torch.cat([layer(row[None]) for row in x[:20]])
+    assert torch.equal(alone, found[:20]), "a row gets the same bits in any batch"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 200])
+def test_products_with_bytes(rows: int, instruction_set: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (70, 150), dtype=torch.int8)
+    scales, bias, x = torch.rand(70), torch.randn(70), torch.randn(rows, 150)
+    wanted = linear(x.double(), weight.double() * scales.double()[:, None], bias.double())
+    found = NativeLinear(weight, bias, scales)(x)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-2, rtol=1e-5)
+    assert NativeLinear(weight, bias, scales).nbytes == 70 * 150 + 2 * 4 * 70
+
+
+def test_products_of_nothing_and_of_what_does_not_fit() -> None:
+    layer = NativeLinear(torch.randn(40, 16))
+    assert layer(torch.randn(0, 16)).shape == (0, 40)
+    with pytest.raises(RuntimeError, match="fit each other"):
+        layer(torch.randn(3, 15))
+    with pytest.raises(RuntimeError, match="float32, bfloat16"):
+        layer(torch.randn(3, 16).double())
+
+
+def test_which_products_are_native() -> None:
+    weight = torch.randn(40, 16)
+    assert (native_way(weight, None) is None) == (library.instruction_set() == "generic")
+    packed = pack_linear(weight)
+    assert packed is not None and packed.nbytes >= weight.nbytes

@@ -31,7 +31,8 @@ def test_is_the_plain_product(shape: tuple[int, int], dtype: torch.dtype, with_b
     weight = drawn(*shape, dtype=dtype)
     bias = drawn(shape[0], dtype=dtype, seed=1) if with_bias else None
     packed = packed_or_skip(weight, bias)
-    assert packed.nbytes == weight.nbytes + (0 if bias is None else bias.nbytes)
+    own = packed.nbytes - weight.nbytes
+    assert 0 <= own <= (0 if bias is None else 4 * len(bias)), "a bias may be held in float32"
     for rows in (0, 1, 2, 5, 16, 63, 65, 200):
         x = drawn(rows, shape[1], dtype=dtype, seed=2)
         found = packed(x)

@@ -1,0 +1,71 @@
+"""Linear layers multiplied in C++: weights in panels of 32 outputs, which lie side by side.
+
+A packed weight is [ceil(out / 32), in, 32], padded with zeros. All arithmetic is in float32,
+however narrow the weights are in memory, and an output adds up its products in the order of the
+inputs: a row's results are the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.cpu.library import instruction_set, is_available
+
+__all__ = ["NativeLinear", "native_way", "pack_panels"]
+
+PANEL = 32
+
+
+class NativeLinear:
+    """A packed weight of float32, bfloat16, float16 or int8. See `PackedLinear`.
+
+    `scales` [out]: for int8, what an output is multiplied by.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> None:
+        self._packed = pack_panels(weight)
+        self._outputs = weight.shape[0]
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
+        self._scales = None if scales is None else scales.to(torch.float32, copy=True).contiguous()
+        self._multiply = torch.ops.aioengine_cpu.linear.default
+        self.nbytes = sum(
+            each.nbytes for each in (weight, self._bias, self._scales) if each is not None
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [..., in] of float32, bfloat16 or float16 -> [..., out] of the same."""
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = self._multiply(
+            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            self._packed,
+            self._scales,
+            self._bias,
+            self._outputs,
+        )
+        return out.view(*x.shape[:-1], self._outputs)
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """`weight` [out, in] -> [ceil(out / 32), in, 32]."""
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL)
+    packed = weight.new_empty(panels, inputs, PANEL)
+    whole = outputs // PANEL
+    packed[:whole] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
+    if whole < panels:
+        packed[whole].zero_()[:, : outputs % PANEL] = weight[whole * PANEL :].T
+    return packed
+
+
+def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
+    """For all that the operators read, but where the CPU multiplies bfloat16 itself."""
+    if not is_available():
+        return None
+    found = instruction_set()
+    # Without wide vectors PyTorch's own is faster; with products of bfloat16, so is oneDNN.
+    if found == "generic" or (found == "avx512_bf16" and weight.dtype is torch.bfloat16):
+        return None
+    return NativeLinear(weight.detach(), None if bias is None else bias.detach())
