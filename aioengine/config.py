@@ -153,7 +153,7 @@ class EngineConfig:
     packed_layers: bool = True
     """Whether weights are laid out for the CPU's kernels, and encoder layers of no use dropped."""
     quantization: str | None = None
-    """"int8": the decoder's linear layers in 8 bits, on a CPU; None: as the checkpoint has them."""
+    """"int8": the decoder's linear layers in 8 bits, on a CPU; implies packed_layers."""
     tensor_parallel_size: int = 1
     """Only 1 is built."""
     mm_encoder_tp_mode: str = "tensor"

@@ -14,6 +14,7 @@ import torch
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.int8 import can_quantize
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.checkpoint import check_files, read_config
 from aioengine.models.encdec import EncoderDecoderModel
@@ -84,17 +85,20 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             mm_processor_kwargs=config.mm_processor_kwargs,
         )
         front = _front(model_class, context)
+    dtype = _dtype(config.dtype, hf_config)
+    if config.quantization is not None:
+        _check_quantization(device, dtype)
     with stage("weights"):
         model = model_class.load(
             path,
             hf_config=hf_config,
-            dtype=_dtype(config.dtype, hf_config),
+            dtype=dtype,
             device=device,
             revision=config.revision,
             max_model_len=config.max_model_len,
         )
-        if config.packed_layers:
-            model.pack()
+        if config.packed_layers or config.quantization is not None:
+            model.pack(quantize=config.quantization is not None)
     with stage("memory"):
         sizes = _sizes(model, front, config)
         limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
@@ -117,6 +121,15 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
     )
+
+
+def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:
+    """Before weights are read."""
+    if device.type != "cpu" or not can_quantize(dtype):
+        raise ModelLoadError(
+            f"quantization 'int8' does not run on {device.type} in {dtype} here: it needs a CPU "
+            "with an exact 8-bit product, and float32, bfloat16 or float16; leave quantization out"
+        )
 
 
 def _front(

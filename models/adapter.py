@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
+from aioengine.kernels.int8 import quantize_linear
 from aioengine.models import encoding
 from aioengine.models.attention import (
     LayerSlot,
@@ -172,13 +173,16 @@ class TransformersModel:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
-    def pack(self) -> None:
+    def pack(self, *, quantize: bool = False) -> None:
         """Lay the linear layers' weights out for the CPU's kernels, of other types than float64.
 
-        On any device, encoder layers that are computed for nothing go. Mutates the modules; to be
-        called before the first step.
+        On any device, encoder layers that are computed for nothing go. `quantize`: the decoder's
+        linear layers in 8 bits. Mutates the modules; to be called before the first step.
         """
         trim_encoders(self.model)
+        if quantize:
+            heads = self.model.get_output_embeddings()
+            pack_layers(self.decoder(), quantize_linear, without=(heads,))
         pack_layers(self.model)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +51,16 @@ class PackedPart(nn.Linear):
         return self.merged.part(self.index, input)
 
 
-def pack_layers(model: nn.Module, pack: Pack = pack_linear) -> int:
-    """Pack the linear layers of `model` that qualify, one by one; mutates them.
+def pack_layers(
+    model: nn.Module, pack: Pack = pack_linear, *, without: Sequence[nn.Module] = ()
+) -> int:
+    """Pack the linear layers of `model` that qualify, but `without`, one by one; mutates them.
 
     Returns how many bytes they take. The modules must not be in use meanwhile.
     """
     num_bytes = 0
     with torch.no_grad():
-        for layers in list(_groups(model)):
+        for layers in list(_groups(model, {id(module) for module in without})):
             weight, bias = joined(layers)
             packed = pack(weight, bias)
             if packed is None:
@@ -74,7 +76,7 @@ def pack_layers(model: nn.Module, pack: Pack = pack_linear) -> int:
     return num_bytes
 
 
-def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
+def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Linear]]:
     """Layers that can be packed, those together that are given the same tensor."""
     owners = Counter(
         id(parameter)
@@ -89,7 +91,9 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
     free: dict[int, nn.Linear] = {
         id(module): module
         for module in model.modules()
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1
+        if type(module) is nn.Linear
+        and owners[id(module.weight)] == 1
+        and id(module) not in without
     }
     for parent in model.modules():
         for name, child in parent.named_children():

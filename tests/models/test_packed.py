@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.kernels.int8 import can_quantize
 from aioengine.kernels.linear import pack_linear
 from aioengine.models.packed import Packed, PackedPart, pack_layers
 from tests.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_llava, tiny_pixels
@@ -189,3 +190,20 @@ def test_the_switch_is_checked() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         AsyncEngine.from_pretrained("x", quantization="int4")
     assert caught.value.parameter == "quantization"
+
+
+@pytest.mark.skipif(not can_quantize(torch.float32), reason="no exact 8-bit product here")
+async def test_quantised_layers_answer(folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    sizes = {"kv_cache_bytes": 8 << 20, "max_model_len": 512, "dtype": "float32"}
+    async with AsyncEngine.from_pretrained(
+        folder, device="cpu", quantization="int8", **sizes
+    ) as engine:
+        output = await engine.generate("See <image>.", params, images=[tiny_image(1)])
+    assert len(output.token_ids) == 4
+
+
+async def test_quantisation_that_cannot_be(folder: Path) -> None:
+    engine = AsyncEngine.from_pretrained(folder, device="cpu", dtype="float64", quantization="int8")
+    with pytest.raises(ModelLoadError, match="leave quantization out"):
+        await engine.start()
