@@ -220,19 +220,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for colour, name in zip(colours, names, strict=False):
             curve, line = result["ms"][name], result["fit"][name]
             x = np.array(list(curve), dtype=float)
-            what = f"{name}: " if len(names) > 1 else ""
-            text = f"{what}{line['worst_deviation']:.0%} from the line at most"
+            what = f"{name.removeprefix('queue of ')}, " if len(names) > 1 else ""
+            text = f"{what}at most {line['worst_deviation']:.0%} off the line"
             axes.plot(x, list(curve.values()), "o", color=colour, markersize=5, label=text)
             ends = np.array([x.min(), x.max()])
             axes.plot(ends, line["base_ms"] + line["slope_ms"] * ends, color=colour, linewidth=1)
         axes.set_title("Scheduler" if title == "queue" else "Decode step", loc="left", fontsize=12)
         axes.set_xlabel(label, fontsize=10.5)
         axes.set_ylabel("milliseconds for a step", fontsize=10.5)
-        axes.set_ylim(0)
+        highest = max(max(result["ms"][name].values()) for name in names)
+        axes.set_ylim(0, highest * (1.5 if len(names) > 1 else 1.25))
         axes.set_xlim(0)
         axes.grid(color="#e6e6e6", linewidth=0.8)
         axes.legend(frameon=False, fontsize=9, loc="upper left")
-        axes.margins(y=0.3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.tight_layout()
