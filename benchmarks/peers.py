@@ -57,7 +57,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     listed("--dtype", default=None, help="bfloat16 where the CPU computes in it, else float32")
     listed("--threads", type=int, default=len(os.sched_getaffinity(0)))
     for peer in ("vllm", "openvino"):
-        path = os.environ.get(f"{peer.upper()}_PYTHON", f"/opt/peers/{peer}/bin/python")
+        default = ROOT / ".cache" / "peers" / peer / "bin" / "python"
+        path = os.environ.get(f"{peer.upper()}_PYTHON", str(default))
         listed(f"--{peer}-python", type=Path, default=Path(path))
     listed("--folder", type=Path, default=ROOT / ".cache" / "peers", help="models and pictures")
     listed("--whisper", type=Path, default=ROOT / ".cache" / "real" / "whisper-tiny.en")
