@@ -3,8 +3,9 @@
     PYTHONPATH=. python benchmarks/quantization.py FOLDER [--tokens 300] [--text README.md]
 
 Runs a text through a causal language model of transformers in float32, plain and with its
-decoder's linear layers in 8 bits, and multiplies one weight at 1, 16 and 256 rows in float32 blocks
-and in 8 bits, on one thread, in CPU time. The last line is JSON.
+decoder's linear layers in 8 bits, and multiplies one weight at 1, 16 and 256 rows in packed float32
+and in 8 bits, on one thread, in CPU time: with the weights alone quantised, and with the inputs
+too. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aioengine.kernels.int8 import quantize_linear
-from aioengine.kernels.linear import pack_linear
+from aioengine.kernels.int8 import dynamic, weight_only
+from aioengine.kernels.linear import Way, pack_linear
 from aioengine.models.packed import pack_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT, IN = 2816, 1024
+WAYS: dict[str, Way] = {"weight_only": weight_only, "dynamic": dynamic}
 
 
 @torch.inference_mode()
-def difference(folder: Path, text: str, num_tokens: int) -> dict[str, float]:
+def difference(folder: Path, text: str, num_tokens: int, way: Way) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :num_tokens]
     plain = model(input_ids=ids).logits[0]
-    pack_layers(model, quantize_linear, without=(model.get_output_embeddings(),))
+    pack_layers(model, way, without=(model.get_output_embeddings(),))
     other = model(input_ids=ids).logits[0]
     error = (other - plain).abs()
     log_p, log_q = plain.log_softmax(-1), other.log_softmax(-1)
@@ -63,7 +65,7 @@ def speeds() -> dict[str, dict[int, float]]:
     """Milliseconds of a product by number of rows."""
     weights = [torch.randn(OUT, IN) for _ in range(8)]  # more than caches hold
     found: dict[str, dict[int, float]] = {}
-    for name, pack in (("float32", pack_linear), ("int8", quantize_linear)):
+    for name, pack in (("float32", pack_linear), *WAYS.items()):
         packed = [each for each in map(pack, weights) if each is not None]
         found[name] = {}
         for rows in (1, 16, 256):
@@ -80,7 +82,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "README.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    logits = difference(args.folder, args.text.read_text(), args.tokens)
+    text = args.text.read_text()
+    logits = {name: difference(args.folder, text, args.tokens, way) for name, way in WAYS.items()}
     print(json.dumps(logits), flush=True)
     print(json.dumps({"logits": logits, "ms": speeds()}))
 

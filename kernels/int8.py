@@ -1,11 +1,14 @@
-"""Linear layers of 8-bit weights on a CPU, with activations quantised as they come.
+"""Linear layers of 8-bit weights on a CPU.
 
-A weight is quantised once, with a scale for each output; an input at each call, with a scale for
-each row, never one for a batch: what company a row has changes nothing of its output. Both are
-symmetric. The integer product is exact: where the CPU adds pairs of 8-bit products in 16 bits, and
-so would saturate, rows are given 7 bits, which leave room.
+A weight is quantised once, symmetrically, with a scale for each output. The operators in C++ turn
+it back while they multiply (`weight_only`): inputs stay what they are, and one row, which is bound
+by the memory that weights are read from, is the quicker for it.
 
-PyTorch's dynamic operators (`quantized::linear_dynamic`) have one scale for all rows of a call.
+Where these operators were not built, inputs are quantised too (`dynamic`), at each call with a
+scale for each row, never one for a batch: what company a row has changes nothing of its output. The
+integer product is exact: where the CPU adds pairs of 8-bit products in 16 bits, and so would
+saturate, rows are given 7 bits, which leave room. PyTorch's own dynamic operators
+(`quantized::linear_dynamic`) have one scale for all rows of a call.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aioengine.kernels.cpu.library import instruction_set, is_available
+from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.linear import PackedLinear
 
-__all__ = ["can_quantize", "quantize_linear"]
+__all__ = ["can_quantize", "dynamic", "quantize_linear", "weight_only"]
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -27,9 +32,7 @@ class _Int8Linear:
     """A weight [out, in] in 8 bits, with a scale for each output."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int) -> None:
-        weight = weight.detach()
-        scales = weight.abs().amax(1).float().div_(127).clamp_min_(_SMALLEST)
-        rounded = weight.float().div(scales[:, None]).round_().to(torch.int8)
+        rounded, scales = _rounded(weight)
         self._weight = _operators().qlinear_prepack(rounded, None)
         self._scales = scales
         self._zeros = torch.zeros(len(scales), dtype=torch.int32)
@@ -50,19 +53,42 @@ class _Int8Linear:
 
 
 def can_quantize(dtype: torch.dtype) -> bool:
-    """Whether there is an exact integer product here, and layers of `dtype` may use it."""
-    return dtype in (torch.float32, torch.bfloat16, torch.float16) and _exact_bits() is not None
+    """Whether layers of `dtype` can have 8-bit weights here."""
+    is_known = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_known and (_is_native() or _exact_bits() is not None)
 
 
 def quantize_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | None:
     """`weight` [out, in] in 8 bits with `bias` [out]; None where that cannot be multiplied.
 
-    Neither is changed or kept. Outputs are of the weight's dtype.
+    Neither is changed or kept. Outputs are of the input's dtype.
     """
-    bits = _exact_bits() if weight.device.type == "cpu" and can_quantize(weight.dtype) else None
-    if bits is None or not weight.numel():
+    if weight.device.type != "cpu" or not can_quantize(weight.dtype) or not weight.numel():
         return None
-    return _Int8Linear(weight, bias, bits)
+    return weight_only(weight, bias) if _is_native() else dynamic(weight, bias)
+
+
+def weight_only(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """See `quantize_linear`: inputs stay as they are. For where the operators in C++ were built."""
+    rounded, scales = _rounded(weight)
+    return NativeLinear(rounded, None if bias is None else bias.detach(), scales)
+
+
+def dynamic(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | None:
+    """See `quantize_linear`: inputs are quantised too. None without an exact integer product."""
+    bits = _exact_bits()
+    return None if bits is None else _Int8Linear(weight, bias, bits)
+
+
+def _is_native() -> bool:
+    return is_available() and instruction_set() != "generic"
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as int8, and the scale of each output [out]."""
+    weight = weight.detach()
+    scales = weight.abs().amax(1).float().div_(127).clamp_min_(_SMALLEST)
+    return weight.float().div(scales[:, None]).round_().to(torch.int8), scales
 
 
 def _operators() -> Any:

@@ -12,21 +12,22 @@ from torch import Tensor
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 
-__all__ = ["NativeLinear", "native_way", "pack_panels"]
-
-PANEL = 32
+__all__ = ["NativeLinear", "native_way"]
 
 
 class NativeLinear:
     """A packed weight of float32, bfloat16, float16 or int8. See `PackedLinear`.
 
-    `scales` [out]: for int8, what an output is multiplied by.
+    `scales` [out]: for int8, what an output is multiplied by. Raises RuntimeError where the
+    operators were not built.
     """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
     ) -> None:
-        self._packed = pack_panels(weight)
+        if not is_available():
+            raise RuntimeError("the C++ kernels were not built")
+        self._packed: Tensor = torch.ops.aioengine_cpu.pack_panels(weight)
         self._outputs = weight.shape[0]
         self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
         self._scales = None if scales is None else scales.to(torch.float32, copy=True).contiguous()
@@ -46,18 +47,6 @@ class NativeLinear:
             self._outputs,
         )
         return out.view(*x.shape[:-1], self._outputs)
-
-
-def pack_panels(weight: Tensor) -> Tensor:
-    """`weight` [out, in] -> [ceil(out / 32), in, 32]."""
-    outputs, inputs = weight.shape
-    panels = -(-outputs // PANEL)
-    packed = weight.new_empty(panels, inputs, PANEL)
-    whole = outputs // PANEL
-    packed[:whole] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
-    if whole < panels:
-        packed[whole].zero_()[:, : outputs % PANEL] = weight[whole * PANEL :].T
-    return packed
 
 
 def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:

@@ -327,6 +327,52 @@ Weights weights_of(const Tensor& packed, const Kernels& kernels) {
     return number == Number::BFloat16 ? Weights::BFloat16 : Weights::Float16;
 }
 
+// Numbers of one size from rows [outputs, depth] to panels; what there is no row for becomes 0.
+template <class T>
+void copy_to_panels(const T* from, int64_t stride, int64_t outputs, int64_t depth, T* to) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL;
+    torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+            const int64_t count = std::min<int64_t>(PANEL, outputs - panel * PANEL);
+            const T* rows = from + panel * PANEL * stride;
+            T* target = to + panel * depth * PANEL;
+            if (count < PANEL) std::fill(target, target + depth * PANEL, T{0});
+            // A few columns at a time, row by row: rows are often a power of two apart, and a cache
+            // would not hold a line of each.
+            for (int64_t first = 0; first < depth; first += PANEL) {
+                const int64_t last = std::min(first + PANEL, depth);
+                for (int64_t row = 0; row < count; ++row)
+                    for (int64_t k = first; k < last; ++k)
+                        target[k * PANEL + row] = rows[row * stride + k];
+            }
+        }
+    });
+}
+
+// A weight [outputs, depth] as [panels, depth, PANEL].
+Tensor pack_panels(const Tensor& weight) {
+    check_close(weight, 2, "weight");
+    const int64_t outputs = weight.size(0), depth = weight.size(1);
+    Tensor packed = torch::stable::new_empty(weight, {(outputs + PANEL - 1) / PANEL, depth, PANEL});
+    const void* from = weight.const_data_ptr();
+    void* to = packed.mutable_data_ptr();
+    const int64_t stride = weight.stride(0);
+    switch (weight.element_size()) {
+        case 1:
+            copy_to_panels((const uint8_t*)from, stride, outputs, depth, (uint8_t*)to);
+            break;
+        case 2:
+            copy_to_panels((const uint16_t*)from, stride, outputs, depth, (uint16_t*)to);
+            break;
+        case 4:
+            copy_to_panels((const uint32_t*)from, stride, outputs, depth, (uint32_t*)to);
+            break;
+        default:
+            STD_TORCH_CHECK(false, "a weight's numbers must take 1, 2 or 4 bytes");
+    }
+    return packed;
+}
+
 // x [rows, depth] times packed [panels, depth, PANEL], of which `outputs` are not padding.
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
@@ -383,6 +429,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "Tensor seq_lens, Tensor block_table, Tensor? block_ids, Tensor? sinks, "
         "Tensor? distance_bias, float scale, float softcap, int window, bool is_causal, "
         "bool blocks_in_window) -> Tensor");
+    library.def("pack_panels(Tensor weight) -> Tensor");
     library.def(
         "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs) -> Tensor");
 }
@@ -390,6 +437,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("write_kv", TORCH_BOX(&write_kv));
     library.impl("attend", TORCH_BOX(&attend));
+    library.impl("pack_panels", TORCH_BOX(&pack_panels));
     library.impl("linear", TORCH_BOX(&linear));
 }
 
