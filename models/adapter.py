@@ -37,6 +37,7 @@ from aioengine.models.attention import (
     attach_slot,
     route_attention,
 )
+from aioengine.models.fused import fuse_norms
 from aioengine.models.interfaces import (
     MultiModalEmbeddings,
     PromptInputs,
@@ -174,7 +175,7 @@ class TransformersModel:
         return device
 
     def pack(self, *, quantize: bool = False) -> None:
-        """Lay the linear layers' weights out for the CPU's kernels, of other types than float64.
+        """Lay weights of linear layers out for the CPU's kernels and fuse norms, but in float64.
 
         On any device, encoder layers that are computed for nothing go. `quantize`: the decoder's
         linear layers in 8 bits. Mutates the modules; to be called before the first step.
@@ -184,6 +185,7 @@ class TransformersModel:
             heads = self.model.get_output_embeddings()
             pack_layers(self.decoder(), quantize_linear, without=(heads,))
         pack_layers(self.model)
+        fuse_norms(self.model)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
         """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.

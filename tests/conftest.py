@@ -14,12 +14,25 @@ import pytest
 import torch
 
 import aioengine
+from aioengine.kernels.cpu import library
 
 PACKAGE = str(Path(aioengine.__file__).parent)
 ROOMS = ("processors", "models", "kernels", "streams")
 MAX_HELD_S = 0.050
 """CPU time that one callback of ours may take on the loop's thread. Generous: machines differ, and
 the exact bound is the business of tests/aioengine/test_loop_free.py."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-native", action="store_true", help="as if the C++ kernels had not been built"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--without-native"):
+        library.is_available.cache_clear()
+        library.LIBRARY = Path("not-built.so")
 
 
 @pytest.fixture(scope="session", autouse=True)
