@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--without-native"):
         library.is_available.cache_clear()
         library.LIBRARY = Path("not-built.so")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Side by side, what tests print travels as UTF-8, which has no half characters."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
