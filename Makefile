@@ -8,9 +8,7 @@ REAL := .cache/real
 
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
-# Tests run side by side: threads of torch that wait for each other must leave the cores to others.
-export OMP_WAIT_POLICY := passive
-PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q
 
 .PHONY: demo test quick plain-test real-test lint wheel clean
 

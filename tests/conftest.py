@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
         library.LIBRARY = Path("not-built.so")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Side by side, what tests print travels as UTF-8, which has no half characters."""
-    report = yield
-    report.sections = [
-        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
-    ]
-    return report
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_becomes_more_important() -> Iterator[None]:
+    """What a library does to this thread's priority, later tests and processes inherit."""
+    yield
+    if hasattr(os, "sched_getscheduler"):
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 @pytest.fixture(autouse=True)

@@ -74,10 +74,10 @@ def use(wheel: Path, folder: Path) -> str:
     return run([python, "-c", USE_IT], PATH=str(folder / "bin"), CXX="", CC="").strip()
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, so that what a build leaves behind is not left here."""
-    folder = tmp_path_factory.mktemp("source") / "aioengine"
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy, so that what a build leaves behind is left neither here nor for another build."""
+    folder = tmp_path / "source" / "aioengine"
     ignored = shutil.ignore_patterns(*NOT_SOURCE)
     return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from typing import Any
 
@@ -47,6 +49,17 @@ def numbers(frames: Any) -> tuple[int, ...]:
     return tuple(number_of(frame) for frame in frames)
 
 
+@contextmanager
+def ordinary_priority() -> Iterator[None]:
+    """libsvtav1, if root runs it, makes threads of the process real-time ones, for good: they and
+    all that they start then keep everybody else from the cores."""
+    yield
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+
+@ordinary_priority()
 def write(
     num_frames: int = 40,
     codec: str = "mpeg4",
