@@ -1,4 +1,4 @@
-"""On a CPU with our kernels, what a request gets is the same to the last bit in any company.
+"""Where all products run in our kernels, a request gets the same to the last bit in any company.
 
 float64 tells nothing apart that rounding would; here the narrow types themselves are held to it.
 """
