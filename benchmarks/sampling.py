@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from growth import BLOCK_SIZE, decode_plan
 from make_model import make_model
 from transformers import AutoConfig
 
 from aioengine.adjustments import Adjustments
 from aioengine.models.registry import resolve
-from aioengine.plan import Limits, SequencePlan, StepPlan
+from aioengine.plan import Limits
 from aioengine.runner import Runner
 from aioengine.sampler import Sampler, Sampling
 
@@ -68,27 +69,6 @@ def kinds(vocab: int) -> list[Callable[[int], Sampling]]:
     ]
 
 
-def decode_plan(number: int, count: int, limits: Limits) -> StepPlan:
-    """A step in which each sequence decodes one token; nothing is sampled."""
-    width = -(-CONTEXT // limits.block_size)
-    sequences = [
-        SequencePlan(
-            request_id=str(i),
-            epoch=0,
-            start=CONTEXT - 1,
-            end=CONTEXT,
-            token_ids=(i % 1000 + 10,),
-            block_tables=(tuple(range(i * width, (i + 1) * width)),),
-            rows=(),
-            samples=True,
-            output_index=0,
-            sampling=Sampling(),
-        )
-        for i in range(count)
-    ]
-    return StepPlan(number, tuple(sequences))
-
-
 @torch.inference_mode()
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(folder)
@@ -101,7 +81,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         max_num_seqs=args.count,
         max_num_batched_tokens=args.count,
         max_model_len=CONTEXT,
-        block_size=32,
+        block_size=BLOCK_SIZE,
         num_blocks=width * args.count,
     )
     runner = Runner(model, limits)
@@ -115,7 +95,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     times: dict[str, list[float]] = {"step": [], "sampling": []}
     for number in range(args.pairs + 1):
         begin = time.perf_counter()
-        runner.step(decode_plan(number, args.count, limits)).read()
+        runner.step(decode_plan(number, args.count, CONTEXT)).read()
         times["step"].append(time.perf_counter() - begin)
         copy = logits.clone()
         begin = time.perf_counter()
