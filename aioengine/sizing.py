@@ -78,7 +78,10 @@ def resolve_limits(
     budget = needed = 0
     if kv_bytes is None or (encoder_bytes is None and sizes.max_item_rows):
         budget = _free_bytes(config, device)
-        scarce = (useful_bytes + draft.encoder_cache_bytes) * PLENTY > budget
+        if kv_bytes is None:
+            scarce = (useful_bytes + draft.encoder_cache_bytes) * PLENTY > budget
+        else:
+            scarce = draft.encoder_cache_bytes * ENCODER_SHARE * PLENTY > budget - kv_bytes
         needed = measure(draft) if device.type == "cuda" or scarce else 0
     if encoder_bytes is None:
         share = max(0, budget - needed - (kv_bytes or 0)) // ENCODER_SHARE
