@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.kernels.int8 import quantize_linear
 from aioengine.models import encoding
+from aioengine.models.activated import fuse_activations
 from aioengine.models.attention import (
     LayerSlot,
     StepContext,
@@ -185,6 +186,7 @@ class TransformersModel:
             heads = self.model.get_output_embeddings()
             pack_layers(self.decoder(), quantize_linear, without=(heads,))
         pack_layers(self.model)
+        fuse_activations(self.model)
         fuse_norms(self.model)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:

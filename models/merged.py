@@ -36,8 +36,8 @@ class Merged:
     """One product for several layers. `sizes`: of the outputs, one after the other."""
 
     def __init__(self, packed: PackedLinear, sizes: Sequence[int]) -> None:
-        self._packed = packed
-        self._sizes = list(sizes)
+        self.packed = packed
+        self.sizes = list(sizes)
         # What was computed last: of which input, and the parts that were not handed out yet.
         self._last: tuple[weakref.ref[Tensor], list[Tensor | None]] | None = None
 
@@ -45,7 +45,7 @@ class Merged:
         """Layer `index`'s output of `x` [..., in]: [..., sizes[index]], contiguous."""
         last = self._last
         if last is None or last[0]() is not x or last[1][index] is None:
-            outputs: list[Tensor | None] = [*torch.split(self._packed(x), self._sizes, -1)]
+            outputs: list[Tensor | None] = [*torch.split(self.packed(x), self.sizes, -1)]
             last = self._last = (weakref.ref(x, self._forget), outputs)
         found = last[1][index]
         assert found is not None

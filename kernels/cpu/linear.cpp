@@ -11,6 +11,7 @@
 
 namespace {
 
+using aioengine::Activation;
 using aioengine::Linear;
 using aioengine::LINEAR_ROWS;
 using aioengine::LinearPiece;
@@ -21,6 +22,7 @@ using aioengine::Weights;
 constexpr int64_t DEPTH = 128;   // of a panel's piece that is turned into floats at a time
 constexpr int64_t FEW_ROWS = 3;  // for which that does not pay
 constexpr int COLUMNS = PANEL / WIDTH;
+constexpr int64_t LINE = 64;  // bytes that memory is read by
 
 // So many rows that their sums fill the registers, but for a weight and an input.
 #if AIOENGINE_WIDTH == 16
@@ -29,14 +31,17 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 3;
 #endif
 
-// sums[r][c] += input[r][k] * weights[k][c] over `depth`, for ROWS rows and one panel.
+// sums[r][c] += input[r][k] * weights[k][c] over `depth`, for ROWS rows and one panel. On every step
+// a cache line is asked for of what comes next.
 template <int ROWS, class T>
 static inline void multiply_tile(
-    const float* input, int64_t stride, const T* weights, int64_t depth, float* sums) {
+    const float* input, int64_t stride, const T* weights, int64_t depth, float* sums,
+    const char* next) {
     Floats s[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) s[r][c] = load(sums + r * PANEL + c * WIDTH);
     for (int64_t k = 0; k < depth; ++k) {
+        __builtin_prefetch(next + k * LINE);
         Floats x[ROWS];
         for (int r = 0; r < ROWS; ++r) x[r] = splat(input[r * stride + k]);
         for (int c = 0; c < COLUMNS; ++c) {
@@ -48,29 +53,46 @@ static inline void multiply_tile(
         for (int c = 0; c < COLUMNS; ++c) store(sums + r * PANEL + c * WIDTH, s[r][c]);
 }
 
+// `next`: what is multiplied after this, `next_size` bytes of it.
 template <class T>
 static void multiply_rows(
-    const float* input, int64_t stride, int64_t rows, const T* weights, int64_t depth,
-    float* sums) {
-    int64_t r = 0;
-    for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-        multiply_tile<TILE_ROWS>(input + r * stride, stride, weights, depth, sums + r * PANEL);
-    for (; r + 2 <= rows; r += 2)
-        multiply_tile<2>(input + r * stride, stride, weights, depth, sums + r * PANEL);
-    for (; r < rows; ++r)
-        multiply_tile<1>(input + r * stride, stride, weights, depth, sums + r * PANEL);
+    const float* input, int64_t stride, int64_t rows, const T* weights, int64_t depth, float* sums,
+    const char* next, int64_t next_size) {
+    const char* const end = next + next_size;
+    // A single row has too few sums to keep the CPU busy: instead of three and one, two and two.
+    const bool is_even = TILE_ROWS == 3 && rows > 3 && rows % 3 == 1;
+    const int64_t in_tiles = is_even ? rows - 4 : rows;
+    for (int64_t r = 0; r < rows;) {
+        const float* x = input + r * stride;
+        float* s = sums + r * PANEL;
+        if (r + TILE_ROWS <= in_tiles) {
+            multiply_tile<TILE_ROWS>(x, stride, weights, depth, s, next);
+            r += TILE_ROWS;
+        } else if (TILE_ROWS > 4 && r + 4 <= rows) {
+            multiply_tile<4>(x, stride, weights, depth, s, next);
+            r += 4;
+        } else if (r + 2 <= rows) {
+            multiply_tile<2>(x, stride, weights, depth, s, next);
+            r += 2;
+        } else {
+            multiply_tile<1>(x, stride, weights, depth, s, next);
+            r += 1;
+        }
+        if (next < end) next += depth * LINE;
+    }
 }
 
+// sums [rows, PANEL] = the piece's rows times one panel.
 template <class T>
-static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
+static void add_up(
+    const Linear& a, const LinearPiece& p, int64_t panel, float* wide, float* sums) {
     const int64_t rows = p.last_row - p.first_row;
-    const float* input = a.input + p.first_row * a.depth;
-    const T* weights = (const T*)a.packed + p.panel * a.depth * PANEL;
-    float* sums = scratch;
-    float* wide = scratch + LINEAR_ROWS * PANEL;
+    const float* input = a.input + p.first_row * a.input_stride;
+    const T* weights = (const T*)a.packed + panel * a.depth * PANEL;
     memset(sums, 0, rows * PANEL * sizeof(float));
     if (rows <= FEW_ROWS) {
-        multiply_rows(input, a.depth, rows, weights, a.depth, sums);
+        multiply_rows(
+            input, a.input_stride, rows, weights, a.depth, sums, (const char*)weights, 0);
     } else {
         for (int64_t k = 0; k < a.depth; k += DEPTH) {
             const int64_t depth = a.depth - k < DEPTH ? a.depth - k : DEPTH;
@@ -81,10 +103,13 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
                 for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
                     store(wide + i, load(weights + k * PANEL + i));
             }
-            multiply_rows(input + k, a.depth, rows, piece, depth, sums);
+            multiply_rows(
+                input + k, a.input_stride, rows, piece, depth, sums,
+                (const char*)(weights + (k + depth) * PANEL),
+                depth * PANEL * (int64_t)sizeof(T));
         }
     }
-    const int64_t first = p.panel * PANEL;
+    const int64_t first = panel * PANEL;
     const int64_t count = a.outputs - first < PANEL ? a.outputs - first : PANEL;
     for (int64_t r = 0; r < rows; ++r) {
         float* row = sums + r * PANEL;
@@ -92,21 +117,56 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
             for (int64_t c = 0; c < count; ++c) row[c] *= a.scales[first + c];
         if (a.bias)
             for (int64_t c = 0; c < count; ++c) row[c] += a.bias[first + c];
-        const int64_t at = (p.first_row + r) * a.outputs + first;
+    }
+}
+
+static inline Floats activate(Activation activation, Floats x) {
+    Floats u = x;
+    // tanh(t) = 2 logistic(2t) - 1, with t = sqrt(2 / pi) (x + 0.044715 x^3).
+    if (activation == Activation::GeluTanh) u = x * (1.59576912f + 0.07135481f * x * x);
+    if (activation == Activation::QuickGelu) u = 1.702f * x;
+    const Floats e = exp_negative(choose(u < Floats{}, u, -u));
+    return x * choose(u < Floats{}, e, splat(1.0f)) / (1.0f + e);
+}
+
+static void write(const Linear& a, const LinearPiece& p, const float* sums) {
+    const int64_t outputs = a.gate_panels ? a.outputs / 2 : a.outputs;
+    const int64_t first = p.panel * PANEL;
+    const int64_t count = outputs - first < PANEL ? outputs - first : PANEL;
+    for (int64_t r = p.first_row; r < p.last_row; ++r, sums += PANEL) {
+        const int64_t at = r * outputs + first;
         switch (a.number) {
             case Number::Float32:
-                memcpy((float*)a.out + at, row, count * sizeof(float));
+                memcpy((float*)a.out + at, sums, count * sizeof(float));
                 break;
             case Number::BFloat16:
-                for (int64_t c = 0; c < count; ++c) from_float(row[c], (BFloat16*)a.out + at + c);
+                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (BFloat16*)a.out + at + c);
                 break;
             case Number::Float16:
 #if defined(__F16C__)
-                for (int64_t c = 0; c < count; ++c) from_float(row[c], (Float16*)a.out + at + c);
+                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (Float16*)a.out + at + c);
 #endif
                 break;
         }
     }
+}
+
+template <class T>
+static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
+    float* sums = scratch;
+    float* others = sums + LINEAR_ROWS * PANEL;
+    float* wide = others + LINEAR_ROWS * PANEL;
+    const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
+    add_up<T>(a, p, p.panel, wide, sums);
+    if (a.activation != Activation::None)
+        for (int64_t i = 0; i < num_sums; i += WIDTH)
+            store(sums + i, activate(a.activation, load(sums + i)));
+    if (a.gate_panels) {
+        add_up<T>(a, p, p.panel + a.gate_panels, wide, others);
+        for (int64_t i = 0; i < num_sums; i += WIDTH)
+            store(sums + i, load(sums + i) * load(others + i));
+    }
+    write(a, p, sums);
 }
 
 static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
@@ -129,27 +189,28 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
 }
 
 template <class T>
-static void widen_as(const Linear& a, int64_t first, int64_t last) {
+static void widen_as(const Linear& a, int64_t first, int64_t last, float* input) {
     for (int64_t r = first; r < last; ++r) {
         const T* from = (const T*)a.x + r * a.stride;
-        float* to = a.input + r * a.depth;
+        float* to = input + r * a.depth;
         int64_t k = 0;
         for (; k + WIDTH <= a.depth; k += WIDTH) store(to + k, load(from + k));
         for (; k < a.depth; ++k) to[k] = to_float(from[k]);
     }
 }
 
-static void widen(const Linear& a, int64_t first, int64_t last) {
+// Rows of x to contiguous floats.
+static void widen(const Linear& a, int64_t first, int64_t last, float* input) {
     switch (a.number) {
         case Number::Float32:
-            widen_as<float>(a, first, last);
+            widen_as<float>(a, first, last, input);
             break;
         case Number::BFloat16:
-            widen_as<BFloat16>(a, first, last);
+            widen_as<BFloat16>(a, first, last, input);
             break;
         case Number::Float16:
 #if defined(__F16C__)
-            widen_as<Float16>(a, first, last);
+            widen_as<Float16>(a, first, last, input);
 #endif
             break;
     }
@@ -162,5 +223,5 @@ static void widen(const Linear& a, int64_t first, int64_t last) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    LINEAR_ROWS * PANEL + DEPTH * PANEL, widen, multiply};
+    2 * LINEAR_ROWS * PANEL + DEPTH * PANEL, widen, multiply};
 }

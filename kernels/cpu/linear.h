@@ -13,27 +13,35 @@ constexpr int64_t PANEL = 32;  // outputs whose weights lie side by side
 
 enum class Weights { Float32, BFloat16, Float16, Int8 };
 
+// What becomes of an output: all of these are x times the logistic function of something.
+enum class Activation { None, SiLU, GeluTanh, QuickGelu };
+
 struct Linear {
     Number number;        // of x and out
     Weights weights;
     const void* x;        // [rows, depth], rows `stride` numbers apart
     int64_t stride;
-    float* input;         // the same as floats, contiguous, once `widen` has run
+    const float* input;   // the same as floats, rows `input_stride` apart
+    int64_t input_stride;
     const void* packed;   // [panels, depth, PANEL]
     const float* scales;  // [outputs], or null: multiplies what an output adds up to
     const float* bias;    // [outputs], or null
-    void* out;            // [rows, outputs], contiguous
+    void* out;            // [rows, outputs], contiguous; [rows, outputs / 2] where gated
     int64_t rows, depth, outputs;
+    Activation activation;
+    // 0, or how many panels there are of gates: each is activated and multiplied by an output of
+    // the panel that comes so many after it.
+    int64_t gate_panels;
 };
 
-// Rows [first_row, last_row) of one panel's outputs.
+// Rows [first_row, last_row) of one panel's outputs, and of its partner's where there are gates.
 struct LinearPiece {
     int64_t panel, first_row, last_row;
 };
 
 struct LinearKernels {
     int64_t scratch_floats;  // that `multiply` wants for up to LINEAR_ROWS rows
-    void (*widen)(const Linear&, int64_t first_row, int64_t last_row);
+    void (*widen)(const Linear&, int64_t first_row, int64_t last_row, float* input);
     void (*multiply)(const Linear&, const LinearPiece&, float* scratch);
 };
 

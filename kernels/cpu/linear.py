@@ -7,12 +7,25 @@ inputs: a row's results are the same bits in any batch.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 
-__all__ = ["NativeLinear", "native_way"]
+__all__ = ["Activation", "NativeLinear", "native_way"]
+
+PANEL = 32
+
+
+class Activation(IntEnum):
+    """What the operator can make of its outputs; numbered as in linear.h."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+    QUICK_GELU = 3
 
 
 class NativeLinear:
@@ -36,8 +49,14 @@ class NativeLinear:
             each.nbytes for each in (weight, self._bias, self._scales) if each is not None
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` [..., in] of float32, bfloat16 or float16 -> [..., out] of the same."""
+    def __call__(
+        self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
+    ) -> Tensor:
+        """`x` [..., in] of float32, bfloat16 or float16 -> [..., out] of the same.
+
+        `activation` is applied before anything is rounded. `is_gated`: to the first half of the
+        outputs, which the second half is multiplied by: [..., out / 2]. See `can_gate`.
+        """
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = self._multiply(
             rows if rows.stride(-1) == 1 else rows.contiguous(),
@@ -45,8 +64,15 @@ class NativeLinear:
             self._scales,
             self._bias,
             self._outputs,
+            int(activation),
+            is_gated,
         )
-        return out.view(*x.shape[:-1], self._outputs)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @property
+    def can_gate(self) -> bool:
+        """Whether each half of the outputs fills whole panels."""
+        return self._outputs % (2 * PANEL) == 0
 
 
 def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:

@@ -373,10 +373,11 @@ Tensor pack_panels(const Tensor& weight) {
     return packed;
 }
 
-// x [rows, depth] times packed [panels, depth, PANEL], of which `outputs` are not padding.
+// x [rows, depth] times packed [panels, depth, PANEL], of which `outputs` are not padding. Where it
+// is gated, the first half of the outputs are gates of the second, and there are half as many.
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
-    const std::optional<Tensor>& bias, int64_t outputs) {
+    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
     const Doors& doors = *chosen.load();
     check_close(x, 2, "x");
     check_close(packed, 3, "packed");
@@ -398,16 +399,29 @@ Tensor linear(
     a.rows = x.size(0);
     a.depth = x.size(1);
     a.outputs = outputs;
-    Tensor out = torch::stable::new_empty(x, {a.rows, outputs});
+    STD_TORCH_CHECK(
+        0 <= activation && activation <= static_cast<int64_t>(aioengine::Activation::QuickGelu),
+        "unknown activation");
+    a.activation = static_cast<aioengine::Activation>(activation);
+    STD_TORCH_CHECK(!is_gated || outputs % (2 * PANEL) == 0, "gates must fill whole panels");
+    a.gate_panels = is_gated ? packed.size(0) / 2 : 0;
+    Tensor out = torch::stable::new_empty(x, {a.rows, is_gated ? outputs / 2 : outputs});
     a.out = out.mutable_data_ptr();
-    const std::unique_ptr<float[]> input(new float[a.rows * a.depth]);
-    a.input = input.get();
-    const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, a.depth));
-    torch::stable::parallel_for(0, a.rows, grain, [&](int64_t first, int64_t last) {
-        doors.linear->widen(a, first, last);
-    });
+    a.input = static_cast<const float*>(a.x);
+    a.input_stride = a.stride;
+    std::unique_ptr<float[]> floats;
+    if (a.number != Number::Float32) {
+        floats.reset(new float[a.rows * a.depth]);
+        a.input = floats.get();
+        a.input_stride = a.depth;
+        const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, a.depth));
+        torch::stable::parallel_for(0, a.rows, grain, [&](int64_t first, int64_t last) {
+            doors.linear->widen(a, first, last, floats.get());
+        });
+    }
     // Panel by panel within some rows: these stay in a core's cache, and weights are read once.
-    const int64_t panels = packed.size(0), parts = (a.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    const int64_t panels = is_gated ? a.gate_panels : packed.size(0);
+    const int64_t parts = (a.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
     share_out(panels * parts, doors.linear->scratch_floats, [&](int64_t i, float* scratch) {
         const int64_t first = i / panels * a.rows / parts;
         const int64_t last = (i / panels + 1) * a.rows / parts;
@@ -431,7 +445,8 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "bool blocks_in_window) -> Tensor");
     library.def("pack_panels(Tensor weight) -> Tensor");
     library.def(
-        "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs) -> Tensor");
+        "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
+        "int activation=0, bool is_gated=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, silu
 
 from aioengine.kernels.attention import (
     AttentionMetadata,
@@ -20,7 +20,7 @@ from aioengine.kernels.attention import (
 )
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
-from aioengine.kernels.cpu.linear import NativeLinear, native_way
+from aioengine.kernels.cpu.linear import Activation, NativeLinear, native_way
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.linear import pack_linear
 from aioengine.kernels.reference import ReferenceBackend
@@ -387,6 +387,53 @@ def test_products(
     assert torch.equal(layer(wide[..., 3:-2]), found[:, None])
     alone = torch.cat([layer(row[None]) for row in x[:20]])
     assert torch.equal(alone, found[:20]), "a row gets the same bits in any batch"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 100])
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [
+        (Activation.SILU, silu),
+        (Activation.GELU_TANH, lambda x: gelu(x, approximate="tanh")),
+        (Activation.QUICK_GELU, lambda x: x * torch.sigmoid(1.702 * x)),
+    ],
+)
+def test_products_with_activations(
+    activation: Activation,
+    formula: Callable[[Tensor], Tensor],
+    rows: int,
+    instruction_set: str,
+) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 50), torch.randn(192, 50), torch.randn(192)
+    x[0] *= 100  # where exponentials end
+    layer = NativeLinear(weight, bias)
+
+    def assert_close(found: Tensor, wanted: Tensor) -> None:
+        bound = 1e-5 * float(wanted.abs().max())
+        torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
+
+    wanted = linear(x.double(), weight.double(), bias.double())
+    found = layer(x, activation)
+    assert_close(found, formula(wanted))
+    assert layer.can_gate
+    found = layer(x, activation, is_gated=True)
+    gates, others = wanted.chunk(2, -1)
+    assert_close(found, formula(gates) * others)
+    small = torch.randint(-127, 128, (192, 50), dtype=torch.int8)
+    scales = torch.rand(192) / 100
+    wanted = linear(x.double(), small.double() * scales.double()[:, None], bias.double())
+    gates, others = wanted.chunk(2, -1)
+    found = NativeLinear(small, bias, scales)(x, activation, is_gated=True)
+    assert_close(found, formula(gates) * others)
+    assert layer(torch.full((1, 50), torch.nan), activation).isnan().all()
+
+
+def test_halves_that_share_a_panel() -> None:
+    layer = NativeLinear(torch.randn(96, 8))
+    assert not layer.can_gate
+    with pytest.raises(RuntimeError, match="whole panels"):
+        layer(torch.randn(2, 8), Activation.SILU, is_gated=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 200])

@@ -157,7 +157,8 @@ static bool compare_products(const LinearKernels& one, const LinearKernels& othe
                                             : Weights::BFloat16;
     a.x = x.bytes.data();
     a.stride = depth;
-    a.input = input.data();
+    a.input = number == Number::Float32 ? (const float*)a.x : input.data();
+    a.input_stride = depth;
     a.packed = is_small ? (void*)small.data() : packed.bytes.data();
     a.scales = is_small ? scales.data() : nullptr;
     a.bias = pick(0, 1) ? nullptr : bias.data();
@@ -168,7 +169,7 @@ static bool compare_products(const LinearKernels& one, const LinearKernels& othe
         const LinearKernels& kernels = which ? other : one;
         a.out = which ? out2.bytes.data() : out1.bytes.data();
         float* scratch = (float*)aligned_alloc(64, (size_t)(kernels.scratch_floats * 4 + 63) / 64 * 64);
-        kernels.widen(a, 0, rows);
+        if (number != Number::Float32) kernels.widen(a, 0, rows, input.data());
         for (int64_t panel = 0; panel < panels; ++panel)
             kernels.multiply(a, {panel, 0, rows}, scratch);
         free(scratch);

@@ -1,0 +1,205 @@
+"""Feed-forward layers whose activation, and the product of gates, the first product applies.
+
+`down(act(up(x)))` and `down(act(gate(x)) * up(x))` are found by the code of a class, which must do
+nothing else, and the activation by a trial. So is the whole, for one layer of each class: what
+becomes of random rows must be what the layer itself makes of them. Between the two products nothing
+is written then but what the second one reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from aioengine.kernels.cpu.linear import Activation, NativeLinear
+from aioengine.models.packed import Packed, PackedPart
+
+__all__ = ["ActivatedFeedForward", "feed_forward", "fuse_activations"]
+
+_FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+}
+_ROUNDINGS = 8
+"""Units in the last place of the largest output that two ways of computing may be apart."""
+
+
+class FeedForward(NamedTuple):
+    """Names of a class's children. `gate`: what is activated then, or None where `up` is."""
+
+    down: str
+    activation: str
+    up: str
+    gate: str | None
+
+
+class ActivatedFeedForward(nn.Module):
+    """Made of a module by `fuse_activations`, never by itself."""
+
+    fused_product: NativeLinear
+    fused_activation: Activation
+    fused_names: FeedForward
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`hidden_states` [..., dim] -> [..., dim]."""
+        names = self.fused_names
+        inner = self.fused_product(
+            hidden_states, self.fused_activation, is_gated=names.gate is not None
+        )
+        found: Tensor = getattr(self, names.down)(inner)
+        return found
+
+
+def fuse_activations(model: nn.Module) -> int:
+    """Fuse the feed-forward layers of `model` whose products are ours, in place; how many were."""
+    count = 0
+    found: dict[type[nn.Module], FeedForward | None] = {}
+    tried: dict[tuple[type[nn.Module], Activation], bool] = {}
+    with torch.no_grad():
+        for module in list(model.modules()):
+            kind = type(module)
+            if kind not in found:
+                found[kind] = feed_forward(kind)
+            names = found[kind]
+            product = None if names is None else _product(module, names)
+            if names is None or product is None:
+                continue
+            activation = _activation(getattr(module, names.activation))
+            if activation is None:
+                continue
+            if (kind, activation) not in tried:
+                tried[kind, activation] = _is_the_same(module, names, product, activation)
+            if not tried[kind, activation]:
+                continue
+            module.__class__ = ActivatedFeedForward
+            for name, value in zip(
+                ("fused_product", "fused_activation", "fused_names"),
+                (product, activation, names),
+                strict=True,
+            ):
+                setattr(module, name, value)
+            count += 1
+    return count
+
+
+def feed_forward(kind: type[nn.Module]) -> FeedForward | None:
+    """What a class computes, if its forward says that and no more."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    match tree.body:
+        case [ast.FunctionDef(args=ast.arguments(args=[_, ast.arg(arg=given)])) as function]:
+            result = _result(function)
+            return None if result is None else _named(result, given)
+    return None
+
+
+def _named(result: ast.expr, given: str) -> FeedForward | None:
+    match _called(result):
+        case (down, inner):
+            pass
+        case _:
+            return None
+    gated = isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mult)
+    activated = inner.left if isinstance(inner, ast.BinOp) and gated else inner
+    match _called(activated):
+        case (activation, first):
+            pass
+        case _:
+            return None
+    outer = inner.right if isinstance(inner, ast.BinOp) and gated else first
+    match _called(first), _called(outer):
+        case (gate, ast.Name(id=one)), (up, ast.Name(id=other)) if one == other == given:
+            return FeedForward(down, activation, up, gate if gated else None)
+    return None
+
+
+def _called(node: ast.expr) -> tuple[str, ast.expr] | None:
+    """The child and the argument of `self.child(argument)`."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[argument], keywords=[]
+        ):
+            return name, argument
+    return None
+
+
+class _Substitution(ast.NodeTransformer):
+    def __init__(self, values: dict[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.values.get(node.id, node)
+
+
+def _result(function: ast.FunctionDef) -> ast.expr | None:
+    """What is returned, with variables replaced by what they were set to; None for other code."""
+    values: dict[str, ast.expr] = {}
+    for statement in function.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                values[name] = _Substitution(values).visit(value)
+            case ast.Return(value=ast.expr() as value):
+                found: ast.expr = _Substitution(values).visit(value)
+                return found
+            case ast.Expr(value=ast.Constant()):
+                pass  # a docstring
+            case _:
+                return None
+    return None
+
+
+def _product(module: nn.Module, names: FeedForward) -> NativeLinear | None:
+    """The product of `up`, or of `gate` and `up` together, if it is packed, ours and not hooked."""
+    up = getattr(module, names.up, None)
+    gate = up if names.gate is None else getattr(module, names.gate, None)
+    if any(
+        isinstance(each, nn.Module) and (each._forward_hooks or each._forward_pre_hooks)
+        for each in (up, gate, getattr(module, names.activation, None))
+    ):
+        return None
+    if names.gate is None:
+        packed = up.packed if isinstance(up, Packed) else None
+        return packed if isinstance(packed, NativeLinear) else None
+    if not isinstance(up, PackedPart) or not isinstance(gate, PackedPart):
+        return None
+    merged = gate.merged
+    if merged is not up.merged or (gate.index, up.index) != (0, 1):
+        return None
+    product = merged.packed
+    is_halved = len(merged.sizes) == 2 and merged.sizes[0] == merged.sizes[1]
+    return product if is_halved and isinstance(product, NativeLinear) and product.can_gate else None
+
+
+def _activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
+    x = torch.linspace(-12, 12, 1001)
+    try:
+        found = function(x.clone())
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    for activation, formula in _FORMULAS.items():
+        if isinstance(found, Tensor) and torch.allclose(found, formula(x), rtol=1e-5, atol=1e-6):
+            return activation
+    return None
+
+
+def _is_the_same(
+    module: nn.Module, names: FeedForward, product: NativeLinear, activation: Activation
+) -> bool:
+    up: nn.Linear = getattr(module, names.up)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, up.in_features, generator=generator).to(up.weight.dtype)
+    wanted = module(x).double()
+    inner = product(x, activation, is_gated=names.gate is not None)
+    found = getattr(module, names.down)(inner).double()
+    error = (found - wanted).abs().max()
+    return bool(error <= _ROUNDINGS * torch.finfo(x.dtype).eps * wanted.abs().max())
