@@ -150,6 +150,8 @@ class EngineConfig:
     """Limits, allow-lists and the fetcher."""
     max_queued_requests: int | None = None
     """Completions that may be live beyond `max_num_seqs`; more raise OverloadedError."""
+    attention_backend: str = "auto"
+    """"auto" (the fastest here), "cpu" (C++), "gather" (plain PyTorch), "reference" or your own."""
     packed_layers: bool = True
     """Whether weights are laid out for the CPU's kernels, and encoder layers of no use dropped."""
     quantization: str | None = None
@@ -182,6 +184,8 @@ class EngineConfig:
         folder = self.mm_processor_cache_dir
         is_folder = isinstance(folder, str | Path | None)
         require(is_folder, "mm_processor_cache_dir", type(folder).__name__, "a path or None")
+        backend = self.attention_backend
+        require(isinstance(backend, str), "attention_backend", backend, "a name, or auto")
         packed = self.packed_layers
         require(isinstance(packed, bool), "packed_layers", packed, "True or False")
         kind = self.quantization

@@ -14,6 +14,7 @@ import torch
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.attention import select_backend
 from aioengine.kernels.int8 import can_quantize
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.checkpoint import check_files, read_config
@@ -88,6 +89,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
         _check_quantization(device, dtype)
+    _check_backend(config.attention_backend, device)
     with stage("weights"):
         model = model_class.load(
             path,
@@ -101,8 +103,10 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             model.pack(quantize=config.quantization is not None)
     with stage("memory"):
         sizes = _sizes(model, front, config)
-        limits = resolve_limits(config, sizes, device, partial(measure_activations, model, front))
-        runner = Runner(model, limits)
+        backend = config.attention_backend
+        measure = partial(measure_activations, model, front, attention_backend=backend)
+        limits = resolve_limits(config, sizes, device, measure)
+        runner = Runner(model, limits, backend)
     eos_token_ids = _eos_token_ids(model)
     return Loaded(
         runner=runner,
@@ -130,6 +134,16 @@ def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:
             f"quantization 'int8' does not run on {device.type} in {dtype} here: it needs a CPU "
             "with an exact 8-bit product, and float32, bfloat16 or float16; leave quantization out"
         )
+
+
+def _check_backend(name: str, device: torch.device) -> None:
+    """Before weights are read."""
+    try:
+        select_backend(name, device)
+    except (ValueError, RuntimeError) as error:
+        raise ModelLoadError(
+            f"attention_backend {name!r:.40} does not run here: {error}"
+        ) from error
 
 
 def _front(

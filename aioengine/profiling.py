@@ -36,7 +36,10 @@ WRITTEN = "written"
 
 
 def measure_activations(
-    model: TransformersModel, processor: BaseMultiModalProcessor, limits: Limits
+    model: TransformersModel,
+    processor: BaseMultiModalProcessor,
+    limits: Limits,
+    attention_backend: str = "auto",
 ) -> int:
     """Bytes beside weights, KV blocks and encoder rows that the engine needs at its worst.
 
@@ -44,7 +47,7 @@ def measure_activations(
     """
     is_cpu = model.device.type == "cpu"
     num_blocks = (limits.num_groups + limits.num_cross_groups) * 4
-    runner = Runner(model, replace(limits, num_blocks=num_blocks))
+    runner = Runner(model, replace(limits, num_blocks=num_blocks), attention_backend)
     if limits.max_encoder_len:
         size = (limits.max_encoder_len, model.row_size)
         runner.keep(WRITTEN, torch.zeros(size, dtype=model.dtype, device=model.device))

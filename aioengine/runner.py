@@ -39,14 +39,17 @@ SCORED_ROWS = 256
 class Runner:
     """One engine's hands on the device."""
 
-    def __init__(self, model: TransformersModel, limits: Limits) -> None:
+    def __init__(
+        self, model: TransformersModel, limits: Limits, attention_backend: str = "auto"
+    ) -> None:
         self.model = model
         self._limits = limits
         self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
         # The tokens of the step before: request -> row, and the rows [n] on the device.
         self._sampled: tuple[dict[str, int], Tensor] = {}, torch.empty(0)
         self._sampler = Sampler()
-        model.bind(_allocate_pages(model, limits), select_backend("auto", model.device))
+        backend = select_backend(attention_backend, model.device)
+        model.bind(_allocate_pages(model, limits), backend)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> Launched[StepResult]:

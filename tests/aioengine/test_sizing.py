@@ -69,6 +69,10 @@ def test_sizes_that_are_given_are_not_measured() -> None:
     assert calls == 0
     assert limits.num_blocks == 8 * MIB // (32 * TOKEN_BYTES)
     assert limits.encoder_cache_bytes == MIB
+    # Nor is a step run for an encoder cache that is small beside the memory that is left.
+    limits, calls = resolve(100 * MIB, kv_cache_bytes=8 * MIB)
+    assert calls == 0 and limits.encoder_cache_bytes == 4 * 2048 * 64 * 4
+    assert resolve(100 * MIB, kv_cache_bytes=90 * MIB)[1] == 1
 
 
 def test_one_size_that_is_given_leaves_the_rest_to_the_other() -> None:
@@ -129,8 +133,8 @@ async def test_an_engine_in_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
     save_tiny_llava(tmp_path)
     measured: list[int] = []
 
-    def measure(*args: Any) -> int:
-        measured.append(measure_activations(*args))
+    def measure(*args: Any, **kwargs: Any) -> int:
+        measured.append(measure_activations(*args, **kwargs))
         return measured[-1]
 
     monkeypatch.setattr(loading, "measure_activations", measure)
