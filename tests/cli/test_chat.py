@@ -114,10 +114,10 @@ class Interrupting(io.StringIO):
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal, file = Interrupting(3), tmp_path / "said.json"
+    terminal, file = Interrupting(2), tmp_path / "said.json"
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed(FIRST, SECOND, f"/save {file}")))
-    long = ("--max-tokens", "60", "--ignore-eos")
+    long = ("--max-tokens", "200", "--ignore-eos")
     assert main(["chat", str(folder), *SIZES, *long]) == 0
     _, stopped, _, whole = json.loads(file.read_text())
     assert 0 < len(stopped["content"]) < len(whole["content"])
@@ -142,9 +142,9 @@ async def test_an_answer_that_was_stopped_before_it_began(
 
 
 def test_ctrl_c_twice_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Interrupting(3, 4))
+    monkeypatch.setattr(sys, "stdout", Interrupting(2, 3))
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed(FIRST, SECOND)))
-    long = ("--max-tokens", "60", "--ignore-eos")
+    long = ("--max-tokens", "200", "--ignore-eos")
     assert main(["chat", str(folder), *SIZES, *long]) == 130
 
 
