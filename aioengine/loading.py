@@ -14,7 +14,7 @@ import torch
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
-from aioengine.kernels.attention import select_backend
+from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.int8 import can_quantize
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.checkpoint import check_files, read_config
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
         _check_quantization(device, dtype)
-    _check_backend(config.attention_backend, device)
+    backend = _attention_backend(config.attention_backend, device)
     with stage("weights"):
         model = model_class.load(
             path,
@@ -103,8 +103,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             model.pack(quantize=config.quantization is not None)
     with stage("memory"):
         sizes = _sizes(model, front, config)
-        backend = config.attention_backend
-        measure = partial(measure_activations, model, front, attention_backend=backend)
+        measure = partial(measure_activations, model, front, backend=backend)
         limits = resolve_limits(config, sizes, device, measure)
         runner = Runner(model, limits, backend)
     eos_token_ids = _eos_token_ids(model)
@@ -136,10 +135,10 @@ def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def _check_backend(name: str, device: torch.device) -> None:
-    """Before weights are read."""
+def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
+    """Made before weights are read: a name may be wrong."""
     try:
-        select_backend(name, device)
+        return select_backend(name, device)
     except (ValueError, RuntimeError) as error:
         raise ModelLoadError(
             f"attention_backend {name!r:.40} does not run here: {error}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aioengine.adjustments import Adjustments
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.adapter import TransformersModel
 from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
@@ -39,7 +40,7 @@ def measure_activations(
     model: TransformersModel,
     processor: BaseMultiModalProcessor,
     limits: Limits,
-    attention_backend: str = "auto",
+    backend: AttentionBackend | None = None,
 ) -> int:
     """Bytes beside weights, KV blocks and encoder rows that the engine needs at its worst.
 
@@ -47,7 +48,7 @@ def measure_activations(
     """
     is_cpu = model.device.type == "cpu"
     num_blocks = (limits.num_groups + limits.num_cross_groups) * 4
-    runner = Runner(model, replace(limits, num_blocks=num_blocks), attention_backend)
+    runner = Runner(model, replace(limits, num_blocks=num_blocks), backend)
     if limits.max_encoder_len:
         size = (limits.max_encoder_len, model.row_size)
         runner.keep(WRITTEN, torch.zeros(size, dtype=model.dtype, device=model.device))

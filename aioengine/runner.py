@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, MediaError
 from aioengine.kernels.attention import (
+    AttentionBackend,
     AttentionMetadata,
     build_cross_metadata,
     build_metadata,
@@ -40,7 +41,7 @@ class Runner:
     """One engine's hands on the device."""
 
     def __init__(
-        self, model: TransformersModel, limits: Limits, attention_backend: str = "auto"
+        self, model: TransformersModel, limits: Limits, backend: AttentionBackend | None = None
     ) -> None:
         self.model = model
         self._limits = limits
@@ -48,8 +49,7 @@ class Runner:
         # The tokens of the step before: request -> row, and the rows [n] on the device.
         self._sampled: tuple[dict[str, int], Tensor] = {}, torch.empty(0)
         self._sampler = Sampler()
-        backend = select_backend(attention_backend, model.device)
-        model.bind(_allocate_pages(model, limits), backend)
+        model.bind(_allocate_pages(model, limits), backend or select_backend("auto", model.device))
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> Launched[StepResult]:

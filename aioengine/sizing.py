@@ -80,7 +80,7 @@ def resolve_limits(
         budget = _free_bytes(config, device)
         if kv_bytes is None:
             scarce = (useful_bytes + draft.encoder_cache_bytes) * PLENTY > budget
-        else:
+        else:  # is one part in ENCODER_SHARE of what is left beyond doubt enough?
             scarce = draft.encoder_cache_bytes * ENCODER_SHARE * PLENTY > budget - kv_bytes
         needed = measure(draft) if device.type == "cuda" or scarce else 0
     if encoder_bytes is None:

@@ -44,18 +44,11 @@ class FeedForward(NamedTuple):
 class ActivatedFeedForward(nn.Module):
     """Made of a module by `fuse_activations`, never by itself."""
 
-    fused_product: NativeLinear
-    fused_activation: Activation
-    fused_names: FeedForward
+    fused: tuple[FeedForward, NativeLinear, Activation]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., dim] -> [..., dim]."""
-        names = self.fused_names
-        inner = self.fused_product(
-            hidden_states, self.fused_activation, is_gated=names.gate is not None
-        )
-        found: Tensor = getattr(self, names.down)(inner)
-        return found
+        return _fused_forward(self, *self.fused, hidden_states)
 
 
 def fuse_activations(model: nn.Module) -> int:
@@ -80,12 +73,7 @@ def fuse_activations(model: nn.Module) -> int:
             if not tried[kind, activation]:
                 continue
             module.__class__ = ActivatedFeedForward
-            for name, value in zip(
-                ("fused_product", "fused_activation", "fused_names"),
-                (product, activation, names),
-                strict=True,
-            ):
-                setattr(module, name, value)
+            setattr(module, "fused", (names, product, activation))  # noqa: B010 - as in fused.py
             count += 1
     return count
 
@@ -104,33 +92,31 @@ def feed_forward(kind: type[nn.Module]) -> FeedForward | None:
 
 
 def _named(result: ast.expr, given: str) -> FeedForward | None:
-    match _called(result):
-        case (down, inner):
-            pass
+    down, inner = _called(result)
+    gate: str | None
+    match inner:
+        case ast.BinOp(op=ast.Mult(), left=activated, right=others):
+            activation, first = _called(activated)
+            gate, x = _called(first)
+            up, y = _called(others)
         case _:
+            activation, first = _called(inner)
+            up, x = _called(first)
+            gate, y = None, x
+    for argument in (x, y):
+        if not (isinstance(argument, ast.Name) and argument.id == given):
             return None
-    gated = isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mult)
-    activated = inner.left if isinstance(inner, ast.BinOp) and gated else inner
-    match _called(activated):
-        case (activation, first):
-            pass
-        case _:
-            return None
-    outer = inner.right if isinstance(inner, ast.BinOp) and gated else first
-    match _called(first), _called(outer):
-        case (gate, ast.Name(id=one)), (up, ast.Name(id=other)) if one == other == given:
-            return FeedForward(down, activation, up, gate if gated else None)
-    return None
+    return FeedForward(down, activation, up, gate)
 
 
-def _called(node: ast.expr) -> tuple[str, ast.expr] | None:
-    """The child and the argument of `self.child(argument)`."""
+def _called(node: ast.expr | None) -> tuple[str, ast.expr | None]:
+    """The child and the argument of `self.child(argument)`; of anything else "" and None."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[argument], keywords=[]
         ):
             return name, argument
-    return None
+    return "", None
 
 
 class _Substitution(ast.NodeTransformer):
@@ -192,6 +178,14 @@ def _activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
     return None
 
 
+def _fused_forward(
+    module: nn.Module, names: FeedForward, product: NativeLinear, activation: Activation, x: Tensor
+) -> Tensor:
+    inner = product(x, activation, is_gated=names.gate is not None)
+    found: Tensor = getattr(module, names.down)(inner)
+    return found
+
+
 def _is_the_same(
     module: nn.Module, names: FeedForward, product: NativeLinear, activation: Activation
 ) -> bool:
@@ -199,7 +193,6 @@ def _is_the_same(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, up.in_features, generator=generator).to(up.weight.dtype)
     wanted = module(x).double()
-    inner = product(x, activation, is_gated=names.gate is not None)
-    found = getattr(module, names.down)(inner).double()
+    found = _fused_forward(module, names, product, activation, x).double()
     error = (found - wanted).abs().max()
     return bool(error <= _ROUNDINGS * torch.finfo(x.dtype).eps * wanted.abs().max())

@@ -16,8 +16,6 @@ from aioengine.kernels.cpu.library import instruction_set, is_available
 
 __all__ = ["Activation", "NativeLinear", "native_way"]
 
-PANEL = 32
-
 
 class Activation(IntEnum):
     """What the operator can make of its outputs; numbered as in linear.h."""
@@ -72,7 +70,7 @@ class NativeLinear:
     @property
     def can_gate(self) -> bool:
         """Whether each half of the outputs fills whole panels."""
-        return self._outputs % (2 * PANEL) == 0
+        return self._outputs % (2 * self._packed.shape[-1]) == 0
 
 
 def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
