@@ -98,9 +98,10 @@ class BlockPool:
     def find_prefix(self, request: Request) -> list[list[int]]:
         """The cached blocks of the longest known prefix: one table per group, equally long.
 
-        Takes no references. At least one token is left to compute. A request that waits asks at
-        every step, so the answer is remembered: blocks that were found stay where they are until
-        one is forgotten, and the search goes on behind them.
+        Takes no references. They may hold all tokens there are: the last one is then computed
+        without being stored. A request that waits asks at every step, so the answer is remembered:
+        blocks that were found stay where they are until one is forgotten, and the search goes on
+        behind them.
         """
         if not (self._caching and request.reads_prefix):
             return [[] for _ in range(self.num_groups)]
@@ -125,7 +126,7 @@ class BlockPool:
             return None
         _, found, known = self._last_search
         num_blocks = len(known.tables[0])
-        if num_blocks > (request.num_known - 1) // self.block_size:
+        if num_blocks > request.num_known // self.block_size:
             return None
         digests = extend_digests(request, self.block_size)
         return known if found[:num_blocks] == digests[:num_blocks] else None
@@ -133,7 +134,7 @@ class BlockPool:
     def _search(self, request: Request, tables: Sequence[list[int]]) -> None:
         """Go on behind the blocks in `tables`."""
         digests = extend_digests(request, self.block_size)
-        for index in range(len(tables[0]), (request.num_known - 1) // self.block_size):
+        for index in range(len(tables[0]), request.num_known // self.block_size):
             token_ids = self._token_ids(request, index)
             found = [self._cached.get((group, digests[index])) for group in range(self.num_groups)]
             column = [entry[0] for entry in found if entry is not None and entry[1] == token_ids]

@@ -74,6 +74,10 @@ class SequencePlan:
     last position's logits give output token number `output_index`. `sampling` and `inputs` are
     opaque to the core.
 
+    `is_stored`: the cache holds the one token of this part already, in a block that others may
+    read, and only its logits are wanted. What the step writes of it goes where the next token's
+    keys and values will, and `block_tables` covers [0, end].
+
     `cross_tables`: as many more for the groups of cross-attention, which cover the encoder's
     `num_encoder_rows`; `encoder_key`: this step writes them, of these rows.
     """
@@ -87,6 +91,7 @@ class SequencePlan:
     rows: tuple[RowSlice, ...]
     samples: bool
     output_index: int
+    is_stored: bool = False
     sampling: Any = None
     inputs: Any = None
     cross_tables: tuple[tuple[int, ...], ...] = ()

@@ -180,6 +180,7 @@ class Runner:
                 block_tables=[s.block_tables[group] for s in sequences],
                 starts=starts,
                 ends=ends,
+                stored=[s.is_stored for s in sequences],
                 device=self.model.device,
                 block_ids=blocks,
                 blocks_in_window=self.model.blocks_in_window,

@@ -81,7 +81,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._live[request.request_id] = request
         self.media.add(request)
-        request.hit_estimate = len(self.pool.find_prefix(request)[0]) * self.limits.block_size
+        request.hit_estimate = self._hit_length(request, self.pool.find_prefix(request))
         request.finds_cross = self.pool.find_cross(request) is not None
         insort(self._waiting, request, key=_seniority)
 
@@ -253,7 +253,7 @@ class Scheduler:
         if cross is None and not self._may_write_cross(request, step):
             return True
         hit = self.pool.find_prefix(request)
-        start = request.hit_estimate = len(hit[0]) * self.limits.block_size
+        start = request.hit_estimate = self._hit_length(request, hit)
         missing = self.media.first_missing(request, start, request.num_tokens)
         if (
             missing
@@ -268,7 +268,8 @@ class Scheduler:
         for blocks in found:
             self.pool.reference(blocks)
         goal = request.num_tokens if missing is None else end
-        num_new = self.pool.blocks_for(goal) * len(hit) - sum(map(len, hit))
+        is_stored = start < len(hit[0]) * self.limits.block_size
+        num_new = self.pool.blocks_for(goal + is_stored) * len(hit) - sum(map(len, hit))
         num_cross = self.pool.blocks_for(request.num_encoder_rows)
         if cross is None:
             num_new += num_cross * self.limits.num_cross_groups
@@ -287,6 +288,10 @@ class Scheduler:
             request.cross_tables = cross
         self._take(request, start, end, step, request.encoder if cross is None else None)
         return True
+
+    def _hit_length(self, request: Request, hit: list[list[int]]) -> int:
+        """Tokens that need not be computed: all but the last at most, whose logits are wanted."""
+        return min(len(hit[0]) * self.limits.block_size, request.num_known - 1)
 
     def _may_write_cross(self, request: Request, step: _Step) -> bool:
         """Whether the encoder's output is there, and not too much for one step with others'."""
@@ -322,8 +327,9 @@ class Scheduler:
 
         `encoder`: the step writes the keys and values that cross-attention reads, too.
         """
+        is_stored = start < request.num_published * self.limits.block_size
         for table in request.block_tables:
-            table += self.pool.allocate(self.pool.blocks_for(end) - len(table))
+            table += self.pool.allocate(self.pool.blocks_for(end + is_stored) - len(table))
         sequence = SequencePlan(
             request_id=request.request_id,
             epoch=request.epoch,
@@ -334,6 +340,7 @@ class Scheduler:
             rows=tuple(_row_slices(request, start, end)),
             samples=end == request.num_tokens,
             output_index=request.num_output,
+            is_stored=is_stored,
             sampling=request.sampling,
             inputs=request.inputs,
             cross_tables=tuple(tuple(table) for table in request.cross_tables),

@@ -143,6 +143,7 @@ def build_metadata(
     block_tables: Sequence[Sequence[int]],
     starts: Sequence[int],
     ends: Sequence[int],
+    stored: Sequence[bool] | None = None,
     device: torch.device | str = "cpu",
     block_ids: Sequence[Tensor | None] | None = None,
     blocks_in_window: bool = False,
@@ -150,7 +151,9 @@ def build_metadata(
     """The metadata of a step that computes positions [starts[i], ends[i]) of sequence i.
 
     `block_tables[i]` names at least the blocks of positions [0, ends[i]); `block_ids[i]` int32
-    [ends[i] - starts[i]], or None where all tokens are causal. Nothing is mutated.
+    [ends[i] - starts[i]], or None where all tokens are causal. `stored[i]`: the pages hold the
+    sequence's one token already; what is written of it goes to the place of the token after it,
+    for which there must be a block, and is not read. Nothing is mutated.
     """
     assert len(block_tables) == len(starts) == len(ends)
     assert all(0 <= start < end for start, end in zip(starts, ends, strict=True))
@@ -172,10 +175,14 @@ def build_metadata(
     table: list[int] = []
     slot_blocks: list[int] = []
     slot_offsets: list[int] = []
-    for blocks, used, start, end in zip(block_tables, blocks_used, starts, ends, strict=True):
+    shifts = [0] * len(ends) if stored is None else map(int, stored)
+    for blocks, used, first_new, last_new, shift in zip(
+        block_tables, blocks_used, starts, ends, shifts, strict=True
+    ):
         table += blocks[:used]
         table += [0] * (width - used)
-        for index in range(start // block_size, used):
+        start, end = first_new + shift, last_new + shift
+        for index in range(start // block_size, -(-end // block_size)):
             first = max(start - index * block_size, 0)
             last = min(end - index * block_size, block_size)
             slot_blocks += [blocks[index]] * (last - first)

@@ -255,12 +255,12 @@ class World:
         states = chain(request, tokens)
         if sequence.request_id in self.live:
             self.check_cross(sequence, request)
-            for position in range(sequence.start):
+            for position in range(sequence.end if sequence.is_stored else sequence.start):
                 for group, place in self.slots(sequence, position):
                     assert self.kv[place] == (group, states[position]), "wrong KV"
         for position in range(sequence.start, sequence.end):
-            for group, place in self.slots(sequence, position):
-                self.kv[place] = group, states[position]
+            for group, place in self.slots(sequence, position + sequence.is_stored):
+                self.kv[place] = group, "not read" if sequence.is_stored else states[position]
         token = sample(states[sequence.end - 1])
         if sequence.samples:
             self.last_token[sequence.request_id] = token
@@ -302,6 +302,7 @@ class World:
             assert s.start < s.end == s.start + len(s.token_ids)
             request = self.requests[s.request_id]
             assert not (request.awaits_tokens and UNSAMPLED in s.token_ids)
+            assert not s.is_stored or (s.samples and s.end == s.start + 1)
             leader = self.leaders.get(s.request_id)
             if leader is not None and s.request_id not in self.begun:
                 # The leader may have been preempted since.

@@ -8,7 +8,7 @@ import pytest
 
 from aioengine.errors import InvalidRequestError, MediaError, PromptTooLongError
 from aioengine.plan import Limits
-from tests.world import PICTURES, Picture, World, make_request
+from tests.world import PICTURES, Picture, World, expected_output, make_request
 
 A, B, C, D, E = PICTURES
 LIMITS = Limits(
@@ -337,6 +337,33 @@ def test_blocks_are_let_go_when_the_last_step_that_uses_them_has_committed() -> 
 
 
 # ---- stalls
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_computed(num_groups: int) -> None:
+    w = world(enable_prefix_caching=True, num_groups=num_groups, num_blocks=20)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    w.submit(make_request("first", prompt, max_tokens=2, eos=False))
+    while w.live:
+        w.plan()
+        w.commit()
+    for name in ("second", "third"):
+        w.submit(make_request(name, prompt, max_tokens=3, eos=False))
+    plan = w.plan()
+    assert plan is not None
+    assert [(s.start, s.end, s.is_stored) for s in plan.sequences] == [(7, 8, True)] * 2
+    for tables in zip(*(s.block_tables for s in plan.sequences), strict=True):
+        assert tables[0][:2] == tables[1][:2] and tables[0][2] != tables[1][2]
+    following = w.plan()  # over the token in flight
+    assert following is not None
+    assert [(s.start, s.end, s.is_stored) for s in following.sequences] == [(8, 9, False)] * 2
+    while w.steps:
+        w.commit()
+        w.plan()
+    for name in ("second", "third"):
+        output, _ = expected_output(w.requests[name])
+        assert w.outputs[name] == output
+    assert w.requests["second"].num_cached_tokens == 7
 
 
 def test_a_stall_is_told_from_waiting() -> None:

@@ -43,6 +43,18 @@ def test_blocks_beyond_the_step_are_left_out() -> None:
     assert meta.block_table.tolist() == [[3]]
 
 
+def test_a_token_that_is_stored_is_written_behind_itself() -> None:
+    meta = build_metadata(
+        block_size=4,
+        block_tables=[[3, 2, 1], [5, 6]],
+        starts=[7, 4],
+        ends=[8, 5],
+        stored=[True, False],
+    )
+    assert meta.slot_blocks.tolist() == [1, 6] and meta.slot_offsets.tolist() == [0, 0]
+    assert meta.block_table.tolist() == [[3, 2], [5, 6]] and meta.seq_lens.tolist() == [8, 5]
+
+
 def test_an_empty_step() -> None:
     meta = build_metadata(block_size=4, block_tables=[], starts=[], ends=[])
     assert meta.query_start.tolist() == [0]
