@@ -35,7 +35,9 @@ COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra
 MATHS = ["-fno-math-errno", "-ffp-contract=fast", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-X86 = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+BF16 = [*AVX512, "-mavx512bf16"]
+X86 = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16}
+PAIRS = {"avx512_bf16": BF16, "amx_bf16": [*BF16, "-mamx-tile", "-mamx-bf16"]}
 
 
 def find_torch() -> Path | None:
@@ -72,10 +74,12 @@ class BuildKernels(build_ext):
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         headers = [TORCH_2_11, "-isystem", torch / "include"]
         objects = {scratch / "ops.o": [*headers, SOURCES / "ops.cpp"]}
-        for name, flags in {"generic": [], **(X86 if is_x86 else {})}.items():
-            own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}"]
-            for part in ("attention", "linear"):
-                objects[scratch / f"{part}_{name}.o"] = [*own, SOURCES / f"{part}.cpp"]
+        vectors = {"generic": [], **(X86 if is_x86 else {})}
+        parts = {"attention": vectors, "linear": vectors, "pairs": PAIRS if is_x86 else {}}
+        for part, sets in parts.items():
+            for name, flags in sets.items():
+                own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}", SOURCES / f"{part}.cpp"]
+                objects[scratch / f"{part}_{name}.o"] = own
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [[compiler, *COMMON, *words, "-c", "-o", to] for to, words in objects.items()]
             list(pool.map(run, jobs))

@@ -546,12 +546,10 @@ constexpr bool HAS_FLOAT16 = false;
 
 }  // namespace
 
-#define AIOENGINE_TEXT(name) #name
-#define AIOENGINE_NAME(name) AIOENGINE_TEXT(name)
 #define AIOENGINE_JOIN(a, b) a##b
 #define AIOENGINE_DOOR(name) AIOENGINE_JOIN(kernels_, name)
 
 namespace aioengine {
 extern const Kernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    AIOENGINE_NAME(AIOENGINE_KERNELS), HAS_FLOAT16, scratch_floats, attend, merge};
+    HAS_FLOAT16, scratch_floats, attend, merge};
 }

@@ -57,7 +57,6 @@ struct Parts {
 };
 
 struct Kernels {
-    const char* name;
     bool has_float16;
     // Floats of working memory that `attend` wants, aligned to 64 bytes.
     int64_t (*scratch_floats)(const Attention&, int64_t max_rows);

@@ -22,7 +22,7 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("libaioengine_cpu.so")
 
-_KNOWN = ("generic", "avx2", "avx512", "avx512_bf16")
+_KNOWN = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def is_available() -> bool:
 
 
 def instruction_set() -> str:
-    """What the operators use: "generic", "avx2", "avx512" or "avx512_bf16"."""
+    """What the operators use: "generic", "avx2", "avx512", "avx512_bf16" or "amx_bf16"."""
     found: str = torch.ops.aioengine_cpu.instruction_set("")
     return found
 

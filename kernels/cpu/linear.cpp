@@ -7,13 +7,12 @@
 
 #include "linear.h"
 
+#include "outputs.h"
 #include "vector.h"
 
 namespace {
 
-using aioengine::Activation;
 using aioengine::Linear;
-using aioengine::LINEAR_ROWS;
 using aioengine::LinearPiece;
 using aioengine::Number;
 using aioengine::PANEL;
@@ -22,6 +21,7 @@ using aioengine::Weights;
 constexpr int64_t DEPTH = 128;   // of a panel's piece that is turned into floats at a time
 constexpr int64_t FEW_ROWS = 3;  // for which that does not pay
 constexpr int COLUMNS = PANEL / WIDTH;
+constexpr int64_t LINEAR_ROWS = 96;  // of one piece, at most
 constexpr int64_t LINE = 64;  // bytes that memory is read by
 
 // So many rows that their sums fill the registers, but for a weight and an input.
@@ -109,46 +109,7 @@ static void add_up(
                 depth * PANEL * (int64_t)sizeof(T));
         }
     }
-    const int64_t first = panel * PANEL;
-    const int64_t count = a.outputs - first < PANEL ? a.outputs - first : PANEL;
-    for (int64_t r = 0; r < rows; ++r) {
-        float* row = sums + r * PANEL;
-        if (a.scales)
-            for (int64_t c = 0; c < count; ++c) row[c] *= a.scales[first + c];
-        if (a.bias)
-            for (int64_t c = 0; c < count; ++c) row[c] += a.bias[first + c];
-    }
-}
-
-static inline Floats activate(Activation activation, Floats x) {
-    Floats u = x;
-    // tanh(t) = 2 logistic(2t) - 1, with t = sqrt(2 / pi) (x + 0.044715 x^3).
-    if (activation == Activation::GeluTanh) u = x * (1.59576912f + 0.07135481f * x * x);
-    if (activation == Activation::QuickGelu) u = 1.702f * x;
-    const Floats e = exp_negative(choose(u < Floats{}, u, -u));
-    return x * choose(u < Floats{}, e, splat(1.0f)) / (1.0f + e);
-}
-
-static void write(const Linear& a, const LinearPiece& p, const float* sums) {
-    const int64_t outputs = a.gate_panels ? a.outputs / 2 : a.outputs;
-    const int64_t first = p.panel * PANEL;
-    const int64_t count = outputs - first < PANEL ? outputs - first : PANEL;
-    for (int64_t r = p.first_row; r < p.last_row; ++r, sums += PANEL) {
-        const int64_t at = r * outputs + first;
-        switch (a.number) {
-            case Number::Float32:
-                memcpy((float*)a.out + at, sums, count * sizeof(float));
-                break;
-            case Number::BFloat16:
-                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (BFloat16*)a.out + at + c);
-                break;
-            case Number::Float16:
-#if defined(__F16C__)
-                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (Float16*)a.out + at + c);
-#endif
-                break;
-        }
-    }
+    scale_and_shift(a, panel, rows, sums);
 }
 
 template <class T>
@@ -158,13 +119,10 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
     float* wide = others + LINEAR_ROWS * PANEL;
     const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
     add_up<T>(a, p, p.panel, wide, sums);
-    if (a.activation != Activation::None)
-        for (int64_t i = 0; i < num_sums; i += WIDTH)
-            store(sums + i, activate(a.activation, load(sums + i)));
+    activate(a.activation, num_sums, sums);
     if (a.gate_panels) {
         add_up<T>(a, p, p.panel + a.gate_panels, wide, others);
-        for (int64_t i = 0; i < num_sums; i += WIDTH)
-            store(sums + i, load(sums + i) * load(others + i));
+        gate(num_sums, others, sums);
     }
     write(a, p, sums);
 }
@@ -177,6 +135,8 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         case Weights::BFloat16:
             multiply_as<BFloat16>(a, p, scratch);
             break;
+        case Weights::Pairs:
+            break;  // see pairs.cpp
         case Weights::Int8:
             multiply_as<int8_t>(a, p, scratch);
             break;
@@ -216,6 +176,10 @@ static void widen(const Linear& a, int64_t first, int64_t last, float* input) {
     }
 }
 
+static int64_t max_rows(int64_t) {
+    return LINEAR_ROWS;
+}
+
 }  // namespace
 
 #define AIOENGINE_JOIN(a, b) a##b
@@ -223,5 +187,5 @@ static void widen(const Linear& a, int64_t first, int64_t last, float* input) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    2 * LINEAR_ROWS * PANEL + DEPTH * PANEL, widen, multiply};
+    2 * LINEAR_ROWS * PANEL + DEPTH * PANEL, max_rows, widen, multiply};
 }

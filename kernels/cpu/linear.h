@@ -11,7 +11,10 @@ namespace aioengine {
 
 constexpr int64_t PANEL = 32;  // outputs whose weights lie side by side
 
-enum class Weights { Float32, BFloat16, Float16, Int8 };
+// Pairs: bfloat16 whose inputs lie two by two, for CPUs that multiply them so.
+enum class Weights { Float32, BFloat16, Float16, Int8, Pairs };
+
+constexpr int64_t PAIRED_DEPTH = 32;  // what a depth must be a multiple of, to lie in pairs
 
 // What becomes of an output: all of these are x times the logistic function of something.
 enum class Activation { None, SiLU, GeluTanh, QuickGelu };
@@ -23,7 +26,7 @@ struct Linear {
     int64_t stride;
     const float* input;   // the same as floats, rows `input_stride` apart
     int64_t input_stride;
-    const void* packed;   // [panels, depth, PANEL]
+    const void* packed;   // [panels, depth, PANEL], or in pairs [panels, depth / 2, PANEL, 2]
     const float* scales;  // [outputs], or null: multiplies what an output adds up to
     const float* bias;    // [outputs], or null
     void* out;            // [rows, outputs], contiguous; [rows, outputs / 2] where gated
@@ -32,6 +35,7 @@ struct Linear {
     // 0, or how many panels there are of gates: each is activated and multiplied by an output of
     // the panel that comes so many after it.
     int64_t gate_panels;
+    int64_t panels, next_panel;  // of the weight; how much further on a thread's next one lies
 };
 
 // Rows [first_row, last_row) of one panel's outputs, and of its partner's where there are gates.
@@ -40,18 +44,21 @@ struct LinearPiece {
 };
 
 struct LinearKernels {
-    int64_t scratch_floats;  // that `multiply` wants for up to LINEAR_ROWS rows
+    int64_t scratch_floats;  // that `multiply` wants
+    int64_t (*max_rows)(int64_t depth);  // of a piece
+    // Where `multiply` reads a.input: makes it of x.
     void (*widen)(const Linear&, int64_t first_row, int64_t last_row, float* input);
     void (*multiply)(const Linear&, const LinearPiece&, float* scratch);
 };
-
-constexpr int64_t LINEAR_ROWS = 96;  // of one piece, at most
 
 extern const LinearKernels linear_generic;
 #if defined(__x86_64__)
 extern const LinearKernels linear_avx2;
 extern const LinearKernels linear_avx512;
 extern const LinearKernels linear_avx512_bf16;
+// Of weights in pairs.
+extern const LinearKernels pairs_avx512_bf16;
+extern const LinearKernels pairs_amx_bf16;
 #endif
 
 }  // namespace aioengine

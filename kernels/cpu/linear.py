@@ -1,8 +1,10 @@
 """Linear layers multiplied in C++: weights in panels of 32 outputs, which lie side by side.
 
 A packed weight is [ceil(out / 32), in, 32], padded with zeros. All arithmetic is in float32,
-however narrow the weights are in memory, and an output adds up its products in the order of the
-inputs: a row's results are the same bits in any batch.
+however narrow the weights are in memory. Where the CPU multiplies bfloat16 itself, such weights are
+[ceil(out / 32), in / 2, 32, 2], and so are their products (exact, and added up in float32). In
+either case an output adds up its products in an order of its own: a row's results are the same bits
+in any batch.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class NativeLinear:
         if not is_available():
             raise RuntimeError("the C++ kernels were not built")
         self._packed: Tensor = torch.ops.aioengine_cpu.pack_panels(weight)
+        self._panel_outputs = self._packed.shape[2]
         self._outputs = weight.shape[0]
         self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
         self._scales = None if scales is None else scales.to(torch.float32, copy=True).contiguous()
@@ -51,6 +54,8 @@ class NativeLinear:
         self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
     ) -> Tensor:
         """`x` [..., in] of float32, bfloat16 or float16 -> [..., out] of the same.
+
+        Where the CPU multiplies bfloat16 itself, weights of that type want such an `x`.
 
         `activation` is applied before anything is rounded. `is_gated`: to the first half of the
         outputs, which the second half is multiplied by: [..., out / 2]. See `can_gate`.
@@ -68,17 +73,24 @@ class NativeLinear:
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @property
+    def is_paired(self) -> bool:
+        """Whether the CPU multiplies the weights as bfloat16, not as float32."""
+        return self._packed.dim() == 4
+
+    @property
     def can_gate(self) -> bool:
         """Whether each half of the outputs fills whole panels."""
-        return self._outputs % (2 * self._packed.shape[-1]) == 0
+        return self._outputs % (2 * self._panel_outputs) == 0
 
 
 def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
-    """For all that the operators read, but where the CPU multiplies bfloat16 itself."""
+    """For all that the operators read, where they are the faster ones."""
     if not is_available():
         return None
     found = instruction_set()
-    # Without wide vectors PyTorch's own is faster; with products of bfloat16, so is oneDNN.
-    if found == "generic" or (found == "avx512_bf16" and weight.dtype is torch.bfloat16):
-        return None
-    return NativeLinear(weight.detach(), None if bias is None else bias.detach())
+    if found == "generic":
+        return None  # without wide vectors, PyTorch's own
+    layer = NativeLinear(weight.detach(), None if bias is None else bias.detach())
+    if found in ("avx512_bf16", "amx_bf16") and weight.dtype is torch.bfloat16:
+        return layer if layer.is_paired else None  # else oneDNN's
+    return layer

@@ -15,16 +15,22 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.h"
 #include "linear.h"
 
 using aioengine::Attention;
 using aioengine::Kernels;
 using aioengine::Linear;
-using aioengine::LINEAR_ROWS;
 using aioengine::LinearKernels;
 using aioengine::LinearPiece;
 using aioengine::Number;
+using aioengine::PAIRED_DEPTH;
 using aioengine::PANEL;
 using aioengine::Parts;
 using aioengine::Piece;
@@ -37,18 +43,40 @@ namespace {
 
 constexpr int64_t MAX_ROWS = 32;  // of one piece: query heads of one key head, over tokens
 
-// One instruction set's doors.
+// One instruction set's doors. `pairs`: null where the CPU does not multiply bfloat16.
 struct Doors {
+    const char* name;
     const Kernels* attention;
     const LinearKernels* linear;
+    const LinearKernels* pairs;
 };
 
 #if defined(__x86_64__)
-constexpr Doors AVX512_BF16 = {&aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16};
-constexpr Doors AVX512 = {&aioengine::kernels_avx512, &aioengine::linear_avx512};
-constexpr Doors AVX2 = {&aioengine::kernels_avx2, &aioengine::linear_avx2};
+constexpr Doors AMX_BF16 = {
+    "amx_bf16", &aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16,
+    &aioengine::pairs_amx_bf16};
+constexpr Doors AVX512_BF16 = {
+    "avx512_bf16", &aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16,
+    &aioengine::pairs_avx512_bf16};
+constexpr Doors AVX512 = {
+    "avx512", &aioengine::kernels_avx512, &aioengine::linear_avx512, nullptr};
+constexpr Doors AVX2 = {"avx2", &aioengine::kernels_avx2, &aioengine::linear_avx2, nullptr};
+
+// Whether there are tiles for bfloat16 and Linux lets this process have them.
+bool may_use_tiles() {
+#if defined(__linux__)
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!(d & (1u << 22)) || !(d & (1u << 24))) return false;
+    constexpr int ask_permission = 0x1023, tile_data = 18;  // asm/prctl.h has them since 5.16
+    return syscall(SYS_arch_prctl, ask_permission, tile_data) == 0;
+#else
+    return false;
 #endif
-constexpr Doors GENERIC = {&aioengine::kernels_generic, &aioengine::linear_generic};
+}
+#endif
+constexpr Doors GENERIC = {
+    "generic", &aioengine::kernels_generic, &aioengine::linear_generic, nullptr};
 
 const Doors* by_name(const std::string& name) {
 #if defined(__x86_64__)
@@ -60,6 +88,8 @@ const Doors* by_name(const std::string& name) {
                             __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512dq");
     const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    static const bool has_tiles = has_bf16 && may_use_tiles();
+    if ((name == "best" || name == "amx_bf16") && has_tiles) return &AMX_BF16;
     if ((name == "best" || name == "avx512_bf16") && has_bf16) return &AVX512_BF16;
     if ((name == "best" || name == "avx512") && has_avx512) return &AVX512;
     if ((name == "best" || name == "avx2") && has_avx2) return &AVX2;
@@ -73,7 +103,7 @@ std::atomic<const Doors*> chosen{by_name("best")};
 // The instruction set in use, after taking that of `name` if this CPU has it; "" only tells.
 std::string instruction_set(std::string name) {
     if (const Doors* found = name.empty() ? nullptr : by_name(name)) chosen = found;
-    return chosen.load()->attention->name;
+    return chosen.load()->name;
 }
 
 // Runs `work(i, scratch)` for each i in [0, count) on torch's threads, whoever is free next. Each
@@ -336,7 +366,7 @@ void copy_to_panels(const T* from, int64_t stride, int64_t outputs, int64_t dept
             const int64_t count = std::min<int64_t>(PANEL, outputs - panel * PANEL);
             const T* rows = from + panel * PANEL * stride;
             T* target = to + panel * depth * PANEL;
-            if (count < PANEL) std::fill(target, target + depth * PANEL, T{0});
+            if (count < PANEL) std::fill(target, target + depth * PANEL, T{});
             // A few columns at a time, row by row: rows are often a power of two apart, and a cache
             // would not hold a line of each.
             for (int64_t first = 0; first < depth; first += PANEL) {
@@ -349,11 +379,24 @@ void copy_to_panels(const T* from, int64_t stride, int64_t outputs, int64_t dept
     });
 }
 
-// A weight [outputs, depth] as [panels, depth, PANEL].
+// A weight [outputs, depth] as [panels, depth, PANEL]; where the CPU multiplies pairs, one of bfloat16
+// as [panels, depth / 2, PANEL, 2].
 Tensor pack_panels(const Tensor& weight) {
     check_close(weight, 2, "weight");
     const int64_t outputs = weight.size(0), depth = weight.size(1);
-    Tensor packed = torch::stable::new_empty(weight, {(outputs + PANEL - 1) / PANEL, depth, PANEL});
+    const int64_t panels = (outputs + PANEL - 1) / PANEL;
+    const bool is_even = depth % PAIRED_DEPTH == 0 && weight.stride(0) % 2 == 0;
+    if (weight.scalar_type() == ScalarType::BFloat16 && is_even && chosen.load()->pairs) {
+        struct Pair {
+            uint16_t first, second;
+        };
+        Tensor pairs = torch::stable::new_empty(weight, {panels, depth / 2, PANEL, 2});
+        copy_to_panels(
+            static_cast<const Pair*>(weight.const_data_ptr()), weight.stride(0) / 2, outputs,
+            depth / 2, static_cast<Pair*>(pairs.mutable_data_ptr()));
+        return pairs;
+    }
+    Tensor packed = torch::stable::new_empty(weight, {panels, depth, PANEL});
     const void* from = weight.const_data_ptr();
     void* to = packed.mutable_data_ptr();
     const int64_t stride = weight.stride(0);
@@ -373,22 +416,27 @@ Tensor pack_panels(const Tensor& weight) {
     return packed;
 }
 
-// x [rows, depth] times packed [panels, depth, PANEL], of which `outputs` are not padding. Where it
-// is gated, the first half of the outputs are gates of the second, and there are half as many.
+// x [rows, depth] times what `pack_panels` has made, of which `outputs` are not padding. Where it is
+// gated, the first half of the outputs are gates of the second, and there are half as many.
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
     const Doors& doors = *chosen.load();
     check_close(x, 2, "x");
-    check_close(packed, 3, "packed");
+    const bool is_paired = packed.dim() == 4;
+    check_close(packed, is_paired ? 4 : 3, "packed");
     STD_TORCH_CHECK(packed.is_contiguous() && packed.size(2) == PANEL, "packed is not packed");
     STD_TORCH_CHECK(
-        packed.size(1) == x.size(1) && outputs <= packed.size(0) * PANEL &&
+        packed.size(1) * (is_paired ? 2 : 1) == x.size(1) && outputs <= packed.size(0) * PANEL &&
             outputs > (packed.size(0) - 1) * PANEL,
         "x and packed do not fit each other");
+    STD_TORCH_CHECK(
+        !is_paired || (doors.pairs && x.scalar_type() == ScalarType::BFloat16),
+        "weights in pairs are multiplied with bfloat16, where the CPU has instructions for them");
+    const LinearKernels& kernels = is_paired ? *doors.pairs : *doors.linear;
     Linear a{};
     a.number = number_of(x, *doors.attention);
-    a.weights = weights_of(packed, *doors.attention);
+    a.weights = is_paired ? Weights::Pairs : weights_of(packed, *doors.attention);
     a.x = x.const_data_ptr();
     a.stride = x.stride(0);
     a.packed = packed.const_data_ptr();
@@ -410,22 +458,25 @@ Tensor linear(
     a.input = static_cast<const float*>(a.x);
     a.input_stride = a.stride;
     std::unique_ptr<float[]> floats;
-    if (a.number != Number::Float32) {
+    if (a.number != Number::Float32 && !is_paired) {
         floats.reset(new float[a.rows * a.depth]);
         a.input = floats.get();
         a.input_stride = a.depth;
         const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, a.depth));
         torch::stable::parallel_for(0, a.rows, grain, [&](int64_t first, int64_t last) {
-            doors.linear->widen(a, first, last, floats.get());
+            kernels.widen(a, first, last, floats.get());
         });
     }
     // Panel by panel within some rows: these stay in a core's cache, and weights are read once.
     const int64_t panels = is_gated ? a.gate_panels : packed.size(0);
-    const int64_t parts = (a.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
-    share_out(panels * parts, doors.linear->scratch_floats, [&](int64_t i, float* scratch) {
+    const int64_t max_rows = kernels.max_rows(a.depth);
+    const int64_t parts = (a.rows + max_rows - 1) / max_rows;
+    a.panels = packed.size(0);
+    a.next_panel = torch::stable::get_num_threads();
+    share_out(panels * parts, kernels.scratch_floats, [&](int64_t i, float* scratch) {
         const int64_t first = i / panels * a.rows / parts;
         const int64_t last = (i / panels + 1) * a.rows / parts;
-        doors.linear->multiply(a, {i % panels, first, last}, scratch);
+        kernels.multiply(a, {i % panels, first, last}, scratch);
     });
     return out;
 }

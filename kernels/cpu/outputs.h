@@ -1,0 +1,77 @@
+// What becomes of the sums of a product before they are written: scales and biases, an activation,
+// gates, and the number that they are rounded to. See vector.h for why all of this is static.
+
+#pragma once
+
+#include "linear.h"
+#include "vector.h"
+
+namespace {
+
+// sums [rows, PANEL] of one panel's outputs.
+static inline void scale_and_shift(
+    const aioengine::Linear& a, int64_t panel, int64_t rows, float* sums) {
+    const int64_t first = panel * aioengine::PANEL;
+    const int64_t left = a.outputs - first;
+    const int64_t count = left < aioengine::PANEL ? left : aioengine::PANEL;
+    for (int64_t r = 0; r < rows; ++r, sums += aioengine::PANEL) {
+        if (a.scales)
+            for (int64_t c = 0; c < count; ++c) sums[c] *= a.scales[first + c];
+        if (a.bias)
+            for (int64_t c = 0; c < count; ++c) sums[c] += a.bias[first + c];
+    }
+}
+
+static inline void activate(aioengine::Activation activation, int64_t count, float* sums) {
+    using aioengine::Activation;
+    if (activation == Activation::None) return;
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        const Floats x = load(sums + i);
+        Floats u = x;
+        // tanh(t) = 2 logistic(2t) - 1, with t = sqrt(2 / pi) (x + 0.044715 x^3).
+        if (activation == Activation::GeluTanh) u = x * (1.59576912f + 0.07135481f * x * x);
+        if (activation == Activation::QuickGelu) u = 1.702f * x;
+        const Floats e = exp_negative(choose(u < Floats{}, u, -u));
+        store(sums + i, x * choose(u < Floats{}, e, splat(1.0f)) / (1.0f + e));
+    }
+}
+
+// sums *= others
+static inline void gate(int64_t count, const float* others, float* sums) {
+    for (int64_t i = 0; i < count; i += WIDTH) store(sums + i, load(sums + i) * load(others + i));
+}
+
+static inline void write(
+    const aioengine::Linear& a, const aioengine::LinearPiece& p, const float* sums) {
+    using aioengine::Number;
+    const int64_t outputs = a.gate_panels ? a.outputs / 2 : a.outputs;
+    const int64_t first = p.panel * aioengine::PANEL;
+    const int64_t left = outputs - first;
+    const int64_t count = left < aioengine::PANEL ? left : aioengine::PANEL;
+    for (int64_t r = p.first_row; r < p.last_row; ++r, sums += aioengine::PANEL) {
+        const int64_t at = r * outputs + first;
+        switch (a.number) {
+            case Number::Float32:
+                memcpy((float*)a.out + at, sums, count * sizeof(float));
+                break;
+            case Number::BFloat16:
+#if defined(__AVX512BF16__)
+                if (count == aioengine::PANEL) {
+                    const __m512bh rounded = _mm512_cvtne2ps_pbh(
+                        (__m512)load(sums + WIDTH), (__m512)load(sums));
+                    memcpy((BFloat16*)a.out + at, &rounded, sizeof rounded);
+                    break;
+                }
+#endif
+                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (BFloat16*)a.out + at + c);
+                break;
+            case Number::Float16:
+#if defined(__F16C__)
+                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (Float16*)a.out + at + c);
+#endif
+                break;
+        }
+    }
+}
+
+}  // namespace
