@@ -180,6 +180,10 @@ static int64_t max_rows(int64_t) {
     return LINEAR_ROWS;
 }
 
+static int64_t scratch_floats(const Linear&) {
+    return 2 * LINEAR_ROWS * PANEL + DEPTH * PANEL;
+}
+
 }  // namespace
 
 #define AIOENGINE_JOIN(a, b) a##b
@@ -187,5 +191,5 @@ static int64_t max_rows(int64_t) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    2 * LINEAR_ROWS * PANEL + DEPTH * PANEL, max_rows, widen, multiply};
+    max_rows, scratch_floats, widen, multiply};
 }

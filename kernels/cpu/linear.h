@@ -44,10 +44,11 @@ struct LinearPiece {
 };
 
 struct LinearKernels {
-    int64_t scratch_floats;  // that `multiply` wants
     int64_t (*max_rows)(int64_t depth);  // of a piece
+    int64_t (*scratch_floats)(const Linear&);  // that `multiply` wants
     // Where `multiply` reads a.input: makes it of x.
     void (*widen)(const Linear&, int64_t first_row, int64_t last_row, float* input);
+    // `scratch` is a thread's own for all of its pieces, and begins with 64 bytes of zeros.
     void (*multiply)(const Linear&, const LinearPiece&, float* scratch);
 };
 

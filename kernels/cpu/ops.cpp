@@ -107,7 +107,7 @@ std::string instruction_set(std::string name) {
 }
 
 // Runs `work(i, scratch)` for each i in [0, count) on torch's threads, whoever is free next. Each
-// thread has `num_floats` of scratch, aligned.
+// thread has `num_floats` of scratch, aligned, that begin with 64 bytes of zeros.
 template <class Work>
 void share_out(int64_t count, int64_t num_floats, const Work& work) {
     const int64_t num_threads = std::min<int64_t>(count, torch::stable::get_num_threads());
@@ -116,6 +116,7 @@ void share_out(int64_t count, int64_t num_floats, const Work& work) {
         const size_t bytes = static_cast<size_t>(num_floats * sizeof(float) + 63) / 64 * 64;
         std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, bytes), std::free);
         STD_TORCH_CHECK(memory != nullptr, "out of memory");
+        std::memset(memory.get(), 0, std::min<size_t>(bytes, 64));
         for (int64_t thread = begin; thread < end; ++thread)
             for (int64_t i = next++; i < count; i = next++)
                 work(i, static_cast<float*>(memory.get()));
@@ -473,7 +474,7 @@ Tensor linear(
     const int64_t parts = (a.rows + max_rows - 1) / max_rows;
     a.panels = packed.size(0);
     a.next_panel = torch::stable::get_num_threads();
-    share_out(panels * parts, kernels.scratch_floats, [&](int64_t i, float* scratch) {
+    share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, float* scratch) {
         const int64_t first = i / panels * a.rows / parts;
         const int64_t last = (i / panels + 1) * a.rows / parts;
         kernels.multiply(a, {i % panels, first, last}, scratch);

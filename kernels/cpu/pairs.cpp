@@ -37,9 +37,8 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 
 #if defined(__AMX_BF16__)
 
-constexpr int64_t TILE = 16;  // rows of a tile, and its floats in a row
-// Inputs further on that are asked for: a tile's load waits for each of its lines.
 constexpr int64_t AHEAD = 2 * PAIRED_DEPTH;
+constexpr int64_t TILE = 16;  // rows of a tile, and its floats in a row
 
 // Shapes of the eight tiles: sums 0 to 3, rows of x 4 and 5, weights 6 and 7.
 struct __attribute__((packed)) TileShapes {
@@ -63,15 +62,25 @@ static void shape_tiles(int64_t rows) {
     _tile_loadconfig(&shapes);
 }
 
-// sums [rows, PANEL] of up to BLOCK_ROWS rows, for which the tiles have been shaped.
+// Rows of x as the tiles are loaded, one after the other: [blocks of rows, steps, BLOCK_ROWS, 32]. A
+// tile's 16 rows lie side by side then, and not as far apart as would make them compete for a few
+// places in the first cache.
+static void arrange(const Linear& a, int64_t first_row, int64_t last_row, BFloat16* to) {
+    for (int64_t first = first_row; first < last_row; first += BLOCK_ROWS) {
+        const int64_t left = last_row - first, rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
+        const BFloat16* x = rows_of(a, first);
+        for (int64_t k = 0; k < a.depth; k += PAIRED_DEPTH, to += BLOCK_ROWS * PAIRED_DEPTH)
+            for (int64_t r = 0; r < rows; ++r)
+                memcpy(to + r * PAIRED_DEPTH, x + r * a.stride + k, LINE);
+    }
+}
+
+// sums [rows, PANEL] of a block of rows, for which the tiles have been shaped.
 template <bool HAS_LOWER>
 static void add_up_tiles(
-    const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, Next next,
-    float* sums) {
-    const int64_t row_bytes = stride * (int64_t)sizeof(BFloat16);
+    const BFloat16* x, const BFloat16* weights, int64_t depth, Next next, float* sums) {
     constexpr int64_t pair_bytes = 2 * PANEL * sizeof(BFloat16);
     constexpr int64_t sum_bytes = PANEL * sizeof(float);
-    const BFloat16* lower = x + TILE * stride;
     _tile_zero(0);
     _tile_zero(1);
     if (HAS_LOWER) {
@@ -79,20 +88,20 @@ static void add_up_tiles(
         _tile_zero(3);
     }
     for (int64_t k = 0; k < depth; k += PAIRED_DEPTH) {
-        const BFloat16* w = weights + k * PANEL;
-        for (int64_t r = 0; r < TILE; ++r) __builtin_prefetch(x + r * stride + k + AHEAD);
-        if (HAS_LOWER)
-            for (int64_t r = 0; r < TILE; ++r) __builtin_prefetch(lower + r * stride + k + AHEAD);
-        for (int64_t p = 0; p < PAIRED_DEPTH; ++p) __builtin_prefetch(w + (AHEAD + p) * PANEL);
+        const BFloat16 *w = weights + k * PANEL, *upper = x + k * BLOCK_ROWS;
+        for (int64_t i = 0; i < PAIRED_DEPTH; ++i) {
+            __builtin_prefetch(w + (AHEAD + i) * PANEL);
+            __builtin_prefetch(upper + (AHEAD + i) * BLOCK_ROWS);
+        }
         for (int64_t i = 0; i < next.lines; ++i, next.at += LINE)
             __builtin_prefetch(next.at, 0, 2);
         _tile_loadd(6, w, pair_bytes);
-        _tile_loadd(4, x + k, row_bytes);
+        _tile_loadd(4, upper, LINE);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w + PANEL, pair_bytes);
         _tile_dpbf16ps(1, 4, 7);
         if (HAS_LOWER) {
-            _tile_loadd(5, lower + k, row_bytes);
+            _tile_loadd(5, upper + TILE * PAIRED_DEPTH, LINE);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -106,12 +115,12 @@ static void add_up_tiles(
 }
 
 static void add_up(
-    const BFloat16* x, int64_t stride, int64_t rows, const BFloat16* weights, int64_t depth,
-    Next next, float* sums) {
+    const Linear& a, int64_t, const BFloat16* x, int64_t rows, int64_t panel, Next next,
+    float* sums) {
     if (rows > TILE)
-        add_up_tiles<true>(x, stride, weights, depth, next, sums);
+        add_up_tiles<true>(x, panel_of(a, panel), a.depth, next, sums);
     else
-        add_up_tiles<false>(x, stride, weights, depth, next, sums);
+        add_up_tiles<false>(x, panel_of(a, panel), a.depth, next, sums);
 }
 
 #else
@@ -139,24 +148,27 @@ static void add_up_rows(
 
 static void shape_tiles(int64_t) {}
 
+static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
+
 static void add_up(
-    const BFloat16* x, int64_t stride, int64_t rows, const BFloat16* weights, int64_t depth,
-    Next, float* sums) {
+    const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, int64_t panel, Next,
+    float* sums) {
+    const BFloat16 *x = rows_of(a, first_row), *weights = panel_of(a, panel);
     while (rows) {
         int64_t done;
         // So many rows that their sums fill the registers; of 16, two times eight.
         if (rows >= 12 && rows != 16)
-            add_up_rows<12>(x, stride, weights, depth, sums), done = 12;
+            add_up_rows<12>(x, a.stride, weights, a.depth, sums), done = 12;
         else if (rows >= 8)
-            add_up_rows<8>(x, stride, weights, depth, sums), done = 8;
+            add_up_rows<8>(x, a.stride, weights, a.depth, sums), done = 8;
         else if (rows >= 4)
-            add_up_rows<4>(x, stride, weights, depth, sums), done = 4;
+            add_up_rows<4>(x, a.stride, weights, a.depth, sums), done = 4;
         else if (rows >= 2)
-            add_up_rows<2>(x, stride, weights, depth, sums), done = 2;
+            add_up_rows<2>(x, a.stride, weights, a.depth, sums), done = 2;
         else
-            add_up_rows<1>(x, stride, weights, depth, sums), done = 1;
+            add_up_rows<1>(x, a.stride, weights, a.depth, sums), done = 1;
         rows -= done;
-        x += done * stride;
+        x += done * a.stride;
         sums += done * PANEL;
     }
 }
@@ -177,23 +189,38 @@ static Next next_share(const Linear& a, int64_t panel, int64_t index, int64_t co
     return {(const char*)panel_of(a, next) + first * LINE, lines};
 }
 
-static void multiply(const Linear& a, const LinearPiece& p, float* sums) {
-    float* others = sums + BLOCK_ROWS * PANEL;
+// A thread's scratch: which rows it has arranged, less one; sums of a block of rows, and of another
+// panel where there are gates; the rows.
+constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
+constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
+
+static int64_t scratch_floats(const Linear& a) {
+    const int64_t most = max_rows(a.depth), rows = a.rows < most ? a.rows : most;
+    return ROWS_AT + (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS * a.depth / 2;
+}
+
+static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
+    float *sums = scratch + SUMS_AT, *others = scratch + OTHERS_AT;
+    BFloat16* arranged = (BFloat16*)(scratch + ROWS_AT);
     const int64_t count = (p.last_row - p.first_row + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    int64_t shaped = 0;
-    for (int64_t first = p.first_row; first < p.last_row; first += BLOCK_ROWS) {
-        const int64_t left = p.last_row - first, rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
-        const int64_t index = (first - p.first_row) / BLOCK_ROWS;
-        const BFloat16* x = rows_of(a, first);
+    int64_t known, shaped = 0;
+    memcpy(&known, scratch, sizeof known);
+    if (known != p.first_row + 1) {
+        arrange(a, p.first_row, p.last_row, arranged);
+        known = p.first_row + 1;
+        memcpy(scratch, &known, sizeof known);
+    }
+    for (int64_t index = 0; index < count; ++index) {
+        const int64_t first = p.first_row + index * BLOCK_ROWS, left = p.last_row - first;
+        const int64_t rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
+        const BFloat16* x = arranged + index * BLOCK_ROWS * a.depth;
         if (rows != shaped) shape_tiles(shaped = rows);
-        Next next = next_share(a, p.panel, index, count);
-        add_up(x, a.stride, rows, panel_of(a, p.panel), a.depth, next, sums);
+        add_up(a, first, x, rows, p.panel, next_share(a, p.panel, index, count), sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
         if (a.gate_panels) {
             const int64_t panel = p.panel + a.gate_panels;
-            next = next_share(a, panel, index, count);
-            add_up(x, a.stride, rows, panel_of(a, panel), a.depth, next, others);
+            add_up(a, first, x, rows, panel, next_share(a, panel, index, count), others);
             scale_and_shift(a, panel, rows, others);
             gate(rows * PANEL, others, sums);
         }
@@ -211,5 +238,5 @@ static void multiply(const Linear& a, const LinearPiece& p, float* sums) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    2 * BLOCK_ROWS * PANEL, max_rows, nullptr, multiply};
+    max_rows, scratch_floats, nullptr, multiply};
 }
