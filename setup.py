@@ -36,8 +36,12 @@ MATHS = ["-fno-math-errno", "-ffp-contract=fast", "-Wno-uninitialized", "-Wno-ma
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 BF16 = [*AVX512, "-mavx512bf16"]
-X86 = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16}
-PAIRS = {"avx512_bf16": BF16, "amx_bf16": [*BF16, "-mamx-tile", "-mamx-bf16"]}
+AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
+PARTS = {
+    "attention": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "amx_bf16": AMX},
+    "linear": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
+    "pairs": {"avx512_bf16": BF16, "amx_bf16": AMX},
+}
 
 
 def find_torch() -> Path | None:
@@ -74,10 +78,9 @@ class BuildKernels(build_ext):
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         headers = [TORCH_2_11, "-isystem", torch / "include"]
         objects = {scratch / "ops.o": [*headers, SOURCES / "ops.cpp"]}
-        vectors = {"generic": [], **(X86 if is_x86 else {})}
-        parts = {"attention": vectors, "linear": vectors, "pairs": PAIRS if is_x86 else {}}
-        for part, sets in parts.items():
-            for name, flags in sets.items():
+        for part, sets in PARTS.items():
+            generic = {} if part == "pairs" else {"generic": []}
+            for name, flags in {**generic, **(sets if is_x86 else {})}.items():
                 own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}", SOURCES / f"{part}.cpp"]
                 objects[scratch / f"{part}_{name}.o"] = own
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -10,6 +10,7 @@
 
 #include <math.h>
 
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -56,6 +57,7 @@ struct Scratch {
 };
 
 static Scratch divide(const Attention& a, int64_t rows, float* memory) {
+    rows = (rows + 15) / 16 * 16;  // as many as fill tiles of AMX
     const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
     Scratch s;
     s.query = memory;
@@ -348,6 +350,17 @@ static bool has_pairs(const Attention& a) {
 #endif
 }
 
+// Whether scores and sums are computed by tiles. So they are then for any number of rows, as the same
+// token must come to the same bits with others and alone.
+template <class T>
+static bool has_tiles(const Attention& a) {
+#if defined(__AMX_BF16__)
+    return has_pairs<T>(a) && a.value_dim % TILE == 0;
+#else
+    return (void)a, false;
+#endif
+}
+
 // One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's.
 template <class T>
 static void attend_to_tile(
@@ -363,7 +376,14 @@ static void attend_to_tile(
     Tile<T> tile;
     Tile<float> wide;
     find_rows(a, p, begin, skipped, count, tile);
-    if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
+    if (has_tiles<T>(a)) {
+#if defined(__AMX_BF16__)
+        const BFloat16** keys = (const BFloat16**)tile.keys;
+        arrange_keys(keys, count, key_dim, (BFloat16*)s.keys);
+        dot_tiles(
+            (const BFloat16*)s.query, rows, key_dim, (const BFloat16*)s.keys, count, s.scores);
+#endif
+    } else if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
         dot_query(s, is_paired, rows, key_dim, tile.keys, count);
     } else {
         widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
@@ -389,7 +409,13 @@ static void attend_to_tile(
         seen.first = greater(seen.first, skipped);
         soften(scores, seen, s.largest + r, s.total + r, s.out + r * value_dim, value_dim);
     }
-    if (value_dim == a.value_dim && !is_converted_once) {
+    if (has_tiles<T>(a)) {
+#if defined(__AMX_BF16__)
+        const BFloat16** values = (const BFloat16**)tile.values;
+        arrange_values(values, count, value_dim, (BFloat16*)s.values);
+        weigh_tiles(s.scores, rows, (const BFloat16*)s.values, count, value_dim, s.out);
+#endif
+    } else if (value_dim == a.value_dim && !is_converted_once) {
         weigh(s.scores, rows, tile.values, count, value_dim, s.out);
     } else {
         widen_rows(tile.values, count, a.value_dim, s.values, wide.values);
@@ -441,6 +467,9 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
     const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
     const Scratch s = divide(a, rows, memory);
     read_query<T>(a, p, s);
+#if defined(__AMX_BF16__)
+    shape_tiles(whole_tiles());
+#endif
     clear(s.sum_largest, s.sum_total, s.sum_out, rows, stride);
     int64_t key = p.key_begin;
     float* partial = a.partial + p.partial;
@@ -466,6 +495,9 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
             partial += size;
         }
     }
+#if defined(__AMX_BF16__)
+    _tile_release();
+#endif
     if (p.partial < 0) write_out(a, p, s, rows);
 }
 

@@ -69,6 +69,7 @@ extern const Kernels kernels_generic;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx512_bf16;
+extern const Kernels kernels_amx_bf16;
 #endif
 
 }  // namespace aioengine

@@ -53,7 +53,7 @@ struct Doors {
 
 #if defined(__x86_64__)
 constexpr Doors AMX_BF16 = {
-    "amx_bf16", &aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16,
+    "amx_bf16", &aioengine::kernels_amx_bf16, &aioengine::linear_avx512_bf16,
     &aioengine::pairs_amx_bf16};
 constexpr Doors AVX512_BF16 = {
     "avx512_bf16", &aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16,

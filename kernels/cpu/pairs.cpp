@@ -8,6 +8,7 @@
 #include "linear.h"
 
 #include "outputs.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -38,28 +39,13 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 #if defined(__AMX_BF16__)
 
 constexpr int64_t AHEAD = 2 * PAIRED_DEPTH;
-constexpr int64_t TILE = 16;  // rows of a tile, and its floats in a row
-
-// Shapes of the eight tiles: sums 0 to 3, rows of x 4 and 5, weights 6 and 7.
-struct __attribute__((packed)) TileShapes {
-    uint8_t palette, start_row;
-    uint8_t reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-};
-
 static void shape_tiles(int64_t rows) {
-    TileShapes shapes = {};
-    shapes.palette = 1;
-    for (int i = 0; i < 8; ++i) {
-        shapes.row_bytes[i] = 64;
-        shapes.rows[i] = TILE;
-    }
+    TileShapes shapes = whole_tiles();
     const uint8_t upper = (uint8_t)(rows < TILE ? rows : TILE);
     const uint8_t lower = (uint8_t)(rows > TILE ? rows - TILE : TILE);
     shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = upper;
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = lower;
-    _tile_loadconfig(&shapes);
+    shape_tiles(shapes);
 }
 
 // Rows of x as the tiles are loaded, one after the other: [blocks of rows, steps, BLOCK_ROWS, 32]. A
@@ -81,6 +67,7 @@ static void add_up_tiles(
     const BFloat16* x, const BFloat16* weights, int64_t depth, Next next, float* sums) {
     constexpr int64_t pair_bytes = 2 * PANEL * sizeof(BFloat16);
     constexpr int64_t sum_bytes = PANEL * sizeof(float);
+    settle(x);
     _tile_zero(0);
     _tile_zero(1);
     if (HAS_LOWER) {

@@ -122,12 +122,18 @@ static inline Floats larger(Floats a, Floats b) {
 }
 
 static inline float sum(Floats x) {
+#if AIOENGINE_WIDTH == 16
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
     float total = 0;
     for (int i = 0; i < WIDTH; ++i) total += x[i];
     return total;
 }
 
 static inline float largest(Floats x) {
+#if AIOENGINE_WIDTH == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
     float found = x[0];
     for (int i = 1; i < WIDTH; ++i) found = x[i] > found ? x[i] : found;
     return found;
