@@ -124,7 +124,7 @@ class Encoder:
     async def _encode(self, plan: EncodePlan, features: list[Any]) -> None:
         requests = tuple({t.request_id for key in plan.keys for t, _ in self._waiters(key)})
         outcomes, start, end = await self._device.submit_encode(
-            partial(timed, self._runner.encode, plan, features)
+            partial(timed, self._runner.encode, plan, features), patience=plan.patience
         )
         self.num_items_run += len(plan.keys)
         self._instruments.record(

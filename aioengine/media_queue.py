@@ -10,7 +10,7 @@ asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
@@ -21,6 +21,9 @@ from aioengine.request import Item, Request
 __all__ = ["MediaQueue"]
 
 Need = tuple[Request, Item]
+
+LONGEST_PATIENCE = 4
+"""Steps that may go before an encoder's run, at most."""
 
 
 class MediaQueue:
@@ -78,12 +81,15 @@ class MediaQueue:
 
     # ---- work for others, and their results
 
-    def schedule(self, running: Iterable[Request], waiting: Iterable[Request]) -> MediaPlan:
+    def schedule(self, running: Sequence[Request], waiting: Sequence[Request]) -> MediaPlan:
         """What to decode now, and what to encode, if the encoder is free."""
         if not self._users:
             return MediaPlan((), None)
         needs = self._needs(running, waiting)
-        return MediaPlan(self._ask(needs), None if self.cache.is_encoding else self._encode(needs))
+        asked = self._ask(needs)
+        if self.cache.is_encoding:
+            return MediaPlan(asked, None)
+        return MediaPlan(asked, self._encode(needs, self._patience(running, needs)))
 
     def media_ready(self, key: str) -> None:
         """The item is decoded and processed. Ignored if nobody needs it any more."""
@@ -160,7 +166,19 @@ class MediaQueue:
             asked.append(key)
         return tuple(asked)
 
-    def _encode(self, needs: dict[str, Need]) -> EncodePlan | None:
+    def _patience(self, running: Sequence[Request], needs: dict[str, Need]) -> int:
+        """How many steps may go before the encoder's run: as many as are fair to both sides.
+
+        A step is of use to the requests that run, the encoder's run to those that wait for it. Few
+        that run would keep many waiting, with steps that read all weights for a few tokens.
+        """
+        num_running = sum(request.has_slot for request in running)
+        waiting = {owner.request_id for key, (owner, _) in needs.items() if key not in self.cache}
+        if not num_running:
+            return 1
+        return max(1, round(LONGEST_PATIENCE * num_running / (num_running + len(waiting))))
+
+    def _encode(self, needs: dict[str, Need], patience: int) -> EncodePlan | None:
         keys: list[str] = []
         rows: list[int] = []
         evicted: list[str] = []
@@ -189,4 +207,4 @@ class MediaQueue:
         if not keys:
             return None
         self.counters["encoder_misses"] += len(keys)
-        return EncodePlan(modality, tuple(keys), tuple(rows), tuple(evicted))
+        return EncodePlan(modality, tuple(keys), tuple(rows), tuple(evicted), patience)

@@ -138,13 +138,15 @@ class StepResult:
 class EncodePlan:
     """One run of the encoder over whole items of one modality.
 
-    `evicted` are the keys whose rows make room: they are dropped before the run.
+    `evicted` are the keys whose rows make room: they are dropped before the run. `patience`: so
+    many steps of the decoder, in a row, may go before it where both run on one queue.
     """
 
     modality: str
     keys: tuple[str, ...]
     num_rows: tuple[int, ...]
     evicted: tuple[str, ...]
+    patience: int = 1
 
 
 @dataclass(frozen=True, slots=True)

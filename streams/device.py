@@ -34,8 +34,10 @@ class Device(Protocol):
         """Queue a job of the decoder. The future ends with its (read) result or its exception."""
         ...
 
-    def submit_encode(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Queue a job of the encoder."""
+    def submit_encode(
+        self, job: Callable[[], Any], *, patience: int | None = None
+    ) -> asyncio.Future[Any]:
+        """Queue a job of the encoder, which lets so many steps in a row go before it."""
         ...
 
     def rest(self) -> None:
@@ -73,13 +75,14 @@ class Job(NamedTuple):
     queue: str
     function: Callable[[], Any]
     future: asyncio.Future[Any]
+    patience: int | None = None
 
 
 class QueuedDevice(ABC):
     """The two queues, and the launch thread that takes jobs from them.
 
-    Steps go first, but after `max_streak` of them in a row an encoder job gets its turn. Between
-    two steps the loop needs a moment to commit one and plan the next: for up to `linger_s` the
+    Steps go first, but after `max_streak` of them in a row, or as many as it has patience for, an
+    encoder job gets its turn. Between two steps the loop needs a moment to commit one and plan the next: for up to `linger_s` the
     thread waits for that step rather than take an encoder job that would delay every stream.
     """
 
@@ -104,9 +107,11 @@ class QueuedDevice(ABC):
         """See `Device`."""
         return self._submit(self._steps, DECODER, job)
 
-    def submit_encode(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
+    def submit_encode(
+        self, job: Callable[[], Any], *, patience: int | None = None
+    ) -> asyncio.Future[Any]:
         """See `Device`."""
-        return self._submit(self._encodes, ENCODER, job)
+        return self._submit(self._encodes, ENCODER, job, patience)
 
     def rest(self) -> None:
         """See `Device`."""
@@ -125,13 +130,15 @@ class QueuedDevice(ABC):
         self._thread.join()
         self._bridge.close()
 
-    def _submit(self, queue: deque[Job], name: str, job: Callable[[], Any]) -> asyncio.Future[Any]:
+    def _submit(
+        self, queue: deque[Job], name: str, job: Callable[[], Any], patience: int | None = None
+    ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._bridge.loop.create_future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
                 return future
-            queue.append(Job(name, job, future))
+            queue.append(Job(name, job, future, patience))
             self._changed.notify()
         return future
 
@@ -143,6 +150,10 @@ class QueuedDevice(ABC):
     def _launch_all(self) -> None:
         """On the launch thread: take jobs (`_next`) until there are none, and settle each."""
 
+    def _longest_streak(self) -> int:
+        patience = self._encodes[0].patience
+        return self._max_streak if patience is None else min(patience, self._max_streak)
+
     def _next(self) -> Job | None:
         """Wait for the next job. None: the device has been closed."""
         with self._changed:
@@ -151,7 +162,7 @@ class QueuedDevice(ABC):
                     for job in [*self._steps, *self._encodes]:
                         self._bridge.call(job.future.cancel)
                     return None
-                encode_is_due = self._encodes and self._streak >= self._max_streak
+                encode_is_due = self._encodes and self._streak >= self._longest_streak()
                 if self._steps and not encode_is_due:
                     self._streak += 1
                     self._step_may_follow = self._linger_s > 0

@@ -374,3 +374,27 @@ def test_a_stall_is_told_from_waiting() -> None:
     assert not w.scheduler.is_stalled  # somebody decodes
     w.scheduler.media._decoded["a"] = True  # and now nobody does, nor encodes
     assert w.scheduler.is_stalled
+
+
+def test_the_encoder_waits_for_fewer_steps_the_more_requests_wait_for_it() -> None:
+    w = world(encoder_cache_bytes=100, max_num_seqs=8, num_blocks=40, max_encode_items=1)
+
+    def patience() -> int:
+        w.plan_media()
+        for key in list(w.decoding):
+            w.pixels(key)
+        w.plan_media()
+        found = w.encodes[-1].patience
+        w.encoded()
+        return found
+
+    w.submit(make_request("first", [A, 1], max_tokens=30, eos=False))
+    assert patience() == 1  # nobody else is served meanwhile
+    for name in ("1", "2", "3"):
+        w.submit(make_request(name, [1, 1], max_tokens=30, eos=False))
+    w.plan()
+    w.submit(make_request("one picture", [B, 1]))
+    assert patience() == 3  # four run
+    for name, picture in (("x", C), ("y", D), ("z", E)):
+        w.submit(make_request(name, [picture, 1]))
+    assert patience() == 2

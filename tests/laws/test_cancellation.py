@@ -82,11 +82,11 @@ class Points:
         return self.seen - 1 == self.number
 
     def _watch_future(self, submit: Any) -> Any:
-        def watched(job: Any) -> Any:
+        def watched(job: Any, **options: Any) -> Any:
             hit = self._hit()
             if hit and not self.after:
                 self.strike()
-            future = submit(job)
+            future = submit(job, **options)
             if hit and self.after:
                 future.add_done_callback(lambda _: self.strike())
             return future

@@ -84,6 +84,16 @@ async def test_an_encoder_job_gets_its_turn_after_a_streak_of_steps(device: CpuD
     assert log.names == [*"ssssessssesse"]
 
 
+async def test_an_encoder_job_may_have_less_patience(device: CpuDevice) -> None:
+    log = Log()
+    await log.hold(device)
+    jobs = [device.submit_step(log.job("s")) for _ in range(10)]
+    jobs += [device.submit_encode(log.job("e"), patience=n) for n in (1, 2, 9)]
+    log.gate.set()
+    await asyncio.gather(*jobs)
+    assert "".join(log.names) == "sessessssesss"
+
+
 async def test_no_encoder_job_slips_between_a_step_and_the_next(device: CpuDevice) -> None:
     """The loop plans each step when the one before it has committed, as the engine does."""
     log = Log()
