@@ -53,6 +53,7 @@ struct Scratch {
     float *out, *largest, *total;                  // of a segment: [rows, value_dim], [rows], [rows]
     float *sum_out, *sum_largest, *sum_total;      // of all segments so far
     float *scores, *keys, *values;                 // [rows, KEYS], [KEYS, key_dim], [KEYS, value_dim]
+    BFloat16* columns;                             // the query as tiles read it
     float* end;
 };
 
@@ -70,7 +71,8 @@ static Scratch divide(const Attention& a, int64_t rows, float* memory) {
     s.scores = s.sum_total + round_up(rows);
     s.keys = s.scores + rows * KEYS;
     s.values = s.keys + KEYS * key_dim;
-    s.end = s.values + KEYS * value_dim;
+    s.columns = (BFloat16*)(s.values + KEYS * value_dim);
+    s.end = s.values + KEYS * value_dim + rows * key_dim;
     return s;
 }
 
@@ -361,6 +363,28 @@ static bool has_tiles(const Attention& a) {
 #endif
 }
 
+#if defined(__AMX_BF16__)
+// Where each 16 of a tile's keys lie; where they do not lie in one block, copies at `copies`.
+static void find_tile_rows(
+    const Attention& a, const BFloat16* const* keys, int64_t skipped, int64_t count, float* copies,
+    TileRows* found) {
+    const int64_t stride = a.key_strides[1];
+    BFloat16* copy = (BFloat16*)copies;
+    for (int64_t first = 0; first < count; first += TILE, ++found) {
+        if (first + TILE <= skipped) {
+            *found = {keys[skipped], 0};  // any will do
+        } else if (a.block_size % TILE == 0) {
+            const int64_t known = greater(first, skipped);
+            *found = {keys[known] - (known - first) * stride, stride * (int64_t)sizeof(BFloat16)};
+        } else {
+            *found = {copy, a.key_dim * (int64_t)sizeof(BFloat16)};
+            for (int64_t n = first; n < first + TILE; ++n, copy += a.key_dim)
+                memcpy(copy, keys[lesser(n, count - 1)], a.key_dim * sizeof(BFloat16));
+        }
+    }
+}
+#endif
+
 // One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's.
 template <class T>
 static void attend_to_tile(
@@ -378,10 +402,9 @@ static void attend_to_tile(
     find_rows(a, p, begin, skipped, count, tile);
     if (has_tiles<T>(a)) {
 #if defined(__AMX_BF16__)
-        const BFloat16** keys = (const BFloat16**)tile.keys;
-        arrange_keys(keys, count, key_dim, (BFloat16*)s.keys);
-        dot_tiles(
-            (const BFloat16*)s.query, rows, key_dim, (const BFloat16*)s.keys, count, s.scores);
+        TileRows keys[KEYS / TILE];
+        find_tile_rows(a, (const BFloat16* const*)tile.keys, skipped, count, s.keys, keys);
+        dot_tiles(s.columns, rows, key_dim, keys, count, s.values, s.scores);
 #endif
     } else if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
         dot_query(s, is_paired, rows, key_dim, tile.keys, count);
@@ -412,8 +435,16 @@ static void attend_to_tile(
     if (has_tiles<T>(a)) {
 #if defined(__AMX_BF16__)
         const BFloat16** values = (const BFloat16**)tile.values;
-        arrange_values(values, count, value_dim, (BFloat16*)s.values);
-        weigh_tiles(s.scores, rows, (const BFloat16*)s.values, count, value_dim, s.out);
+        if (rows <= 2) {
+            round_weights(s.scores, rows);
+            if (rows == 2)
+                weigh_few<2>(s.scores, values, count, value_dim, s.out);
+            else
+                weigh_few<1>(s.scores, values, count, value_dim, s.out);
+        } else {
+            arrange_values(values, count, value_dim, (BFloat16*)s.values);
+            weigh_tiles(s.scores, rows, (const BFloat16*)s.values, count, value_dim, s.out);
+        }
 #endif
     } else if (value_dim == a.value_dim && !is_converted_once) {
         weigh(s.scores, rows, tile.values, count, value_dim, s.out);
@@ -468,7 +499,12 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
     const Scratch s = divide(a, rows, memory);
     read_query<T>(a, p, s);
 #if defined(__AMX_BF16__)
-    shape_tiles(whole_tiles());
+    if (has_tiles<T>(a)) {
+        shape_tiles(whole_tiles());
+        arrange_query((const BFloat16*)s.query, rows, a.key_dim, s.columns);
+    }
+    const unsigned rounding = _mm_getcsr();
+    _mm_setcsr(rounding | 0x8040);  // as tiles do: what is too small to be normal is zero
 #endif
     clear(s.sum_largest, s.sum_total, s.sum_out, rows, stride);
     int64_t key = p.key_begin;
@@ -496,6 +532,7 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
         }
     }
 #if defined(__AMX_BF16__)
+    _mm_setcsr(rounding);
     _tile_release();
 #endif
     if (p.partial < 0) write_out(a, p, s, rows);

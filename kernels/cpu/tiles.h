@@ -70,53 +70,58 @@ static inline void transpose(__m512i* x) {
     }
 }
 
-// Keys [count, dim] to [dim / 2, TILE_KEYS, 2] at `to`; as many keys as fill tiles are written.
-static inline void arrange_keys(const BFloat16* const* keys, int64_t count, int64_t dim, BFloat16* to) {
-    for (int64_t first = 0; first < count; first += TILE) {
+// Rows [rows, dim] of a query to [blocks of 16 rows, dim / 2, 16, 2] at `to`.
+static inline void arrange_query(const BFloat16* query, int64_t rows, int64_t dim, BFloat16* to) {
+    for (int64_t first = 0; first < rows; first += TILE) {
         for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            __m512i x[16];
-            for (int64_t i = 0; i < TILE; ++i)
-                x[i] = _mm512_loadu_si512(keys[first + i < count ? first + i : count - 1] + d);
+            __m512i x[16] = {};
+            for (int64_t i = 0; i < TILE && first + i < rows; ++i)
+                x[i] = _mm512_loadu_si512(query + (first + i) * dim + d);
             transpose(x);
-            BFloat16* at = to + d * TILE_KEYS + 2 * first;
-            for (int64_t i = 0; i < TILE; ++i) memcpy(at + i * 2 * TILE_KEYS, &x[i], TILE_BYTES);
+            memcpy(to + first * dim + d * TILE, x, sizeof x);
         }
     }
 }
 
-// scores [rows, TILE_KEYS] = query [rows, dim] . keys, as `arrange_keys` has left them.
+// Where 16 keys lie, one after the other.
+struct TileRows {
+    const BFloat16* at;
+    int64_t bytes;  // from one to the next
+};
+
+// scores [rows, TILE_KEYS] of the first `count` keys. Keys are rows here and the query's rows are
+// columns, so that keys are read where they lie. `columns`: room for 16 by 16 floats.
 static inline void dot_tiles(
-    const BFloat16* query, int64_t rows, int64_t dim, const BFloat16* keys, int64_t count,
-    float* scores) {
-    constexpr int64_t pair_bytes = 2 * TILE_KEYS * sizeof(BFloat16);
-    constexpr int64_t score_bytes = TILE_KEYS * sizeof(float);
-    settle(keys);
+    const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
+    float* columns, float* scores) {
+    settle(query);
     for (int64_t r = 0; r < rows; r += TILE) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            const BFloat16* at = keys + d * TILE_KEYS;
-            _tile_loadd(4, query + r * dim + d, dim * (int64_t)sizeof(BFloat16));
-            _tile_loadd(5, at, pair_bytes);
-            _tile_dpbf16ps(0, 4, 5);
-            if (count > TILE) {
-                _tile_loadd(6, at + 2 * TILE, pair_bytes);
-                _tile_dpbf16ps(1, 4, 6);
+        const BFloat16* columns_of = query + r * dim;
+        const int64_t left = rows - r;
+        for (int64_t n = 0; n < count; n += TILE, ++keys) {
+            _tile_zero(0);
+            for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
+                _tile_loadd(4, keys->at + d, keys->bytes);
+                _tile_loadd(5, columns_of + d * TILE, TILE_BYTES);
+                _tile_dpbf16ps(0, 4, 5);
             }
-            if (count > 2 * TILE) {
-                _tile_loadd(5, at + 4 * TILE, pair_bytes);
-                _tile_dpbf16ps(2, 4, 5);
-                _tile_loadd(6, at + 6 * TILE, pair_bytes);
-                _tile_dpbf16ps(3, 4, 6);
+            _tile_stored(0, columns, TILE_BYTES);
+            float* to = scores + r * TILE_KEYS + n;
+            if (left <= 4) {
+                for (int64_t i = 0; i < TILE; i += 4) {
+                    __m128 x[4];
+                    for (int64_t j = 0; j < 4; ++j) x[j] = _mm_load_ps(columns + (i + j) * TILE);
+                    _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+                    for (int64_t j = 0; j < left; ++j) _mm_storeu_ps(to + j * TILE_KEYS + i, x[j]);
+                }
+            } else {
+                __m512i x[16];
+                memcpy(x, columns, sizeof x);
+                transpose(x);
+                for (int64_t j = 0; j < TILE; ++j) memcpy(to + j * TILE_KEYS, &x[j], TILE_BYTES);
             }
         }
-        float* to = scores + r * TILE_KEYS;
-        _tile_stored(0, to, score_bytes);
-        _tile_stored(1, to + TILE, score_bytes);
-        _tile_stored(2, to + 2 * TILE, score_bytes);
-        _tile_stored(3, to + 3 * TILE, score_bytes);
+        keys -= (count + TILE - 1) / TILE;
     }
 }
 
@@ -126,15 +131,19 @@ static inline void arrange_values(
     const __m512i low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
         35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const int64_t whole = count > TILE_DEPTH ? TILE_KEYS : TILE_DEPTH;
     for (int64_t n = 0; n < whole; n += 2) {
-        for (int64_t d = 0; d < dim; d += TILE) {
-            __m256i pair[2] = {};
+        for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
+            const __mmask32 inside = dim - d < TILE_DEPTH ? 0xffff : 0xffffffff;
+            __m512i pair[2] = {};
             for (int64_t i = 0; i < 2; ++i)
-                if (n + i < count) memcpy(&pair[i], values[n + i] + d, sizeof pair[i]);
-            const __m512i both = _mm512_permutex2var_epi16(
-                _mm512_castsi256_si512(pair[0]), low, _mm512_castsi256_si512(pair[1]));
-            memcpy(to + n * dim + 2 * d, &both, TILE_BYTES);
+                if (n + i < count) pair[i] = _mm512_maskz_loadu_epi16(inside, values[n + i] + d);
+            const __m512i first = _mm512_permutex2var_epi16(pair[0], low, pair[1]);
+            memcpy(to + n * dim + 2 * d, &first, TILE_BYTES);
+            if (dim - d < TILE_DEPTH) break;
+            const __m512i second = _mm512_permutex2var_epi16(pair[0], high, pair[1]);
+            memcpy(to + n * dim + 2 * d + TILE_DEPTH, &second, TILE_BYTES);
         }
     }
 }
@@ -169,6 +178,48 @@ static inline void weigh_tiles(
             }
             _tile_stored(0, to, out_bytes);
         }
+    }
+}
+
+// The same without tiles, for few rows, and to the same bits: a tile adds up the even inputs and the
+// odd ones by themselves, and both to the sum (Intel's manual, TDPBF16PS), with numbers too small to
+// be normal taken for zeros.
+template <int ROWS>
+static inline void weigh_few(
+    const float* weights, const BFloat16* const* values, int64_t count, int64_t dim, float* out) {
+    for (int64_t first = 0; first < count; first += TILE_DEPTH) {
+        const int64_t last = first + TILE_DEPTH < count ? first + TILE_DEPTH : count;
+        for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
+            const bool has_second = d + WIDTH < dim;
+            Floats sums[2][ROWS][2] = {};
+            for (int64_t n = first; n < last; n += 2) {
+                for (int64_t odd = 0; odd < 2 && n + odd < last; ++odd) {
+                    const Floats v = load(values[n + odd] + d);
+                    const Floats u = has_second ? load(values[n + odd] + d + WIDTH) : Floats{};
+                    for (int r = 0; r < ROWS; ++r) {
+                        const Floats w = splat(weights[r * TILE_KEYS + n + odd]);
+                        sums[odd][r][0] += w * v;
+                        sums[odd][r][1] += w * u;
+                    }
+                }
+            }
+            for (int r = 0; r < ROWS; ++r) {
+                float* to = out + r * dim + d;
+                store(to, load(to) + (sums[0][r][0] + sums[1][r][0]));
+                if (has_second)
+                    store(to + WIDTH, load(to + WIDTH) + (sums[0][r][1] + sums[1][r][1]));
+            }
+        }
+    }
+}
+
+// Rounds weights [rows, TILE_KEYS] to bfloat16 and leaves them floats.
+static inline void round_weights(float* weights, int64_t rows) {
+    for (int64_t i = 0; i < rows * TILE_KEYS; i += WIDTH) {
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(weights + i));
+        BFloat16 narrow[WIDTH];
+        memcpy(narrow, &rounded, sizeof narrow);
+        store(weights + i, load(narrow));
     }
 }
 
