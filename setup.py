@@ -41,6 +41,7 @@ PARTS = {
     "attention": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "amx_bf16": AMX},
     "linear": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "pairs": {"avx512_bf16": BF16, "amx_bf16": AMX},
+    "norm": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
 }
 
 

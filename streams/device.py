@@ -82,8 +82,9 @@ class QueuedDevice(ABC):
     """The two queues, and the launch thread that takes jobs from them.
 
     Steps go first, but after `max_streak` of them in a row, or as many as it has patience for, an
-    encoder job gets its turn. Between two steps the loop needs a moment to commit one and plan the next: for up to `linger_s` the
-    thread waits for that step rather than take an encoder job that would delay every stream.
+    encoder job gets its turn. Between two steps the loop needs a moment to commit one and plan the
+    next: for up to `linger_s` the thread waits for that step rather than take an encoder job that
+    would delay every stream.
     """
 
     def __init__(

@@ -23,12 +23,14 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "norm.h"
 
 using aioengine::Attention;
 using aioengine::Kernels;
 using aioengine::Linear;
 using aioengine::LinearKernels;
 using aioengine::LinearPiece;
+using aioengine::Norm;
 using aioengine::Number;
 using aioengine::PAIRED_DEPTH;
 using aioengine::PANEL;
@@ -49,18 +51,21 @@ struct Doors {
     const Kernels* attention;
     const LinearKernels* linear;
     const LinearKernels* pairs;
+    const aioengine::NormKernel* norm;
 };
 
 #if defined(__x86_64__)
 constexpr Doors AMX_BF16 = {
     "amx_bf16", &aioengine::kernels_amx_bf16, &aioengine::linear_avx512_bf16,
-    &aioengine::pairs_amx_bf16};
+    &aioengine::pairs_amx_bf16, &aioengine::norm_avx512_bf16};
 constexpr Doors AVX512_BF16 = {
     "avx512_bf16", &aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16,
-    &aioengine::pairs_avx512_bf16};
+    &aioengine::pairs_avx512_bf16, &aioengine::norm_avx512_bf16};
 constexpr Doors AVX512 = {
-    "avx512", &aioengine::kernels_avx512, &aioengine::linear_avx512, nullptr};
-constexpr Doors AVX2 = {"avx2", &aioengine::kernels_avx2, &aioengine::linear_avx2, nullptr};
+    "avx512", &aioengine::kernels_avx512, &aioengine::linear_avx512, nullptr,
+    &aioengine::norm_avx512};
+constexpr Doors AVX2 = {
+    "avx2", &aioengine::kernels_avx2, &aioengine::linear_avx2, nullptr, &aioengine::norm_avx2};
 
 // Whether there are tiles for bfloat16 and Linux lets this process have them.
 bool may_use_tiles() {
@@ -76,7 +81,8 @@ bool may_use_tiles() {
 }
 #endif
 constexpr Doors GENERIC = {
-    "generic", &aioengine::kernels_generic, &aioengine::linear_generic, nullptr};
+    "generic", &aioengine::kernels_generic, &aioengine::linear_generic, nullptr,
+    &aioengine::norm_generic};
 
 const Doors* by_name(const std::string& name) {
 #if defined(__x86_64__)
@@ -482,6 +488,30 @@ Tensor linear(
     return out;
 }
 
+// x [rows, dim] over the root of its rows' mean square plus epsilon, times weight [dim].
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+    const Doors& doors = *chosen.load();
+    check_close(x, 2, "x");
+    check_close(weight, 1, "weight");
+    STD_TORCH_CHECK(
+        weight.size(0) == x.size(1) && weight.scalar_type() == x.scalar_type(),
+        "weight must be of the dtype and width of x");
+    Norm a{};
+    a.number = number_of(x, *doors.attention);
+    a.x = x.const_data_ptr();
+    a.stride = x.stride(0);
+    a.weight = weight.const_data_ptr();
+    a.dim = x.size(1);
+    a.epsilon = static_cast<float>(epsilon);
+    Tensor out = torch::stable::new_empty(x, {x.size(0), a.dim});
+    a.out = out.mutable_data_ptr();
+    const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, a.dim));
+    torch::stable::parallel_for(0, x.size(0), grain, [&](int64_t first, int64_t last) {
+        (*doors.norm)(a, first, last);
+    });
+    return out;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
@@ -499,6 +529,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def(
         "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
         "int activation=0, bool is_gated=False) -> Tensor");
+    library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
@@ -506,6 +537,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("attend", TORCH_BOX(&attend));
     library.impl("pack_panels", TORCH_BOX(&pack_panels));
     library.impl("linear", TORCH_BOX(&linear));
+    library.impl("rms_norm", TORCH_BOX(&rms_norm));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {

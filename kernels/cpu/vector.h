@@ -113,6 +113,22 @@ static inline void from_float(float x, Float16* at) {
 }
 #endif
 
+// A vector of numbers, rounded.
+static inline void store(BFloat16* at, Floats x) {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(at, &rounded, sizeof rounded);
+#else
+    for (int i = 0; i < WIDTH; ++i) from_float(x[i], at + i);
+#endif
+}
+
+#if defined(__F16C__)
+static inline void store(Float16* at, Floats x) {
+    for (int i = 0; i < WIDTH; ++i) from_float(x[i], at + i);
+}
+#endif
+
 static inline Floats choose(Ints is_first, Floats first, Floats second) {
     return (Floats)((is_first & (Ints)first) | (~is_first & (Ints)second));
 }

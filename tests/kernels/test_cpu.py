@@ -18,7 +18,7 @@ from aioengine.kernels.attention import (
     build_metadata,
     select_backend,
 )
-from aioengine.kernels.cpu import library
+from aioengine.kernels.cpu import library, norm
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import Activation, NativeLinear, native_way
 from aioengine.kernels.gather import GatherBackend
@@ -364,7 +364,16 @@ LINEAR_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e
 
 @pytest.mark.parametrize("dtype", LINEAR_TOLERANCE)
 @pytest.mark.parametrize(
-    "shape", [(1, 64, 32), (2, 100, 70), (300, 130, 33), (17, 1, 1), (97, 9, 31)]
+    "shape",
+    [
+        (1, 64, 32),
+        (2, 100, 70),
+        (300, 130, 33),
+        (17, 1, 1),
+        (97, 9, 31),
+        (45, 96, 70),
+        (700, 64, 40),
+    ],
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products(
@@ -461,3 +470,35 @@ def test_which_products_are_native() -> None:
     assert (native_way(weight, None) is None) == (library.instruction_set() == "generic")
     packed = pack_linear(weight)
     assert packed is not None and packed.nbytes >= weight.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 700])
+def test_gated_products_of_bfloat16(rows: int, instruction_set: str) -> None:
+    torch.manual_seed(rows)
+    x, weight, bias = torch.randn(rows, 96), torch.randn(192, 96), torch.randn(192)
+    x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    layer = NativeLinear(weight, bias)
+    assert layer.is_paired == (instruction_set in ("avx512_bf16", "amx_bf16"))
+    gates, others = linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
+    found, wanted = layer(x, Activation.SILU, is_gated=True), silu(gates) * others
+    bound = 4e-3 * float(wanted.abs().max())
+    torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
+    if layer.is_paired:
+        with pytest.raises(RuntimeError, match="bfloat16"):
+            layer(x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [1, 7, 64, 1000])
+def test_norms(dim: int, dtype: torch.dtype, instruction_set: str) -> None:
+    if dtype is torch.float16 and instruction_set == "generic":
+        pytest.skip("no conversions of halves without F16C")
+    torch.manual_seed(dim)
+    x, weight = torch.randn(2, 9, dim).to(dtype) * 30, torch.randn(dim).to(dtype)
+    exact = torch.nn.functional.rms_norm(x.double(), (dim,), weight.double(), 1e-5)
+    found = norm.rms_norm(x, weight, 1e-5)
+    assert found.dtype is dtype and found.shape == x.shape
+    torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps * 4, atol=1e-6)
+    assert torch.equal(norm.rms_norm(x[:, 4:5], weight, 1e-5), found[:, 4:5])
+    with pytest.raises(RuntimeError, match="width"):
+        norm.rms_norm(x, torch.ones(dim + 1, dtype=dtype), 1e-5)
