@@ -120,6 +120,10 @@ class BlockPool:
         self._last_search = request.prompt_token_ids, request.digests, known
         return [list(table) for table in known.tables]
 
+    def hit_length(self, request: Request, tables: Sequence[list[int]]) -> int:
+        """Tokens that need not be computed: all but the last at most, whose logits are wanted."""
+        return min(len(tables[0]) * self.block_size, request.num_known - 1)
+
     def _prefix_of_sibling(self, request: Request) -> KnownPrefix | None:
         """What the last request has found, if it is another completion of the same prompt."""
         if self._last_search is None or self._last_search[0] is not request.prompt_token_ids:

@@ -194,6 +194,12 @@ class Request:
         first = item.span.first_row_position
         return min((low for low, high in self.whole_ranges if low <= first < high), default=first)
 
+    def is_first_hit(self, key: str) -> bool:
+        """Whether this is its first use of an item that was encoded for another; notes the use."""
+        is_first = key not in self.seen_keys
+        self.seen_keys.add(key)
+        return is_first and key not in self.encoded_keys
+
     def open_items(self, position: int) -> Sequence[Item]:
         """The items that take rows at `position` or later, in prompt order."""
         if not self.items or self.items[-1].span.last_row_position < position:

@@ -3,9 +3,8 @@
 A request's tokens are scheduled, then computed, and chase `num_tokens`; there is no prefill or
 decode phase. A step serves single tokens first, then the chunks of running requests by seniority,
 then waiting requests. A chunk ends before the first encoder row that is not there; a request at
-such an end is *parked* and holds no slot. Everything here is synchronous and deterministic, and
-`schedule()` may run ahead of `commit()`: blocks and rows are let go when the last step that uses
-them has committed.
+such an end is *parked* and holds no slot. All of it is synchronous and deterministic. `schedule()`
+may run ahead of `commit()`: blocks and rows are let go when the last step that uses them commits.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._live[request.request_id] = request
         self.media.add(request)
-        request.hit_estimate = self._hit_length(request, self.pool.find_prefix(request))
+        request.hit_estimate = self.pool.hit_length(request, self.pool.find_prefix(request))
         request.finds_cross = self.pool.find_cross(request) is not None
         insort(self._waiting, request, key=_seniority)
 
@@ -178,7 +177,7 @@ class Scheduler:
         return Advance(request.request_id, token_id, *verdict)
 
     def _serve_urgent(self, step: _Step) -> None:
-        """A range that must be computed whole did not fit behind the others: it goes first."""
+        """What must be computed whole and did not fit behind the others goes first."""
         request, self._urgent = self._urgent, None
         if request is None:
             return
@@ -253,7 +252,7 @@ class Scheduler:
         if cross is None and not self._may_write_cross(request, step):
             return True
         hit = self.pool.find_prefix(request)
-        start = request.hit_estimate = self._hit_length(request, hit)
+        start = request.hit_estimate = self.pool.hit_length(request, hit)
         missing = self.media.first_missing(request, start, request.num_tokens)
         if (
             missing
@@ -288,10 +287,6 @@ class Scheduler:
             request.cross_tables = cross
         self._take(request, start, end, step, request.encoder if cross is None else None)
         return True
-
-    def _hit_length(self, request: Request, hit: list[list[int]]) -> int:
-        """Tokens that need not be computed: all but the last at most, whose logits are wanted."""
-        return min(len(hit[0]) * self.limits.block_size, request.num_known - 1)
 
     def _may_write_cross(self, request: Request, step: _Step) -> bool:
         """Whether the encoder's output is there, and not too much for one step with others'."""
@@ -349,9 +344,7 @@ class Scheduler:
         )
         for key in sequence.row_keys:
             self.media.cache.reference(key)
-            if key not in request.seen_keys:
-                request.seen_keys.add(key)
-                self.counters["encoder_hits"] += key not in request.encoded_keys
+            self.counters["encoder_hits"] += request.is_first_hit(key)
         step.sequences.append(sequence)
         step.requests.append(request)
         step.budget -= end - start

@@ -5,11 +5,11 @@ where it has none for this dtype, shape or CPU. `WAYS` lists them, the best firs
 asks one after the other. What a way returns keeps its own copy of the weight: the caller frees the
 plain one.
 
-`native_way` is ours, in C++ (`kernels/cpu/`), and the faster one but where the CPU multiplies
-bfloat16 itself. `onednn_way` goes through PyTorch's own operators, whose layout depends on a number
-of rows that they are told. Told one row it is the plain layout; from some rows on it is blocks of
-64 outputs by 16 inputs, in which any number of rows is multiplied without another copy, and never
-slower than in the plain one. So one packing serves all.
+`native_way` is ours, in C++ (`kernels/cpu/`), and the faster one. `onednn_way` goes through
+PyTorch's own operators, whose layout depends on a number of rows that they are told. Told one row
+it is the plain layout; from some rows on it is blocks of 64 outputs by 16 inputs, in which any
+number of rows is multiplied without another copy, and never slower than in the plain one. So one
+packing serves all.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class NativeLinear:
     @property
     def is_paired(self) -> bool:
         """Whether the CPU multiplies the weights as bfloat16, not as float32."""
-        return self._packed.dim() == 4
+        return bool(self._packed.dim() == 4)
 
     @property
     def can_gate(self) -> bool:
