@@ -499,12 +499,12 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
     const Scratch s = divide(a, rows, memory);
     read_query<T>(a, p, s);
 #if defined(__AMX_BF16__)
+    const unsigned rounding = _mm_getcsr();
     if (has_tiles<T>(a)) {
         shape_tiles(whole_tiles());
         arrange_query((const BFloat16*)s.query, rows, a.key_dim, s.columns);
+        _mm_setcsr(rounding | 0x8040);  // as tiles do: what is too small to be normal is zero
     }
-    const unsigned rounding = _mm_getcsr();
-    _mm_setcsr(rounding | 0x8040);  // as tiles do: what is too small to be normal is zero
 #endif
     clear(s.sum_largest, s.sum_total, s.sum_out, rows, stride);
     int64_t key = p.key_begin;
@@ -532,8 +532,10 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
         }
     }
 #if defined(__AMX_BF16__)
-    _mm_setcsr(rounding);
-    _tile_release();
+    if (has_tiles<T>(a)) {
+        _mm_setcsr(rounding);
+        _tile_release();
+    }
 #endif
     if (p.partial < 0) write_out(a, p, s, rows);
 }

@@ -18,6 +18,9 @@ from aioengine.kernels.cpu.library import instruction_set, is_available
 
 __all__ = ["Activation", "NativeLinear", "native_way"]
 
+PAIRED_INPUTS = 32
+"""What a number of inputs must be a multiple of for bfloat16 to be multiplied as such."""
+
 
 class Activation(IntEnum):
     """What the operator can make of its outputs; numbered as in linear.h."""
@@ -41,7 +44,7 @@ class NativeLinear:
         if not is_available():
             raise RuntimeError("the C++ kernels were not built")
         self._packed: Tensor = torch.ops.aioengine_cpu.pack_panels(weight)
-        self._panel_outputs = self._packed.shape[2]
+        self._panel_outputs: int = self._packed.shape[2]
         self._outputs = weight.shape[0]
         self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
         self._scales = None if scales is None else scales.to(torch.float32, copy=True).contiguous()
@@ -75,7 +78,7 @@ class NativeLinear:
     @property
     def is_paired(self) -> bool:
         """Whether the CPU multiplies the weights as bfloat16, not as float32."""
-        return bool(self._packed.dim() == 4)
+        return self._packed.dim() == 4
 
     @property
     def can_gate(self) -> bool:
@@ -90,7 +93,7 @@ def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
     found = instruction_set()
     if found == "generic":
         return None  # without wide vectors, PyTorch's own
-    layer = NativeLinear(weight.detach(), None if bias is None else bias.detach())
-    if found in ("avx512_bf16", "amx_bf16") and weight.dtype is torch.bfloat16:
-        return layer if layer.is_paired else None  # else oneDNN's
-    return layer
+    is_multiplied_as_such = found in ("avx512_bf16", "amx_bf16") and weight.dtype is torch.bfloat16
+    if is_multiplied_as_such and weight.shape[1] % PAIRED_INPUTS:
+        return None  # oneDNN's
+    return NativeLinear(weight.detach(), None if bias is None else bias.detach())

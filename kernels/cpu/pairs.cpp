@@ -38,8 +38,11 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 
 #if defined(__AMX_BF16__)
 
+// Inputs further on that are asked for: a tile's load waits for each of its lines.
 constexpr int64_t AHEAD = 2 * PAIRED_DEPTH;
-static void shape_tiles(int64_t rows) {
+
+// Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights; 0, 1 and 4 are of the upper 16 rows.
+static void shape_for(int64_t rows) {
     TileShapes shapes = whole_tiles();
     const uint8_t upper = (uint8_t)(rows < TILE ? rows : TILE);
     const uint8_t lower = (uint8_t)(rows > TILE ? rows - TILE : TILE);
@@ -133,7 +136,7 @@ static void add_up_rows(
     for (int r = 0; r < ROWS; ++r) memcpy(sums + r * PANEL, s[r], sizeof s[r]);
 }
 
-static void shape_tiles(int64_t) {}
+static void shape_for(int64_t) {}
 
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
@@ -176,7 +179,7 @@ static Next next_share(const Linear& a, int64_t panel, int64_t index, int64_t co
     return {(const char*)panel_of(a, next) + first * LINE, lines};
 }
 
-// A thread's scratch: which rows it has arranged, less one; sums of a block of rows, and of another
+// A thread's scratch: the first row that it has arranged, plus one; sums of a block of rows, and of another
 // panel where there are gates; the rows.
 constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
 constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
@@ -201,7 +204,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         const int64_t first = p.first_row + index * BLOCK_ROWS, left = p.last_row - first;
         const int64_t rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         const BFloat16* x = arranged + index * BLOCK_ROWS * a.depth;
-        if (rows != shaped) shape_tiles(shaped = rows);
+        if (rows != shaped) shape_for(shaped = rows);
         add_up(a, first, x, rows, p.panel, next_share(a, p.panel, index, count), sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
