@@ -364,6 +364,8 @@ static bool has_tiles(const Attention& a) {
 }
 
 #if defined(__AMX_BF16__)
+static_assert(TILE_KEYS == KEYS);
+
 // Where each 16 of a tile's keys lie; where they do not lie in one block, copies at `copies`.
 static void find_tile_rows(
     const Attention& a, const BFloat16* const* keys, int64_t skipped, int64_t count, float* copies,

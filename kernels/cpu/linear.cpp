@@ -135,8 +135,6 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         case Weights::BFloat16:
             multiply_as<BFloat16>(a, p, scratch);
             break;
-        case Weights::Pairs:
-            break;  // see pairs.cpp
         case Weights::Int8:
             multiply_as<int8_t>(a, p, scratch);
             break;

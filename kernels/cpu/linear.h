@@ -11,10 +11,10 @@ namespace aioengine {
 
 constexpr int64_t PANEL = 32;  // outputs whose weights lie side by side
 
-// Pairs: bfloat16 whose inputs lie two by two, for CPUs that multiply them so.
-enum class Weights { Float32, BFloat16, Float16, Int8, Pairs };
+enum class Weights { Float32, BFloat16, Float16, Int8 };
 
-constexpr int64_t PAIRED_DEPTH = 32;  // what a depth must be a multiple of, to lie in pairs
+// What a depth must be a multiple of for bfloat16 to lie in pairs of inputs, which some CPUs multiply.
+constexpr int64_t PAIRED_DEPTH = 32;
 
 // What becomes of an output: all of these are x times the logistic function of something.
 enum class Activation { None, SiLU, GeluTanh, QuickGelu };

@@ -443,7 +443,7 @@ Tensor linear(
     const LinearKernels& kernels = is_paired ? *doors.pairs : *doors.linear;
     Linear a{};
     a.number = number_of(x, *doors.attention);
-    a.weights = is_paired ? Weights::Pairs : weights_of(packed, *doors.attention);
+    a.weights = weights_of(packed, *doors.attention);
     a.x = x.const_data_ptr();
     a.stride = x.stride(0);
     a.packed = packed.const_data_ptr();

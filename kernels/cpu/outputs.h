@@ -41,6 +41,14 @@ static inline void gate(int64_t count, const float* others, float* sums) {
     for (int64_t i = 0; i < count; i += WIDTH) store(sums + i, load(sums + i) * load(others + i));
 }
 
+// Rounds `count` sums.
+template <class T>
+static inline void write_row(const float* sums, int64_t count, T* to) {
+    int64_t c = 0;
+    for (; c + WIDTH <= count; c += WIDTH) store(to + c, load(sums + c));
+    for (; c < count; ++c) from_float(sums[c], to + c);
+}
+
 static inline void write(
     const aioengine::Linear& a, const aioengine::LinearPiece& p, const float* sums) {
     using aioengine::Number;
@@ -52,22 +60,14 @@ static inline void write(
         const int64_t at = r * outputs + first;
         switch (a.number) {
             case Number::Float32:
-                memcpy((float*)a.out + at, sums, count * sizeof(float));
+                write_row(sums, count, (float*)a.out + at);
                 break;
             case Number::BFloat16:
-#if defined(__AVX512BF16__)
-                if (count == aioengine::PANEL) {
-                    const __m512bh rounded = _mm512_cvtne2ps_pbh(
-                        (__m512)load(sums + WIDTH), (__m512)load(sums));
-                    memcpy((BFloat16*)a.out + at, &rounded, sizeof rounded);
-                    break;
-                }
-#endif
-                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (BFloat16*)a.out + at + c);
+                write_row(sums, count, (BFloat16*)a.out + at);
                 break;
             case Number::Float16:
 #if defined(__F16C__)
-                for (int64_t c = 0; c < count; ++c) from_float(sums[c], (Float16*)a.out + at + c);
+                write_row(sums, count, (Float16*)a.out + at);
 #endif
                 break;
         }

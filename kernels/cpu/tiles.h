@@ -216,9 +216,8 @@ static inline void weigh_few(
 // Rounds weights [rows, TILE_KEYS] to bfloat16 and leaves them floats.
 static inline void round_weights(float* weights, int64_t rows) {
     for (int64_t i = 0; i < rows * TILE_KEYS; i += WIDTH) {
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(weights + i));
         BFloat16 narrow[WIDTH];
-        memcpy(narrow, &rounded, sizeof narrow);
+        store(narrow, load(weights + i));
         store(weights + i, load(narrow));
     }
 }

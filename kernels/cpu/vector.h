@@ -140,19 +140,21 @@ static inline Floats larger(Floats a, Floats b) {
 static inline float sum(Floats x) {
 #if AIOENGINE_WIDTH == 16
     return _mm512_reduce_add_ps((__m512)x);
-#endif
+#else
     float total = 0;
     for (int i = 0; i < WIDTH; ++i) total += x[i];
     return total;
+#endif
 }
 
 static inline float largest(Floats x) {
 #if AIOENGINE_WIDTH == 16
     return _mm512_reduce_max_ps((__m512)x);
-#endif
+#else
     float found = x[0];
     for (int i = 1; i < WIDTH; ++i) found = x[i] > found ? x[i] : found;
     return found;
+#endif
 }
 
 // e to the x for x <= 0, within two units in the last place; 0 below -87, where floats run out.

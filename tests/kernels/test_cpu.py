@@ -186,9 +186,14 @@ def test_long_contexts_are_split(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 3, 70, 600])
-@pytest.mark.parametrize("heads", [(2, 2), (6, 1)])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)])
+@pytest.mark.parametrize("value_dim", [24, 48, 64])
 def test_a_token_gets_the_same_bits_in_any_company(
-    dtype: torch.dtype, window: int | None, heads: tuple[int, int], instruction_set: str
+    dtype: torch.dtype,
+    window: int | None,
+    heads: tuple[int, int],
+    value_dim: int,
+    instruction_set: str,
 ) -> None:
     """Alone or with others, in one chunk or in many, on one thread or on three."""
     chunks = [(1499, 1500), (3, 4), (500, 530), (0, 9), (1020, 1030)]
@@ -198,7 +203,7 @@ def test_a_token_gets_the_same_bits_in_any_company(
         num_heads=heads[0],
         num_kv_heads=heads[1],
         key_dim=64,
-        value_dim=24,
+        value_dim=value_dim,
         block_size=32,
         dtype=dtype,
     )
