@@ -51,7 +51,11 @@ def _nobody_becomes_more_important() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nobody_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail a test in which one of our callbacks held the event loop."""
+    """Fail a test in which one of our callbacks held the event loop.
+
+    A machine that stands still counts against the thread that it holds up: such a test is run
+    again (`--reruns` in pyproject.toml), and what holds the loop does so every time.
+    """
     held: list[tuple[str, float]] = []
     run = asyncio.events.Handle._run
     collecting = threading.local()
