@@ -25,6 +25,9 @@ ASSUMED_BYTES = 1 << 32
 """Where the system does not tell."""
 UNLIMITED_LEN = 32_768
 """Tokens of one request where neither the model nor the configuration sets a limit."""
+MOST_TOGETHER = 4
+"""Items of one encoder run on a CPU, where steps wait for it; the prompts behind them then share a
+step."""
 PLENTY = 4
 """With so many times the memory that the caches could use, a CPU's step need not be measured."""
 
@@ -138,7 +141,7 @@ def _draft(config: EngineConfig, sizes: ModelSizes, device: torch.device) -> Lim
         max_encoder_len=sizes.max_encoder_len,
         encoder_cache_bytes=default_rows * row_bytes if sizes.max_item_rows else 0,
         max_num_encoder_input_tokens=max(encoder_rows, sizes.max_item_rows),
-        max_encode_items=1 if device.type == "cpu" else config.max_num_seqs,
+        max_encode_items=MOST_TOGETHER if device.type == "cpu" else config.max_num_seqs,
         max_media_rows=default_rows,
         disable_chunked_mm_input=config.disable_chunked_mm_input,
         enable_prefix_caching=config.enable_prefix_caching,
