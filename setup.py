@@ -42,6 +42,7 @@ PARTS = {
     "linear": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "pairs": {"avx512_bf16": BF16, "amx_bf16": AMX},
     "norm": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
+    "rotary": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
 }
 
 

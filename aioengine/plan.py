@@ -32,7 +32,7 @@ class Limits:
     """What there is to share. `max_model_len` tokens must fit the pool's blocks, beside an encoder
     input of `max_encoder_len` rows where there are cross-attention groups.
 
-    `max_encode_items` bounds one encoder batch (a few on a CPU); `max_media_rows` bounds, in encoder
+    `max_encode_items` bounds one encoder batch (few on a CPU); `max_media_rows` bounds, in encoder
     rows, the media that are being decoded or lie decoded and not yet encoded.
     """
 

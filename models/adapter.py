@@ -48,6 +48,7 @@ from aioengine.models.interfaces import (
 from aioengine.models.loading import build_on_meta, find_class, load_pretrained, pin_rotary
 from aioengine.models.packed import pack_layers
 from aioengine.models.probe import LayerSpec, group_layers, probe_layers
+from aioengine.models.rotary import fuse_rotary
 from aioengine.models.trimmed import trim_encoders
 from aioengine.types import KVGroup
 
@@ -176,7 +177,7 @@ class TransformersModel:
         return device
 
     def pack(self, *, quantize: bool = False) -> None:
-        """Lay weights of linear layers out for the CPU's kernels and fuse norms, but in float64.
+        """Lay linear layers out for the CPU's kernels, fuse norms and rotations, but in float64.
 
         On any device, encoder layers that are computed for nothing go. `quantize`: the decoder's
         linear layers in 8 bits. Mutates the modules; to be called before the first step.
@@ -188,6 +189,7 @@ class TransformersModel:
         pack_layers(self.model)
         fuse_activations(self.model)
         fuse_norms(self.model)
+        fuse_rotary(self.model)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
         """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -24,6 +25,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "norm.h"
+#include "rotary.h"
 
 using aioengine::Attention;
 using aioengine::Kernels;
@@ -36,6 +38,7 @@ using aioengine::PAIRED_DEPTH;
 using aioengine::PANEL;
 using aioengine::Parts;
 using aioengine::Piece;
+using aioengine::Rotary;
 using aioengine::SEGMENT;
 using aioengine::Weights;
 using torch::headeronly::ScalarType;
@@ -52,20 +55,22 @@ struct Doors {
     const LinearKernels* linear;
     const LinearKernels* pairs;
     const aioengine::NormKernel* norm;
+    const aioengine::RotaryKernel* rotary;
 };
 
 #if defined(__x86_64__)
 constexpr Doors AMX_BF16 = {
     "amx_bf16", &aioengine::kernels_amx_bf16, &aioengine::linear_avx512_bf16,
-    &aioengine::pairs_amx_bf16, &aioengine::norm_avx512_bf16};
+    &aioengine::pairs_amx_bf16, &aioengine::norm_avx512_bf16, &aioengine::rotary_avx512_bf16};
 constexpr Doors AVX512_BF16 = {
     "avx512_bf16", &aioengine::kernels_avx512_bf16, &aioengine::linear_avx512_bf16,
-    &aioengine::pairs_avx512_bf16, &aioengine::norm_avx512_bf16};
+    &aioengine::pairs_avx512_bf16, &aioengine::norm_avx512_bf16, &aioengine::rotary_avx512_bf16};
 constexpr Doors AVX512 = {
     "avx512", &aioengine::kernels_avx512, &aioengine::linear_avx512, nullptr,
-    &aioengine::norm_avx512};
+    &aioengine::norm_avx512, &aioengine::rotary_avx512};
 constexpr Doors AVX2 = {
-    "avx2", &aioengine::kernels_avx2, &aioengine::linear_avx2, nullptr, &aioengine::norm_avx2};
+    "avx2", &aioengine::kernels_avx2, &aioengine::linear_avx2, nullptr, &aioengine::norm_avx2,
+    &aioengine::rotary_avx2};
 
 // Whether there are tiles for bfloat16 and Linux lets this process have them.
 bool may_use_tiles() {
@@ -82,7 +87,7 @@ bool may_use_tiles() {
 #endif
 constexpr Doors GENERIC = {
     "generic", &aioengine::kernels_generic, &aioengine::linear_generic, nullptr,
-    &aioengine::norm_generic};
+    &aioengine::norm_generic, &aioengine::rotary_generic};
 
 const Doors* by_name(const std::string& name) {
 #if defined(__x86_64__)
@@ -512,6 +517,49 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
     return out;
 }
 
+// query [T, Hq, D] and key [T, Hkv, D], turned by cos and sin [T, D].
+std::tuple<Tensor, Tensor> rotate(
+    const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
+    const Doors& doors = *chosen.load();
+    check_close(cos, 2, "cos");
+    check_close(sin, 2, "sin");
+    const int64_t tokens = cos.size(0), dim = cos.size(1);
+    const auto describe = [&](const Tensor& x, const char* name) {
+        check_close(x, 3, name);
+        STD_TORCH_CHECK(
+            x.size(0) == tokens && x.size(2) == dim && x.scalar_type() == cos.scalar_type(),
+            name,
+            " must be of the dtype, the tokens and the width of cos");
+        Rotary a{};
+        a.number = number_of(x, *doors.attention);
+        a.x = x.const_data_ptr();
+        copy_strides(x, 2, a.strides);
+        a.heads = x.size(1);
+        a.dim = dim;
+        a.cos = cos.const_data_ptr();
+        a.sin = sin.const_data_ptr();
+        a.cos_stride = cos.stride(0);
+        a.sin_stride = sin.stride(0);
+        return a;
+    };
+    STD_TORCH_CHECK(dim % 2 == 0, "cos must have an even width");
+    STD_TORCH_CHECK(
+        sin.size(0) == tokens && sin.size(1) == dim && sin.scalar_type() == cos.scalar_type(),
+        "sin must be of the dtype and shape of cos");
+    Rotary queries = describe(query, "query"), keys = describe(key, "key");
+    Tensor turned_query = torch::stable::new_empty(query, {tokens, queries.heads, dim});
+    Tensor turned_key = torch::stable::new_empty(key, {tokens, keys.heads, dim});
+    queries.out = turned_query.mutable_data_ptr();
+    keys.out = turned_key.mutable_data_ptr();
+    const int64_t width = std::max<int64_t>(1, (queries.heads + keys.heads) * dim);
+    const int64_t grain = std::max<int64_t>(1, 32768 / width);
+    torch::stable::parallel_for(0, tokens, grain, [&](int64_t first, int64_t last) {
+        (*doors.rotary)(queries, first, last);
+        (*doors.rotary)(keys, first, last);
+    });
+    return {turned_query, turned_key};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
@@ -530,6 +578,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
         "int activation=0, bool is_gated=False) -> Tensor");
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+    library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
@@ -538,6 +587,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("pack_panels", TORCH_BOX(&pack_panels));
     library.impl("linear", TORCH_BOX(&linear));
     library.impl("rms_norm", TORCH_BOX(&rms_norm));
+    library.impl("rotate", TORCH_BOX(&rotate));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {

@@ -1,0 +1,31 @@
+// What a rotation of queries or keys is given, and the doors to its arithmetic.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "number.h"
+
+namespace aioengine {
+
+struct Rotary {
+    Number number;       // of all
+    const void* x;       // [tokens, heads, dim], of any strides but the last
+    int64_t strides[2];  // of a token and a head, in numbers
+    int64_t heads, dim;  // dim is even
+    const void *cos, *sin;  // [tokens, dim]
+    int64_t cos_stride, sin_stride;
+    void* out;  // [tokens, heads, dim], contiguous
+};
+
+// Tokens [first, last).
+using RotaryKernel = void (*)(const Rotary&, int64_t first, int64_t last);
+
+extern const RotaryKernel rotary_generic;
+#if defined(__x86_64__)
+extern const RotaryKernel rotary_avx2;
+extern const RotaryKernel rotary_avx512;
+extern const RotaryKernel rotary_avx512_bf16;
+#endif
+
+}  // namespace aioengine

@@ -1,0 +1,150 @@
+"""Rotations of one operator: the usual ones of transformers are taken, others are left alone."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CohereConfig, LlamaConfig, Phi3Config, Qwen3Config
+from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from aioengine.kernels.cpu import library
+from aioengine.kernels.cpu.rotary import rotate
+from aioengine.models.rotary import fuse_rotary
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 36,
+    "attn_implementation": "eager",
+    "pad_token_id": 0,
+}
+
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels were not built")
+
+
+def layer(kind: type[nn.Module], config: type[Any], dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    made = kind(config(**SIZES), 0).to(dtype)  # type: ignore[call-arg]
+    return made.requires_grad_(False).eval()
+
+
+def angles(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    turns = torch.rand(batch, tokens, dim // 2).repeat(1, 1, 2) * 100
+    return turns.cos().to(dtype), turns.sin().to(dtype)
+
+
+@native
+@pytest.mark.parametrize("name", library.instruction_sets() if library.is_available() else [])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [2, 6, 34, 64, 128])
+def test_the_operator(dim: int, dtype: torch.dtype, name: str) -> None:
+    """Against transformers' function in float64, from rows that lie apart, token by token alike."""
+    before = library.instruction_set()
+    library.use_instruction_set(name)
+    try:
+        if name == "generic" and dtype is torch.float16:
+            pytest.skip("converted by no instruction")
+        torch.manual_seed(1)
+        both = torch.randn(70, 7 * dim).to(dtype)
+        query, key = (part.unflatten(-1, (-1, dim)) for part in both.split([4 * dim, 3 * dim], -1))
+        cos, sin = angles(1, 70, dim, dtype)
+        found = rotate(query, key, cos[0], sin[0])
+        heads = (x.transpose(0, 1)[None].double() for x in (query, key))
+        wanted = apply_rotary_pos_emb(*heads, cos.double(), sin.double())
+        for x, y in zip(found, wanted, strict=True):
+            assert x.is_contiguous() and x.dtype == dtype
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                x.double(), y[0].transpose(0, 1), atol=4 * eps, rtol=eps, check_dtype=False
+            )
+        alone = rotate(query[5:6], key[5:6], cos[0, 5:6], sin[0, 5:6])
+        assert torch.equal(alone[0], found[0][5:6]) and torch.equal(alone[1], found[1][5:6])
+    finally:
+        library.use_instruction_set(before)
+
+
+@native
+def test_what_does_not_go_together() -> None:
+    query, key, cos = torch.zeros(3, 2, 8), torch.zeros(3, 1, 8), torch.zeros(3, 8)
+    for given in (
+        (query, key, cos[:2], cos[:2]),
+        (query, key, cos, cos[:, :4]),
+        (query, key.bfloat16(), cos, cos),
+        (query[..., :7], key[..., :7], cos[:, :7], cos[:, :7]),
+        (query.mT, key, cos, cos),
+    ):
+        with pytest.raises(RuntimeError):
+            rotate(*given)
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "config"), [(LlamaAttention, LlamaConfig), (Qwen3Attention, Qwen3Config)]
+)
+def test_usual_layers(kind: type[nn.Module], config: type[Any], dtype: torch.dtype) -> None:
+    module = layer(kind, config, dtype)
+    plain = copy.deepcopy(module)
+    assert fuse_rotary(nn.Sequential(module)) == 1
+    assert isinstance(module, kind)
+    assert inspect.getsource(type(module)) == inspect.getsource(kind)
+    assert fuse_rotary(nn.Sequential(copy.deepcopy(plain))) == 1, "the function is as it was"
+    for batch in (1, 2):  # two are no shape of ours, and go the old way
+        x = torch.randn(batch, 5, 64).to(dtype)
+        turned = angles(batch, 5, 36, dtype)
+        found, _ = module(x, turned, None)
+        wanted, _ = plain(x, turned, None)
+        close = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found, wanted, atol=close, rtol=close)
+        if batch == 2:
+            assert torch.equal(found, wanted)
+
+
+@native
+def test_the_operator_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody else's layers are touched."""
+    module, other = (layer(LlamaAttention, LlamaConfig, torch.float32) for _ in range(2))
+    fuse_rotary(nn.Sequential(module))
+
+    def gone(*_: object) -> None:
+        raise AssertionError("transformers' function was called")
+
+    monkeypatch.setattr(modeling_llama, "rotate_half", gone)
+    x, turned = torch.randn(1, 5, 64), angles(1, 5, 36, torch.float32)
+    module(x, turned, None)
+    with pytest.raises(AssertionError, match="was called"):
+        other(x, turned, None)
+
+
+@native
+@pytest.mark.parametrize(
+    ("kind", "config"), [(CohereAttention, CohereConfig), (Phi3Attention, Phi3Config)]
+)
+def test_rotations_of_another_kind_stay(kind: type[nn.Module], config: type[Any]) -> None:
+    """Neighbours against each other; a part of a head (or all, which is the usual one)."""
+    module = layer(kind, config, torch.float32)
+    plain = copy.deepcopy(module)
+    fuse_rotary(nn.Sequential(module))
+    x = torch.randn(1, 5, 64)
+    dim = plain.head_dim // 2 if kind is Phi3Attention else plain.head_dim
+    turned = angles(1, 5, int(dim), torch.float32)
+    assert torch.equal(module(x, turned, None)[0], plain(x, turned, None)[0])
+    if kind is CohereAttention:
+        assert type(module) is kind
+
+
+def test_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.models.rotary.is_available", lambda: False)
+    module = layer(LlamaAttention, LlamaConfig, torch.float32)
+    assert fuse_rotary(nn.Sequential(module)) == 0
+    assert type(module) is LlamaAttention
