@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from aioengine import errors
+from aioengine.streams.courtesy import step_back
 
 if TYPE_CHECKING:
     from aioengine.config import MediaConfig
@@ -146,6 +147,7 @@ def rebuild_error(described: dict[str, Any]) -> errors.AioEngineError:
 def main() -> None:
     """Serve the parent on standard input and output until it goes away."""
     receive, send = _take_channel()
+    step_back()
     _write_all(send, MAGIC)
     inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_listen, args=(receive, inbox), daemon=True).start()

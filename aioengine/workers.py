@@ -14,6 +14,7 @@ from aioengine.pool import ProcessorPool
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.work import Worked, WorkItem, work_item
 from aioengine.streams.bridge import run_apart, run_in
+from aioengine.streams.courtesy import step_back
 
 __all__ = ["ProcessWorkers", "ThreadWorkers", "Workers", "make_workers"]
 
@@ -41,7 +42,9 @@ class ThreadWorkers:
         self._processors: SimpleQueue[BaseMultiModalProcessor] = SimpleQueue()
         for processor in processors:
             self._processors.put(processor)
-        self._pool = ThreadPoolExecutor(len(processors), thread_name_prefix="aioengine-media")
+        self._pool = ThreadPoolExecutor(
+            len(processors), thread_name_prefix="aioengine-media", initializer=step_back
+        )
 
     async def start(self) -> None:
         """See `Workers`: threads start when they are needed."""

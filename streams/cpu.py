@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from aioengine.streams.courtesy import step_back
 from aioengine.streams.device import QueuedDevice, failure_of, settle
 from aioengine.types import read
 
@@ -22,6 +23,7 @@ class CpuDevice(QueuedDevice):
         super().__init__(loop, max_streak=max_streak, linger_s=linger_s)
 
     def _launch_all(self) -> None:
+        step_back()  # and so do the threads of OpenMP, which are started from here
         while (job := self._next()) is not None:
             try:
                 result, error = read(job.function()), None
