@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -322,8 +323,22 @@ async def test_worker_processes_give_the_same(folder: Path) -> None:
             )
         workers: Any = engine._intake.media._workers
         (process_id,) = workers._pool.process_ids
+        if sys.platform == "linux":
+            assert niceness(process_id) > niceness(0)
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is the whole process's there")
+async def test_threads_of_workers_step_back(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+        workers: Any = engine._intake.media._workers
+        assert await asyncio.wrap_future(workers._pool.submit(niceness, 0)) > niceness(0)
+
+
+def niceness(process_id: int) -> int:
+    """Of a process, or of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, process_id)
 
 
 async def test_closed_while_its_workers_start(folder: Path) -> None:
