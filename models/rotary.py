@@ -28,8 +28,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fuse_rotary(model: nn.Module) -> int:
-    """Have the attention layers of `model` on a CPU turn queries and keys by the operator, in
-    place; how many do. None where the operators were not built."""
+    """Have attention layers of `model` turn queries and keys on a CPU by the operator, in place.
+
+    Returns how many do: 0 where the operators were not built.
+    """
     if not is_available():
         return 0
     count = 0
@@ -69,9 +71,9 @@ def _fused(apply: Apply) -> Apply:
     dtypes = _DTYPES if instruction_set() != "generic" else _DTYPES[:2]
 
     @wraps(apply)
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **others: Any) -> Any:
-        if others or q.dtype not in dtypes or not _fits(q, k, cos, sin):
-            return apply(q, k, cos, sin, **others)
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        if more or named or q.dtype not in dtypes or not _fits(q, k, cos, sin):
+            return apply(q, k, cos, sin, *more, **named)
         query, key = rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
         return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
 
