@@ -218,13 +218,14 @@ class _Worker:
 
     def __init__(self, setup: dict[str, Any], memory: int) -> None:
         from aioengine.config import MediaConfig
-        from aioengine.processors.work import unpack_value
+        from aioengine.processors.work import keep_to_one_thread, unpack_value
 
         # Behind this process's own: the host may find its classes where only it looks.
         sys.path += [entry for entry in setup["path"] if entry not in sys.path]
         self._memory = memory
         self._limit_s = float(setup["limit_s"])
         self._config: MediaConfig = MediaConfig(**unpack_value(setup["media"]))
+        keep_to_one_thread()
         self._processor = _make_processor(setup)
 
     def work(self, job: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from aioengine.config import EngineConfig
 from aioengine.loading import Loaded
 from aioengine.pool import ProcessorPool
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.work import Worked, WorkItem, work_item
+from aioengine.processors.work import Worked, WorkItem, keep_to_one_thread, work_item
 from aioengine.streams.bridge import run_apart, run_in
 from aioengine.streams.courtesy import step_back
 
@@ -43,8 +43,13 @@ class ThreadWorkers:
         for processor in processors:
             self._processors.put(processor)
         self._pool = ThreadPoolExecutor(
-            len(processors), thread_name_prefix="aioengine-media", initializer=step_back
+            len(processors), thread_name_prefix="aioengine-media", initializer=self._begin
         )
+
+    @staticmethod
+    def _begin() -> None:
+        step_back()
+        keep_to_one_thread()
 
     async def start(self) -> None:
         """See `Workers`: threads start when they are needed."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from threadpoolctl import ThreadpoolController
 
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError, MediaError
@@ -41,6 +42,7 @@ __all__ = [
     "WorkItem",
     "Worked",
     "describe",
+    "keep_to_one_thread",
     "pack_value",
     "rebuild",
     "unpack_value",
@@ -109,6 +111,17 @@ class Worked:
     began: float
     decoded: float
     processed: float
+
+
+def keep_to_one_thread() -> None:
+    """Let PyTorch's operators in the calling thread use that thread alone, from now on.
+
+    Items are worked on side by side, so teams of OpenMP gain little. And they cost: once there are
+    more members of teams in a process than cores, libgomp lets all that wait sleep at once instead
+    of spinning, those of a CPU's device thread too, which meet hundreds of times in a step.
+    """
+    torch.get_num_threads()  # PyTorch sets its own number with a thread's first operator
+    ThreadpoolController().select(user_api="openmp").limit(limits=1)
 
 
 def work_item(processor: BaseMultiModalProcessor, work: WorkItem) -> Worked:

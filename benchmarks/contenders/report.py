@@ -60,7 +60,7 @@ def _numbers(workload: str, answer: dict[str, Any]) -> dict[str, Any]:
         return answer
     if workload == "W3":
         return {key: answer[key] for key in ("ready_s", "first_token_s") if key in answer}
-    found = {"seconds": round(answer["seconds"], 4)}
+    found = {"seconds": round(answer["seconds"], 4), "stolen": answer["stolen"]}
     if workload in ("W1", "W2"):
         counts = answer.get("num_tokens") or [len(tokens) for tokens in answer["tokens"]]
         found["rate"] = round(sum(counts) / answer["seconds"], 2)
@@ -121,15 +121,17 @@ def _told_one(name: str, measured: dict[str, Any]) -> dict[str, Any]:
     one: dict[str, Any] = {"unit": UNITS[name], "aim": AIMS[name]}
     if name == "W5":
         keys = ("lag_ms_p50", "lag_ms_p99", "lag_ms_max", "held_ms_p99", "held_ms_max")
-        keys += ("seconds", "streamed_tokens")
+        keys += ("seconds", "streamed_tokens", "stolen")
         for key in keys:
             one[key] = {
                 entrant: round(statistics.median(each[key] for each in those), 2)
                 for entrant, those in samples.items()
+                if all(key in each for each in those)
             }
         return one
     key = {"W3": "ready_s", "W4": "seconds"}.get(name, "rate")
-    for label, each in (("median", key), ("first_token_s", "first_token_s")):
+    for label in ("median", "first_token_s", "stolen"):
+        each = key if label == "median" else label
         values = {
             entrant: round(statistics.median(sample[each] for sample in those), 3)
             for entrant, those in samples.items()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from contenders import workloads
@@ -16,7 +18,19 @@ NUM_ONE_BY_ONE = 2  # requests: its rate does not depend on how many there are
 NUM_LAG_ONE_BY_ONE = 8  # its two threads are slow, and hinder the loop all the same
 LAGGING = ("aioengine", "vllm", "transformers")  # the others have no asynchronous face
 LISTENING = ("aioengine", "transformers")
+MOST_STOLEN = 0.1  # of the processors' time: a measurement that lost more is taken again
+MOST_TRIES = 3
 Measured = dict[str, list[dict[str, Any]]]
+
+
+def stolen_s() -> float:
+    """Processor seconds that the host of this virtual machine has given to other guests while
+    there was work here, since it began; 0 where the kernel does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=9)
+    except OSError:
+        return 0.0
+    return float(fields[8]) / os.sysconf("SC_CLK_TCK")
 
 
 class Bench:
@@ -60,14 +74,23 @@ class Bench:
             yield number, names[shift:] + names[:shift]
 
     def _ask(self, into: Measured, number: int, entrant: str, worker: Worker, **job: Any) -> Any:
-        with alone(self.options.lock):
-            begin = time.monotonic()
-            answer = worker.ask(**job)
-            taken = time.monotonic() - begin
-        print(f"  round {number} {entrant}: {taken:.1f} s", file=sys.stderr)
+        """One measurement, or of up to three the one that lost least to the machine's host."""
+        answers = []
+        for _ in range(MOST_TRIES if number >= 0 else 1):
+            with alone(self.options.lock):
+                begin, stolen = time.monotonic(), stolen_s()
+                answer = worker.ask(**job)
+                taken, stolen = time.monotonic() - begin, stolen_s() - stolen
+            answer["stolen"] = round(stolen / taken / self.options.threads, 3)
+            told = f"{taken:.1f} s, {answer['stolen']:.0%} stolen"
+            print(f"  round {number} {entrant}: {told}", file=sys.stderr)
+            answers.append(answer)
+            if answer["stolen"] <= MOST_STOLEN:
+                break
+        best = min(answers, key=lambda answer: answer["stolen"])
         if number >= 0:
-            into.setdefault(entrant, []).append(answer)
-        return answer
+            into.setdefault(entrant, []).append(best)
+        return best
 
     def batches(self, workers: dict[str, Worker]) -> dict[str, Measured]:
         """W1, and W2 behind it with the same requests."""

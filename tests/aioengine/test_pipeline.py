@@ -17,6 +17,7 @@ import anyio.from_thread
 import anyio.to_thread
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from aioengine import AsyncEngine, MediaConfig, Prompt
@@ -334,6 +335,20 @@ async def test_threads_of_workers_step_back(folder: Path) -> None:
     async with running_engine(folder) as engine:
         workers: Any = engine._intake.media._workers
         assert await asyncio.wrap_future(workers._pool.submit(niceness, 0)) > niceness(0)
+
+
+async def test_threads_of_workers_compute_alone(folder: Path) -> None:
+    """A team of OpenMP in each of them would let the device's sleep where it should spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        async with running_engine(folder) as engine:
+            workers: Any = engine._intake.media._workers
+            assert await asyncio.wrap_future(workers._pool.submit(torch.get_num_threads)) == 1
+            assert await asyncio.to_thread(torch.get_num_threads) == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def niceness(process_id: int) -> int:

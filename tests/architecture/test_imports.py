@@ -93,7 +93,7 @@ def test_ground_floor_needs_the_standard_library_only() -> None:
             "processors",
             {
                 *("torch", "transformers", "numpy", "PIL", "anyio", "cachetools"),
-                *("soundfile", "soxr", "av", "httpx", "h11"),
+                *("soundfile", "soxr", "av", "httpx", "h11", "threadpoolctl"),
             },
         ),
         ("models", {"torch", "transformers", "safetensors"}),
