@@ -116,9 +116,10 @@ class Worked:
 def keep_to_one_thread() -> None:
     """Let PyTorch's operators in the calling thread use that thread alone, from now on.
 
-    Items are worked on side by side, so teams of OpenMP gain little. And they cost: once there are
-    more members of teams in a process than cores, libgomp lets all that wait sleep at once instead
-    of spinning, those of a CPU's device thread too, which meet hundreds of times in a step.
+    Items are worked on side by side, so a team of OpenMP for each is for a lone item at best. And
+    teams cost: once they have more members in a process than there are cores, libgomp lets all
+    that wait sleep at once instead of spinning, those of a CPU's device thread too, which meet
+    hundreds of times in a step.
     """
     torch.get_num_threads()  # PyTorch sets its own number with a thread's first operator
     ThreadpoolController().select(user_api="openmp").limit(limits=1)

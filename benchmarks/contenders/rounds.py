@@ -24,13 +24,14 @@ Measured = dict[str, list[dict[str, Any]]]
 
 
 def stolen_s() -> float:
-    """Processor seconds that the host of this virtual machine has given to other guests while
-    there was work here, since it began; 0 where the kernel does not tell."""
+    """Seconds since the boot that each of our processors, on average, was given to other guests
+    of this virtual machine's host while there was work here; 0 where the kernel does not tell."""
     try:
-        fields = Path("/proc/stat").read_text().split(maxsplit=9)
+        rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     except OSError:
         return 0.0
-    return float(fields[8]) / os.sysconf("SC_CLK_TCK")
+    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    return sum(int(row[8]) for row in rows if row[0] in ours) / len(ours) / os.sysconf("SC_CLK_TCK")
 
 
 class Bench:
@@ -81,7 +82,7 @@ class Bench:
                 begin, stolen = time.monotonic(), stolen_s()
                 answer = worker.ask(**job)
                 taken, stolen = time.monotonic() - begin, stolen_s() - stolen
-            answer["stolen"] = round(stolen / taken / self.options.threads, 3)
+            answer["stolen"] = round(stolen / taken, 3)
             told = f"{taken:.1f} s, {answer['stolen']:.0%} stolen"
             print(f"  round {number} {entrant}: {told}", file=sys.stderr)
             answers.append(answer)

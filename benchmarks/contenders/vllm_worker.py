@@ -73,14 +73,17 @@ class Vllm(Contender):
         )
         return await self._generate(text, list(pictures), max_tokens)
 
+    async def _forget(self) -> None:
+        await self.engine.reset_mm_cache()
+        await self.engine.reset_prefix_cache()
+        await self.engine.reset_encoder_cache()
+
     async def batch(
         self, requests: list[dict[str, Any]], max_tokens: int, is_cold: bool, **_: Any
     ) -> Answer:
         encoded = read_pictures(requests)
         if is_cold:
-            await self.engine.reset_mm_cache()
-            await self.engine.reset_prefix_cache()
-            await self.engine.reset_encoder_cache()
+            await self._forget()
         begin = time.perf_counter()
         outputs = await asyncio.gather(
             *(
@@ -98,7 +101,7 @@ class Vllm(Contender):
         self, streams: list[str], requests: list[dict[str, Any]], max_tokens: int, **_: Any
     ) -> Answer:
         encoded = read_pictures(requests)
-        await self.engine.reset_mm_cache()
+        await self._forget()  # it may have been asked the same just before
         running = [asyncio.create_task(self._stream(text)) for text in streams]
         await asyncio.sleep(0.5)
         gc.collect()
