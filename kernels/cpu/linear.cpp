@@ -125,6 +125,7 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
         gate(num_sums, others, sums);
     }
     write(a, p, sums);
+    finish_writing();
 }
 
 static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {

@@ -49,6 +49,25 @@ static inline void write_row(const float* sums, int64_t count, T* to) {
     for (; c < count; ++c) from_float(sums[c], to + c);
 }
 
+#if defined(__AVX512BF16__)
+// Whole lines of rounded sums, past the caches. A line that is written in them is read first, which
+// nothing hides here: a panel's rows are a product's whole width apart.
+static inline void stream_rows(const float* sums, int64_t rows, int64_t stride, BFloat16* to) {
+    static_assert(aioengine::PANEL == 2 * WIDTH);
+    for (int64_t r = 0; r < rows; ++r, sums += aioengine::PANEL, to += stride) {
+        const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + WIDTH);
+        _mm512_stream_si512((__m512i*)to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+#endif
+
+// What was streamed becomes visible to other threads before what is written after this.
+static inline void finish_writing() {
+#if defined(__AVX512BF16__)
+    _mm_sfence();
+#endif
+}
+
 static inline void write(
     const aioengine::Linear& a, const aioengine::LinearPiece& p, const float* sums) {
     using aioengine::Number;
@@ -56,6 +75,14 @@ static inline void write(
     const int64_t first = p.panel * aioengine::PANEL;
     const int64_t left = outputs - first;
     const int64_t count = left < aioengine::PANEL ? left : aioengine::PANEL;
+#if defined(__AVX512BF16__)
+    BFloat16* to = (BFloat16*)a.out + p.first_row * outputs + first;
+    const bool is_aligned = (uintptr_t)to % 64 == 0 && outputs % aioengine::PANEL == 0;
+    if (a.number == Number::BFloat16 && is_aligned) {
+        stream_rows(sums, p.last_row - p.first_row, outputs, to);
+        return;
+    }
+#endif
     for (int64_t r = p.first_row; r < p.last_row; ++r, sums += aioengine::PANEL) {
         const int64_t at = r * outputs + first;
         switch (a.number) {

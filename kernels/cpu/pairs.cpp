@@ -64,8 +64,9 @@ static void arrange(const Linear& a, int64_t first_row, int64_t last_row, BFloat
     }
 }
 
-// sums [rows, PANEL] of a block of rows, for which the tiles have been shaped.
-template <bool HAS_LOWER>
+// sums [rows, PANEL] of a block of rows, for which the tiles have been shaped. `IS_NEAR`: the weights
+// were read a block before and are in the second cache.
+template <bool HAS_LOWER, bool IS_NEAR>
 static void add_up_tiles(
     const BFloat16* x, const BFloat16* weights, int64_t depth, Next next, float* sums) {
     constexpr int64_t pair_bytes = 2 * PANEL * sizeof(BFloat16);
@@ -80,18 +81,18 @@ static void add_up_tiles(
     for (int64_t k = 0; k < depth; k += PAIRED_DEPTH) {
         const BFloat16 *w = weights + k * PANEL, *upper = x + k * BLOCK_ROWS;
         for (int64_t i = 0; i < PAIRED_DEPTH; ++i) {
-            __builtin_prefetch(w + (AHEAD + i) * PANEL);
+            if (!IS_NEAR) __builtin_prefetch(w + (AHEAD + i) * PANEL);
             __builtin_prefetch(upper + (AHEAD + i) * BLOCK_ROWS);
         }
         for (int64_t i = 0; i < next.lines; ++i, next.at += LINE)
             __builtin_prefetch(next.at, 0, 2);
         _tile_loadd(6, w, pair_bytes);
         _tile_loadd(4, upper, LINE);
-        _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w + PANEL, pair_bytes);
+        if (HAS_LOWER) _tile_loadd(5, upper + TILE * PAIRED_DEPTH, LINE);
+        _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (HAS_LOWER) {
-            _tile_loadd(5, upper + TILE * PAIRED_DEPTH, LINE);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -105,12 +106,15 @@ static void add_up_tiles(
 }
 
 static void add_up(
-    const Linear& a, int64_t, const BFloat16* x, int64_t rows, int64_t panel, Next next,
+    const Linear& a, int64_t, const BFloat16* x, int64_t rows, int64_t panel, bool is_near, Next next,
     float* sums) {
-    if (rows > TILE)
-        add_up_tiles<true>(x, panel_of(a, panel), a.depth, next, sums);
+    const BFloat16* weights = panel_of(a, panel);
+    if (rows <= TILE)
+        add_up_tiles<false, false>(x, weights, a.depth, next, sums);
+    else if (is_near)
+        add_up_tiles<true, true>(x, weights, a.depth, next, sums);
     else
-        add_up_tiles<false>(x, panel_of(a, panel), a.depth, next, sums);
+        add_up_tiles<true, false>(x, weights, a.depth, next, sums);
 }
 
 #else
@@ -141,7 +145,7 @@ static void shape_for(int64_t) {}
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
 static void add_up(
-    const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, int64_t panel, Next,
+    const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, int64_t panel, bool, Next,
     float* sums) {
     const BFloat16 *x = rows_of(a, first_row), *weights = panel_of(a, panel);
     while (rows) {
@@ -205,17 +209,18 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         const int64_t rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         const BFloat16* x = arranged + index * BLOCK_ROWS * a.depth;
         if (rows != shaped) shape_for(shaped = rows);
-        add_up(a, first, x, rows, p.panel, next_share(a, p.panel, index, count), sums);
+        add_up(a, first, x, rows, p.panel, index > 0, next_share(a, p.panel, index, count), sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
         if (a.gate_panels) {
             const int64_t panel = p.panel + a.gate_panels;
-            add_up(a, first, x, rows, panel, next_share(a, panel, index, count), others);
+            add_up(a, first, x, rows, panel, index > 0, next_share(a, panel, index, count), others);
             scale_and_shift(a, panel, rows, others);
             gate(rows * PANEL, others, sums);
         }
         write(a, {p.panel, first, first + rows}, sums);
     }
+    finish_writing();
 #if defined(__AMX_BF16__)
     _tile_release();
 #endif
