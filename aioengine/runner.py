@@ -63,15 +63,17 @@ class Runner:
         positions = self.model.positions_for(starts, ends, prompts)
         positions = to_device(positions, self.model.device)
         encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
-        hidden = self.model.forward(self._embed(sequences), positions, metadata, encoded)
-        scored = self._score_prompts(sequences, hidden)
         rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
         last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
         chosen = [s for s in plan.sequences if s.samples]
+        places = upload([last[s.request_id] for s in chosen], self.model.device)
+        if not any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences):
+            self.model.want(places)
+        hidden = self.model.forward(self._embed(sequences), positions, metadata, encoded)
+        scored = self._score_prompts(sequences, hidden)
         if not chosen:
             self._sampled = {}, torch.empty(0)
             return Launched(lambda: StepResult((), prompt_logprobs=_read_prompts(scored)))
-        places = upload([last[s.request_id] for s in chosen], hidden.device)
         masks, failures = _masks(chosen)
         sampled = self._sampler.sample(
             self.model.compute_logits(hidden[places]),

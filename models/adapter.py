@@ -49,6 +49,7 @@ from aioengine.models.loading import build_on_meta, find_class, load_pretrained,
 from aioengine.models.packed import pack_layers
 from aioengine.models.probe import LayerSpec, group_layers, probe_layers
 from aioengine.models.rotary import fuse_rotary
+from aioengine.models.straight import straighten_layers
 from aioengine.models.trimmed import trim_encoders
 from aioengine.types import KVGroup
 
@@ -86,6 +87,7 @@ class TransformersModel:
         self._holder = StepHolder()
         self._backend: AttentionBackend | None = None
         self._caches: tuple[tuple[Tensor, Tensor], ...] = ()
+        self._wanted: Tensor | None = None
         pin_rotary(self.decoder(), max_model_len)
         self.patch()
 
@@ -177,7 +179,7 @@ class TransformersModel:
         return device
 
     def pack(self, *, quantize: bool = False) -> None:
-        """Lay linear layers out for the CPU's kernels, fuse norms and rotations, but in float64.
+        """Lay linear layers out for the CPU's kernels, fuse what is around, but in float64.
 
         On any device, encoder layers that are computed for nothing go. `quantize`: the decoder's
         linear layers in 8 bits. Mutates the modules; to be called before the first step.
@@ -190,6 +192,7 @@ class TransformersModel:
         fuse_activations(self.model)
         fuse_norms(self.model)
         fuse_rotary(self.model)
+        straighten_layers(self.decoder())
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
         """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.
@@ -203,6 +206,13 @@ class TransformersModel:
             assert value.shape[2:] == (spec.num_kv_heads, spec.value_dim)
         self._caches = tuple(caches)
         self._backend = backend
+
+    def want(self, rows: Tensor | None) -> None:
+        """Say which rows of the next `forward` will be read, [n]; None for all.
+
+        What the others hold afterwards is not defined: the last layer may leave them out.
+        """
+        self._wanted = rows
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """The encoder's rows, one [rows, hidden] tensor per item, for a batch of items.
@@ -291,7 +301,8 @@ class TransformersModel:
         for index, spec in enumerate(self.specs):
             group, _ = self.layer_groups[index]
             stores = spec.shares is None
-            slot = LayerSlot(layer=index, group=group, holder=self._holder, stores=stores)
+            is_last = index == len(self.specs) - 1
+            slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
             attach_slot(decoder.get_submodule(spec.name), slot)
 
     def positions(
@@ -355,7 +366,8 @@ class TransformersModel:
         assert self._backend is not None, "bind() comes before forward()"
         assert len(metadata) == len(self.kv_groups)
         memory = self.memory(encoded)
-        step = StepContext(tuple(metadata), self._caches, self._backend, positions, memory)
+        wanted, self._wanted = self._wanted, None
+        step = StepContext(tuple(metadata), self._caches, self._backend, positions, memory, wanted)
         with self._holder.hold(step):
             return self.call_decoder(self.decoder(), inputs_embeds, positions)
 

@@ -34,10 +34,12 @@ __all__ = [
     "Attention",
     "AttentionType",
     "LayerSlot",
+    "Slot",
     "StepContext",
     "StepHolder",
     "attach_slot",
     "route_attention",
+    "slot_of",
 ]
 
 # transformers reads meaning into parts of such names ("sdpa", "flash"); this one has none of them.
@@ -51,7 +53,8 @@ class StepContext:
 
     `metadata`: one for each KV group. `caches`: (key cache, value cache) of each layer. `backend`:
     the kernels that the engine chose. `positions` [T]: of the step's tokens. `memory` [R, dim]:
-    what cross-attention layers are given, None where there are none.
+    what cross-attention layers are given, None where there are none. `wanted` [n]: rows that are
+    read after the last layer, None for all.
     """
 
     metadata: Sequence[AttentionMetadata]
@@ -59,6 +62,7 @@ class StepContext:
     backend: AttentionBackend
     positions: Tensor | None = None
     memory: Tensor | None = None
+    wanted: Tensor | None = None
 
 
 class StepHolder:
@@ -102,7 +106,8 @@ class LayerSlot:
     """One attention layer's place: `layer` among the model's layers, its KV `group`.
 
     `stores`: False for a layer that reads what another has written in the same step.
-    `distance_bias`: see `AttentionBackend.attend`.
+    `is_last`: no other layer of attention comes after it. `distance_bias`: see
+    `AttentionBackend.attend`.
     """
 
     layer: int
@@ -110,6 +115,13 @@ class LayerSlot:
     holder: StepHolder
     distance_bias: Tensor | None = None
     stores: bool = True
+    is_last: bool = False
+
+    @property
+    def wanted(self) -> Tensor | None:
+        """The rows that are read of what comes after this layer, None for all."""
+        step = self.holder.current
+        return step.wanted if self.is_last and step is not None else None
 
     def attend(
         self,
@@ -150,6 +162,12 @@ def attach_slot(module: nn.Module, slot: Slot) -> None:
     setattr(module, _SLOT, slot)
 
 
+def slot_of(module: nn.Module) -> Slot | None:
+    """The slot that takes the attention calls of `module`."""
+    found: Slot | None = getattr(module, _SLOT, None)
+    return found
+
+
 def route_attention(root: nn.Module) -> None:
     """Make every module under `root` ask for our attention function; mutates their `config`.
 
@@ -182,7 +200,7 @@ def _attend_by_slot(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: `query` [1, Hq, T, Dk] and so on -> [1, T, Hq, Dv]."""
-    slot: Slot | None = getattr(module, _SLOT, None)
+    slot = slot_of(module)
     if slot is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -258,7 +276,7 @@ class Attention(nn.Module):
         value = value.view(*value.shape[:-1], self.num_kv_heads, -1)
         if self.attn_type is AttentionType.ENCODER:
             return self._attend_to_all(query, key, value).flatten(-2)
-        slot: Slot | None = getattr(self, _SLOT, None)
+        slot = slot_of(self)
         assert slot is not None, "a decoder's attention layer has no slot"
         return slot.attend(
             query, key, value, scale=self.scale, window=self.window, softcap=self.softcap

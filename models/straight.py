@@ -1,0 +1,230 @@
+"""Decoder layers computed operator after operator, without the modules in between.
+
+The usual layer (norm, attention with rotary embeddings, sum, norm, feed-forward, sum) comes down to
+eight operators once its products, norms and rotations are ours. For a few tokens its modules, their
+views and copies take longer than those operators' small ones: so a layer whose parts are all of
+that kind calls the operators itself. Queries, keys and values stay where their product wrote them.
+
+A layer is taken for one by what it holds, and by a trial: on random rows, with an attention that
+stands in, its own forward and this one must come to the same bits. What a layer is called with that
+this one does not know, its own forward answers.
+
+The last layer attends with all rows of a step, as their keys and values stay; what comes after that
+it computes for the rows alone that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.cpu.rotary import rotate
+from aioengine.models.activated import ActivatedFeedForward
+from aioengine.models.attention import LayerSlot, Slot, attach_slot, slot_of
+from aioengine.models.fused import FusedRMSNorm
+from aioengine.models.packed import Packed, PackedPart
+
+__all__ = ["straighten_layers"]
+
+Forward = Callable[..., Tensor]
+
+_TRIAL_ROWS = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """The parts of a layer in the order of their use."""
+
+    attention_norm: FusedRMSNorm
+    product: NativeLinear  # queries, keys and values
+    sizes: list[int]  # of their rows
+    head_dim: int
+    attention: nn.Module
+    options: dict[str, Any]  # that it calls its slot with
+    out: NativeLinear
+    feed_forward_norm: FusedRMSNorm
+    feed_forward: ActivatedFeedForward
+    is_last: bool  # whatever comes after it, if anything, takes rows one by one
+
+    def compute(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slot: Slot, wanted: Tensor | None = None
+    ) -> Tensor:
+        """`x` [T, hidden], `cos` and `sin` [T, head_dim] -> [T, hidden].
+
+        `wanted`: the rows that are read, None for all; the others are what they came as.
+        """
+        # Without hooks (`_find`) a module's call is its forward.
+        normed = self.attention_norm.forward(x)
+        query, key, value = (
+            part.view(len(x), -1, self.head_dim)
+            for part in torch.split(self.product(normed), self.sizes, -1)
+        )
+        query, key = rotate(query, key, cos, sin)
+        found = slot.attend(query, key, value, **self.options).flatten(-2)
+        if wanted is None or len(wanted) == len(x):
+            return self._feed(x, found)
+        return x.index_copy(0, wanted, self._feed(x[wanted], found[wanted]))
+
+    def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = self.out(attended).add_(x)
+        return self.feed_forward.forward(self.feed_forward_norm.forward(x)).add_(x)
+
+
+def straighten_layers(decoder: nn.Module) -> int:
+    """Have the layers of `decoder` that qualify call their operators themselves, in place.
+
+    Attention layers must have their slots. Returns how many do.
+    """
+    count = 0
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    stacks = (each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each))
+    last = {id(stack[-1]) for stack in stacks}
+    with torch.inference_mode():
+        for module in list(decoder.modules()):
+            found = _find(module, is_last=id(module) in last)
+            if found is None:
+                continue
+            layer = _tried(module, found)
+            if layer is None:
+                continue
+            kind = type(module)
+            if kind not in kinds:
+                kinds[kind] = _straight(kind)
+            module.__class__ = kinds[kind]
+            setattr(module, _LAYER, layer)
+            count += 1
+    return count
+
+
+_LAYER = "_aioengine_layer"
+
+
+def _straight(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class whose layers compute what they are made of."""
+    own: Forward = kind.forward
+
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        *args: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        layer: _Layer = getattr(self, _LAYER)
+        slot = slot_of(layer.attention)
+        if args or slot is None or not _fits(hidden_states, position_embeddings, layer.head_dim):
+            kwargs["position_embeddings"] = position_embeddings
+            return own(self, hidden_states, *args, **kwargs)
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        wanted = slot.wanted if layer.is_last and isinstance(slot, LayerSlot) else None
+        return layer.compute(hidden_states[0], cos[0], sin[0], slot, wanted)[None]
+
+    # Whoever reads its source finds that of the class it was made of.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, "forward": forward})
+
+
+def _fits(x: Tensor, angles: tuple[Tensor, Tensor] | None, head_dim: int) -> bool:
+    """Whether they are [1, T, hidden] and [1, T, head_dim] twice, of one dtype."""
+    if angles is None or x.dim() != 3 or x.shape[0] != 1 or len(angles) != 2:
+        return False
+    shape = (1, x.shape[1], head_dim)
+    return all(each.shape == shape and each.dtype == x.dtype for each in angles)
+
+
+def _find(module: nn.Module, *, is_last: bool) -> _Layer | None:
+    """The parts of a layer, if it holds those of the usual one, all ours, and nothing else."""
+    children = [*module.children()]
+    if len(children) != 4:
+        return None
+    attention, feed_forward, first, second = sorted(children, key=_rank)
+    if slot_of(attention) is None or not isinstance(feed_forward, ActivatedFeedForward):
+        return None
+    if not isinstance(first, FusedRMSNorm) or not isinstance(second, FusedRMSNorm):
+        return None
+    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()):
+        return None
+    parts = [child for child in attention.children() if isinstance(child, PackedPart)]
+    others = [child for child in attention.children() if not isinstance(child, PackedPart)]
+    head_dim = getattr(attention, "head_dim", None)
+    if len(parts) != 3 or len(others) != 1 or not isinstance(head_dim, int):
+        return None
+    merged, (out,) = parts[0].merged, others
+    is_whole = all(part.merged is merged for part in parts) and len(merged.sizes) == 3
+    if not is_whole or [part.index for part in parts] != [0, 1, 2]:
+        return None
+    if not isinstance(merged.packed, NativeLinear) or not isinstance(out, Packed):
+        return None
+    if not isinstance(out.packed, NativeLinear) or any(size % head_dim for size in merged.sizes):
+        return None
+    return _Layer(
+        attention_norm=first,
+        product=merged.packed,
+        sizes=merged.sizes,
+        head_dim=head_dim,
+        attention=attention,
+        options={},
+        out=out.packed,
+        feed_forward_norm=second,
+        feed_forward=feed_forward,
+        is_last=is_last,
+    )
+
+
+def _rank(module: nn.Module) -> int:
+    if slot_of(module) is not None:
+        return 0
+    return 1 if isinstance(module, ActivatedFeedForward) else 2
+
+
+class _StandIn:
+    """Attention for a trial: of every row all of its query, key and value, and no other row."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.options = options
+        group = query.shape[1] // key.shape[1]
+        seen = key * 2 + value * 4
+        return query + seen.repeat_interleave(group, dim=1)
+
+
+def _tried(module: nn.Module, layer: _Layer) -> _Layer | None:
+    """The layer with its attention's options, if it comes to the module's own bits."""
+    slot = slot_of(layer.attention)
+    assert slot is not None
+    weight = layer.attention_norm.weight
+    generator = torch.Generator().manual_seed(0)
+
+    def random(width: int) -> Tensor:
+        return torch.randn(1, _TRIAL_ROWS, width, generator=generator).to(weight.dtype)
+
+    x, cos, sin = random(len(weight)), random(layer.head_dim), random(layer.head_dim)
+    stand_in = _StandIn()
+    attach_slot(layer.attention, stand_in)
+    try:
+        wanted = module(
+            x,
+            attention_mask=None,
+            position_ids=torch.arange(_TRIAL_ROWS)[None],
+            past_key_values=None,
+            use_cache=False,
+            position_embeddings=(cos, sin),
+        )
+        layer = replace(layer, options=stand_in.options)
+        first, second = layer.attention_norm, layer.feed_forward_norm
+        for found in (layer, replace(layer, attention_norm=second, feed_forward_norm=first)):
+            if torch.equal(found.compute(x[0], cos[0], sin[0], stand_in)[None], wanted):
+                return found
+    except Exception:
+        return None  # it wants other arguments, or parts of other shapes
+    finally:
+        attach_slot(layer.attention, slot)
+    return None
