@@ -366,24 +366,43 @@ static bool has_tiles(const Attention& a) {
 #if defined(__AMX_BF16__)
 static_assert(TILE_KEYS == KEYS);
 
-// Where each 16 of a tile's keys lie; where they do not lie in one block, copies at `copies`.
+// Where each 16 rows of a tile lie in a cache; where these do not lie in one block, or some are not
+// the piece's, copies at `copies`, with one that is in the place of each that is not.
 static void find_tile_rows(
-    const Attention& a, const BFloat16* const* keys, int64_t skipped, int64_t count, float* copies,
-    TileRows* found) {
-    const int64_t stride = a.key_strides[1];
-    BFloat16* copy = (BFloat16*)copies;
+    const Attention& a, const Piece& p, const void* cache, const int64_t* strides, int64_t dim,
+    int64_t begin, int64_t skipped, int64_t count, BFloat16* copies, TileRows* found) {
+    const int32_t* blocks = a.block_table + p.sequence * a.table_width;
+    const BFloat16* rows = (const BFloat16*)cache + p.kv_head * strides[2];
+    const bool lie_in_blocks = a.block_size % TILE == 0;
     for (int64_t first = 0; first < count; first += TILE, ++found) {
-        if (first + TILE <= skipped) {
-            *found = {keys[skipped], 0};  // any will do
-        } else if (a.block_size % TILE == 0) {
-            const int64_t known = greater(first, skipped);
-            *found = {keys[known] - (known - first) * stride, stride * (int64_t)sizeof(BFloat16)};
-        } else {
-            *found = {copy, a.key_dim * (int64_t)sizeof(BFloat16)};
-            for (int64_t n = first; n < first + TILE; ++n, copy += a.key_dim)
-                memcpy(copy, keys[lesser(n, count - 1)], a.key_dim * sizeof(BFloat16));
+        if (lie_in_blocks && first >= skipped) {
+            const int64_t key = begin + first;
+            const int64_t block = blocks[key / a.block_size], offset = key % a.block_size;
+            *found = {rows + block * strides[0] + offset * strides[1], strides[1]};
+            continue;
+        }
+        *found = {copies, dim};
+        for (int64_t n = first; n < first + TILE; ++n, copies += dim) {
+            const int64_t key = begin + lesser(greater(n, skipped), count - 1);
+            const int64_t block = blocks[key / a.block_size], offset = key % a.block_size;
+            memcpy(copies, rows + block * strides[0] + offset * strides[1], dim * sizeof(BFloat16));
         }
     }
+}
+
+// The weighted sums of one tile of keys, added to the rows' own. Weights lie where scores lay.
+static void weigh_tile_rows(
+    const Attention& a, const Scratch& s, const TileRows* values, int64_t rows, int64_t count) {
+    if (rows > 2) {
+        arrange_values(values, count, a.value_dim, (BFloat16*)s.values);
+        weigh_tiles(s.scores, rows, (const BFloat16*)s.values, count, a.value_dim, s.out);
+        return;
+    }
+    round_weights(s.scores, rows);
+    if (rows == 2)
+        weigh_few<2>(s.scores, values, count, a.value_dim, s.out);
+    else
+        weigh_few<1>(s.scores, values, count, a.value_dim, s.out);
 }
 #endif
 
@@ -401,11 +420,20 @@ static void attend_to_tile(
     const bool is_converted_once = sizeof(T) < sizeof(float) && rows > FEW_ROWS;
     Tile<T> tile;
     Tile<float> wide;
-    find_rows(a, p, begin, skipped, count, tile);
+#if defined(__AMX_BF16__)
+    TileRows keys[KEYS / TILE], values[KEYS / TILE];
+    if (has_tiles<T>(a)) {
+        BFloat16* copies = (BFloat16*)s.values + KEYS * value_dim;  // behind the arranged values
+        find_tile_rows(
+            a, p, a.key_cache, a.key_strides, key_dim, begin, skipped, count, (BFloat16*)s.keys,
+            keys);
+        find_tile_rows(
+            a, p, a.value_cache, a.value_strides, value_dim, begin, skipped, count, copies, values);
+    }
+#endif
+    if (!has_tiles<T>(a)) find_rows(a, p, begin, skipped, count, tile);
     if (has_tiles<T>(a)) {
 #if defined(__AMX_BF16__)
-        TileRows keys[KEYS / TILE];
-        find_tile_rows(a, (const BFloat16* const*)tile.keys, skipped, count, s.keys, keys);
         dot_tiles(s.columns, rows, key_dim, keys, count, s.values, s.scores);
 #endif
     } else if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
@@ -436,17 +464,7 @@ static void attend_to_tile(
     }
     if (has_tiles<T>(a)) {
 #if defined(__AMX_BF16__)
-        const BFloat16** values = (const BFloat16**)tile.values;
-        if (rows <= 2) {
-            round_weights(s.scores, rows);
-            if (rows == 2)
-                weigh_few<2>(s.scores, values, count, value_dim, s.out);
-            else
-                weigh_few<1>(s.scores, values, count, value_dim, s.out);
-        } else {
-            arrange_values(values, count, value_dim, (BFloat16*)s.values);
-            weigh_tiles(s.scores, rows, (const BFloat16*)s.values, count, value_dim, s.out);
-        }
+        weigh_tile_rows(a, s, values, rows, count);
 #endif
     } else if (value_dim == a.value_dim && !is_converted_once) {
         weigh(s.scores, rows, tile.values, count, value_dim, s.out);

@@ -83,10 +83,10 @@ static inline void arrange_query(const BFloat16* query, int64_t rows, int64_t di
     }
 }
 
-// Where 16 keys lie, one after the other.
+// Where 16 keys, or their values, lie.
 struct TileRows {
     const BFloat16* at;
-    int64_t bytes;  // from one to the next
+    int64_t stride;  // from one to the next, in numbers
 };
 
 // scores [rows, TILE_KEYS] of the first `count` keys. Keys are rows here and the query's rows are
@@ -101,7 +101,7 @@ static inline void dot_tiles(
         for (int64_t n = 0; n < count; n += TILE, ++keys) {
             _tile_zero(0);
             for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-                _tile_loadd(4, keys->at + d, keys->bytes);
+                _tile_loadd(4, keys->at + d, keys->stride * sizeof(BFloat16));
                 _tile_loadd(5, columns_of + d * TILE, TILE_BYTES);
                 _tile_dpbf16ps(0, 4, 5);
             }
@@ -127,18 +127,21 @@ static inline void dot_tiles(
 
 // Values [count, dim] to [TILE_KEYS / 2, dim, 2] at `to`, with zeros to whole tiles.
 static inline void arrange_values(
-    const BFloat16* const* values, int64_t count, int64_t dim, BFloat16* to) {
+    const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
     const __m512i low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
         35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const int64_t whole = count > TILE_DEPTH ? TILE_KEYS : TILE_DEPTH;
     for (int64_t n = 0; n < whole; n += 2) {
+        const TileRows& rows = values[n / TILE];
+        const BFloat16* first_row = rows.at + n % TILE * rows.stride;
         for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
             const __mmask32 inside = dim - d < TILE_DEPTH ? 0xffff : 0xffffffff;
             __m512i pair[2] = {};
             for (int64_t i = 0; i < 2; ++i)
-                if (n + i < count) pair[i] = _mm512_maskz_loadu_epi16(inside, values[n + i] + d);
+                if (n + i < count)
+                    pair[i] = _mm512_maskz_loadu_epi16(inside, first_row + i * rows.stride + d);
             const __m512i first = _mm512_permutex2var_epi16(pair[0], low, pair[1]);
             memcpy(to + n * dim + 2 * d, &first, TILE_BYTES);
             if (dim - d < TILE_DEPTH) break;
@@ -183,34 +186,90 @@ static inline void weigh_tiles(
 
 // The same without tiles, for few rows, and to the same bits: a tile adds up the even inputs and the
 // odd ones by themselves, and both to the sum (Intel's manual, TDPBF16PS), with numbers too small to
-// be normal taken for zeros.
-template <int ROWS>
-static inline void weigh_few(
-    const float* weights, const BFloat16* const* values, int64_t count, int64_t dim, float* out) {
+// be normal taken for zeros. 32 times COUNT numbers of the values at a time, from `at` on: of each
+// vector those at even places are one vector of floats and those at odd places another.
+template <int ROWS, int COUNT>
+static inline void weigh_numbers(
+    const float* weights, const TileRows* values, int64_t count, int64_t dim, int64_t at,
+    float* out) {
+    const __m512i low = _mm512_set_epi32(
+        23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
     for (int64_t first = 0; first < count; first += TILE_DEPTH) {
         const int64_t last = first + TILE_DEPTH < count ? first + TILE_DEPTH : count;
-        for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
-            const bool has_second = d + WIDTH < dim;
-            Floats sums[2][ROWS][2] = {};
-            for (int64_t n = first; n < last; n += 2) {
-                for (int64_t odd = 0; odd < 2 && n + odd < last; ++odd) {
-                    const Floats v = load(values[n + odd] + d);
-                    const Floats u = has_second ? load(values[n + odd] + d + WIDTH) : Floats{};
-                    for (int r = 0; r < ROWS; ++r) {
-                        const Floats w = splat(weights[r * TILE_KEYS + n + odd]);
-                        sums[odd][r][0] += w * v;
-                        sums[odd][r][1] += w * u;
+        __m512 sums[2][ROWS][COUNT][2];
+        for (int odd = 0; odd < 2; ++odd)
+            for (int r = 0; r < ROWS; ++r)
+                for (int c = 0; c < COUNT; ++c)
+                    sums[odd][r][c][0] = sums[odd][r][c][1] = _mm512_setzero_ps();
+        for (int64_t n = first; n < last; n += TILE) {
+            const TileRows& rows = values[n / TILE];
+            const int64_t left = last - n, num_rows = left < TILE ? left : TILE;
+            for (int64_t i = 0; i < num_rows; i += 2) {
+                for (int odd = 0; odd < 2; ++odd) {
+                    if (odd && i + 1 == num_rows) break;
+                    const BFloat16* value = rows.at + (i + odd) * rows.stride + at;
+                    __m512 w[ROWS];
+                    for (int r = 0; r < ROWS; ++r)
+                        w[r] = _mm512_set1_ps(weights[r * TILE_KEYS + n + i + odd]);
+                    for (int c = 0; c < COUNT; ++c) {
+                        const __m512i both = _mm512_loadu_si512(value + c * TILE_DEPTH);
+                        const __m512 even_places = (__m512)_mm512_slli_epi32(both, 16);
+                        const __m512 odd_places = (__m512)_mm512_and_si512(both, upper);
+                        for (int r = 0; r < ROWS; ++r) {
+                            __m512* s = sums[odd][r][c];
+                            s[0] = _mm512_fmadd_ps(w[r], even_places, s[0]);
+                            s[1] = _mm512_fmadd_ps(w[r], odd_places, s[1]);
+                        }
                     }
                 }
             }
-            for (int r = 0; r < ROWS; ++r) {
-                float* to = out + r * dim + d;
-                store(to, load(to) + (sums[0][r][0] + sums[1][r][0]));
-                if (has_second)
-                    store(to + WIDTH, load(to + WIDTH) + (sums[0][r][1] + sums[1][r][1]));
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            for (int c = 0; c < COUNT; ++c) {
+                const __m512 even_places = sums[0][r][c][0] + sums[1][r][c][0];
+                const __m512 odd_places = sums[0][r][c][1] + sums[1][r][c][1];
+                float* to = out + r * dim + at + c * TILE_DEPTH;
+                const __m512 lower = _mm512_permutex2var_ps(even_places, low, odd_places);
+                const __m512 higher = _mm512_permutex2var_ps(even_places, high, odd_places);
+                _mm512_storeu_ps(to, _mm512_loadu_ps(to) + lower);
+                _mm512_storeu_ps(to + TILE, _mm512_loadu_ps(to + TILE) + higher);
             }
         }
     }
+}
+
+// The last 16 numbers of values whose width is no multiple of 32.
+template <int ROWS>
+static inline void weigh_rest(
+    const float* weights, const TileRows* values, int64_t count, int64_t dim, int64_t at,
+    float* out) {
+    for (int64_t first = 0; first < count; first += TILE_DEPTH) {
+        const int64_t last = first + TILE_DEPTH < count ? first + TILE_DEPTH : count;
+        Floats sums[2][ROWS] = {};
+        for (int64_t n = first; n < last; ++n) {
+            const TileRows& rows = values[n / TILE];
+            const Floats value = load(rows.at + n % TILE * rows.stride + at);
+            for (int r = 0; r < ROWS; ++r)
+                sums[n % 2][r] += splat(weights[r * TILE_KEYS + n]) * value;
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            float* to = out + r * dim + at;
+            store(to, load(to) + (sums[0][r] + sums[1][r]));
+        }
+    }
+}
+
+template <int ROWS>
+static inline void weigh_few(
+    const float* weights, const TileRows* values, int64_t count, int64_t dim, float* out) {
+    int64_t at = 0;
+    for (; at + 2 * TILE_DEPTH <= dim; at += 2 * TILE_DEPTH)
+        weigh_numbers<ROWS, 2>(weights, values, count, dim, at, out);
+    for (; at + TILE_DEPTH <= dim; at += TILE_DEPTH)
+        weigh_numbers<ROWS, 1>(weights, values, count, dim, at, out);
+    if (at < dim) weigh_rest<ROWS>(weights, values, count, dim, at, out);
 }
 
 // Rounds weights [rows, TILE_KEYS] to bfloat16 and leaves them floats.
