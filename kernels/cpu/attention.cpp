@@ -248,36 +248,39 @@ static void cap(float* scores, float softcap) {
     }
 }
 
-// Turns a row's raw scores of one tile into weights relative to its new maximum, and brings the
-// row's running sums to that maximum.
-static void soften(float* scores, Range seen, float* largest_yet, float* total, float* out,
-                   int64_t dim) {
-    for (int64_t n = 0; n < seen.first; ++n) scores[n] = NOTHING;
+// Turns a row's scores of one tile, times `scale`, into weights relative to its new maximum, and
+// brings the row's running sums to that maximum.
+static inline void soften(float* scores, Range seen, float scale, float* largest_yet, float* total,
+                          float* out, int64_t dim) {
+    constexpr int VECTORS = KEYS / WIDTH;
+    if (seen.first > 0)
+        for (int64_t n = 0; n < seen.first; ++n) scores[n] = NOTHING;
     for (int64_t n = seen.last; n < KEYS; ++n) scores[n] = NOTHING;
-    Floats top = load(scores);
-    for (int64_t n = WIDTH; n < KEYS; n += WIDTH) top = larger(load(scores + n), top);
+    Floats x[VECTORS];
+    for (int i = 0; i < VECTORS; ++i) x[i] = load(scores + i * WIDTH) * scale;
+    Floats top = x[0];
+    for (int i = 1; i < VECTORS; ++i) top = larger(x[i], top);
     const float tile_largest = largest(top);
     const float now = tile_largest > *largest_yet ? tile_largest : *largest_yet;
     Floats added = {};
     if (now == NOTHING) {  // it has seen nothing yet, or what is not a number
-        for (int64_t n = 0; n < KEYS; n += WIDTH) {
-            const Floats x = load(scores + n);
-            const Floats weights = choose(x != x, x, Floats{});
-            store(scores + n, weights);
+        for (int i = 0; i < VECTORS; ++i) {
+            const Floats weights = choose(x[i] != x[i], x[i], Floats{});
+            store(scores + i * WIDTH, weights);
             added += weights;
         }
         *total += sum(added);
         return;
     }
     if (now != *largest_yet) {
-        const float factor = expf(*largest_yet - now);
-        *total *= factor;
+        const Floats factor = exp_negative(splat(*largest_yet - now));
+        *total *= factor[0];
         for (int64_t d = 0; d < dim; d += WIDTH) store(out + d, load(out + d) * factor);
         *largest_yet = now;
     }
-    for (int64_t n = 0; n < KEYS; n += WIDTH) {
-        const Floats weights = exp_negative(load(scores + n) - now);
-        store(scores + n, weights);
+    for (int i = 0; i < VECTORS; ++i) {
+        const Floats weights = exp_negative(x[i] - now);
+        store(scores + i * WIDTH, weights);
         added += weights;
     }
     *total += sum(added);
@@ -442,10 +445,13 @@ static void attend_to_tile(
         widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
         dot(s.query, rows, key_dim, wide.keys, count, s.scores);
     }
+    // What is done to scores is done to scaled ones; else they are scaled on the way.
+    const bool is_scaled = a.softcap != 0 || a.distance_bias || !(a.scale > 0);
     for (int64_t r = 0; r < rows; ++r) {
         float* scores = s.scores + r * KEYS;
         const int64_t position = start + p.first_token + r / group;
-        for (int64_t n = 0; n < count; n += WIDTH) store(scores + n, load(scores + n) * a.scale);
+        if (is_scaled)
+            for (int64_t n = 0; n < count; n += WIDTH) store(scores + n, load(scores + n) * a.scale);
         if (a.softcap != 0) cap(scores, a.softcap);
         if (a.distance_bias) {
             const float* bias = a.distance_bias + (p.kv_head * group + r % group) * a.num_distances;
@@ -460,7 +466,9 @@ static void attend_to_tile(
         else
             seen = seen_in_order(a, position, begin, count);
         seen.first = greater(seen.first, skipped);
-        soften(scores, seen, s.largest + r, s.total + r, s.out + r * value_dim, value_dim);
+        soften(
+            scores, seen, is_scaled ? 1.0f : a.scale, s.largest + r, s.total + r,
+            s.out + r * value_dim, value_dim);
     }
     if (has_tiles<T>(a)) {
 #if defined(__AMX_BF16__)

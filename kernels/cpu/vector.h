@@ -134,7 +134,11 @@ static inline Floats choose(Ints is_first, Floats first, Floats second) {
 }
 
 static inline Floats larger(Floats a, Floats b) {
+#if AIOENGINE_WIDTH == 16
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);  // b where they are not in order
+#else
     return choose(a > b, a, b);
+#endif
 }
 
 static inline float sum(Floats x) {
@@ -162,11 +166,16 @@ static inline float largest(Floats x) {
 // [-ln 2 / 2, ln 2 / 2].
 static inline Floats exp_negative(Floats x) {
     const Floats lowest = splat(-87.0f);
+#if AIOENGINE_WIDTH == 16
+    const __mmask16 is_enough = _mm512_cmp_ps_mask((__m512)x, (__m512)lowest, _CMP_NLT_UQ);
+    const Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_NO_EXC);
+#else
     const Ints is_tiny = x < lowest;
     x = choose(is_tiny, lowest, x);
     const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Floats turns = x * 1.44269504f + shift;
     const Floats n = turns - shift;
+#endif
     const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     Floats p = splat(1.0f / 720);
     p = p * r + 1.0f / 120;
@@ -175,8 +184,12 @@ static inline Floats exp_negative(Floats x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
+#if AIOENGINE_WIDTH == 16
+    return (Floats)_mm512_maskz_scalef_ps(is_enough, (__m512)p, (__m512)n);
+#else
     const Ints power = ((Ints)turns - (Ints)shift + 127) << 23;
     return choose(is_tiny, Floats{}, p * (Floats)power);
+#endif
 }
 
 }  // namespace
