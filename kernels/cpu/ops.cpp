@@ -10,7 +10,10 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <initializer_list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -117,16 +120,90 @@ std::string instruction_set(std::string name) {
     return chosen.load()->name;
 }
 
+// Large blocks of memory that were freed, for those who ask next. malloc gives back to the system what
+// lies at the end of a heap, and then a step of many tokens waits for fresh pages again and again.
+class Spare {
+public:
+    // `bytes`: as `rounded`. Small blocks are left to malloc, which keeps them.
+    void* take(size_t bytes) {
+        if (bytes >= LARGE) {
+            const std::lock_guard<std::mutex> guard(mutex_);
+            const auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+                return block.bytes == bytes;
+            });
+            if (found != blocks_.end()) {
+                void* memory = found->memory;
+                bytes_ -= bytes;
+                blocks_.erase(found);
+                return memory;
+            }
+        }
+        void* memory = std::aligned_alloc(PAGE, bytes);
+        STD_TORCH_CHECK(memory != nullptr, "out of memory");
+        return memory;
+    }
+
+    void give(void* memory, size_t bytes) {
+        if (bytes < LARGE) return std::free(memory);
+        const std::lock_guard<std::mutex> guard(mutex_);
+        blocks_.push_back({memory, bytes});
+        bytes_ += bytes;
+        while (bytes_ > MOST_BYTES) {  // the oldest goes
+            std::free(blocks_.front().memory);
+            bytes_ -= blocks_.front().bytes;
+            blocks_.pop_front();
+        }
+    }
+
+    static constexpr size_t LARGE = 1 << 18;
+
+    // Sizes that blocks come in: four to each power of two.
+    static size_t rounded(size_t bytes) {
+        size_t step = PAGE;
+        while (8 * step < bytes) step *= 2;
+        return (bytes + step - 1) / step * step;
+    }
+
+private:
+    static constexpr size_t PAGE = 4096, MOST_BYTES = 64 << 20;
+    struct Block {
+        void* memory;
+        size_t bytes;
+    };
+    std::mutex mutex_;
+    std::deque<Block> blocks_;
+    size_t bytes_ = 0;
+};
+
+// Never destroyed: tensors may be freed when statics are gone.
+Spare& spare() {
+    static Spare& kept = *new Spare;
+    return kept;
+}
+
+// An uninitialised tensor of the dtype of `like`.
+Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
+    size_t bytes = like.element_size();
+    for (int64_t size : sizes) bytes *= static_cast<size_t>(size);
+    if (bytes < Spare::LARGE) return torch::stable::new_empty(like, sizes);
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes.begin()[i];
+    bytes = Spare::rounded(bytes);
+    return torch::stable::from_blob(
+        spare().take(bytes), sizes, strides, like.device(), like.scalar_type(),
+        [bytes](void* memory) { spare().give(memory, bytes); });
+}
+
 // Runs `work(i, scratch)` for each i in [0, count) on torch's threads, whoever is free next. Each
-// thread has `num_floats` of scratch, aligned, that begin with 64 bytes of zeros.
+// thread has `num_floats` of scratch, aligned, which begin with 64 bytes of zeros.
 template <class Work>
 void share_out(int64_t count, int64_t num_floats, const Work& work) {
     const int64_t num_threads = std::min<int64_t>(count, torch::stable::get_num_threads());
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
-        const size_t bytes = static_cast<size_t>(num_floats * sizeof(float) + 63) / 64 * 64;
-        std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, bytes), std::free);
-        STD_TORCH_CHECK(memory != nullptr, "out of memory");
+        const size_t bytes = Spare::rounded(num_floats * sizeof(float));
+        const auto give_back = [bytes](void* memory) { spare().give(memory, bytes); };
+        std::unique_ptr<void, decltype(give_back)> memory(spare().take(bytes), give_back);
         std::memset(memory.get(), 0, std::min<size_t>(bytes, 64));
         for (int64_t thread = begin; thread < end; ++thread)
             for (int64_t i = next++; i < count; i = next++)
@@ -346,7 +423,7 @@ Tensor attend(
     a.window = window;
     a.is_causal = is_causal;
     a.blocks_in_window = blocks_in_window;
-    Tensor out = torch::stable::new_empty(query, {query.size(0), a.heads, a.value_dim});
+    Tensor out = new_output(query, {query.size(0), a.heads, a.value_dim});
     a.out = out.mutable_data_ptr();
     const Work work = cut(a, num_sequences);
     const std::unique_ptr<float[]> partial(new float[work.num_partial]);
@@ -465,7 +542,7 @@ Tensor linear(
     a.activation = static_cast<aioengine::Activation>(activation);
     STD_TORCH_CHECK(!is_gated || outputs % (2 * PANEL) == 0, "gates must fill whole panels");
     a.gate_panels = is_gated ? packed.size(0) / 2 : 0;
-    Tensor out = torch::stable::new_empty(x, {a.rows, is_gated ? outputs / 2 : outputs});
+    Tensor out = new_output(x, {a.rows, is_gated ? outputs / 2 : outputs});
     a.out = out.mutable_data_ptr();
     a.input = static_cast<const float*>(a.x);
     a.input_stride = a.stride;
@@ -508,7 +585,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
     a.weight = weight.const_data_ptr();
     a.dim = x.size(1);
     a.epsilon = static_cast<float>(epsilon);
-    Tensor out = torch::stable::new_empty(x, {x.size(0), a.dim});
+    Tensor out = new_output(x, {x.size(0), a.dim});
     a.out = out.mutable_data_ptr();
     const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, a.dim));
     torch::stable::parallel_for(0, x.size(0), grain, [&](int64_t first, int64_t last) {
@@ -547,8 +624,8 @@ std::tuple<Tensor, Tensor> rotate(
         sin.size(0) == tokens && sin.size(1) == dim && sin.scalar_type() == cos.scalar_type(),
         "sin must be of the dtype and shape of cos");
     Rotary queries = describe(query, "query"), keys = describe(key, "key");
-    Tensor turned_query = torch::stable::new_empty(query, {tokens, queries.heads, dim});
-    Tensor turned_key = torch::stable::new_empty(key, {tokens, keys.heads, dim});
+    Tensor turned_query = new_output(query, {tokens, queries.heads, dim});
+    Tensor turned_key = new_output(key, {tokens, keys.heads, dim});
     queries.out = turned_query.mutable_data_ptr();
     keys.out = turned_key.mutable_data_ptr();
     const int64_t width = std::max<int64_t>(1, (queries.heads + keys.heads) * dim);
