@@ -33,6 +33,7 @@ __all__ = ["straighten_layers"]
 
 Forward = Callable[..., Tensor]
 
+_LAYER = "_aioengine_layer"
 _TRIAL_ROWS = 5
 
 
@@ -99,9 +100,6 @@ def straighten_layers(decoder: nn.Module) -> int:
             setattr(module, _LAYER, layer)
             count += 1
     return count
-
-
-_LAYER = "_aioengine_layer"
 
 
 def _straight(kind: type[nn.Module]) -> type[nn.Module]:

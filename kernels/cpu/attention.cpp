@@ -253,8 +253,7 @@ static void cap(float* scores, float softcap) {
 static inline void soften(float* scores, Range seen, float scale, float* largest_yet, float* total,
                           float* out, int64_t dim) {
     constexpr int VECTORS = KEYS / WIDTH;
-    if (seen.first > 0)
-        for (int64_t n = 0; n < seen.first; ++n) scores[n] = NOTHING;
+    for (int64_t n = 0; n < seen.first; ++n) scores[n] = NOTHING;
     for (int64_t n = seen.last; n < KEYS; ++n) scores[n] = NOTHING;
     Floats x[VECTORS];
     for (int i = 0; i < VECTORS; ++i) x[i] = load(scores + i * WIDTH) * scale;
@@ -425,18 +424,16 @@ static void attend_to_tile(
     Tile<float> wide;
 #if defined(__AMX_BF16__)
     TileRows keys[KEYS / TILE], values[KEYS / TILE];
+#endif
+    if (!has_tiles<T>(a)) find_rows(a, p, begin, skipped, count, tile);
     if (has_tiles<T>(a)) {
+#if defined(__AMX_BF16__)
         BFloat16* copies = (BFloat16*)s.values + KEYS * value_dim;  // behind the arranged values
         find_tile_rows(
             a, p, a.key_cache, a.key_strides, key_dim, begin, skipped, count, (BFloat16*)s.keys,
             keys);
         find_tile_rows(
             a, p, a.value_cache, a.value_strides, value_dim, begin, skipped, count, copies, values);
-    }
-#endif
-    if (!has_tiles<T>(a)) find_rows(a, p, begin, skipped, count, tile);
-    if (has_tiles<T>(a)) {
-#if defined(__AMX_BF16__)
         dot_tiles(s.columns, rows, key_dim, keys, count, s.values, s.scores);
 #endif
     } else if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {

@@ -64,3 +64,18 @@ async def test_in_any_company(folder: Path, dtype: str) -> None:
     async with running_engine(folder, dtype=dtype, max_num_batched_tokens=16) as engine:
         in_chunks = await asyncio.gather(*(ask(engine, number) for number in range(count)))
     assert [bits(output) for output in in_chunks] == alone
+
+
+async def test_scores_of_prompts(folder: Path) -> None:
+    """They want all rows of the last layer: beside others, and with those who want one row each."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    found = []
+    for is_packed in (True, False):
+        async with running_engine(folder, dtype="float32", packed_layers=is_packed) as engine:
+            asked = [engine.generate(text, params) for text in TEXTS]
+            outputs = await asyncio.gather(*asked, *(ask(engine, n) for n in range(len(TEXTS))))
+        scores = [output.prompt_logprobs for output in outputs[: len(TEXTS)]]
+        found.append([[max(s.logprob for s in each.values()) for each in of[1:]] for of in scores])
+    assert any(len(scores) > 20 for scores in found[0])
+    for packed, plain in zip(*found, strict=True):
+        assert packed == pytest.approx(plain, abs=1e-4)
