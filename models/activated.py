@@ -4,13 +4,18 @@
 nothing else, and the activation by a trial. So is the whole, for one layer of each class: what
 becomes of random rows must be what the layer itself makes of them. Between the two products nothing
 is written then but what the second one reads.
+
+In a class that does more, as a layer with its feed-forward part written out, `act(up(x))` is taken
+where it stands for the only use of either.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,14 +24,21 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from aioengine.kernels.cpu.linear import Activation, NativeLinear
-from aioengine.models.packed import Packed, PackedPart
+from aioengine.models.packed import Packed, PackedPart, source_of
 
-__all__ = ["ActivatedFeedForward", "feed_forward", "fuse_activations"]
+__all__ = [
+    "ActivatedFeedForward",
+    "ActivatedLinear",
+    "activated_child",
+    "feed_forward",
+    "fuse_activations",
+]
 
 _FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: silu,
     Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
     Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+    Activation.GELU: gelu,
 }
 _ROUNDINGS = 8
 """Units in the last place of the largest output that two ways of computing may be apart."""
@@ -51,31 +63,85 @@ class ActivatedFeedForward(nn.Module):
         return _fused_forward(self, *self.fused, hidden_states)
 
 
+class ActivatedLinear(nn.Linear):
+    """A packed layer with the activation that its caller applies to it, made by the same."""
+
+    activated: tuple[NativeLinear, Activation]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., in] -> [..., out]."""
+        product, activation = self.activated
+        return product(input, activation)
+
+
 def fuse_activations(model: nn.Module) -> int:
     """Fuse the feed-forward layers of `model` whose products are ours, in place; how many were."""
+    with torch.no_grad():
+        return _fuse_layers(model) + _fuse_parts(model)
+
+
+def _fuse_layers(model: nn.Module) -> int:
+    """Those that are modules of their own."""
     count = 0
     found: dict[type[nn.Module], FeedForward | None] = {}
     tried: dict[tuple[type[nn.Module], Activation], bool] = {}
-    with torch.no_grad():
-        for module in list(model.modules()):
-            kind = type(module)
-            if kind not in found:
-                found[kind] = feed_forward(kind)
-            names = found[kind]
-            product = None if names is None else _product(module, names)
-            if names is None or product is None:
-                continue
-            activation = _activation(getattr(module, names.activation))
-            if activation is None:
-                continue
-            if (kind, activation) not in tried:
-                tried[kind, activation] = _is_the_same(module, names, product, activation)
-            if not tried[kind, activation]:
-                continue
-            module.__class__ = ActivatedFeedForward
-            setattr(module, "fused", (names, product, activation))  # noqa: B010 - as in fused.py
-            count += 1
+    for module in list(model.modules()):
+        kind = type(module)
+        if kind not in found:
+            found[kind] = feed_forward(kind)
+        names = found[kind]
+        product = None if names is None else _product(module, names)
+        if names is None or product is None:
+            continue
+        activation = _activation(getattr(module, names.activation))
+        if activation is None:
+            continue
+        if (kind, activation) not in tried:
+            tried[kind, activation] = _is_the_same(module, names, product, activation)
+        if not tried[kind, activation]:
+            continue
+        module.__class__ = ActivatedFeedForward
+        setattr(module, "fused", (names, product, activation))  # noqa: B010 - as in fused.py
+        count += 1
     return count
+
+
+def _fuse_parts(model: nn.Module) -> int:
+    """Those that are written out in another module's code."""
+    count = 0
+    found: dict[type[nn.Module], tuple[str, str] | None] = {}
+    parents = Counter(id(child) for module in model.modules() for child in module.children())
+    for module in list(model.modules()):
+        kind = type(module)
+        if kind not in found:
+            found[kind] = activated_child(kind)
+        match found[kind]:
+            case str(name), str(up):
+                product = _product(module, FeedForward("", name, up, None))
+            case _:
+                continue
+        if product is None or parents[id(getattr(module, up))] > 1:
+            continue
+        activation = _activation(getattr(module, name))
+        if activation is None:
+            continue
+        layer = getattr(module, up)
+        layer.__class__ = ActivatedLinear
+        layer.activated = (product, activation)
+        setattr(module, name, nn.Identity())
+        count += 1
+    return count
+
+
+def activated_child(kind: type[nn.Module]) -> tuple[str, str] | None:
+    """An activation and the layer it is applied to, if a class uses neither for anything else."""
+    source = source_of(kind) or ""
+    found = re.findall(r"\bself\.(\w+)\(self\.(\w+)\(\w+\)\)", source)
+    for names in found:
+        # Once where they are made, once where they are called.
+        if all(len(re.findall(rf"\bself\.{each}\b", source)) == 2 for each in names):
+            return names[0], names[1]
+    return None
 
 
 def feed_forward(kind: type[nn.Module]) -> FeedForward | None:

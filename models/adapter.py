@@ -38,6 +38,7 @@ from aioengine.models.attention import (
     attach_slot,
     route_attention,
 )
+from aioengine.models.convolved import pack_convolutions
 from aioengine.models.fused import fuse_norms
 from aioengine.models.interfaces import (
     MultiModalEmbeddings,
@@ -189,6 +190,7 @@ class TransformersModel:
             heads = self.model.get_output_embeddings()
             pack_layers(self.decoder(), quantize_linear, without=(heads,))
         pack_layers(self.model)
+        pack_convolutions(self.model)
         fuse_activations(self.model)
         fuse_norms(self.model)
         fuse_rotary(self.model)

@@ -14,10 +14,14 @@ A layer is left alone where
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +29,10 @@ from torch import Tensor, nn
 from aioengine.kernels.linear import PackedLinear, pack_linear
 from aioengine.models.merged import Merged, joined, shared_inputs
 
-__all__ = ["Packed", "PackedPart", "pack_layers"]
+__all__ = ["Pack", "Packed", "PackedPart", "leave_empty", "own_layers", "pack_layers", "source_of"]
 
 Pack = Callable[[Tensor, Tensor | None], PackedLinear | None]
+Layer = TypeVar("Layer", nn.Linear, nn.Conv1d)
 
 
 class Packed(nn.Linear):
@@ -67,39 +72,47 @@ def pack_layers(
                 continue
             num_bytes += packed.nbytes
             if len(layers) == 1:
-                _turn(layers[0], Packed, packed=packed)
+                leave_empty(layers[0], Packed, packed=packed)
                 continue
             merged = Merged(packed, [layer.out_features for layer in layers])
             for index, layer in enumerate(layers):
-                _turn(layer, PackedPart, merged=merged, index=index)
+                leave_empty(layer, PackedPart, merged=merged, index=index)
         _release_files(model, num_bytes)
     return num_bytes
 
 
-def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Linear]]:
-    """Layers that can be packed, those together that are given the same tensor."""
+def own_layers(
+    model: nn.Module, kind: type[Layer], without: Collection[int] = ()
+) -> dict[int, Layer]:
+    """The layers of a class, by their ids, whose weights nobody else has or computes with.
+
+    Subclasses are left out: one does something else, or is there to be told from others.
+    """
     owners = Counter(
         id(parameter)
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None
     )
-    parents = Counter(id(child) for module in model.modules() for child in module.children())
-    sources = {kind: _source(kind) for kind in {type(module) for module in model.modules()}}
-    shared = {kind: shared_inputs(source or "") for kind, source in sources.items()}
-    # A subclass does something else, or is there to be told from others.
-    free: dict[int, nn.Linear] = {
+    found = {
         id(module): module
         for module in model.modules()
-        if type(module) is nn.Linear
-        and owners[id(module.weight)] == 1
-        and id(module) not in without
+        if type(module) is kind and owners[id(module.weight)] == 1 and id(module) not in without
     }
     for parent in model.modules():
         for name, child in parent.named_children():
-            if _reads_weight(sources[type(parent)], name):
-                free.pop(id(child), None)
-    for parent in model.modules():
+            if id(child) in found and _reads_weight(source_of(type(parent)), name):
+                del found[id(child)]
+    return found
+
+
+def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Linear]]:
+    """Layers that can be packed, those together that are given the same tensor."""
+    free = own_layers(model, nn.Linear, without)
+    parents = Counter(id(child) for module in model.modules() for child in module.children())
+    owners = [each for each in model.modules() if any(id(x) in free for x in each.children())]
+    shared = {kind: shared_inputs(source_of(kind) or "") for kind in {type(x) for x in owners}}
+    for parent in owners:
         for names in shared[type(parent)]:
             found = [id(getattr(parent, name, None)) for name in names]
             layers = [free[each] for each in found if each in free and parents[each] == 1]
@@ -115,16 +128,37 @@ def _are_alike(layers: Sequence[nn.Linear]) -> bool:
     return len({(x.in_features, x.weight.dtype, x.weight.device) for x in layers}) == 1
 
 
-def _source(owner: type[nn.Module]) -> str | None:
+def source_of(owner: type[nn.Module]) -> str | None:
     """A class's own code; None for those of torch, whose fast paths read what they hold."""
     if owner in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
         return ""
     if owner.__module__.startswith("torch.nn."):
         return None
+    return _classes(owner.__module__).get(owner.__qualname__, "")
+
+
+@cache
+def _classes(module: str) -> Mapping[str, str]:
+    """The code of a module's classes by their qualified names, of which `inspect` parses it anew."""
     try:
-        return inspect.getsource(owner)
-    except (OSError, TypeError):
-        return ""
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return {}
+    lines = source.splitlines(keepends=True)
+    found: dict[str, str] = {}
+
+    def collect(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.ClassDef):
+                found[prefix + child.name] = "".join(lines[child.lineno - 1 : child.end_lineno])
+                inner = f"{prefix}{child.name}."
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = f"{prefix}{child.name}.<locals>."
+            collect(child, inner)
+
+    collect(ast.parse(source), "")
+    return found
 
 
 def _reads_weight(source: str | None, name: str) -> bool:
@@ -138,7 +172,7 @@ def _reads_weight(source: str | None, name: str) -> bool:
     return re.search(rf"\bself\.{name}{harmless}", source) is not None
 
 
-def _turn(layer: nn.Linear, kind: type[nn.Linear], **attributes: object) -> None:
+def leave_empty(layer: Layer, kind: type[Layer], **attributes: object) -> None:
     """Make the layer one of `kind`, and free its weight."""
     weight = layer.weight
     empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)

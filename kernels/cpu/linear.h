@@ -16,8 +16,9 @@ enum class Weights { Float32, BFloat16, Float16, Int8 };
 // What a depth must be a multiple of for bfloat16 to lie in pairs of inputs, which some CPUs multiply.
 constexpr int64_t PAIRED_DEPTH = 32;
 
-// What becomes of an output: all of these are x times the logistic function of something.
-enum class Activation { None, SiLU, GeluTanh, QuickGelu };
+// What becomes of an output: x times the logistic function of something, or (Gelu) times the share
+// of a normal distribution that is below x.
+enum class Activation { None, SiLU, GeluTanh, QuickGelu, Gelu };
 
 struct Linear {
     Number number;        // of x and out

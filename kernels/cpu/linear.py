@@ -29,6 +29,7 @@ class Activation(IntEnum):
     SILU = 1
     GELU_TANH = 2
     QUICK_GELU = 3
+    GELU = 4
 
 
 class NativeLinear:

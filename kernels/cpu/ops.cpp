@@ -537,7 +537,7 @@ Tensor linear(
     a.depth = x.size(1);
     a.outputs = outputs;
     STD_TORCH_CHECK(
-        0 <= activation && activation <= static_cast<int64_t>(aioengine::Activation::QuickGelu),
+        0 <= activation && activation <= static_cast<int64_t>(aioengine::Activation::Gelu),
         "unknown activation");
     a.activation = static_cast<aioengine::Activation>(activation);
     STD_TORCH_CHECK(!is_gated || outputs % (2 * PANEL) == 0, "gates must fill whole panels");

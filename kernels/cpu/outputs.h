@@ -22,9 +22,30 @@ static inline void scale_and_shift(
     }
 }
 
+// The share of a normal distribution beyond |x|, times |x|. By formula 7.1.26 of Abramowitz and Stegun,
+// "Handbook of Mathematical Functions" (1964), whose error is below 1.5e-7.
+static inline Floats normal_tail(Floats x) {
+    const Floats end = splat(20.0f), magnitude = choose(x < Floats{}, -x, x);
+    const Floats size = choose(magnitude < end, magnitude, end), z = size * 0.70710678f;
+    const Floats t = 1.0f / (1.0f + 0.3275911f * z);
+    Floats p = splat(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    return size * 0.5f * p * t * exp_negative(-z * z);
+}
+
 static inline void activate(aioengine::Activation activation, int64_t count, float* sums) {
     using aioengine::Activation;
     if (activation == Activation::None) return;
+    if (activation == Activation::Gelu) {
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            const Floats x = load(sums + i);
+            store(sums + i, choose(x < Floats{}, Floats{}, x) - normal_tail(x));
+        }
+        return;
+    }
     for (int64_t i = 0; i < count; i += WIDTH) {
         const Floats x = load(sums + i);
         Floats u = x;

@@ -410,6 +410,7 @@ def test_products(
         (Activation.SILU, silu),
         (Activation.GELU_TANH, lambda x: gelu(x, approximate="tanh")),
         (Activation.QUICK_GELU, lambda x: x * torch.sigmoid(1.702 * x)),
+        (Activation.GELU, gelu),
     ],
 )
 def test_products_with_activations(
@@ -441,6 +442,8 @@ def test_products_with_activations(
     found = NativeLinear(small, bias, scales)(x, activation, is_gated=True)
     assert_close(found, formula(gates) * others)
     assert layer(torch.full((1, 50), torch.nan), activation).isnan().all()
+    large = NativeLinear(torch.ones(1, 1))(torch.tensor([[1e30], [torch.inf]]), activation)
+    assert large.flatten().tolist() == [torch.tensor(1e30).item(), torch.inf]
 
 
 def test_halves_that_share_a_panel() -> None:
