@@ -10,7 +10,7 @@
 
 #include <math.h>
 
-#include "tiles.h"
+#include "columns.h"
 #include "vector.h"
 
 namespace {
@@ -54,6 +54,9 @@ struct Scratch {
     float *sum_out, *sum_largest, *sum_total;      // of all segments so far
     float *scores, *keys, *values;                 // [rows, KEYS], [KEYS, key_dim], [KEYS, value_dim]
     BFloat16* columns;                             // the query as tiles read it
+    float* turned;                                 // `out` by blocks of rows: [value_dim, 16] each
+    float* some_rows;                              // [16, KEYS]
+    BFloat16* weights;                             // [KEYS / 2, 16, 2]
     float* end;
 };
 
@@ -72,7 +75,10 @@ static Scratch divide(const Attention& a, int64_t rows, float* memory) {
     s.keys = s.scores + rows * KEYS;
     s.values = s.keys + KEYS * key_dim;
     s.columns = (BFloat16*)(s.values + KEYS * value_dim);
-    s.end = s.values + KEYS * value_dim + rows * key_dim;
+    s.turned = s.values + KEYS * value_dim + rows * key_dim / 2;
+    s.some_rows = s.turned + rows * value_dim;
+    s.weights = (BFloat16*)(s.some_rows + 16 * KEYS);
+    s.end = s.some_rows + 16 * KEYS + 8 * KEYS;
     return s;
 }
 
@@ -250,11 +256,9 @@ static void cap(float* scores, float softcap) {
 
 // Turns a row's scores of one tile, times `scale`, into weights relative to its new maximum, and
 // brings the row's running sums to that maximum.
-static inline void soften(float* scores, Range seen, float scale, float* largest_yet, float* total,
-                          float* out, int64_t dim) {
+static inline void soften(
+    float* scores, float scale, float* largest_yet, float* total, float* out, int64_t dim) {
     constexpr int VECTORS = KEYS / WIDTH;
-    for (int64_t n = 0; n < seen.first; ++n) scores[n] = NOTHING;
-    for (int64_t n = seen.last; n < KEYS; ++n) scores[n] = NOTHING;
     Floats x[VECTORS];
     for (int i = 0; i < VECTORS; ++i) x[i] = load(scores + i * WIDTH) * scale;
     Floats top = x[0];
@@ -375,11 +379,10 @@ static void find_tile_rows(
     int64_t begin, int64_t skipped, int64_t count, BFloat16* copies, TileRows* found) {
     const int32_t* blocks = a.block_table + p.sequence * a.table_width;
     const BFloat16* rows = (const BFloat16*)cache + p.kv_head * strides[2];
-    const bool lie_in_blocks = a.block_size % TILE == 0;
     for (int64_t first = 0; first < count; first += TILE, ++found) {
-        if (lie_in_blocks && first >= skipped) {
-            const int64_t key = begin + first;
-            const int64_t block = blocks[key / a.block_size], offset = key % a.block_size;
+        const int64_t offset = (begin + first) % a.block_size;
+        if (offset + TILE <= a.block_size && first >= skipped) {
+            const int64_t block = blocks[(begin + first) / a.block_size];
             *found = {rows + block * strides[0] + offset * strides[1], strides[1]};
             continue;
         }
@@ -408,70 +411,174 @@ static void weigh_tile_rows(
 }
 #endif
 
+// Whether scores are more than scaled before they become weights.
+static bool is_decorated(const Attention& a) {
+    return a.softcap != 0 || a.distance_bias || !(a.scale > 0);
+}
+
+// What is left to multiply them by on the way.
+static float scale_of(const Attention& a) {
+    return is_decorated(a) ? 1 : a.scale;
+}
+
+// Does to a row's scores of one tile what is not left to `soften`: all that `is_decorated` asks for, and
+// hides what a token in a block does not see. Which of them are seen then.
+static Range decorate(
+    const Attention& a, const Piece& p, int64_t row, int64_t begin, int64_t skipped, int64_t count,
+    float* scores) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t row_start = a.query_start[p.sequence], length = a.seq_lens[p.sequence];
+    const int64_t start = length - (a.query_start[p.sequence + 1] - row_start);
+    const int64_t position = start + p.first_token + row / group;
+    const int32_t* ids = a.block_ids && a.is_causal ? a.block_ids + row_start : nullptr;
+    if (is_decorated(a))
+        for (int64_t n = 0; n < count; n += WIDTH) store(scores + n, load(scores + n) * a.scale);
+    if (a.softcap != 0) cap(scores, a.softcap);
+    if (a.distance_bias) {
+        const float* bias = a.distance_bias + (p.kv_head * group + row % group) * a.num_distances;
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t distance = greater(0, position - begin - n);
+            scores[n] += bias[lesser(distance, a.num_distances - 1)];
+        }
+    }
+    Range seen = {0, count};
+    if (ids && ids[position - start] >= 0)
+        hide_outside_block(a, ids, start, length, position, begin, count, scores);
+    else
+        seen = seen_in_order(a, position, begin, count);
+    seen.first = greater(seen.first, skipped);
+    return seen;
+}
+
+static void hide(Range seen, float* scores) {
+    for (int64_t n = 0; n < seen.first; ++n) scores[n] = NOTHING;
+    for (int64_t n = seen.last; n < KEYS; ++n) scores[n] = NOTHING;
+}
+
+#if defined(__AMX_BF16__)
+// Rows for which vectors of rows pay. Any number comes to the same bits either way.
+constexpr int64_t MANY_ROWS = 9;
+
+// What the rows of a block see by order and window, of the keys [begin, begin + count).
+struct BlockSeen {
+    int32_t first[BLOCK], last[BLOCK];
+    bool is_all, is_any;
+};
+
+static BlockSeen seen_by_block(
+    const Attention& a, const Piece& p, int64_t first_row, int64_t rows, int64_t begin,
+    int64_t skipped, int64_t count) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t num_new = a.query_start[p.sequence + 1] - a.query_start[p.sequence];
+    const int64_t start = a.seq_lens[p.sequence] - num_new + p.first_token;
+    int64_t position = start + first_row / group, head = first_row % group;
+    BlockSeen found = {};
+    found.is_all = true;
+    for (int64_t i = 0; i < BLOCK; ++i) {
+        const Range seen = seen_in_order(a, position, begin, count);
+        const int64_t first = greater(seen.first, skipped);
+        found.first[i] = (int32_t)first;
+        found.last[i] = (int32_t)seen.last;
+        found.is_all = found.is_all && first == 0 && seen.last == KEYS;
+        found.is_any = found.is_any || first < seen.last;
+        if (first_row + i + 1 < rows && ++head == group) {
+            head = 0;
+            ++position;
+        }
+    }
+    return found;
+}
+
+// One tile of keys for many rows, whose running sums of values are in `Scratch::turned` meanwhile.
+static void attend_to_columns(
+    const Attention& a, const Piece& p, const Scratch& s, const TileRows* keys,
+    const TileRows* values, int64_t begin, int64_t skipped, int64_t count) {
+    const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
+    const bool has_own_rules = is_decorated(a) || (a.block_ids && a.is_causal);
+    BFloat16* turned_values = (BFloat16*)s.values;
+    turn_values(values, count, a.value_dim, turned_values);
+    settle(s.columns);
+    for (int64_t first = 0; first < rows; first += BLOCK) {
+        float* out = s.turned + first * a.value_dim;
+        const BlockSeen seen = seen_by_block(a, p, first, rows, begin, skipped, count);
+        if (!has_own_rules && !seen.is_any) continue;
+        dot_columns(s.columns + first * a.key_dim, a.key_dim, keys, count, s.scores);
+        if (has_own_rules) {
+            columns_to_rows(s.scores, KEYS, KEYS, s.some_rows);
+            for (int64_t r = 0; r < lesser(BLOCK, rows - first); ++r) {
+                float* scores = s.some_rows + r * KEYS;
+                hide(decorate(a, p, first + r, begin, skipped, count, scores), scores);
+            }
+            rows_to_columns(s.some_rows, KEYS, KEYS, s.scores);
+        } else if (!seen.is_all) {
+            hide_columns(seen.first, seen.last, s.scores);
+        }
+        soften_columns(
+            s.scores, scale_of(a), s.largest + first, s.total + first, out, a.value_dim,
+            s.weights);
+        weigh_columns(s.weights, turned_values, count, a.value_dim, out);
+    }
+}
+
+// One tile of keys by tiles: keys and values are read where they lie.
+static void attend_to_tile_rows(
+    const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,
+    int64_t count) {
+    const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
+    TileRows keys[KEYS / TILE], values[KEYS / TILE];
+    BFloat16* copies = (BFloat16*)s.values + KEYS * a.value_dim;  // behind the arranged values
+    find_tile_rows(
+        a, p, a.key_cache, a.key_strides, a.key_dim, begin, skipped, count, (BFloat16*)s.keys, keys);
+    find_tile_rows(
+        a, p, a.value_cache, a.value_strides, a.value_dim, begin, skipped, count, copies, values);
+    if (rows >= MANY_ROWS) {
+        attend_to_columns(a, p, s, keys, values, begin, skipped, count);
+        return;
+    }
+    dot_tiles(s.columns, rows, a.key_dim, keys, count, s.values, s.scores);
+    for (int64_t r = 0; r < rows; ++r) {
+        float* scores = s.scores + r * KEYS;
+        hide(decorate(a, p, r, begin, skipped, count, scores), scores);
+        soften_row(
+            scores, scale_of(a), s.largest + r, s.total + r,
+            s.out + r * a.value_dim, a.value_dim);
+    }
+    weigh_tile_rows(a, s, values, rows, count);
+}
+#endif
+
 // One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's.
 template <class T>
 static void attend_to_tile(
     const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,
     int64_t count) {
-    const int64_t group = a.heads / a.kv_heads, rows = p.num_tokens * group;
+#if defined(__AMX_BF16__)
+    if (has_tiles<T>(a)) {
+        attend_to_tile_rows(a, p, s, begin, skipped, count);
+        return;
+    }
+#endif
+    const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
     const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
-    const int64_t row_start = a.query_start[p.sequence], length = a.seq_lens[p.sequence];
-    const int64_t start = length - (a.query_start[p.sequence + 1] - row_start);
-    const int32_t* ids = a.block_ids && a.is_causal ? a.block_ids + row_start : nullptr;
     const bool is_paired = has_pairs<T>(a);
     const bool is_converted_once = sizeof(T) < sizeof(float) && rows > FEW_ROWS;
     Tile<T> tile;
     Tile<float> wide;
-#if defined(__AMX_BF16__)
-    TileRows keys[KEYS / TILE], values[KEYS / TILE];
-#endif
-    if (!has_tiles<T>(a)) find_rows(a, p, begin, skipped, count, tile);
-    if (has_tiles<T>(a)) {
-#if defined(__AMX_BF16__)
-        BFloat16* copies = (BFloat16*)s.values + KEYS * value_dim;  // behind the arranged values
-        find_tile_rows(
-            a, p, a.key_cache, a.key_strides, key_dim, begin, skipped, count, (BFloat16*)s.keys,
-            keys);
-        find_tile_rows(
-            a, p, a.value_cache, a.value_strides, value_dim, begin, skipped, count, copies, values);
-        dot_tiles(s.columns, rows, key_dim, keys, count, s.values, s.scores);
-#endif
-    } else if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
+    find_rows(a, p, begin, skipped, count, tile);
+    if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
         dot_query(s, is_paired, rows, key_dim, tile.keys, count);
     } else {
         widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
         dot(s.query, rows, key_dim, wide.keys, count, s.scores);
     }
-    // What is done to scores is done to scaled ones; else they are scaled on the way.
-    const bool is_scaled = a.softcap != 0 || a.distance_bias || !(a.scale > 0);
     for (int64_t r = 0; r < rows; ++r) {
         float* scores = s.scores + r * KEYS;
-        const int64_t position = start + p.first_token + r / group;
-        if (is_scaled)
-            for (int64_t n = 0; n < count; n += WIDTH) store(scores + n, load(scores + n) * a.scale);
-        if (a.softcap != 0) cap(scores, a.softcap);
-        if (a.distance_bias) {
-            const float* bias = a.distance_bias + (p.kv_head * group + r % group) * a.num_distances;
-            for (int64_t n = 0; n < count; ++n) {
-                const int64_t distance = greater(0, position - begin - n);
-                scores[n] += bias[lesser(distance, a.num_distances - 1)];
-            }
-        }
-        Range seen = {0, count};
-        if (ids && ids[position - start] >= 0)
-            hide_outside_block(a, ids, start, length, position, begin, count, scores);
-        else
-            seen = seen_in_order(a, position, begin, count);
-        seen.first = greater(seen.first, skipped);
+        hide(decorate(a, p, r, begin, skipped, count, scores), scores);
         soften(
-            scores, seen, is_scaled ? 1.0f : a.scale, s.largest + r, s.total + r,
+            scores, scale_of(a), s.largest + r, s.total + r,
             s.out + r * value_dim, value_dim);
     }
-    if (has_tiles<T>(a)) {
-#if defined(__AMX_BF16__)
-        weigh_tile_rows(a, s, values, rows, count);
-#endif
-    } else if (value_dim == a.value_dim && !is_converted_once) {
+    if (value_dim == a.value_dim && !is_converted_once) {
         weigh(s.scores, rows, tile.values, count, value_dim, s.out);
     } else {
         widen_rows(tile.values, count, a.value_dim, s.values, wide.values);
@@ -537,6 +644,11 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
     while (key < p.key_end) {
         const int64_t segment_end = lesser((key / SEGMENT + 1) * SEGMENT, p.key_end);
         clear(s.largest, s.total, s.out, rows, stride);
+#if defined(__AMX_BF16__)
+        const bool has_columns = has_tiles<T>(a) && rows >= MANY_ROWS;
+        const int64_t whole = (rows + BLOCK - 1) / BLOCK * BLOCK;
+        if (has_columns) clear(s.largest, s.total, s.turned, whole, a.value_dim);
+#endif
         while (key < segment_end) {
             // Tiles too lie where they lie for everyone.
             const int64_t skipped = key % KEYS;
@@ -544,6 +656,11 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
             attend_to_tile<T>(a, p, s, key - skipped, skipped, count);
             key += count - skipped;
         }
+#if defined(__AMX_BF16__)
+        for (int64_t r = 0; r < whole && has_columns; r += BLOCK)
+            columns_to_rows(s.turned + r * stride, stride, stride, s.out + r * stride);
+        for (int64_t r = 0; r < rows && has_tiles<T>(a); ++r) s.largest[r] *= scale_of(a);
+#endif
         for (int64_t r = 0; r < rows; ++r) {
             const float* out = s.out + r * stride;
             if (p.partial < 0) {

@@ -49,7 +49,7 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr int64_t MAX_ROWS = 64;  // of one piece: query heads of one key head, over tokens
+constexpr int64_t MAX_ROWS = 128;  // of one piece: query heads of one key head, over tokens
 
 // One instruction set's doors. `pairs`: null where the CPU does not multiply bfloat16.
 struct Doors {

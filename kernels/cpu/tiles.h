@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <math.h>
+
 #include "vector.h"
 
 #if defined(__AMX_BF16__)
@@ -270,6 +272,34 @@ static inline void weigh_few(
     for (; at + TILE_DEPTH <= dim; at += TILE_DEPTH)
         weigh_numbers<ROWS, 1>(weights, values, count, dim, at, out);
     if (at < dim) weigh_rest<ROWS>(weights, values, count, dim, at, out);
+}
+
+// Turns a row's scores [TILE_KEYS], times `scale`, into weights relative to its new maximum, and brings
+// the row's running sums to that maximum.
+static inline void soften_row(
+    float* scores, float scale, float* largest, float* total, float* out, int64_t dim) {
+    const __m512 to_powers = _mm512_set1_ps(scale * LOG2_E);
+    __m512 x[4];
+    memcpy(x, scores, sizeof x);
+    __m512 top = _mm512_max_ps(x[0], _mm512_set1_ps(-INFINITY));
+    for (int i = 1; i < 4; ++i) top = _mm512_max_ps(x[i], top);
+    const float highest = _mm512_reduce_max_ps(top);
+    const float before = *largest, now = highest > before ? highest : before;
+    __m512 factor = _mm512_set1_ps(1);
+    if (now != before) {
+        const __m512 less = _mm512_sub_ps(_mm512_set1_ps(before), _mm512_set1_ps(now));
+        factor = power_of_two(_mm512_mul_ps(less, to_powers));
+        for (int64_t d = 0; d < dim; d += TILE)
+            _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), factor));
+        *largest = now;
+    }
+    const __m512 least = now == -INFINITY ? _mm512_setzero_ps()  // it has seen nothing yet
+                                          : _mm512_mul_ps(_mm512_set1_ps(now), to_powers);
+    for (int i = 0; i < 4; ++i) x[i] = power_of_two(_mm512_fmsub_ps(x[i], to_powers, least));
+    memcpy(scores, x, sizeof x);
+    const __m512 sums = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
+    const __m512 sum = _mm512_set1_ps(_mm512_reduce_add_ps(sums));
+    *total = _mm512_cvtss_f32(_mm512_fmadd_ps(_mm512_set1_ps(*total), factor, sum));
 }
 
 // Rounds weights [rows, TILE_KEYS] to bfloat16 and leaves them floats.
