@@ -23,6 +23,7 @@ using aioengine::SEGMENT;
 
 constexpr int64_t KEYS = 64;         // in a tile
 constexpr int64_t FEW_ROWS = 8;      // for which keys are not worth being converted once
+constexpr int64_t MANY_ROWS = 9;     // for which vectors of rows pay, if there are tiles
 constexpr int64_t PARTIAL_HEAD = 2;  // floats before a partial result's values
 constexpr float NOTHING = -INFINITY;
 
@@ -330,7 +331,32 @@ static void widen_rows(const T** from, int64_t count, int64_t dim, float* to, co
 
 template <class T>
 static void write_row(const float* from, int64_t dim, float factor, T* to) {
-    for (int64_t d = 0; d < dim; ++d) from_float(from[d] * factor, to + d);
+    int64_t d = 0;
+    for (; d + WIDTH <= dim; d += WIDTH) store(to + d, load(from + d) * factor);
+    for (; d < dim; ++d) from_float(from[d] * factor, to + d);
+}
+
+// Whether rows of this many heads' outputs are written past the caches, by whole lines: they are all heads
+// apart, and to write a part of a line is to read it first. Of few tokens the caches keep them.
+static bool is_streamed(const Attention& a, int64_t rows) {
+#if defined(__AVX512BF16__)
+    const bool has_lines = a.value_dim % PAIRED == 0 && (uintptr_t)a.out % 64 == 0;
+    return a.number == Number::BFloat16 && rows >= MANY_ROWS && has_lines;
+#else
+    return (void)a, (void)rows, false;
+#endif
+}
+
+static void stream_row(const float* from, int64_t dim, float factor, BFloat16* to) {
+#if defined(__AVX512BF16__)
+    for (int64_t d = 0; d < dim; d += PAIRED) {
+        const Floats low = load(from + d) * factor, high = load(from + d + WIDTH) * factor;
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        _mm512_stream_si512((__m512i*)(to + d), both);
+    }
+#else
+    write_row(from, dim, factor, to);
+#endif
 }
 
 template <class T>
@@ -456,9 +482,6 @@ static void hide(Range seen, float* scores) {
 }
 
 #if defined(__AMX_BF16__)
-// Rows for which vectors of rows pay. Any number comes to the same bits either way.
-constexpr int64_t MANY_ROWS = 9;
-
 // What the rows of a block see by order and window, of the keys [begin, begin + count).
 struct BlockSeen {
     int32_t first[BLOCK], last[BLOCK];
@@ -609,12 +632,25 @@ static void add_segment(
 }
 
 template <class T>
+static const T* query_row(const Attention& a, const Piece& p, int64_t row) {
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t token = a.query_start[p.sequence] + p.first_token + row / group;
+    const int64_t head = p.kv_head * group + row % group;
+    return (const T*)a.query + token * a.query_strides[0] + head * a.query_strides[1];
+}
+
+template <class T>
 static void read_query(const Attention& a, const Piece& p, const Scratch& s) {
-    const int64_t group = a.heads / a.kv_heads, key_dim = round_up(a.key_dim);
-    for (int64_t r = 0; r < p.num_tokens * group; ++r) {
-        const int64_t token = a.query_start[p.sequence] + p.first_token + r / group;
-        const int64_t head = p.kv_head * group + r % group;
-        const T* query = (const T*)a.query + token * a.query_strides[0] + head * a.query_strides[1];
+    const int64_t rows = p.num_tokens * (a.heads / a.kv_heads), key_dim = round_up(a.key_dim);
+#if defined(__AMX_BF16__)
+    if (has_tiles<T>(a)) {
+        const auto row_at = [&](int64_t r) { return query_row<BFloat16>(a, p, r); };
+        arrange_query(row_at, rows, a.key_dim, s.columns);
+        return;
+    }
+#endif
+    for (int64_t r = 0; r < rows; ++r) {
+        const T* query = query_row<T>(a, p, r);
         if (has_pairs<T>(a))
             memcpy((T*)s.query + r * key_dim, query, key_dim * sizeof(T));
         else
@@ -628,13 +664,19 @@ template <class T>
 static void attend_as(const Attention& a, const Piece& p, float* memory) {
     const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
     const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
-    const Scratch s = divide(a, rows, memory);
+    Scratch s = divide(a, rows, memory);
+    const bool is_whole = p.partial < 0;
+    const bool has_one_segment = p.key_begin / SEGMENT == (p.key_end - 1) / SEGMENT;
+    if (is_whole && has_one_segment) {  // which is the sum of them then
+        s.sum_largest = s.largest;
+        s.sum_total = s.total;
+        s.sum_out = s.out;
+    }
     read_query<T>(a, p, s);
 #if defined(__AMX_BF16__)
     const unsigned rounding = _mm_getcsr();
     if (has_tiles<T>(a)) {
         shape_tiles(whole_tiles());
-        arrange_query((const BFloat16*)s.query, rows, a.key_dim, s.columns);
         _mm_setcsr(rounding | 0x8040);  // as tiles do: what is too small to be normal is zero
     }
 #endif
@@ -643,11 +685,13 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
     float* partial = a.partial + p.partial;
     while (key < p.key_end) {
         const int64_t segment_end = lesser((key / SEGMENT + 1) * SEGMENT, p.key_end);
-        clear(s.largest, s.total, s.out, rows, stride);
 #if defined(__AMX_BF16__)
         const bool has_columns = has_tiles<T>(a) && rows >= MANY_ROWS;
-        const int64_t whole = (rows + BLOCK - 1) / BLOCK * BLOCK;
-        if (has_columns) clear(s.largest, s.total, s.turned, whole, a.value_dim);
+        const int64_t padded = (rows + BLOCK - 1) / BLOCK * BLOCK;
+        clear(
+            s.largest, s.total, has_columns ? s.turned : s.out, has_columns ? padded : rows, stride);
+#else
+        clear(s.largest, s.total, s.out, rows, stride);
 #endif
         while (key < segment_end) {
             // Tiles too lie where they lie for everyone.
@@ -657,13 +701,14 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
             key += count - skipped;
         }
 #if defined(__AMX_BF16__)
-        for (int64_t r = 0; r < whole && has_columns; r += BLOCK)
+        for (int64_t r = 0; r < padded && has_columns; r += BLOCK)
             columns_to_rows(s.turned + r * stride, stride, stride, s.out + r * stride);
         for (int64_t r = 0; r < rows && has_tiles<T>(a); ++r) s.largest[r] *= scale_of(a);
 #endif
         for (int64_t r = 0; r < rows; ++r) {
             const float* out = s.out + r * stride;
-            if (p.partial < 0) {
+            if (is_whole) {
+                if (has_one_segment) break;
                 add_segment(s, r, a.value_dim, s.largest[r], s.total[r], out);
                 continue;
             }
@@ -679,12 +724,13 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
         _tile_release();
     }
 #endif
-    if (p.partial < 0) write_out(a, p, s, rows);
+    if (is_whole) write_out(a, p, s, rows);
 }
 
 // Divides by the sums of the weights, a sink's included, and writes out.
 static void write_out(const Attention& a, const Piece& p, const Scratch& s, int64_t rows) {
     const int64_t group = a.heads / a.kv_heads, stride = round_up(a.value_dim);
+    const bool past_caches = is_streamed(a, rows);
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = a.query_start[p.sequence] + p.first_token + r / group;
         const int64_t head = p.kv_head * group + r % group;
@@ -704,7 +750,10 @@ static void write_out(const Attention& a, const Piece& p, const Scratch& s, int6
                 write_row(from, a.value_dim, factor, (float*)a.out + at);
                 break;
             case Number::BFloat16:
-                write_row(from, a.value_dim, factor, (BFloat16*)a.out + at);
+                if (past_caches)
+                    stream_row(from, a.value_dim, factor, (BFloat16*)a.out + at);
+                else
+                    write_row(from, a.value_dim, factor, (BFloat16*)a.out + at);
                 break;
             case Number::Float16:
 #if defined(__F16C__)
@@ -713,6 +762,9 @@ static void write_out(const Attention& a, const Piece& p, const Scratch& s, int6
                 break;
         }
     }
+#if defined(__AVX512BF16__)
+    if (past_caches) _mm_sfence();  // visible before what tells of it
+#endif
 }
 
 static void merge(const Attention& a, const Parts& parts, float* memory) {

@@ -72,13 +72,16 @@ static inline void transpose(__m512i* x) {
     }
 }
 
-// Rows [rows, dim] of a query to [blocks of 16 rows, dim / 2, 16, 2] at `to`.
-static inline void arrange_query(const BFloat16* query, int64_t rows, int64_t dim, BFloat16* to) {
+// Rows [rows, dim] of a query, which `row_at` finds, to [blocks of 16 rows, dim / 2, 16, 2] at `to`.
+template <class RowAt>
+static inline void arrange_query(const RowAt& row_at, int64_t rows, int64_t dim, BFloat16* to) {
     for (int64_t first = 0; first < rows; first += TILE) {
+        const int64_t left = rows - first < TILE ? rows - first : TILE;
+        const BFloat16* at[TILE];
+        for (int64_t i = 0; i < left; ++i) at[i] = row_at(first + i);
         for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
             __m512i x[16] = {};
-            for (int64_t i = 0; i < TILE && first + i < rows; ++i)
-                x[i] = _mm512_loadu_si512(query + (first + i) * dim + d);
+            for (int64_t i = 0; i < left; ++i) x[i] = _mm512_loadu_si512(at[i] + d);
             transpose(x);
             memcpy(to + first * dim + d * TILE, x, sizeof x);
         }
