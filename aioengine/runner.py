@@ -21,6 +21,7 @@ from aioengine.kernels.attention import (
     build_metadata,
     select_backend,
 )
+from aioengine.kernels.pool import empty_pool
 from aioengine.kernels.transfer import to_device, to_host, upload
 from aioengine.logprobs import Scores, score
 from aioengine.models.adapter import TransformersModel
@@ -288,7 +289,7 @@ def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tens
     itemsize = model.dtype.itemsize
     page_bytes = max(g.block_bytes(limits.block_size, itemsize) for g in model.kv_groups)
     page_numbers = page_bytes // itemsize
-    pool = torch.empty(limits.num_blocks * page_numbers, dtype=model.dtype, device=model.device)
+    pool = empty_pool(limits.num_blocks * page_numbers, model.dtype, model.device)
 
     def view(offset: int, heads: int, dim: int) -> Tensor:
         size = (limits.num_blocks, limits.block_size, heads, dim)

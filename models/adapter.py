@@ -39,6 +39,7 @@ from aioengine.models.attention import (
     route_attention,
 )
 from aioengine.models.convolved import pack_convolutions
+from aioengine.models.full_attention import route_encoders
 from aioengine.models.fused import fuse_norms
 from aioengine.models.interfaces import (
     MultiModalEmbeddings,
@@ -194,6 +195,7 @@ class TransformersModel:
         fuse_activations(self.model)
         fuse_norms(self.model)
         fuse_rotary(self.model)
+        route_encoders(self.model)
         straighten_layers(self.decoder())
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:

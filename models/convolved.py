@@ -29,8 +29,8 @@ class PackedConv1d(nn.Conv1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., in, length] -> [..., out, steps], contiguous when these are transposed."""
+        assert not isinstance(self.padding, str)
         (kernel,), (stride,), (padding,) = self.kernel_size, self.stride, self.padding
-        assert isinstance(padding, int)
         channels, length = input.shape[-2:]
         size, width = kernel * channels, _width(self)
         # The last step reads beyond its inputs, what is multiplied by zero.

@@ -139,7 +139,7 @@ def source_of(owner: type[nn.Module]) -> str | None:
 
 @cache
 def _classes(module: str) -> Mapping[str, str]:
-    """The code of a module's classes by their qualified names, of which `inspect` parses it anew."""
+    """The code of a module's classes by their qualified names; `inspect` parses it for each."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):

@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.bart.modeling_bart import BartConfig, BartEncoderLayer
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
 
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.linear import native_way
 from aioengine.models.activated import (
     ActivatedFeedForward,
+    ActivatedLinear,
     FeedForward,
+    activated_child,
     feed_forward,
     fuse_activations,
 )
@@ -101,7 +105,7 @@ def test_what_classes_are_read_as() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "quick_gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "quick_gelu", "gelu"])
 @pytest.mark.parametrize("kind", [LlamaMLP, GemmaMLP, CLIPMLP])
 def test_is_what_the_layer_was(kind: Any, activation: str, dtype: torch.dtype) -> None:
     holder = packed(kind(config(activation)), dtype)
@@ -120,10 +124,10 @@ def test_is_what_the_layer_was(kind: Any, activation: str, dtype: torch.dtype) -
 def test_what_is_left_alone() -> None:
     hooked = packed(LlamaMLP(config("silu")))
     hooked[0].act_fn.register_forward_hook(lambda *_: None)
-    exact = packed(CLIPMLP(config("gelu")))  # by the error function
+    other = packed(CLIPMLP(config("relu")))
     uneven = packed(LlamaMLP(config("silu", inner=80)))  # halves that share a panel
     unpacked = nn.Sequential(LlamaMLP(config("silu")))
-    for each in (hooked, exact, uneven, unpacked):
+    for each in (hooked, other, uneven, unpacked):
         kind, x = type(each[0]), torch.randn(3, 64)
         wanted = each(x)
         assert fuse_activations(each) == 0
@@ -139,3 +143,76 @@ def test_an_activation_is_known_by_what_it_does() -> None:
     layer = packed(LlamaMLP(config("silu")))
     layer[0].act_fn = Named()
     assert fuse_activations(layer) == 0
+
+
+class Inside(nn.Module):
+    """A layer with its feed-forward part written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x))
+        return x + self.last(inner)
+
+
+class Twice(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x)) + self.first(x)
+        return x + self.last(inner)
+
+
+class Reader(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x))
+        return x + self.act(self.last(inner))
+
+
+def test_parts_of_other_layers() -> None:
+    for kind in (BartEncoderLayer, WhisperEncoderLayer, WhisperDecoderLayer):
+        assert activated_child(kind) == ("activation_fn", "fc1")
+    assert activated_child(Inside) == ("act", "first")
+    for other in (Twice, Reader, nn.Linear, nn.Module):
+        assert activated_child(other) is None, other
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_a_part_is_what_it_was(activation: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"encoder_attention_heads": 2, "encoder_ffn_dim": 96, "d_model": 64}
+    settings = BartConfig(**options, activation_function=activation)
+    settings._attn_implementation = "sdpa"
+    holder = packed(BartEncoderLayer(settings).eval(), dtype)
+    plain = copy.deepcopy(holder)
+    assert fuse_activations(holder) == 1
+    layer: Any = holder[0]
+    assert isinstance(layer.fc1, ActivatedLinear) and isinstance(layer.activation_fn, nn.Identity)
+    x = torch.randn(2, 9, 64).to(dtype)
+    found, wanted = holder[0](x, None), plain[0](x, None)
+    close = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=close, rtol=0)
+    assert fuse_activations(holder) == 0, "it stays as it is"
+
+
+@needs_kernels
+def test_parts_that_are_left_alone() -> None:
+    hooked = packed(Inside())
+    hooked[0].act.register_forward_hook(lambda *_: None)
+    other = packed(Inside())
+    other[0].act = nn.Tanh()
+    shared = packed(Inside())
+    shared.append(nn.Sequential(shared[0].first, nn.Linear(96, 64)))
+    for each in (hooked, other, shared):
+        x = torch.randn(3, 64)
+        wanted = each(x)
+        assert fuse_activations(each) == 0 and torch.equal(each(x), wanted)

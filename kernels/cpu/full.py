@@ -1,0 +1,62 @@
+"""Attention of every row to every row of its sequence, as in encoders, by the operator for pages.
+
+A sequence of keys is one page there, read where it lies. That is worth it where tiles compute the
+scores (AMX); elsewhere PyTorch's own operator is as good.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.cpu.library import instruction_set, is_available
+
+__all__ = ["attend_to_all", "is_faster"]
+
+_KEY_MULTIPLE, _VALUE_MULTIPLE = 32, 16
+"""What tiles hold of a head's width."""
+
+
+def is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attend_to_all` takes such tensors, and is the faster way."""
+    return (
+        query.dtype == key.dtype == value.dtype == torch.bfloat16
+        and query.device.type == "cpu"
+        and is_available()
+        and instruction_set() == "amx_bf16"
+        and query.shape[-1] % _KEY_MULTIPLE == 0
+        and value.shape[-1] % _VALUE_MULTIPLE == 0
+        and query.shape[1] % key.shape[1] == 0
+        and all(each.numel() and each.stride(-1) == 1 for each in (query, key, value))
+    )
+
+
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`query` [n, Hq, T, Dk], `key` [n, Hkv, S, Dk], `value` [n, Hkv, S, Dv] -> [n, T, Hq, Dv].
+
+    `scale` multiplies the scores. Of what `is_faster` takes.
+    """
+    count, heads, num_queries, _ = query.shape
+    num_keys = key.shape[2]
+    places = torch.empty(0, dtype=torch.int64)  # nothing is written
+    out: Tensor = torch.ops.aioengine_cpu.attend(
+        query.transpose(1, 2).flatten(0, 1),
+        None,
+        None,
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        places,
+        places,
+        torch.arange(count + 1, dtype=torch.int32) * num_queries,
+        torch.full((count,), num_keys, dtype=torch.int32),
+        torch.arange(count, dtype=torch.int32)[:, None],
+        None,
+        None,
+        None,
+        scale,
+        0.0,
+        0,
+        False,
+        False,
+    )
+    return out.view(count, num_queries, heads, -1)
