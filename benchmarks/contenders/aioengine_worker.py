@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from typing import Any
 
-from lag_probe import Lag, probe, summary
+from lag_probe import Lag, probe, settle, summary
 from protocol import Answer, Contender, read_pictures, serve
 
 KV_CACHE_BYTES = 2 << 30  # as the peers get
@@ -69,8 +68,7 @@ class OurEngine(Contender):
         await self.engine.reset_caches()
         running = [asyncio.create_task(self._stream(text)) for text in streams]
         await asyncio.sleep(0.5)
-        gc.collect()
-        gc.freeze()  # as the README advises those who own the process
+        settle()
         lags: list[Lag] = []
         watch = asyncio.create_task(probe(lags))
         params = self.params(max_tokens)

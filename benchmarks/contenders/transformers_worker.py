@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
-from lag_probe import Lag, probe, summary
+from lag_probe import Lag, probe, settle, summary
 from protocol import Answer, Contender, decode, read_pictures, serve
 
 
@@ -102,8 +101,7 @@ class Transformers(Contender):
 
         running = asyncio.create_task(asyncio.to_thread(stream))
         await asyncio.sleep(0.5)
-        gc.collect()
-        gc.freeze()
+        settle()
         counts.clear()
         lags: list[Lag] = []
         watch = asyncio.create_task(probe(lags))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lag_probe import Lag, probe, summary
+from lag_probe import Lag, probe, settle, summary
 from protocol import Answer, Contender, decode_one, read_pictures, serve
 
 
@@ -104,8 +103,7 @@ class Vllm(Contender):
         await self._forget()  # it may have been asked the same just before
         running = [asyncio.create_task(self._stream(text)) for text in streams]
         await asyncio.sleep(0.5)
-        gc.collect()
-        gc.freeze()
+        settle()
         lags: list[Lag] = []
         watch = asyncio.create_task(probe(lags))
         begin = time.perf_counter()
