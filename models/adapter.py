@@ -52,6 +52,7 @@ from aioengine.models.packed import pack_layers
 from aioengine.models.probe import LayerSpec, group_layers, probe_layers
 from aioengine.models.rotary import fuse_rotary
 from aioengine.models.straight import straighten_layers
+from aioengine.models.tied import read_tied_heads
 from aioengine.models.trimmed import trim_encoders
 from aioengine.types import KVGroup
 
@@ -192,6 +193,7 @@ class TransformersModel:
             pack_layers(self.decoder(), quantize_linear, without=(heads,))
         pack_layers(self.model)
         pack_convolutions(self.model)
+        read_tied_heads(self.model)
         fuse_activations(self.model)
         fuse_norms(self.model)
         fuse_rotary(self.model)

@@ -190,5 +190,5 @@ static int64_t scratch_floats(const Linear&) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    max_rows, scratch_floats, widen, multiply};
+    false, max_rows, scratch_floats, widen, multiply};
 }

@@ -28,6 +28,7 @@ struct Linear {
     const float* input;   // the same as floats, rows `input_stride` apart
     int64_t input_stride;
     const void* packed;   // [panels, depth, PANEL], or in pairs [panels, depth / 2, PANEL, 2]
+    bool is_plain;        // `packed` is [outputs, depth], as PyTorch has it
     const float* scales;  // [outputs], or null: multiplies what an output adds up to
     const float* bias;    // [outputs], or null
     void* out;            // [rows, outputs], contiguous; [rows, outputs / 2] where gated
@@ -45,6 +46,7 @@ struct LinearPiece {
 };
 
 struct LinearKernels {
+    bool reads_plain;  // weights
     int64_t (*max_rows)(int64_t depth);  // of a piece
     int64_t (*scratch_floats)(const Linear&);  // that `multiply` wants
     // Where `multiply` reads a.input: makes it of x.

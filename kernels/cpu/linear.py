@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 
-__all__ = ["Activation", "NativeLinear", "native_way"]
+__all__ = ["Activation", "NativeLinear", "PlainLinear", "native_way", "reads_plain"]
 
 PAIRED_INPUTS = 32
 """What a number of inputs must be a multiple of for bfloat16 to be multiplied as such."""
@@ -85,6 +85,43 @@ class NativeLinear:
     def can_gate(self) -> bool:
         """Whether each half of the outputs fills whole panels."""
         return self._outputs % (2 * self._panel_outputs) == 0
+
+
+class PlainLinear:
+    """Multiplies with a weight [out, in] where PyTorch has it, which others may use meanwhile.
+
+    Of what `reads_plain` takes; the same bits as a `NativeLinear` of it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [..., in] -> [..., out], bfloat16 both."""
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = torch.ops.aioengine_cpu.linear(
+            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            self._weight,
+            None,
+            self._bias,
+            len(self._weight),
+        )
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def reads_plain(weight: Tensor) -> bool:
+    """Whether `PlainLinear` takes a weight: bfloat16 where tiles multiply it (AMX)."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.dim() == 2
+        and weight.is_contiguous()
+        and weight.numel() > 0
+        and weight.shape[1] % PAIRED_INPUTS == 0
+        and is_available()
+        and instruction_set() == "amx_bf16"
+    )
 
 
 def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:

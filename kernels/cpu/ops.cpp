@@ -505,20 +505,29 @@ Tensor pack_panels(const Tensor& weight) {
     return packed;
 }
 
-// x [rows, depth] times what `pack_panels` has made, of which `outputs` are not padding. Where it is
+// x [rows, depth] times what `pack_panels` has made, of which `outputs` are not padding, or where tiles
+// multiply, a plain weight [outputs, depth]. Where it is
 // gated, the first half of the outputs are gates of the second, and there are half as many.
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
     const Doors& doors = *chosen.load();
     check_close(x, 2, "x");
-    const bool is_paired = packed.dim() == 4;
-    check_close(packed, is_paired ? 4 : 3, "packed");
-    STD_TORCH_CHECK(packed.is_contiguous() && packed.size(2) == PANEL, "packed is not packed");
+    const bool is_plain = packed.dim() == 2, is_paired = is_plain || packed.dim() == 4;
+    check_close(packed, is_plain ? 2 : (is_paired ? 4 : 3), "packed");
     STD_TORCH_CHECK(
-        packed.size(1) * (is_paired ? 2 : 1) == x.size(1) && outputs <= packed.size(0) * PANEL &&
-            outputs > (packed.size(0) - 1) * PANEL,
+        packed.is_contiguous() && (is_plain || packed.size(2) == PANEL), "packed is not packed");
+    const int64_t panels_of_all = is_plain ? (outputs + PANEL - 1) / PANEL : packed.size(0);
+    STD_TORCH_CHECK(
+        packed.size(1) * (is_paired && !is_plain ? 2 : 1) == x.size(1) &&
+            outputs <= panels_of_all * PANEL && outputs > (panels_of_all - 1) * PANEL &&
+            (!is_plain || packed.size(0) == outputs),
         "x and packed do not fit each other");
+    STD_TORCH_CHECK(
+        !is_plain || (doors.pairs && doors.pairs->reads_plain && !is_gated &&
+                      packed.size(1) % PAIRED_DEPTH == 0 &&
+                      packed.scalar_type() == ScalarType::BFloat16),
+        "plain weights are read by tiles of bfloat16 alone");
     STD_TORCH_CHECK(
         !is_paired || (doors.pairs && x.scalar_type() == ScalarType::BFloat16),
         "weights in pairs are multiplied with bfloat16, where the CPU has instructions for them");
@@ -529,6 +538,7 @@ Tensor linear(
     a.x = x.const_data_ptr();
     a.stride = x.stride(0);
     a.packed = packed.const_data_ptr();
+    a.is_plain = is_plain;
     a.scales = read_floats(scales, 1, "scales");
     a.bias = read_floats(bias, 1, "bias");
     for (const auto* each : {&scales, &bias})
@@ -541,7 +551,7 @@ Tensor linear(
         "unknown activation");
     a.activation = static_cast<aioengine::Activation>(activation);
     STD_TORCH_CHECK(!is_gated || outputs % (2 * PANEL) == 0, "gates must fill whole panels");
-    a.gate_panels = is_gated ? packed.size(0) / 2 : 0;
+    a.gate_panels = is_gated ? panels_of_all / 2 : 0;
     Tensor out = new_output(x, {a.rows, is_gated ? outputs / 2 : outputs});
     a.out = out.mutable_data_ptr();
     a.input = static_cast<const float*>(a.x);
@@ -557,10 +567,10 @@ Tensor linear(
         });
     }
     // Panel by panel within some rows: these stay in a core's cache, and weights are read once.
-    const int64_t panels = is_gated ? a.gate_panels : packed.size(0);
+    const int64_t panels = is_gated ? a.gate_panels : panels_of_all;
     const int64_t max_rows = kernels.max_rows(a.depth);
     const int64_t parts = (a.rows + max_rows - 1) / max_rows;
-    a.panels = packed.size(0);
+    a.panels = panels_of_all;
     a.next_panel = torch::stable::get_num_threads();
     share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, float* scratch) {
         const int64_t first = i / panels * a.rows / parts;

@@ -3,6 +3,9 @@
 // lies in panels as in linear.cpp, but inputs lie two by two: [panels, depth / 2, PANEL, 2], which
 // is what both of them read.
 //
+// A plain weight, whose rows lie where PyTorch has them, can be the other side of the product: its rows
+// are a tile's rows then, and rows of x its columns.
+//
 // Compiled once for each of the two.
 
 #include "linear.h"
@@ -38,6 +41,8 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 
 #if defined(__AMX_BF16__)
 
+constexpr bool READS_PLAIN = true;
+
 // Inputs further on that are asked for: a tile's load waits for each of its lines.
 constexpr int64_t AHEAD = 2 * PAIRED_DEPTH;
 
@@ -55,6 +60,11 @@ static void shape_for(int64_t rows) {
 // tile's 16 rows lie side by side then, and not as far apart as would make them compete for a few
 // places in the first cache.
 static void arrange(const Linear& a, int64_t first_row, int64_t last_row, BFloat16* to) {
+    if (a.is_plain) {
+        const auto row_at = [&](int64_t r) { return rows_of(a, first_row + r); };
+        arrange_query(row_at, last_row - first_row, a.depth, to);
+        return;
+    }
     for (int64_t first = first_row; first < last_row; first += BLOCK_ROWS) {
         const int64_t left = last_row - first, rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         const BFloat16* x = rows_of(a, first);
@@ -105,11 +115,43 @@ static void add_up_tiles(
     }
 }
 
+// The same of plain weights [PANEL, depth], with a block of rows as `arrange_query` leaves it. To the same
+// bits, as a tile adds up its products by pairs of inputs either way.
+static void add_up_plain(
+    const BFloat16* x, int64_t rows, const BFloat16* weights, int64_t depth, Next next, float* sums) {
+    const int64_t bytes = depth * (int64_t)sizeof(BFloat16);
+    for (int64_t first = 0; first < rows; first += TILE, x += TILE * depth) {
+        settle(x);
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t k = 0; k < depth; k += PAIRED_DEPTH) {
+            for (int64_t i = 0; i < next.lines && first == 0; ++i, next.at += LINE)
+                __builtin_prefetch(next.at, 0, 2);
+            _tile_loadd(6, weights + k, bytes);
+            _tile_loadd(4, x + k * TILE, LINE);
+            _tile_loadd(7, weights + TILE * depth + k, bytes);
+            _tile_dpbf16ps(0, 6, 4);
+            _tile_dpbf16ps(1, 7, 4);
+        }
+        float columns[PANEL * TILE] __attribute__((aligned(64)));
+        _tile_stored(0, columns, LINE);
+        _tile_stored(1, columns + TILE * TILE, LINE);
+        for (int64_t half = 0; half < PANEL; half += TILE) {
+            __m512i rows_of_sums[TILE];
+            memcpy(rows_of_sums, columns + half * TILE, sizeof rows_of_sums);
+            transpose(rows_of_sums);
+            for (int64_t r = 0; r < TILE; ++r)
+                memcpy(sums + (first + r) * PANEL + half, &rows_of_sums[r], LINE);
+        }
+    }
+}
+
 static void add_up(
-    const Linear& a, int64_t, const BFloat16* x, int64_t rows, int64_t panel, bool is_near, Next next,
-    float* sums) {
-    const BFloat16* weights = panel_of(a, panel);
-    if (rows <= TILE)
+    const Linear& a, int64_t, const BFloat16* x, int64_t rows, const BFloat16* weights, bool is_near,
+    Next next, float* sums) {
+    if (a.is_plain)
+        add_up_plain(x, rows, weights, a.depth, next, sums);
+    else if (rows <= TILE)
         add_up_tiles<false, false>(x, weights, a.depth, next, sums);
     else if (is_near)
         add_up_tiles<true, true>(x, weights, a.depth, next, sums);
@@ -118,6 +160,8 @@ static void add_up(
 }
 
 #else
+
+constexpr bool READS_PLAIN = false;
 
 // sums [ROWS, PANEL]
 template <int ROWS>
@@ -145,9 +189,9 @@ static void shape_for(int64_t) {}
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
 static void add_up(
-    const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, int64_t panel, bool, Next,
-    float* sums) {
-    const BFloat16 *x = rows_of(a, first_row), *weights = panel_of(a, panel);
+    const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, const BFloat16* weights, bool,
+    Next, float* sums) {
+    const BFloat16* x = rows_of(a, first_row);
     while (rows) {
         int64_t done;
         // So many rows that their sums fill the registers; of 16, two times eight.
@@ -177,7 +221,7 @@ static int64_t max_rows(int64_t depth) {
 // The share of block `index` of `count` in asking for the next piece's panel.
 static Next next_share(const Linear& a, int64_t panel, int64_t index, int64_t count) {
     const int64_t next = panel + a.next_panel;
-    if (next >= a.panels) return {nullptr, 0};
+    if (next >= a.panels - (a.is_plain ? 1 : 0)) return {nullptr, 0};  // which may not be whole
     const int64_t lines = (PAIRED_DEPTH + count - 1) / count;
     const int64_t first = index * lines * (a.depth / PAIRED_DEPTH);
     return {(const char*)panel_of(a, next) + first * LINE, lines};
@@ -188,9 +232,23 @@ static Next next_share(const Linear& a, int64_t panel, int64_t index, int64_t co
 constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
 constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
 
+static int64_t whole_blocks(int64_t rows) {
+    return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+}
+
 static int64_t scratch_floats(const Linear& a) {
     const int64_t most = max_rows(a.depth), rows = a.rows < most ? a.rows : most;
-    return ROWS_AT + (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS * a.depth / 2;
+    return ROWS_AT + (whole_blocks(rows) + (a.is_plain ? PANEL : 0)) * a.depth / 2;
+}
+
+// One panel of plain weights; of the last one, which may have fewer rows, a copy at `copy`.
+static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
+    const BFloat16* weights = panel_of(a, panel);
+    const int64_t left = a.outputs - panel * PANEL;
+    if (left >= PANEL) return weights;
+    memcpy(copy, weights, left * a.depth * sizeof(BFloat16));
+    memset(copy + left * a.depth, 0, (PANEL - left) * a.depth * sizeof(BFloat16));
+    return copy;
 }
 
 static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
@@ -204,17 +262,23 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         known = p.first_row + 1;
         memcpy(scratch, &known, sizeof known);
     }
+    const BFloat16* weights = panel_of(a, p.panel);
+    if (a.is_plain)
+        weights = plain_panel(a, p.panel, arranged + whole_blocks(p.last_row - p.first_row) * a.depth);
     for (int64_t index = 0; index < count; ++index) {
         const int64_t first = p.first_row + index * BLOCK_ROWS, left = p.last_row - first;
         const int64_t rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         const BFloat16* x = arranged + index * BLOCK_ROWS * a.depth;
-        if (rows != shaped) shape_for(shaped = rows);
-        add_up(a, first, x, rows, p.panel, index > 0, next_share(a, p.panel, index, count), sums);
+        const int64_t shape = a.is_plain ? BLOCK_ROWS : rows;
+        if (shape != shaped) shape_for(shaped = shape);
+        add_up(a, first, x, rows, weights, index > 0, next_share(a, p.panel, index, count), sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
         if (a.gate_panels) {
             const int64_t panel = p.panel + a.gate_panels;
-            add_up(a, first, x, rows, panel, index > 0, next_share(a, panel, index, count), others);
+            add_up(
+                a, first, x, rows, panel_of(a, panel), index > 0, next_share(a, panel, index, count),
+                others);
             scale_and_shift(a, panel, rows, others);
             gate(rows * PANEL, others, sums);
         }
@@ -233,5 +297,5 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    max_rows, scratch_floats, nullptr, multiply};
+    READS_PLAIN, max_rows, scratch_floats, nullptr, multiply};
 }

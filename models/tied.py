@@ -1,0 +1,37 @@
+"""Output heads that share the embeddings' weight, which is multiplied where it lies.
+
+A weight that is packed is somewhere else, and embeddings are read by rows: the head would take
+memory for a second time. Where the kernels read a plain weight at the speed of a packed one, they
+do; elsewhere such a head stays as it is.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from aioengine.kernels.cpu.linear import PlainLinear, reads_plain
+
+__all__ = ["TiedLinear", "read_tied_heads"]
+
+
+class TiedLinear(nn.Linear):
+    """Made of a linear layer by `read_tied_heads`, never by itself."""
+
+    product: PlainLinear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., in] -> [..., out]."""
+        return self.product(input)
+
+
+def read_tied_heads(model: nn.Module) -> int:
+    """Let our kernels multiply with weights that are embeddings too; how many layers they serve."""
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    count = 0
+    for layer in model.modules():
+        if type(layer) is nn.Linear and id(layer.weight) in tables and reads_plain(layer.weight):
+            product = PlainLinear(layer.weight, layer.bias)
+            layer.__class__ = TiedLinear
+            setattr(layer, "product", product)  # noqa: B010 - it is another class now
+            count += 1
+    return count
