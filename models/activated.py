@@ -233,13 +233,17 @@ def _product(module: nn.Module, names: FeedForward) -> NativeLinear | None:
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
+    if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+        return None  # a norm, say
     x = torch.linspace(-12, 12, 1001)
     try:
         found = function(x.clone())
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None
+    if not isinstance(found, Tensor) or found.shape != x.shape:
         return None
     for activation, formula in _FORMULAS.items():
-        if isinstance(found, Tensor) and torch.allclose(found, formula(x), rtol=1e-5, atol=1e-6):
+        if torch.allclose(found, formula(x), rtol=1e-5, atol=1e-6):
             return activation
     return None
 

@@ -563,8 +563,7 @@ static void attend_to_tile_rows(
         float* scores = s.scores + r * KEYS;
         hide(decorate(a, p, r, begin, skipped, count, scores), scores);
         soften_row(
-            scores, scale_of(a), s.largest + r, s.total + r,
-            s.out + r * a.value_dim, a.value_dim);
+            scores, scale_of(a), s.largest + r, s.total + r, s.out + r * a.value_dim, a.value_dim);
     }
     weigh_tile_rows(a, s, values, rows, count);
 }
@@ -598,8 +597,7 @@ static void attend_to_tile(
         float* scores = s.scores + r * KEYS;
         hide(decorate(a, p, r, begin, skipped, count, scores), scores);
         soften(
-            scores, scale_of(a), s.largest + r, s.total + r,
-            s.out + r * value_dim, value_dim);
+            scores, scale_of(a), s.largest + r, s.total + r, s.out + r * value_dim, value_dim);
     }
     if (value_dim == a.value_dim && !is_converted_once) {
         weigh(s.scores, rows, tile.values, count, value_dim, s.out);
@@ -798,6 +796,11 @@ static void attend(const Attention& a, const Piece& p, float* memory) {
     }
 }
 
+// What is done once for a tile of keys is shared by more rows where tiles leave little else to do.
+static int64_t max_rows(const Attention& a) {
+    return has_tiles<BFloat16>(a) ? 128 : 64;
+}
+
 static int64_t scratch_floats(const Attention& a, int64_t max_rows) {
     const Scratch s = divide(a, max_rows, nullptr);
     return s.end - (float*)nullptr;
@@ -816,5 +819,5 @@ constexpr bool HAS_FLOAT16 = false;
 
 namespace aioengine {
 extern const Kernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    HAS_FLOAT16, scratch_floats, attend, merge};
+    HAS_FLOAT16, max_rows, scratch_floats, attend, merge};
 }

@@ -58,6 +58,8 @@ struct Parts {
 
 struct Kernels {
     bool has_float16;
+    // Rows that a piece should have at most: query heads of one key head, over tokens.
+    int64_t (*max_rows)(const Attention&);
     // Floats of working memory that `attend` wants, aligned to 64 bytes.
     int64_t (*scratch_floats)(const Attention&, int64_t max_rows);
     void (*attend)(const Attention&, const Piece&, float* scratch);

@@ -49,8 +49,6 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr int64_t MAX_ROWS = 128;  // of one piece: query heads of one key head, over tokens
-
 // One instruction set's doors. `pairs`: null where the CPU does not multiply bfloat16.
 struct Doors {
     const char* name;
@@ -324,9 +322,9 @@ struct Work {
     int64_t num_partial = 0;  // floats that partial results take
 };
 
-Work cut(const Attention& a, int64_t num_sequences) {
+Work cut(const Attention& a, int64_t num_sequences, int64_t max_rows) {
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t max_tokens = std::max<int64_t>(1, MAX_ROWS / group);
+    const int64_t max_tokens = std::max<int64_t>(1, max_rows / group);
     Work work;
     int64_t total = 0;
     for (int64_t s = 0; s < num_sequences; ++s) {
@@ -425,11 +423,12 @@ Tensor attend(
     a.blocks_in_window = blocks_in_window;
     Tensor out = new_output(query, {query.size(0), a.heads, a.value_dim});
     a.out = out.mutable_data_ptr();
-    const Work work = cut(a, num_sequences);
+    const int64_t max_rows = kernels.max_rows(a);
+    const Work work = cut(a, num_sequences, max_rows);
     const std::unique_ptr<float[]> partial(new float[work.num_partial]);
     a.partial = partial.get();
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t num_floats = kernels.scratch_floats(a, std::max(MAX_ROWS, group));
+    const int64_t num_floats = kernels.scratch_floats(a, std::max(max_rows, group));
     share_out(work.pieces.size(), num_floats, [&](int64_t i, float* scratch) {
         kernels.attend(a, work.pieces[i], scratch);
     });

@@ -210,9 +210,24 @@ def test_parts_that_are_left_alone() -> None:
     hooked[0].act.register_forward_hook(lambda *_: None)
     other = packed(Inside())
     other[0].act = nn.Tanh()
+    normed = packed(Inside())
+    normed[0].act = nn.LayerNorm(96)
+
+    class Heads(nn.Module):
+        """Is at home with matrices."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(x.shape[0], 2, x.shape[1] // 2).flatten(1)
+
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.dim() == 2 else x[::2]
+
+    reshaped, halved = packed(Inside()), packed(Inside())
+    reshaped[0].act, halved[0].act = Heads(), Halved()
     shared = packed(Inside())
     shared.append(nn.Sequential(shared[0].first, nn.Linear(96, 64)))
-    for each in (hooked, other, shared):
+    for each in (hooked, other, normed, reshaped, halved, shared):
         x = torch.randn(3, 64)
         wanted = each(x)
         assert fuse_activations(each) == 0 and torch.equal(each(x), wanted)
