@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable
@@ -135,12 +134,20 @@ def _fuse_parts(model: nn.Module) -> int:
 
 def activated_child(kind: type[nn.Module]) -> tuple[str, str] | None:
     """An activation and the layer it is applied to, if a class uses neither for anything else."""
-    source = source_of(kind) or ""
-    found = re.findall(r"\bself\.(\w+)\(self\.(\w+)\(\w+\)\)", source)
-    for names in found:
-        # Once where they are made, once where they are called.
-        if all(len(re.findall(rf"\bself\.{each}\b", source)) == 2 for each in names):
-            return names[0], names[1]
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(source_of(kind) or ""))))
+    uses = Counter(
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and isinstance(node.ctx, ast.Load)
+    )
+    for node in nodes:
+        name, inner = _called(node)
+        up, argument = _called(inner)
+        if isinstance(argument, ast.Name) and uses[name] == uses[up] == 1:
+            return name, up
     return None
 
 
@@ -175,7 +182,7 @@ def _named(result: ast.expr, given: str) -> FeedForward | None:
     return FeedForward(down, activation, up, gate)
 
 
-def _called(node: ast.expr | None) -> tuple[str, ast.expr | None]:
+def _called(node: ast.AST | None) -> tuple[str, ast.expr | None]:
     """The child and the argument of `self.child(argument)`; of anything else "" and None."""
     match node:
         case ast.Call(

@@ -28,10 +28,15 @@ class PackedConv1d(nn.Conv1d):
     packed: PackedLinear
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., in, length] -> [..., out, steps], contiguous when these are transposed."""
+        """`input` [..., in, length] -> [..., out, steps], contiguous when these are transposed.
+
+        Raises RuntimeError, as PyTorch's does, for other channels or less than one step.
+        """
         assert not isinstance(self.padding, str)
         (kernel,), (stride,), (padding,) = self.kernel_size, self.stride, self.padding
         channels, length = input.shape[-2:]
+        if channels != self.in_channels or length + 2 * padding < kernel:
+            raise RuntimeError(f"input {tuple(input.shape)} does not fit {self}")
         size, width = kernel * channels, _width(self)
         # The last step reads beyond its inputs, what is multiplied by zero.
         after = padding + -(-(width - size) // channels)

@@ -139,7 +139,7 @@ def source_of(owner: type[nn.Module]) -> str | None:
 
 @cache
 def _classes(module: str) -> Mapping[str, str]:
-    """The code of a module's classes by their qualified names; `inspect` parses it for each."""
+    """The code of a module's classes by their qualified names (`inspect` parses all for each)."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):

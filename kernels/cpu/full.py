@@ -1,7 +1,8 @@
 """Attention of every row to every row of its sequence, as in encoders, by the operator for pages.
 
-A sequence of keys is one page there, read where it lies. That is worth it where tiles compute the
-scores (AMX); elsewhere PyTorch's own operator is as good.
+A sequence of keys is one page there, read where it lies. Where tiles compute the scores (AMX) that
+is no slower than PyTorch's own operator, and faster for short sequences; elsewhere that is left to
+do it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _KEY_MULTIPLE, _VALUE_MULTIPLE = 32, 16
 
 
 def is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `attend_to_all` takes such tensors, and is the faster way."""
+    """Whether `attend_to_all` is the better way for such tensors, whose shapes are as there."""
     return (
         query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.device.type == "cpu"
@@ -34,7 +35,8 @@ def is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def attend_to_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """`query` [n, Hq, T, Dk], `key` [n, Hkv, S, Dk], `value` [n, Hkv, S, Dv] -> [n, T, Hq, Dv].
 
-    `scale` multiplies the scores. Of what `is_faster` takes.
+    `scale` multiplies the scores. All of one dtype: float32, bfloat16, or float16 where the CPU
+    converts it. Raises RuntimeError for others.
     """
     count, heads, num_queries, _ = query.shape
     num_keys = key.shape[2]

@@ -64,9 +64,8 @@ class NativeLinear:
         `activation` is applied before anything is rounded. `is_gated`: to the first half of the
         outputs, which the second half is multiplied by: [..., out / 2]. See `can_gate`.
         """
-        rows = x.reshape(-1, x.shape[-1])
         out: Tensor = self._multiply(
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            _rows(x),
             self._packed,
             self._scales,
             self._bias,
@@ -90,24 +89,24 @@ class NativeLinear:
 class PlainLinear:
     """Multiplies with a weight [out, in] where PyTorch has it, which others may use meanwhile.
 
-    Of what `reads_plain` takes; the same bits as a `NativeLinear` of it.
+    `bias` [out] is copied. Of what `reads_plain` takes; the same bits as a `NativeLinear` of it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight.detach()
-        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
+        self._multiply = torch.ops.aioengine_cpu.linear.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` [..., in] -> [..., out], bfloat16 both."""
-        rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = torch.ops.aioengine_cpu.linear(
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
-            self._weight,
-            None,
-            self._bias,
-            len(self._weight),
-        )
+        """`x` [..., in] -> [..., out], bfloat16 both. Raises RuntimeError for anything else."""
+        out: Tensor = self._multiply(_rows(x), self._weight, None, self._bias, len(self._weight))
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` [..., in] as [rows, in], with a row's numbers side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def reads_plain(weight: Tensor) -> bool:

@@ -26,6 +26,19 @@ def test_a_pool_can_be_written_and_outlives_who_made_it(dtype: torch.dtype) -> N
     assert view.flatten().tolist() == list(range(8))
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux has them")
+def test_huge_pages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, *_: Any) -> None:
+            asked.append(option)
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    assert empty_pool(16, torch.float32, CPU).shape == (16,)
+    assert asked == [mmap.MADV_HUGEPAGE]
+
+
 def test_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError

@@ -167,6 +167,12 @@ class Twice(Inside):
         return x + self.last(inner)
 
 
+class Inherited(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x)) * self.first.weight.sum()
+        return x + self.act(self.last(inner))
+
+
 class Reader(Inside):
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +187,7 @@ def test_parts_of_other_layers() -> None:
     for kind in (BartEncoderLayer, WhisperEncoderLayer, WhisperDecoderLayer):
         assert activated_child(kind) == ("activation_fn", "fc1")
     assert activated_child(Inside) == ("act", "first")
-    for other in (Twice, Reader, nn.Linear, nn.Module):
+    for other in (Twice, Inherited, Reader, nn.Linear, nn.Module):
         assert activated_child(other) is None, other
 
 

@@ -13,7 +13,6 @@ from transformers import AttentionInterface, CLIPVisionConfig, CLIPVisionModel
 
 from aioengine.kernels.cpu import library
 from aioengine.models import full_attention
-from aioengine.models.attention import ATTENTION_NAME
 from aioengine.models.full_attention import FULL_ATTENTION_NAME, route_encoders
 from tests.tiny import tiny_llama, tiny_llava
 
@@ -64,7 +63,6 @@ def test_who_asks_for_it() -> None:
     assert asking and all("vision_tower" in name and name.endswith("self_attn") for name in asking)
     assert config._attn_implementation == "sdpa", "who makes masks asks as before"
     assert route_encoders(tiny_llama(torch.float32)) == 0, "decoders are causal"
-    assert ATTENTION_NAME != FULL_ATTENTION_NAME
 
 
 def _implementation(module: nn.Module) -> str | None:

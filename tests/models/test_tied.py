@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear, reads_plain
 from aioengine.models.packed import pack_layers
 from aioengine.models.tied import TiedLinear, read_tied_heads
+from tests.tiny import tiny_llama
 
 HAS_TILES = library.is_available() and library.instruction_set() == "amx_bf16"
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="no tiles here")
 
 
-def model(is_tied: bool, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=120,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=is_tied,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+def model(is_tied: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return tiny_llama(dtype, hidden_size=64, tie_word_embeddings=is_tied)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
