@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 NUM_LONG_TOKENS = 160
+NUM_CONVERSATIONS = 16
+"""So many that no chance gives all of them one home."""
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +105,8 @@ async def test_turns_of_conversations_find_their_prefixes(cluster: Cluster) -> N
     before = await cluster.at_rest()
     system = {"role": "system", "content": "Answer in few words. " * 6}
     conversations = [
-        [system, {"role": "user", "content": f"What rhymes with {word}?"}]
-        for word in ("heron", "egret", "stork", "crane", "ibis", "bittern", "spoonbill", "stilt")
+        [system, {"role": "user", "content": f"Name {number} birds!"}]
+        for number in range(NUM_CONVERSATIONS)
     ]
     prompt_tokens = [0] * len(conversations)
     async with cluster.client() as client:
@@ -155,14 +157,14 @@ async def test_a_killed_replica_loses_nothing_that_had_not_begun(
     wanted = await expected(folder, engine_config, contents, NUM_LONG_TOKENS)
     await cluster.at_rest()
     has_begun = asyncio.Semaphore(0)
-    async with cluster.client() as client:
+    async with cluster.client() as client, asyncio.TaskGroup() as group:
         calls = [
             hear(client, content, NUM_LONG_TOKENS, has_begun)
             if number % 4
             else ask(client, content, NUM_LONG_TOKENS)
             for number, content in enumerate(contents)
         ]
-        requests = [asyncio.ensure_future(call) for call in calls]
+        requests = [group.create_task(call) for call in calls]
         for _ in range(9):  # one more than a replica runs at once, so both are at it
             await has_begun.acquire()
         assert not any(request.done() for request in requests)
@@ -203,11 +205,10 @@ async def test_a_replica_that_is_scaled_away_finishes_what_it_has(
     wanted = await expected(folder, engine_config, contents, 600)
     await cluster.at_rest()
     has_begun = asyncio.Semaphore(0)
-    async with cluster.client() as client:
-        requests = [
-            asyncio.ensure_future(hear(client, content, 600, has_begun)) for content in contents
-        ]
-        for _ in requests:
+    async with cluster.client() as client, asyncio.TaskGroup() as group:
+        requests = []
+        for content in contents:  # in turn: a home is worth two places in a queue that is known
+            requests.append(group.create_task(hear(client, content, 600, has_begun)))
             await has_begun.acquire()
         assert all(each.running for each in await cluster.statistics())
         await cluster.scale(1)
