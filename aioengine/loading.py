@@ -24,6 +24,7 @@ from aioengine.plan import Limits
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.faults import check_placeholders
 from aioengine.processors.info import ProcessingContext, load_context
+from aioengine.processors.media.open import load_readers
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.profiling import largest_items, measure_activations
@@ -86,6 +87,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             mm_processor_kwargs=config.mm_processor_kwargs,
         )
         front = _front(model_class, context)
+        taken = front.info.get_allowed_mm_limits()
+        load_readers([name for name, limit in taken.items() if limit != 0], config.media)
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
         _check_quantization(device, dtype)

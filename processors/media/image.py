@@ -33,7 +33,7 @@ from aioengine.processors.media.pixels import (
 )
 from aioengine.processors.media.source import Encoded, MediaSource, to_numpy
 
-__all__ = ["ImageSource", "open_image"]
+__all__ = ["ImageSource", "load_formats", "open_image"]
 
 ACCEPTED = (
     "encoded bytes, a PIL.Image, or a numpy array or torch tensor of shape (height, width), "
@@ -126,6 +126,14 @@ def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSou
     return source
 
 
+def load_formats(config: MediaConfig) -> list[str]:
+    """Pillow's names of the formats that are allowed, whose readers are there afterwards."""
+    names = [name.upper() for name in config.image_formats]
+    if any(name not in Image.OPEN for name in names):
+        Image.init()
+    return names
+
+
 class _EncodedImage(ImageSource):
     """A picture file in memory."""
 
@@ -164,9 +172,7 @@ class _EncodedImage(ImageSource):
 
     def _open(self) -> ImageFile.ImageFile:
         # Not Image.open: its size limit is a global of the process that warns or raises by itself.
-        names = [name.upper() for name in self._config.image_formats]
-        if any(name not in Image.OPEN for name in names):
-            Image.init()
+        names = load_formats(self._config)
         prefix = self._data[:16]
         unmarked = []
         for name in names:

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from aioengine.config import MediaConfig
 from aioengine.errors import UnsupportedModalityError
 from aioengine.processors.media.source import MediaSource
 
-__all__ = ["open_media"]
+__all__ = ["load_readers", "open_media"]
+
+_READERS = {
+    "image": ("aioengine.processors.media.image",),
+    "audio": ("aioengine.processors.media.audio", "soundfile", "soxr"),
+    "video": ("aioengine.processors.media.video", "av"),
+}
+
+
+def load_readers(modalities: Iterable[str], config: MediaConfig) -> None:
+    """Import what opens items of these modalities now, and not for the first one that comes.
+
+    An import holds the GIL, and so the event loop, for tens of milliseconds. What is not installed
+    is left out: an item that needs it will say so.
+    """
+    for modality in modalities:
+        for name in _READERS.get(modality, ()):
+            with suppress(ImportError, OSError):  # OSError: the library behind it is missing
+                import_module(name)
+        if modality == "image":
+            from aioengine.processors.media.image import load_formats
+
+            load_formats(config)
 
 
 def open_media(
