@@ -192,20 +192,33 @@ Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
         [bytes](void* memory) { spare().give(memory, bytes); });
 }
 
-// Runs `work(i, scratch)` for each i in [0, count) on torch's threads, whoever is free next. Each
-// thread has `num_floats` of scratch, aligned, which begin with 64 bytes of zeros.
+// Runs `work(i, scratch)` for each i in [0, count) on torch's threads. Each goes through a part of its
+// own, in order, so that what lies behind each other is read by one; who has done takes from the
+// others' parts. Each has `num_floats` of scratch, aligned, which begin with 64 bytes of zeros.
 template <class Work>
 void share_out(int64_t count, int64_t num_floats, const Work& work) {
-    const int64_t num_threads = std::min<int64_t>(count, torch::stable::get_num_threads());
-    std::atomic<int64_t> next{0};
-    torch::stable::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
+    struct alignas(64) Part {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    const int64_t num_parts = std::min<int64_t>(count, torch::stable::get_num_threads());
+    std::unique_ptr<Part[]> parts(new Part[num_parts]);
+    for (int64_t i = 0; i < num_parts; ++i) {
+        parts[i].next = i * count / num_parts;
+        parts[i].end = (i + 1) * count / num_parts;
+    }
+    torch::stable::parallel_for(0, num_parts, 1, [&](int64_t begin, int64_t end) {
         const size_t bytes = Spare::rounded(num_floats * sizeof(float));
         const auto give_back = [bytes](void* memory) { spare().give(memory, bytes); };
         std::unique_ptr<void, decltype(give_back)> memory(spare().take(bytes), give_back);
         std::memset(memory.get(), 0, std::min<size_t>(bytes, 64));
-        for (int64_t thread = begin; thread < end; ++thread)
-            for (int64_t i = next++; i < count; i = next++)
-                work(i, static_cast<float*>(memory.get()));
+        for (int64_t thread = begin; thread < end; ++thread) {
+            for (int64_t offset = 0; offset < num_parts; ++offset) {
+                Part& part = parts[(thread + offset) % num_parts];
+                for (int64_t i = part.next++; i < part.end; i = part.next++)
+                    work(i, static_cast<float*>(memory.get()));
+            }
+        }
     });
 }
 
@@ -570,7 +583,6 @@ Tensor linear(
     const int64_t max_rows = kernels.max_rows(a.depth);
     const int64_t parts = (a.rows + max_rows - 1) / max_rows;
     a.panels = panels_of_all;
-    a.next_panel = torch::stable::get_num_threads();
     share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, float* scratch) {
         const int64_t first = i / panels * a.rows / parts;
         const int64_t last = (i / panels + 1) * a.rows / parts;

@@ -44,7 +44,7 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 constexpr bool READS_PLAIN = true;
 
 // Inputs further on that are asked for: a tile's load waits for each of its lines.
-constexpr int64_t AHEAD = 2 * PAIRED_DEPTH;
+constexpr int64_t AHEAD = PAIRED_DEPTH;
 
 // Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights; 0, 1 and 4 are of the upper 16 rows.
 static void shape_for(int64_t rows) {
@@ -92,7 +92,8 @@ static void add_up_tiles(
         const BFloat16 *w = weights + k * PANEL, *upper = x + k * BLOCK_ROWS;
         for (int64_t i = 0; i < PAIRED_DEPTH; ++i) {
             if (!IS_NEAR) __builtin_prefetch(w + (AHEAD + i) * PANEL);
-            __builtin_prefetch(upper + (AHEAD + i) * BLOCK_ROWS);
+            if (HAS_LOWER || i < TILE)
+                __builtin_prefetch(upper + AHEAD * BLOCK_ROWS + i * PAIRED_DEPTH);
         }
         for (int64_t i = 0; i < next.lines; ++i, next.at += LINE)
             __builtin_prefetch(next.at, 0, 2);
@@ -218,13 +219,14 @@ static int64_t max_rows(int64_t depth) {
     return (blocks ? blocks : 1) * BLOCK_ROWS;
 }
 
-// The share of block `index` of `count` in asking for the next piece's panel.
+// The share of block `index` of `count` in asking for the next panel, which this thread is likely to
+// get. A single block of packed weights asks for what lies ahead as it goes.
 static Next next_share(const Linear& a, int64_t panel, int64_t index, int64_t count) {
-    const int64_t next = panel + a.next_panel;
-    if (next >= a.panels - (a.is_plain ? 1 : 0)) return {nullptr, 0};  // which may not be whole
+    if (count == 1 && !a.is_plain) return {nullptr, 0};
+    if (panel + 1 >= a.panels - (a.is_plain ? 1 : 0)) return {nullptr, 0};  // which may not be whole
     const int64_t lines = (PAIRED_DEPTH + count - 1) / count;
     const int64_t first = index * lines * (a.depth / PAIRED_DEPTH);
-    return {(const char*)panel_of(a, next) + first * LINE, lines};
+    return {(const char*)panel_of(a, panel + 1) + first * LINE, lines};
 }
 
 // A thread's scratch: the first row that it has arranged, plus one; sums of a block of rows, and of another
