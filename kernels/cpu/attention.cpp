@@ -421,9 +421,28 @@ static void find_tile_rows(
     }
 }
 
+// Where those keys lie that are read after the tile that begins at `begin`: the piece's next ones, or,
+// after its last, the first ones of the next head, which this thread is likely to get. Null: unknown.
+static const TileRows* keys_after(
+    const Attention& a, const Piece& p, int64_t begin, TileRows* found) {
+    const bool is_last = begin + KEYS >= p.key_end;
+    const int64_t head = p.kv_head + is_last;
+    if (head == a.kv_heads || a.block_size % TILE) return nullptr;
+    const int32_t* blocks = a.block_table + p.sequence * a.table_width;
+    const int64_t first = is_last ? p.key_begin / TILE * TILE : begin + KEYS;
+    for (int64_t i = 0; i < KEYS / TILE; ++i) {
+        const int64_t key = first + i * TILE < p.key_end ? first + i * TILE : first;
+        const int64_t block = blocks[key / a.block_size], offset = key % a.block_size;
+        const int64_t at = block * a.key_strides[0] + offset * a.key_strides[1];
+        found[i] = {(const BFloat16*)a.key_cache + at + head * a.key_strides[2], a.key_strides[1]};
+    }
+    return found;
+}
+
 // The weighted sums of one tile of keys, added to the rows' own. Weights lie where scores lay.
 static void weigh_tile_rows(
-    const Attention& a, const Scratch& s, const TileRows* values, int64_t rows, int64_t count) {
+    const Attention& a, const Scratch& s, const TileRows* values, const TileRows* next, int64_t rows,
+    int64_t count) {
     if (rows > 2) {
         arrange_values(values, count, a.value_dim, (BFloat16*)s.values);
         weigh_tiles(s.scores, rows, (const BFloat16*)s.values, count, a.value_dim, s.out);
@@ -431,9 +450,9 @@ static void weigh_tile_rows(
     }
     round_weights(s.scores, rows);
     if (rows == 2)
-        weigh_few<2>(s.scores, values, count, a.value_dim, s.out);
+        weigh_few<2>(s.scores, values, count, next, a.value_dim, s.out);
     else
-        weigh_few<1>(s.scores, values, count, a.value_dim, s.out);
+        weigh_few<1>(s.scores, values, count, next, a.value_dim, s.out);
 }
 #endif
 
@@ -558,14 +577,16 @@ static void attend_to_tile_rows(
         attend_to_columns(a, p, s, keys, values, begin, skipped, count);
         return;
     }
-    dot_tiles(s.columns, rows, a.key_dim, keys, count, s.values, s.scores);
+    TileRows memory[KEYS / TILE];
+    const TileRows* next = keys_after(a, p, begin, memory);
+    dot_tiles(s.columns, rows, a.key_dim, keys, count, values, s.values, s.scores);
     for (int64_t r = 0; r < rows; ++r) {
         float* scores = s.scores + r * KEYS;
         hide(decorate(a, p, r, begin, skipped, count, scores), scores);
         soften_row(
             scores, scale_of(a), s.largest + r, s.total + r, s.out + r * a.value_dim, a.value_dim);
     }
-    weigh_tile_rows(a, s, values, rows, count);
+    weigh_tile_rows(a, s, values, next, rows, count);
 }
 #endif
 

@@ -94,11 +94,21 @@ struct TileRows {
     int64_t stride;  // from one to the next, in numbers
 };
 
+// Asks for COUNT lines of each of `num_rows` rows, from number `at` of row `first` on. Few at a time
+// between what is computed: a core waits for a dozen lines at once, and then for the first of them.
+template <int COUNT = 1>
+static inline void ask_for(const TileRows& rows, int64_t first, int64_t num_rows, int64_t at) {
+    const BFloat16* row = rows.at + first * rows.stride + at;
+    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride)
+        for (int c = 0; c < COUNT; ++c) __builtin_prefetch(row + c * TILE_DEPTH);
+}
+
 // scores [rows, TILE_KEYS] of the first `count` keys. Keys are rows here and the query's rows are
-// columns, so that keys are read where they lie. `columns`: room for 16 by 16 floats.
+// columns, so that keys are read where they lie. `next`: as many rows that are read after them;
+// `columns`: room for 16 by 16 floats.
 static inline void dot_tiles(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
-    float* columns, float* scores) {
+    const TileRows* next, float* columns, float* scores) {
     settle(query);
     for (int64_t r = 0; r < rows; r += TILE) {
         const BFloat16* columns_of = query + r * dim;
@@ -106,6 +116,7 @@ static inline void dot_tiles(
         for (int64_t n = 0; n < count; n += TILE, ++keys) {
             _tile_zero(0);
             for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
+                if (r == 0) ask_for(next[n / TILE], 0, TILE, d);
                 _tile_loadd(4, keys->at + d, keys->stride * sizeof(BFloat16));
                 _tile_loadd(5, columns_of + d * TILE, TILE_BYTES);
                 _tile_dpbf16ps(0, 4, 5);
@@ -195,8 +206,8 @@ static inline void weigh_tiles(
 // vector those at even places are one vector of floats and those at odd places another.
 template <int ROWS, int COUNT>
 static inline void weigh_numbers(
-    const float* weights, const TileRows* values, int64_t count, int64_t dim, int64_t at,
-    float* out) {
+    const float* weights, const TileRows* values, int64_t count, const TileRows* next, int64_t dim,
+    int64_t at, float* out) {
     const __m512i low = _mm512_set_epi32(
         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -212,6 +223,7 @@ static inline void weigh_numbers(
             const TileRows& rows = values[n / TILE];
             const int64_t left = last - n, num_rows = left < TILE ? left : TILE;
             for (int64_t i = 0; i < num_rows; i += 2) {
+                if (next) ask_for<COUNT>(next[n / TILE], i, 2, at);
                 for (int odd = 0; odd < 2; ++odd) {
                     if (odd && i + 1 == num_rows) break;
                     const BFloat16* value = rows.at + (i + odd) * rows.stride + at;
@@ -268,12 +280,13 @@ static inline void weigh_rest(
 
 template <int ROWS>
 static inline void weigh_few(
-    const float* weights, const TileRows* values, int64_t count, int64_t dim, float* out) {
+    const float* weights, const TileRows* values, int64_t count, const TileRows* next, int64_t dim,
+    float* out) {
     int64_t at = 0;
     for (; at + 2 * TILE_DEPTH <= dim; at += 2 * TILE_DEPTH)
-        weigh_numbers<ROWS, 2>(weights, values, count, dim, at, out);
+        weigh_numbers<ROWS, 2>(weights, values, count, next, dim, at, out);
     for (; at + TILE_DEPTH <= dim; at += TILE_DEPTH)
-        weigh_numbers<ROWS, 1>(weights, values, count, dim, at, out);
+        weigh_numbers<ROWS, 1>(weights, values, count, next, dim, at, out);
     if (at < dim) weigh_rest<ROWS>(weights, values, count, dim, at, out);
 }
 
