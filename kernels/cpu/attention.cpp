@@ -24,6 +24,7 @@ using aioengine::SEGMENT;
 constexpr int64_t KEYS = 64;         // in a tile
 constexpr int64_t FEW_ROWS = 8;      // for which keys are not worth being converted once
 constexpr int64_t MANY_ROWS = 9;     // for which vectors of rows pay, if there are tiles
+constexpr int64_t LINE = 64;         // bytes that memory is read by
 constexpr int64_t PARTIAL_HEAD = 2;  // floats before a partial result's values
 constexpr float NOTHING = -INFINITY;
 
@@ -158,13 +159,23 @@ static inline void dot_tile(
 constexpr int64_t PAIRED = 2 * WIDTH;  // what a key's width must be a multiple of
 #endif
 
-// `keys` has room for four after the last; a tile beyond the end repeats the last key.
+// Asks for `bytes` of what is read soon, few lines at a time between what is computed: a core waits for a
+// dozen lines at once, and then for the first of them.
+static inline void ask_for(const void* at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)at + i);
+}
+
+// `keys` has room for four after the last; a tile beyond the end repeats the last key. `next`: as many
+// rows that are read after them.
 template <class Q, class T>
 static void dot(
-    const Q* query, int64_t rows, int64_t dim, const T** keys, int64_t count, float* scores) {
+    const Q* query, int64_t rows, int64_t dim, const T** keys, int64_t count, const T* const* next,
+    float* scores) {
     const int64_t whole = (count + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
     for (int64_t n = count; n < whole; ++n) keys[n] = keys[count - 1];
     for (int64_t n = 0; n < whole; n += TILE_COLUMNS) {
+        for (int64_t i = n; next && i < n + TILE_COLUMNS && i < count; ++i)
+            ask_for(next[i], dim * sizeof(T));
         int64_t r = 0;
         for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
             dot_tile<TILE_ROWS>(query + r * dim, dim, keys + n, dim, scores + r * KEYS + n);
@@ -178,12 +189,13 @@ static void dot(
 // out[r][d] += sum over n of weights[r][n] * values[n][d] for ROWS rows and COLUMNS vectors.
 template <int ROWS, int COLUMNS, class T>
 static inline void weigh_tile(
-    const float* weights, const T* const* values, int64_t count, int64_t at, float* out,
-    int64_t stride) {
+    const float* weights, const T* const* values, int64_t count, const T* const* next, int64_t at,
+    float* out, int64_t stride) {
     Floats sums[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load(out + r * stride + at + c * WIDTH);
     for (int64_t n = 0; n < count; ++n) {
+        if (next) ask_for(next[n] + at, COLUMNS * WIDTH * sizeof(T));
         Floats w[ROWS];
         for (int r = 0; r < ROWS; ++r) w[r] = splat(weights[r * KEYS + n]);
         for (int c = 0; c < COLUMNS; ++c) {
@@ -197,23 +209,28 @@ static inline void weigh_tile(
 
 template <int ROWS, class T>
 static void weigh_rows(
-    const float* weights, const T* const* values, int64_t count, int64_t dim, float* out) {
+    const float* weights, const T* const* values, int64_t count, const T* const* next, int64_t dim,
+    float* out) {
     int64_t at = 0;
     for (; at + TILE_COLUMNS * WIDTH <= dim; at += TILE_COLUMNS * WIDTH)
-        weigh_tile<ROWS, TILE_COLUMNS>(weights, values, count, at, out, dim);
-    for (; at < dim; at += WIDTH) weigh_tile<ROWS, 1>(weights, values, count, at, out, dim);
+        weigh_tile<ROWS, TILE_COLUMNS>(weights, values, count, next, at, out, dim);
+    for (; at < dim; at += WIDTH) weigh_tile<ROWS, 1>(weights, values, count, next, at, out, dim);
 }
 
+// `next`: [KEYS] keys that are read after the values, or null.
 template <class T>
 static void weigh(
-    const float* weights, int64_t rows, const T* const* values, int64_t count, int64_t dim,
-    float* out) {
-    int64_t r = 0;
-    for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-        weigh_rows<TILE_ROWS>(weights + r * KEYS, values, count, dim, out + r * dim);
-    for (; r + 2 <= rows; r += 2)
-        weigh_rows<2>(weights + r * KEYS, values, count, dim, out + r * dim);
-    for (; r < rows; ++r) weigh_rows<1>(weights + r * KEYS, values, count, dim, out + r * dim);
+    const float* weights, int64_t rows, const T* const* values, int64_t count,
+    const T* const* next, int64_t dim, float* out) {
+    for (int64_t r = 0; r < rows; next = nullptr) {
+        const float* row = weights + r * KEYS;
+        if (r + TILE_ROWS <= rows)
+            weigh_rows<TILE_ROWS>(row, values, count, next, dim, out + r * dim), r += TILE_ROWS;
+        else if (r + 2 <= rows)
+            weigh_rows<2>(row, values, count, next, dim, out + r * dim), r += 2;
+        else
+            weigh_rows<1>(row, values, count, next, dim, out + r * dim), r += 1;
+    }
 }
 
 // Which keys of the tile [begin, begin + count) a token at `position` sees, by order and window.
@@ -319,6 +336,17 @@ static void find_rows(
     }
 }
 
+// The same of the piece's tile after the one that begins at `begin`, if there is one. What it has no
+// rows for repeats the first.
+template <class T>
+static bool find_coming(const Attention& a, const Piece& p, int64_t begin, Tile<T>& coming) {
+    const int64_t count = lesser(KEYS, p.key_end - (begin + KEYS));
+    if (count <= 0) return false;
+    find_rows(a, p, begin + KEYS, 0, count, coming);
+    for (int64_t n = count; n < KEYS; ++n) coming.keys[n] = coming.keys[0];
+    return true;
+}
+
 // Converts rows to floats at `to`; `from` then says where these are.
 template <class T>
 static void widen_rows(const T** from, int64_t count, int64_t dim, float* to, const float** at) {
@@ -361,17 +389,20 @@ static void stream_row(const float* from, int64_t dim, float factor, BFloat16* t
 
 template <class T>
 static void dot_query(
-    const Scratch& s, bool is_paired, int64_t rows, int64_t dim, const T** keys, int64_t count) {
+    const Scratch& s, bool is_paired, int64_t rows, int64_t dim, const T** keys, int64_t count,
+    const T* const* next) {
 #if defined(__AVX512BF16__)
     if constexpr (sizeof(T) == sizeof(BFloat16)) {
         if (is_paired) {
-            dot((const BFloat16*)s.query, rows, dim, (const BFloat16**)keys, count, s.scores);
+            dot(
+                (const BFloat16*)s.query, rows, dim, (const BFloat16**)keys, count,
+                (const BFloat16* const*)next, s.scores);
             return;
         }
     }
 #endif
     (void)is_paired;
-    dot(s.query, rows, dim, keys, count, s.scores);
+    dot(s.query, rows, dim, keys, count, next, s.scores);
 }
 
 // Whether a key's width lets scores be computed in bfloat16 alone.
@@ -590,11 +621,12 @@ static void attend_to_tile_rows(
 }
 #endif
 
-// One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's.
+// One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's. `tile` is
+// where they lie, and becomes where those of the next one do.
 template <class T>
 static void attend_to_tile(
     const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,
-    int64_t count) {
+    int64_t count, Tile<T>& tile) {
 #if defined(__AMX_BF16__)
     if (has_tiles<T>(a)) {
         attend_to_tile_rows(a, p, s, begin, skipped, count);
@@ -605,14 +637,15 @@ static void attend_to_tile(
     const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
     const bool is_paired = has_pairs<T>(a);
     const bool is_converted_once = sizeof(T) < sizeof(float) && rows > FEW_ROWS;
-    Tile<T> tile;
+    if (begin <= p.key_begin) find_rows(a, p, begin, skipped, count, tile);
     Tile<float> wide;
-    find_rows(a, p, begin, skipped, count, tile);
+    Tile<T> coming;
+    const T* const* next = find_coming(a, p, begin, coming) ? coming.keys : nullptr;
     if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
-        dot_query(s, is_paired, rows, key_dim, tile.keys, count);
+        dot_query(s, is_paired, rows, key_dim, tile.keys, count, tile.values);
     } else {
         widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
-        dot(s.query, rows, key_dim, wide.keys, count, s.scores);
+        dot(s.query, rows, key_dim, wide.keys, count, (const float* const*)nullptr, s.scores);
     }
     for (int64_t r = 0; r < rows; ++r) {
         float* scores = s.scores + r * KEYS;
@@ -621,11 +654,12 @@ static void attend_to_tile(
             scores, scale_of(a), s.largest + r, s.total + r, s.out + r * value_dim, value_dim);
     }
     if (value_dim == a.value_dim && !is_converted_once) {
-        weigh(s.scores, rows, tile.values, count, value_dim, s.out);
+        weigh(s.scores, rows, tile.values, count, next, value_dim, s.out);
     } else {
         widen_rows(tile.values, count, a.value_dim, s.values, wide.values);
-        weigh(s.scores, rows, wide.values, count, value_dim, s.out);
+        weigh(s.scores, rows, wide.values, count, (const float* const*)nullptr, value_dim, s.out);
     }
+    if (next) tile = coming;
 }
 
 static void clear(float* largest, float* total, float* out, int64_t rows, int64_t dim) {
@@ -701,6 +735,7 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
 #endif
     clear(s.sum_largest, s.sum_total, s.sum_out, rows, stride);
     int64_t key = p.key_begin;
+    Tile<T> tile;
     float* partial = a.partial + p.partial;
     while (key < p.key_end) {
         const int64_t segment_end = lesser((key / SEGMENT + 1) * SEGMENT, p.key_end);
@@ -716,7 +751,7 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
             // Tiles too lie where they lie for everyone.
             const int64_t skipped = key % KEYS;
             const int64_t count = lesser(KEYS, segment_end - (key - skipped));
-            attend_to_tile<T>(a, p, s, key - skipped, skipped, count);
+            attend_to_tile<T>(a, p, s, key - skipped, skipped, count, tile);
             key += count - skipped;
         }
 #if defined(__AMX_BF16__)
