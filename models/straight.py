@@ -1,9 +1,11 @@
 """Decoder layers computed operator after operator, without the modules in between.
 
 The usual layer (norm, attention with rotary embeddings, sum, norm, feed-forward, sum) comes down to
-eight operators once its products, norms and rotations are ours. For a few tokens its modules, their
-views and copies take longer than those operators' small ones: so a layer whose parts are all of
-that kind calls the operators itself. Queries, keys and values stay where their product wrote them.
+three operators once its products, norms and rotations are ours: what comes before attention,
+attention, and what comes after it (`kernels/cpu/layer.py`). For a few tokens its modules, their
+views and copies take longer than small operators: so a layer whose parts are all of that kind calls
+the operators itself. Queries, keys and values stay where their product wrote them. With norms of
+PyTorch's, as in float32, it calls the operators one by one.
 
 A layer is taken for one by what it holds, and by a trial: on random rows, with an attention that
 stands in, its own forward and this one must come to the same bits. What a layer is called with that
@@ -22,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.cpu.layer import feed, project
 from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
 from aioengine.models.activated import ActivatedFeedForward
 from aioengine.models.attention import LayerSlot, Slot, attach_slot, slot_of
@@ -59,19 +63,35 @@ class _Layer:
 
         `wanted`: the rows that are read, None for all; the others are what they came as.
         """
+        query, key, value = self._project(x, cos, sin)
+        found = slot.attend(query, key, value, **self.options).flatten(-2)
+        if wanted is None or len(wanted) == len(x):
+            return self._feed(x, found)
+        return x.index_copy(0, wanted, self._feed(x[wanted], found[wanted]))
+
+    def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        compute, epsilon = self.attention_norm.fused
+        if compute is rms_norm:
+            heads = self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim
+            weight = self.attention_norm.weight
+            return project(x, weight, epsilon, self.product, heads, cos, sin)
         # Without hooks (`_find`) a module's call is its forward.
         normed = self.attention_norm.forward(x)
         query, key, value = (
             part.view(len(x), -1, self.head_dim)
             for part in torch.split(self.product(normed), self.sizes, -1)
         )
-        query, key = rotate(query, key, cos, sin)
-        found = slot.attend(query, key, value, **self.options).flatten(-2)
-        if wanted is None or len(wanted) == len(x):
-            return self._feed(x, found)
-        return x.index_copy(0, wanted, self._feed(x[wanted], found[wanted]))
+        return *rotate(query, key, cos, sin), value
 
     def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
+        compute, epsilon = self.feed_forward_norm.fused
+        names, up, activation = self.feed_forward.fused
+        down = getattr(self.feed_forward, names.down)
+        if compute is rms_norm and isinstance(down, Packed):
+            weight, is_gated = self.feed_forward_norm.weight, names.gate is not None
+            last = down.packed
+            if isinstance(last, NativeLinear):
+                return feed(x, attended, self.out, weight, epsilon, up, activation, is_gated, last)
         x = self.out(attended).add_(x)
         return self.feed_forward.forward(self.feed_forward_norm.forward(x)).add_(x)
 
@@ -155,6 +175,7 @@ def _find(module: nn.Module, *, is_last: bool) -> _Layer | None:
         return None
     merged, (out,) = parts[0].merged, others
     is_whole = all(part.merged is merged for part in parts) and len(merged.sizes) == 3
+    is_whole = is_whole and merged.sizes[1] == merged.sizes[2]
     if not is_whole or [part.index for part in parts] != [0, 1, 2]:
         return None
     if not isinstance(merged.packed, NativeLinear) or not isinstance(out, Packed):

@@ -32,6 +32,7 @@ struct Linear {
     const float* scales;  // [outputs], or null: multiplies what an output adds up to
     const float* bias;    // [outputs], or null
     void* out;            // [rows, outputs], contiguous; [rows, outputs / 2] where gated
+    const void* residual; // of the shape of out, or null: is added to what was rounded
     int64_t rows, depth, outputs;
     Activation activation;
     // 0, or how many panels there are of gates: each is activated and multiplied by an output of

@@ -46,7 +46,7 @@ class NativeLinear:
             raise RuntimeError("the C++ kernels were not built")
         self._packed: Tensor = torch.ops.aioengine_cpu.pack_panels(weight)
         self._panel_outputs: int = self._packed.shape[2]
-        self._outputs = weight.shape[0]
+        self.num_outputs = weight.shape[0]
         self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
         self._scales = None if scales is None else scales.to(torch.float32, copy=True).contiguous()
         self._multiply = torch.ops.aioengine_cpu.linear.default
@@ -69,11 +69,16 @@ class NativeLinear:
             self._packed,
             self._scales,
             self._bias,
-            self._outputs,
+            self.num_outputs,
             int(activation),
             is_gated,
         )
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the operators take of it: the packed weight, scales and bias."""
+        return self._packed, self._scales, self._bias
 
     @property
     def is_paired(self) -> bool:
@@ -83,7 +88,7 @@ class NativeLinear:
     @property
     def can_gate(self) -> bool:
         """Whether each half of the outputs fills whole panels."""
-        return self._outputs % (2 * self._panel_outputs) == 0
+        return self.num_outputs % (2 * self._panel_outputs) == 0
 
 
 class PlainLinear:

@@ -517,12 +517,20 @@ Tensor pack_panels(const Tensor& weight) {
     return packed;
 }
 
-// x [rows, depth] times what `pack_panels` has made, of which `outputs` are not padding, or where tiles
-// multiply, a plain weight [outputs, depth]. Where it is
-// gated, the first half of the outputs are gates of the second, and there are half as many.
-Tensor linear(
-    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
-    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
+// A weight as `pack_panels` has made it, of which `outputs` are not padding, or where tiles multiply, a
+// plain one [outputs, depth]; and what goes with it.
+struct Weight {
+    const Tensor& packed;
+    const std::optional<Tensor>&scales, &bias;
+    int64_t outputs;
+};
+
+// x [rows, depth] times a weight. Where it is gated, the first half of the outputs are gates of the
+// second, and there are half as many. `residual`: null, or is added to the outputs once rounded.
+Tensor multiply(
+    const Tensor& x, const Weight& weight, int64_t activation, bool is_gated,
+    const Tensor* residual) {
+    const auto& [packed, scales, bias, outputs] = weight;
     const Doors& doors = *chosen.load();
     check_close(x, 2, "x");
     const bool is_plain = packed.dim() == 2, is_paired = is_plain || packed.dim() == 4;
@@ -566,6 +574,14 @@ Tensor linear(
     a.gate_panels = is_gated ? panels_of_all / 2 : 0;
     Tensor out = new_output(x, {a.rows, is_gated ? outputs / 2 : outputs});
     a.out = out.mutable_data_ptr();
+    if (residual) {
+        check_close(*residual, 2, "residual");
+        STD_TORCH_CHECK(
+            residual->is_contiguous() && residual->scalar_type() == x.scalar_type() &&
+                residual->size(0) == out.size(0) && residual->size(1) == out.size(1),
+            "residual must be of the shape and dtype of the outputs");
+        a.residual = residual->const_data_ptr();
+    }
     a.input = static_cast<const float*>(a.x);
     a.input_stride = a.stride;
     std::unique_ptr<float[]> floats;
@@ -589,6 +605,12 @@ Tensor linear(
         kernels.multiply(a, {i % panels, first, last}, scratch);
     });
     return out;
+}
+
+Tensor linear(
+    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
+    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
+    return multiply(x, {packed, scales, bias, outputs}, activation, is_gated, nullptr);
 }
 
 // x [rows, dim] over the root of its rows' mean square plus epsilon, times weight [dim].
@@ -658,6 +680,42 @@ std::tuple<Tensor, Tensor> rotate(
     return {turned_query, turned_key};
 }
 
+// A decoder layer up to its attention: x [T, hidden], normalized, times one weight for queries, keys and
+// values, the first two turned. Each [T, heads, D]; values lie where they were written.
+std::tuple<Tensor, Tensor, Tensor> project(
+    const Tensor& x, const Tensor& norm, double epsilon, const Tensor& packed,
+    const std::optional<Tensor>& scales, const std::optional<Tensor>& bias, int64_t heads,
+    int64_t kv_heads, const Tensor& cos, const Tensor& sin) {
+    check_close(cos, 2, "cos");
+    const int64_t tokens = x.size(0), dim = cos.size(1);
+    const Weight weight{packed, scales, bias, (heads + 2 * kv_heads) * dim};
+    const Tensor all = multiply(rms_norm(x, norm, epsilon), weight, 0, false, nullptr);
+    const auto part = [&](int64_t first, int64_t count) {
+        Tensor whole = all;
+        return torch::stable::view(
+            torch::stable::narrow(whole, 1, first * dim, count * dim), {tokens, count, dim});
+    };
+    auto [query, key] = rotate(part(0, heads), part(heads, kv_heads), cos, sin);
+    return {query, key, part(heads + kv_heads, kv_heads)};
+}
+
+// A decoder layer after its attention: x [T, hidden] and what was attended to, times `out`, are the new
+// x; that and the feed-forward layer of it, normalized, are the result.
+Tensor feed(
+    const Tensor& x, const Tensor& attended, const Tensor& out,
+    const std::optional<Tensor>& out_scales, const std::optional<Tensor>& out_bias,
+    const Tensor& norm, double epsilon, const Tensor& up, const std::optional<Tensor>& up_scales,
+    const std::optional<Tensor>& up_bias, int64_t up_outputs, int64_t activation, bool is_gated,
+    const Tensor& down, const std::optional<Tensor>& down_scales,
+    const std::optional<Tensor>& down_bias) {
+    const int64_t hidden = x.size(1);
+    const Tensor sum = multiply(attended, {out, out_scales, out_bias, hidden}, 0, false, &x);
+    const Tensor inner = multiply(
+        rms_norm(sum, norm, epsilon), {up, up_scales, up_bias, up_outputs}, activation, is_gated,
+        nullptr);
+    return multiply(inner, {down, down_scales, down_bias, hidden}, 0, false, &sum);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
@@ -677,6 +735,14 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "int activation=0, bool is_gated=False) -> Tensor");
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
+    library.def(
+        "project(Tensor x, Tensor norm, float epsilon, Tensor packed, Tensor? scales, Tensor? bias, "
+        "int heads, int kv_heads, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)");
+    library.def(
+        "feed(Tensor x, Tensor attended, Tensor out, Tensor? out_scales, Tensor? out_bias, "
+        "Tensor norm, float epsilon, Tensor up, Tensor? up_scales, Tensor? up_bias, int up_outputs, "
+        "int activation, bool is_gated, Tensor down, Tensor? down_scales, Tensor? down_bias) "
+        "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
@@ -686,6 +752,8 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("linear", TORCH_BOX(&linear));
     library.impl("rms_norm", TORCH_BOX(&rms_norm));
     library.impl("rotate", TORCH_BOX(&rotate));
+    library.impl("project", TORCH_BOX(&project));
+    library.impl("feed", TORCH_BOX(&feed));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {

@@ -62,22 +62,30 @@ static inline void gate(int64_t count, const float* others, float* sums) {
     for (int64_t i = 0; i < count; i += WIDTH) store(sums + i, load(sums + i) * load(others + i));
 }
 
-// Rounds `count` sums.
+// Rounds `count` sums; adds a residual to what was rounded, unless it is null, and rounds that.
 template <class T>
-static inline void write_row(const float* sums, int64_t count, T* to) {
+static inline void write_row(const float* sums, int64_t count, const T* residual, T* to) {
     int64_t c = 0;
-    for (; c + WIDTH <= count; c += WIDTH) store(to + c, load(sums + c));
-    for (; c < count; ++c) from_float(sums[c], to + c);
+    for (; c + WIDTH <= count; c += WIDTH) {
+        store(to + c, load(sums + c));
+        if (residual) store(to + c, load(to + c) + load(residual + c));
+    }
+    for (; c < count; ++c) {
+        from_float(sums[c], to + c);
+        if (residual) from_float(to_float(to[c]) + to_float(residual[c]), to + c);
+    }
 }
 
 #if defined(__AVX512BF16__)
-// Whole lines of rounded sums, past the caches. A line that is written in them is read first, which
-// nothing hides here: a panel's rows are a product's whole width apart.
-static inline void stream_rows(const float* sums, int64_t rows, int64_t stride, BFloat16* to) {
+// The same of whole lines, past the caches. A line that is written in them is read first, which nothing
+// hides here: a panel's rows are a product's whole width apart.
+static inline void stream_rows(
+    const float* sums, int64_t rows, int64_t stride, const BFloat16* residual, BFloat16* to) {
     static_assert(aioengine::PANEL == 2 * WIDTH);
     for (int64_t r = 0; r < rows; ++r, sums += aioengine::PANEL, to += stride) {
-        const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + WIDTH);
-        _mm512_stream_si512((__m512i*)to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        BFloat16 line[aioengine::PANEL] __attribute__((aligned(64)));
+        write_row(sums, aioengine::PANEL, residual ? residual + r * stride : nullptr, line);
+        _mm512_stream_si512((__m512i*)to, _mm512_load_si512(line));
     }
 }
 #endif
@@ -87,6 +95,13 @@ static inline void finish_writing() {
 #if defined(__AVX512BF16__)
     _mm_sfence();
 #endif
+}
+
+template <class T>
+static inline void write_row_of(
+    const aioengine::Linear& a, const float* sums, int64_t count, int64_t at) {
+    const T* residual = (const T*)a.residual;
+    write_row(sums, count, residual ? residual + at : nullptr, (T*)a.out + at);
 }
 
 static inline void write(
@@ -100,7 +115,9 @@ static inline void write(
     BFloat16* to = (BFloat16*)a.out + p.first_row * outputs + first;
     const bool is_aligned = (uintptr_t)to % 64 == 0 && outputs % aioengine::PANEL == 0;
     if (a.number == Number::BFloat16 && is_aligned) {
-        stream_rows(sums, p.last_row - p.first_row, outputs, to);
+        const BFloat16* residual = (const BFloat16*)a.residual;
+        if (residual) residual += p.first_row * outputs + first;
+        stream_rows(sums, p.last_row - p.first_row, outputs, residual, to);
         return;
     }
 #endif
@@ -108,14 +125,14 @@ static inline void write(
         const int64_t at = r * outputs + first;
         switch (a.number) {
             case Number::Float32:
-                write_row(sums, count, (float*)a.out + at);
+                write_row_of<float>(a, sums, count, at);
                 break;
             case Number::BFloat16:
-                write_row(sums, count, (BFloat16*)a.out + at);
+                write_row_of<BFloat16>(a, sums, count, at);
                 break;
             case Number::Float16:
 #if defined(__F16C__)
-                write_row(sums, count, (Float16*)a.out + at);
+                write_row_of<Float16>(a, sums, count, at);
 #endif
                 break;
         }
