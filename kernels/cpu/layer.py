@@ -25,9 +25,9 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, D] of `x` [T, hidden].
 
-    `rms_norm` with the weight `norm`, then `product`, whose outputs are the queries' heads, then the
-    keys' and the values'; `heads`: Hq and Hkv. The first two turn as by `rotate`. To the bits
-    of these operators. Raises RuntimeError where shapes or dtypes do not go together.
+    `rms_norm` with the weight `norm`, then `product`, whose outputs are heads of queries, then of
+    keys, then of values; `heads`: Hq and Hkv. The first two turn as by `rotate`. To the bits of
+    these operators. Raises RuntimeError where shapes or dtypes do not go together.
     """
     packed, scales, bias = product.operands
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aioengine_cpu.project(
