@@ -33,7 +33,7 @@ from aioengine.models.attention import (
 from aioengine.models.fused import fuse_norms
 from aioengine.models.packed import pack_layers
 from aioengine.models.rotary import fuse_rotary
-from aioengine.models.straight import straighten_layers
+from aioengine.models.straight import _StandIn, straighten_layers
 
 pytestmark = pytest.mark.skipif(
     not library.is_available() or library.instruction_set() == "generic",
@@ -169,6 +169,22 @@ def test_what_it_does_not_know_goes_the_old_way() -> None:
     for each in (model, before):
         layer = each.get_submodule("layers")[0]  # type: ignore[index]
         attach_slot(layer.self_attn, None)  # type: ignore[arg-type]
+        with torch.inference_mode():
+            outputs.append(layer(x, position_embeddings=angles, attention_mask=None))
+    assert torch.equal(*outputs)
+
+
+def test_rows_that_do_not_lie_close_together_go_the_old_way() -> None:
+    model = fused(LlamaConfig(**SIZES), torch.bfloat16)
+    before = copy.deepcopy(model)
+    assert straighten_layers(model) == LAYERS
+    x = torch.randn(1, 64, 4).to(torch.bfloat16).mT
+    turns = torch.rand(1, 4, 16).repeat(1, 1, 2)
+    angles = turns.cos().to(x.dtype), turns.sin().to(x.dtype)
+    outputs = []
+    for each in (model, before):
+        layer = each.get_submodule("layers")[0]  # type: ignore[index]
+        attach_slot(layer.self_attn, _StandIn())
         with torch.inference_mode():
             outputs.append(layer(x, position_embeddings=angles, attention_mask=None))
     assert torch.equal(*outputs)
