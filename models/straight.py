@@ -86,12 +86,10 @@ class _Layer:
     def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
         compute, epsilon = self.feed_forward_norm.fused
         names, up, activation = self.feed_forward.fused
-        down = getattr(self.feed_forward, names.down)
-        if compute is rms_norm and isinstance(down, Packed):
+        down = getattr(getattr(self.feed_forward, names.down), "packed", None)
+        if compute is rms_norm and isinstance(down, NativeLinear):
             weight, is_gated = self.feed_forward_norm.weight, names.gate is not None
-            last = down.packed
-            if isinstance(last, NativeLinear):
-                return feed(x, attended, self.out, weight, epsilon, up, activation, is_gated, last)
+            return feed(x, attended, self.out, weight, epsilon, up, activation, is_gated, down)
         x = self.out(attended).add_(x)
         return self.feed_forward.forward(self.feed_forward_norm.forward(x)).add_(x)
 

@@ -24,7 +24,6 @@ using aioengine::SEGMENT;
 constexpr int64_t KEYS = 64;         // in a tile
 constexpr int64_t FEW_ROWS = 8;      // for which keys are not worth being converted once
 constexpr int64_t MANY_ROWS = 9;     // for which vectors of rows pay, if there are tiles
-constexpr int64_t LINE = 64;         // bytes that memory is read by
 constexpr int64_t PARTIAL_HEAD = 2;  // floats before a partial result's values
 constexpr float NOTHING = -INFINITY;
 
@@ -158,12 +157,6 @@ static inline void dot_tile(
 }
 constexpr int64_t PAIRED = 2 * WIDTH;  // what a key's width must be a multiple of
 #endif
-
-// Asks for `bytes` of what is read soon, few lines at a time between what is computed: a core waits for a
-// dozen lines at once, and then for the first of them.
-static inline void ask_for(const void* at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)at + i);
-}
 
 // `keys` has room for four after the last; a tile beyond the end repeats the last key. `next`: as many
 // rows that are read after them.
@@ -621,8 +614,8 @@ static void attend_to_tile_rows(
 }
 #endif
 
-// One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's. `tile` is
-// where they lie, and becomes where those of the next one do.
+// One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's. The
+// piece's first one finds where its rows lie; each leaves in `tile` where those of the next one do.
 template <class T>
 static void attend_to_tile(
     const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,

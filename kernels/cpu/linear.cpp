@@ -22,7 +22,6 @@ constexpr int64_t DEPTH = 128;   // of a panel's piece that is turned into float
 constexpr int64_t FEW_ROWS = 3;  // for which that does not pay
 constexpr int COLUMNS = PANEL / WIDTH;
 constexpr int64_t LINEAR_ROWS = 96;  // of one piece, at most
-constexpr int64_t LINE = 64;  // bytes that memory is read by
 
 // So many rows that their sums fill the registers, but for a weight and an input.
 #if AIOENGINE_WIDTH == 16

@@ -29,7 +29,6 @@ struct Next {
     const char* at;
     int64_t lines;  // for each step of PAIRED_DEPTH inputs
 };
-constexpr int64_t LINE = 64;
 
 static const BFloat16* rows_of(const Linear& a, int64_t row) {
     return (const BFloat16*)a.x + row * a.stride;

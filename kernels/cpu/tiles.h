@@ -94,13 +94,11 @@ struct TileRows {
     int64_t stride;  // from one to the next, in numbers
 };
 
-// Asks for COUNT lines of each of `num_rows` rows, from number `at` of row `first` on. Few at a time
-// between what is computed: a core waits for a dozen lines at once, and then for the first of them.
+// Asks for COUNT lines of each of `num_rows` rows, from number `at` of row `first` on.
 template <int COUNT = 1>
 static inline void ask_for(const TileRows& rows, int64_t first, int64_t num_rows, int64_t at) {
     const BFloat16* row = rows.at + first * rows.stride + at;
-    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride)
-        for (int c = 0; c < COUNT; ++c) __builtin_prefetch(row + c * TILE_DEPTH);
+    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride) ask_for(row, COUNT * LINE);
 }
 
 // scores [rows, TILE_KEYS] of the first `count` keys. Keys are rows here and the query's rows are

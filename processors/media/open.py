@@ -14,7 +14,6 @@ from aioengine.processors.media.source import MediaSource
 __all__ = ["load_readers", "open_media"]
 
 _READERS = {
-    "image": ("aioengine.processors.media.image",),
     "audio": ("aioengine.processors.media.audio", "soundfile", "soxr"),
     "video": ("aioengine.processors.media.video", "av"),
 }
@@ -27,13 +26,13 @@ def load_readers(modalities: Iterable[str], config: MediaConfig) -> None:
     is left out: an item that needs it will say so.
     """
     for modality in modalities:
-        for name in _READERS.get(modality, ()):
-            with suppress(ImportError, OSError):  # OSError: the library behind it is missing
-                import_module(name)
         if modality == "image":
             from aioengine.processors.media.image import load_formats
 
             load_formats(config)
+        for name in _READERS.get(modality, ()):
+            with suppress(ImportError, OSError):  # OSError: the library behind it is missing
+                import_module(name)
 
 
 def open_media(

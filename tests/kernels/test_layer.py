@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,18 +17,6 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kerne
 HIDDEN, INNER, HEAD = 64, 96, 32
 HEADS = (4, 2)
 EPSILON = 1e-5
-OWN = library.instruction_set() if library.is_available() else ""
-SETS = ["generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
-
-
-@pytest.fixture(params=SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each that this CPU has, while the test runs."""
-    if SETS.index(request.param) > SETS.index(OWN):
-        pytest.skip(f"this CPU has no {request.param}")
-    library.use_instruction_set(request.param)
-    yield request.param
-    library.use_instruction_set(OWN)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
