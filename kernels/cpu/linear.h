@@ -44,6 +44,7 @@ struct Linear {
 // Rows [first_row, last_row) of one panel's outputs, and of its partner's where there are gates.
 struct LinearPiece {
     int64_t panel, first_row, last_row;
+    bool has_next;  // the same rows of the next panel come after it, in the same thread
 };
 
 struct LinearKernels {

@@ -192,9 +192,9 @@ Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
         [bytes](void* memory) { spare().give(memory, bytes); });
 }
 
-// Runs `work(i, scratch)` for each i in [0, count) on torch's threads. Each goes through a part of its
-// own, in order, so that what lies behind each other is read by one; who has done takes from the
-// others' parts. Each has `num_floats` of scratch, aligned, which begin with 64 bytes of zeros.
+// Runs `work(i, has_next, scratch)` for each i in [0, count) on torch's threads. Each goes through a part
+// of its own, in order (`has_next`: i + 1 is likely to follow), so that what lies behind each other is
+// read by one; who has done takes from the others' parts. Each has `num_floats` of scratch, aligned, which begin with 64 bytes of zeros.
 template <class Work>
 void share_out(int64_t count, int64_t num_floats, const Work& work) {
     struct alignas(64) Part {
@@ -216,7 +216,7 @@ void share_out(int64_t count, int64_t num_floats, const Work& work) {
             for (int64_t offset = 0; offset < num_parts; ++offset) {
                 Part& part = parts[(thread + offset) % num_parts];
                 for (int64_t i = part.next++; i < part.end; i = part.next++)
-                    work(i, static_cast<float*>(memory.get()));
+                    work(i, i + 1 < part.end, static_cast<float*>(memory.get()));
             }
         }
     });
@@ -442,10 +442,10 @@ Tensor attend(
     a.partial = partial.get();
     const int64_t group = a.heads / a.kv_heads;
     const int64_t num_floats = kernels.scratch_floats(a, std::max(max_rows, group));
-    share_out(work.pieces.size(), num_floats, [&](int64_t i, float* scratch) {
+    share_out(work.pieces.size(), num_floats, [&](int64_t i, bool, float* scratch) {
         kernels.attend(a, work.pieces[i], scratch);
     });
-    share_out(work.parts.size(), num_floats, [&](int64_t i, float* scratch) {
+    share_out(work.parts.size(), num_floats, [&](int64_t i, bool, float* scratch) {
         kernels.merge(a, work.parts[i], scratch);
     });
     return out;
@@ -599,10 +599,10 @@ Tensor multiply(
     const int64_t max_rows = kernels.max_rows(a.depth);
     const int64_t parts = (a.rows + max_rows - 1) / max_rows;
     a.panels = panels_of_all;
-    share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, float* scratch) {
+    share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, bool has_next, float* scratch) {
         const int64_t first = i / panels * a.rows / parts;
         const int64_t last = (i / panels + 1) * a.rows / parts;
-        kernels.multiply(a, {i % panels, first, last}, scratch);
+        kernels.multiply(a, {i % panels, first, last, has_next && (i + 1) % panels != 0}, scratch);
     });
     return out;
 }

@@ -10,6 +10,7 @@
 
 #include "linear.h"
 
+#include "ahead.h"
 #include "outputs.h"
 #include "tiles.h"
 #include "vector.h"
@@ -23,12 +24,6 @@ using aioengine::PANEL;
 
 constexpr int64_t BLOCK_ROWS = 32;  // whose sums are in the first cache until they are written
 constexpr int64_t PIECE_BYTES = 1 << 20;  // of x, which stay in the second cache meanwhile
-
-// Memory that is asked for while something else is computed: the weights of the next piece.
-struct Next {
-    const char* at;
-    int64_t lines;  // for each step of PAIRED_DEPTH inputs
-};
 
 static const BFloat16* rows_of(const Linear& a, int64_t row) {
     return (const BFloat16*)a.x + row * a.stride;
@@ -74,10 +69,10 @@ static void arrange(const Linear& a, int64_t first_row, int64_t last_row, BFloat
 }
 
 // sums [rows, PANEL] of a block of rows, for which the tiles have been shaped. `IS_NEAR`: the weights
-// were read a block before and are in the second cache.
+// were asked for or read before and are in the second cache.
 template <bool HAS_LOWER, bool IS_NEAR>
 static void add_up_tiles(
-    const BFloat16* x, const BFloat16* weights, int64_t depth, Next next, float* sums) {
+    const BFloat16* x, const BFloat16* weights, int64_t depth, Ahead next, float* sums) {
     constexpr int64_t pair_bytes = 2 * PANEL * sizeof(BFloat16);
     constexpr int64_t sum_bytes = PANEL * sizeof(float);
     settle(x);
@@ -94,8 +89,7 @@ static void add_up_tiles(
             if (HAS_LOWER || i < TILE)
                 __builtin_prefetch(upper + AHEAD * BLOCK_ROWS + i * PAIRED_DEPTH);
         }
-        for (int64_t i = 0; i < next.lines; ++i, next.at += LINE)
-            __builtin_prefetch(next.at, 0, 2);
+        next.ask();
         _tile_loadd(6, w, pair_bytes);
         _tile_loadd(4, upper, LINE);
         _tile_loadd(7, w + PANEL, pair_bytes);
@@ -118,15 +112,14 @@ static void add_up_tiles(
 // The same of plain weights [PANEL, depth], with a block of rows as `arrange_query` leaves it. To the same
 // bits, as a tile adds up its products by pairs of inputs either way.
 static void add_up_plain(
-    const BFloat16* x, int64_t rows, const BFloat16* weights, int64_t depth, Next next, float* sums) {
+    const BFloat16* x, int64_t rows, const BFloat16* weights, int64_t depth, Ahead next, float* sums) {
     const int64_t bytes = depth * (int64_t)sizeof(BFloat16);
     for (int64_t first = 0; first < rows; first += TILE, x += TILE * depth) {
         settle(x);
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t k = 0; k < depth; k += PAIRED_DEPTH) {
-            for (int64_t i = 0; i < next.lines && first == 0; ++i, next.at += LINE)
-                __builtin_prefetch(next.at, 0, 2);
+            if (first == 0) next.ask();
             _tile_loadd(6, weights + k, bytes);
             _tile_loadd(4, x + k * TILE, LINE);
             _tile_loadd(7, weights + TILE * depth + k, bytes);
@@ -148,9 +141,11 @@ static void add_up_plain(
 
 static void add_up(
     const Linear& a, int64_t, const BFloat16* x, int64_t rows, const BFloat16* weights, bool is_near,
-    Next next, float* sums) {
+    Ahead next, float* sums) {
     if (a.is_plain)
         add_up_plain(x, rows, weights, a.depth, next, sums);
+    else if (rows <= TILE && is_near)
+        add_up_tiles<false, true>(x, weights, a.depth, next, sums);
     else if (rows <= TILE)
         add_up_tiles<false, false>(x, weights, a.depth, next, sums);
     else if (is_near)
@@ -190,7 +185,7 @@ static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
 static void add_up(
     const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, const BFloat16* weights, bool,
-    Next, float* sums) {
+    Ahead, float* sums) {
     const BFloat16* x = rows_of(a, first_row);
     while (rows) {
         int64_t done;
@@ -218,17 +213,17 @@ static int64_t max_rows(int64_t depth) {
     return (blocks ? blocks : 1) * BLOCK_ROWS;
 }
 
-// The share of block `index` of `count` in asking for the next panel, which this thread is likely to
-// get. A single block of packed weights asks for what lies ahead as it goes.
-static Next next_share(const Linear& a, int64_t panel, int64_t index, int64_t count) {
-    if (count == 1 && !a.is_plain) return {nullptr, 0};
-    if (panel + 1 >= a.panels - (a.is_plain ? 1 : 0)) return {nullptr, 0};  // which may not be whole
-    const int64_t lines = (PAIRED_DEPTH + count - 1) / count;
-    const int64_t first = index * lines * (a.depth / PAIRED_DEPTH);
-    return {(const char*)panel_of(a, panel + 1) + first * LINE, lines};
+// What block `index` of `count` asks for meanwhile: its share of the panel that comes after `panel`.
+static Ahead next_share(
+    const Linear& a, const LinearPiece& p, int64_t panel, int64_t index, int64_t count) {
+    if (!p.has_next) return {};
+    return share_ahead(
+        panel_of(a, panel + 1), a.depth * PANEL * (int64_t)sizeof(BFloat16), a.depth / PAIRED_DEPTH,
+        index, count);
 }
 
-// A thread's scratch: the first row that it has arranged, plus one; sums of a block of rows, and of another
+// A thread's scratch: the first row that it has arranged, plus one, and the panel that it has asked for, plus
+// one; sums of a block of rows, and of another
 // panel where there are gates; the rows.
 constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
 constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
@@ -256,13 +251,13 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
     float *sums = scratch + SUMS_AT, *others = scratch + OTHERS_AT;
     BFloat16* arranged = (BFloat16*)(scratch + ROWS_AT);
     const int64_t count = (p.last_row - p.first_row + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    int64_t known, shaped = 0;
-    memcpy(&known, scratch, sizeof known);
-    if (known != p.first_row + 1) {
-        arrange(a, p.first_row, p.last_row, arranged);
-        known = p.first_row + 1;
-        memcpy(scratch, &known, sizeof known);
-    }
+    int64_t known[2], shaped = 0;
+    memcpy(known, scratch, sizeof known);
+    if (known[0] != p.first_row + 1) arrange(a, p.first_row, p.last_row, arranged);
+    const bool was_asked = known[1] == p.panel + 1;
+    known[0] = p.first_row + 1;
+    known[1] = p.has_next ? p.panel + 2 : 0;
+    memcpy(scratch, known, sizeof known);
     const BFloat16* weights = panel_of(a, p.panel);
     if (a.is_plain)
         weights = plain_panel(a, p.panel, arranged + whole_blocks(p.last_row - p.first_row) * a.depth);
@@ -272,18 +267,19 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         const BFloat16* x = arranged + index * BLOCK_ROWS * a.depth;
         const int64_t shape = a.is_plain ? BLOCK_ROWS : rows;
         if (shape != shaped) shape_for(shaped = shape);
-        add_up(a, first, x, rows, weights, index > 0, next_share(a, p.panel, index, count), sums);
+        const bool is_near = was_asked || index > 0;
+        add_up(a, first, x, rows, weights, is_near, next_share(a, p, p.panel, index, count), sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
         if (a.gate_panels) {
             const int64_t panel = p.panel + a.gate_panels;
             add_up(
-                a, first, x, rows, panel_of(a, panel), index > 0, next_share(a, panel, index, count),
-                others);
+                a, first, x, rows, panel_of(a, panel), is_near,
+                next_share(a, p, panel, index, count), others);
             scale_and_shift(a, panel, rows, others);
             gate(rows * PANEL, others, sums);
         }
-        write(a, {p.panel, first, first + rows}, sums);
+        write(a, {p.panel, first, first + rows, false}, sums);
     }
     finish_writing();
 #if defined(__AMX_BF16__)
