@@ -161,19 +161,22 @@ constexpr bool READS_PLAIN = false;
 // sums [ROWS, PANEL]
 template <int ROWS>
 static void add_up_rows(
-    const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, float* sums) {
+    const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, Ahead& next, float* sums) {
     __m512 s[ROWS][2];
     for (int r = 0; r < ROWS; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k += 2) {
-        const BFloat16* at = weights + k * PANEL;
-        __m512bh w[2];
-        memcpy(w, at, sizeof w);
-        for (int r = 0; r < ROWS; ++r) {
-            int32_t pair;
-            memcpy(&pair, x + r * stride + k, sizeof pair);
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            s[r][0] = _mm512_dpbf16_ps(s[r][0], both, w[0]);
-            s[r][1] = _mm512_dpbf16_ps(s[r][1], both, w[1]);
+    for (int64_t first = 0; first < depth; first += PAIRED_DEPTH) {
+        next.ask();
+        for (int64_t k = first; k < first + PAIRED_DEPTH; k += 2) {
+            const BFloat16* at = weights + k * PANEL;
+            __m512bh w[2];
+            memcpy(w, at, sizeof w);
+            for (int r = 0; r < ROWS; ++r) {
+                int32_t pair;
+                memcpy(&pair, x + r * stride + k, sizeof pair);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                s[r][0] = _mm512_dpbf16_ps(s[r][0], both, w[0]);
+                s[r][1] = _mm512_dpbf16_ps(s[r][1], both, w[1]);
+            }
         }
     }
     for (int r = 0; r < ROWS; ++r) memcpy(sums + r * PANEL, s[r], sizeof s[r]);
@@ -185,21 +188,21 @@ static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
 static void add_up(
     const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, const BFloat16* weights, bool,
-    Ahead, float* sums) {
+    Ahead next, float* sums) {
     const BFloat16* x = rows_of(a, first_row);
     while (rows) {
         int64_t done;
         // So many rows that their sums fill the registers; of 16, two times eight.
         if (rows >= 12 && rows != 16)
-            add_up_rows<12>(x, a.stride, weights, a.depth, sums), done = 12;
+            add_up_rows<12>(x, a.stride, weights, a.depth, next, sums), done = 12;
         else if (rows >= 8)
-            add_up_rows<8>(x, a.stride, weights, a.depth, sums), done = 8;
+            add_up_rows<8>(x, a.stride, weights, a.depth, next, sums), done = 8;
         else if (rows >= 4)
-            add_up_rows<4>(x, a.stride, weights, a.depth, sums), done = 4;
+            add_up_rows<4>(x, a.stride, weights, a.depth, next, sums), done = 4;
         else if (rows >= 2)
-            add_up_rows<2>(x, a.stride, weights, a.depth, sums), done = 2;
+            add_up_rows<2>(x, a.stride, weights, a.depth, next, sums), done = 2;
         else
-            add_up_rows<1>(x, a.stride, weights, a.depth, sums), done = 1;
+            add_up_rows<1>(x, a.stride, weights, a.depth, next, sums), done = 1;
         rows -= done;
         x += done * a.stride;
         sums += done * PANEL;
