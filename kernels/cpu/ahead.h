@@ -1,4 +1,4 @@
-// Memory that is asked for while something else is computed.
+// Weights that are asked for while others are multiplied.
 
 #pragma once
 
@@ -6,10 +6,13 @@
 
 namespace {
 
-// Eight parts of it at once, a few lines of each at a time: what fetches ahead by itself (the second
-// cache does, within pages) then has eight ends to go on from, and memory gives 1.35 times as much
-// as where the lines are asked for one after the other.
+// Eight parts of them at once, a few lines of each at a time: what fetches ahead by itself (the second
+// cache does, within pages) then has eight ends to go on from, and memory gives a third more than
+// where lines are asked for one after the other.
 constexpr int64_t PARTS_AHEAD = 8;
+
+// Bytes of a chunk: what is asked for must stay in the second cache until it is read.
+constexpr int64_t CHUNK_BYTES = 1 << 17;
 
 struct Ahead {
     const char* at;
@@ -24,14 +27,35 @@ struct Ahead {
     }
 };
 
-// Share `index` of `count` of `bytes`, a multiple of 512, for who asks `times` in turn.
-static inline Ahead share_ahead(
-    const void* at, int64_t bytes, int64_t times, int64_t index, int64_t count) {
-    const int64_t part_bytes = bytes / PARTS_AHEAD, whole = part_bytes / LINE;
-    const int64_t lines = (whole + times * count - 1) / (times * count);
-    const int64_t first = lines * times * index, left = whole - first;
-    if (left <= 0) return {};
-    return {(const char*)at + first * LINE, part_bytes, left, lines};
-}
+// A panel of weights, which is read chunk by chunk: each asks for the next one, the last one for the
+// first of the panel that comes after it.
+struct Panel {
+    const void* weights;
+    int64_t depth;     // inputs
+    int64_t bytes;     // for each of them
+    bool has_next;     // which lies behind it and is multiplied after it
+    int64_t index, count;  // of those that read this panel one after the other and share in asking
+
+    // Inputs of a chunk, a multiple of `step` unless there is but one.
+    int64_t chunk(int64_t step) const {
+        const int64_t chunks = (depth * bytes - 1) / CHUNK_BYTES + 1;
+        return (depth + chunks * step - 1) / (chunks * step) * step;
+    }
+
+    // For who multiplies inputs [first, last), a chunk, and asks `times`.
+    Ahead after(int64_t first, int64_t last, int64_t times) const {
+        const bool is_within = last < depth;
+        if (is_within ? index > 0 : !has_next) return {};
+        const int64_t size = last - first, left = is_within ? depth - last : depth;
+        const int64_t share = is_within ? 0 : index, shares = is_within ? 1 : count;
+        const int64_t part_lines = lesser(left, size) * bytes / (PARTS_AHEAD * LINE);
+        const int64_t lines = (part_lines + times * shares - 1) / (times * shares);
+        const int64_t begin = lines * times * share;
+        if (begin >= part_lines) return {};
+        return {
+            (const char*)weights + last * bytes + begin * LINE, part_lines * LINE,
+            part_lines - begin, lines};
+    }
+};
 
 }  // namespace

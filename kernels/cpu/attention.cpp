@@ -40,10 +40,6 @@ static int64_t round_up(int64_t n) {
     return (n + WIDTH - 1) / WIDTH * WIDTH;
 }
 
-static int64_t lesser(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
 static int64_t greater(int64_t a, int64_t b) {
     return a > b ? a : b;
 }

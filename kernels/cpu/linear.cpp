@@ -7,6 +7,7 @@
 
 #include "linear.h"
 
+#include "ahead.h"
 #include "outputs.h"
 #include "vector.h"
 
@@ -20,6 +21,7 @@ using aioengine::Weights;
 
 constexpr int64_t DEPTH = 128;   // of a panel's piece that is turned into floats at a time
 constexpr int64_t FEW_ROWS = 3;  // for which that does not pay
+constexpr int64_t STEPS = 16;    // from asking for weights to asking for more
 constexpr int COLUMNS = PANEL / WIDTH;
 constexpr int64_t LINEAR_ROWS = 96;  // of one piece, at most
 
@@ -30,34 +32,33 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 3;
 #endif
 
-// sums[r][c] += input[r][k] * weights[k][c] over `depth`, for ROWS rows and one panel. On every step
-// a cache line is asked for of what comes next.
+// sums[r][c] += input[r][k] * weights[k][c] over `depth`, for ROWS rows and one panel.
 template <int ROWS, class T>
 static inline void multiply_tile(
-    const float* input, int64_t stride, const T* weights, int64_t depth, float* sums,
-    const char* next) {
+    const float* input, int64_t stride, const T* weights, int64_t depth, Ahead& next,
+    float* sums) {
     Floats s[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) s[r][c] = load(sums + r * PANEL + c * WIDTH);
-    for (int64_t k = 0; k < depth; ++k) {
-        __builtin_prefetch(next + k * LINE);
-        Floats x[ROWS];
-        for (int r = 0; r < ROWS; ++r) x[r] = splat(input[r * stride + k]);
-        for (int c = 0; c < COLUMNS; ++c) {
-            const Floats w = load(weights + k * PANEL + c * WIDTH);
-            for (int r = 0; r < ROWS; ++r) s[r][c] += x[r] * w;
+    for (int64_t first = 0; first < depth; first += STEPS) {
+        next.ask();
+        for (int64_t k = first; k < lesser(first + STEPS, depth); ++k) {
+            Floats x[ROWS];
+            for (int r = 0; r < ROWS; ++r) x[r] = splat(input[r * stride + k]);
+            for (int c = 0; c < COLUMNS; ++c) {
+                const Floats w = load(weights + k * PANEL + c * WIDTH);
+                for (int r = 0; r < ROWS; ++r) s[r][c] += x[r] * w;
+            }
         }
     }
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) store(sums + r * PANEL + c * WIDTH, s[r][c]);
 }
 
-// `next`: what is multiplied after this, `next_size` bytes of it.
 template <class T>
 static void multiply_rows(
-    const float* input, int64_t stride, int64_t rows, const T* weights, int64_t depth, float* sums,
-    const char* next, int64_t next_size) {
-    const char* const end = next + next_size;
+    const float* input, int64_t stride, int64_t rows, const T* weights, int64_t depth, Ahead& next,
+    float* sums) {
     // A single row has too few sums to keep the CPU busy: instead of three and one, two and two.
     const bool is_even = TILE_ROWS == 3 && rows > 3 && rows % 3 == 1;
     const int64_t in_tiles = is_even ? rows - 4 : rows;
@@ -65,19 +66,18 @@ static void multiply_rows(
         const float* x = input + r * stride;
         float* s = sums + r * PANEL;
         if (r + TILE_ROWS <= in_tiles) {
-            multiply_tile<TILE_ROWS>(x, stride, weights, depth, s, next);
+            multiply_tile<TILE_ROWS>(x, stride, weights, depth, next, s);
             r += TILE_ROWS;
         } else if (TILE_ROWS > 4 && r + 4 <= rows) {
-            multiply_tile<4>(x, stride, weights, depth, s, next);
+            multiply_tile<4>(x, stride, weights, depth, next, s);
             r += 4;
         } else if (r + 2 <= rows) {
-            multiply_tile<2>(x, stride, weights, depth, s, next);
+            multiply_tile<2>(x, stride, weights, depth, next, s);
             r += 2;
         } else {
-            multiply_tile<1>(x, stride, weights, depth, s, next);
+            multiply_tile<1>(x, stride, weights, depth, next, s);
             r += 1;
         }
-        if (next < end) next += depth * LINE;
     }
 }
 
@@ -88,13 +88,20 @@ static void add_up(
     const int64_t rows = p.last_row - p.first_row;
     const float* input = a.input + p.first_row * a.input_stride;
     const T* weights = (const T*)a.packed + panel * a.depth * PANEL;
+    const Panel all = {weights, a.depth, PANEL * sizeof(T), p.has_next, 0, 1};
+    const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, chunk = all.chunk(DEPTH);
     memset(sums, 0, rows * PANEL * sizeof(float));
-    if (rows <= FEW_ROWS) {
-        multiply_rows(
-            input, a.input_stride, rows, weights, a.depth, sums, (const char*)weights, 0);
-    } else {
-        for (int64_t k = 0; k < a.depth; k += DEPTH) {
-            const int64_t depth = a.depth - k < DEPTH ? a.depth - k : DEPTH;
+    for (int64_t first = 0; first < a.depth; first += chunk) {
+        const int64_t last = lesser(first + chunk, a.depth);
+        Ahead next = all.after(first, last, (last - first + STEPS - 1) / STEPS * tiles);
+        if (rows <= FEW_ROWS) {
+            multiply_rows(
+                input + first, a.input_stride, rows, weights + first * PANEL, last - first, next,
+                sums);
+            continue;
+        }
+        for (int64_t k = first; k < last; k += DEPTH) {
+            const int64_t depth = lesser(DEPTH, last - k);
             const float* piece = wide;
             if constexpr (sizeof(T) == sizeof(float)) {
                 piece = weights + k * PANEL;
@@ -102,10 +109,7 @@ static void add_up(
                 for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
                     store(wide + i, load(weights + k * PANEL + i));
             }
-            multiply_rows(
-                input + k, a.input_stride, rows, piece, depth, sums,
-                (const char*)(weights + (k + depth) * PANEL),
-                depth * PANEL * (int64_t)sizeof(T));
+            multiply_rows(input + k, a.input_stride, rows, piece, depth, next, sums);
         }
     }
     scale_and_shift(a, panel, rows, sums);

@@ -38,7 +38,7 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 constexpr bool READS_PLAIN = true;
 
 // Inputs further on that are asked for: a tile's load waits for each of its lines.
-constexpr int64_t AHEAD = PAIRED_DEPTH;
+constexpr int64_t DISTANCE = PAIRED_DEPTH;
 
 // Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights; 0, 1 and 4 are of the upper 16 rows.
 static void shape_for(int64_t rows) {
@@ -68,11 +68,10 @@ static void arrange(const Linear& a, int64_t first_row, int64_t last_row, BFloat
     }
 }
 
-// sums [rows, PANEL] of a block of rows, for which the tiles have been shaped. `IS_NEAR`: the weights
+// sums [rows, PANEL] of a block of rows, for which the tiles have been shaped. `is_near`: the weights
 // were asked for or read before and are in the second cache.
-template <bool HAS_LOWER, bool IS_NEAR>
-static void add_up_tiles(
-    const BFloat16* x, const BFloat16* weights, int64_t depth, Ahead next, float* sums) {
+template <bool HAS_LOWER>
+static void add_up_tiles(const BFloat16* x, const Panel& panel, bool is_near, float* sums) {
     constexpr int64_t pair_bytes = 2 * PANEL * sizeof(BFloat16);
     constexpr int64_t sum_bytes = PANEL * sizeof(float);
     settle(x);
@@ -82,23 +81,26 @@ static void add_up_tiles(
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t k = 0; k < depth; k += PAIRED_DEPTH) {
-        const BFloat16 *w = weights + k * PANEL, *upper = x + k * BLOCK_ROWS;
-        for (int64_t i = 0; i < PAIRED_DEPTH; ++i) {
-            if (!IS_NEAR) __builtin_prefetch(w + (AHEAD + i) * PANEL);
-            if (HAS_LOWER || i < TILE)
-                __builtin_prefetch(upper + AHEAD * BLOCK_ROWS + i * PAIRED_DEPTH);
-        }
-        next.ask();
-        _tile_loadd(6, w, pair_bytes);
-        _tile_loadd(4, upper, LINE);
-        _tile_loadd(7, w + PANEL, pair_bytes);
-        if (HAS_LOWER) _tile_loadd(5, upper + TILE * PAIRED_DEPTH, LINE);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (HAS_LOWER) {
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+    const int64_t chunk = panel.chunk(PAIRED_DEPTH);
+    for (int64_t first = 0; first < panel.depth; first += chunk, is_near = true) {
+        const int64_t last = lesser(first + chunk, panel.depth);
+        Ahead next = panel.after(first, last, (last - first) / PAIRED_DEPTH);
+        for (int64_t k = first; k < last; k += PAIRED_DEPTH) {
+            const BFloat16* w = (const BFloat16*)panel.weights + k * PANEL;
+            const BFloat16* upper = x + k * BLOCK_ROWS;
+            if (!is_near) ask_for(w + DISTANCE * PANEL, PAIRED_DEPTH * PANEL * sizeof(BFloat16));
+            ask_for(upper + DISTANCE * BLOCK_ROWS, (HAS_LOWER ? 2 : 1) * TILE * LINE);
+            next.ask();
+            _tile_loadd(6, w, pair_bytes);
+            _tile_loadd(4, upper, LINE);
+            _tile_loadd(7, w + PANEL, pair_bytes);
+            if (HAS_LOWER) _tile_loadd(5, upper + TILE * PAIRED_DEPTH, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (HAS_LOWER) {
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
         }
     }
     _tile_stored(0, sums, sum_bytes);
@@ -112,7 +114,10 @@ static void add_up_tiles(
 // The same of plain weights [PANEL, depth], with a block of rows as `arrange_query` leaves it. To the same
 // bits, as a tile adds up its products by pairs of inputs either way.
 static void add_up_plain(
-    const BFloat16* x, int64_t rows, const BFloat16* weights, int64_t depth, Ahead next, float* sums) {
+    const BFloat16* x, int64_t rows, const Panel& panel, float* sums) {
+    const BFloat16* weights = (const BFloat16*)panel.weights;
+    const int64_t depth = panel.depth;
+    Ahead next = panel.after(0, depth, depth / PAIRED_DEPTH);
     const int64_t bytes = depth * (int64_t)sizeof(BFloat16);
     for (int64_t first = 0; first < rows; first += TILE, x += TILE * depth) {
         settle(x);
@@ -140,30 +145,27 @@ static void add_up_plain(
 }
 
 static void add_up(
-    const Linear& a, int64_t, const BFloat16* x, int64_t rows, const BFloat16* weights, bool is_near,
-    Ahead next, float* sums) {
+    const Linear& a, int64_t, const BFloat16* x, int64_t rows, const Panel& panel, bool is_near,
+    float* sums) {
     if (a.is_plain)
-        add_up_plain(x, rows, weights, a.depth, next, sums);
-    else if (rows <= TILE && is_near)
-        add_up_tiles<false, true>(x, weights, a.depth, next, sums);
+        add_up_plain(x, rows, panel, sums);
     else if (rows <= TILE)
-        add_up_tiles<false, false>(x, weights, a.depth, next, sums);
-    else if (is_near)
-        add_up_tiles<true, true>(x, weights, a.depth, next, sums);
+        add_up_tiles<false>(x, panel, is_near, sums);
     else
-        add_up_tiles<true, false>(x, weights, a.depth, next, sums);
+        add_up_tiles<true>(x, panel, is_near, sums);
 }
 
 #else
 
 constexpr bool READS_PLAIN = false;
 
-// sums [ROWS, PANEL]
+// sums [ROWS, PANEL] += x times weights
 template <int ROWS>
 static void add_up_rows(
-    const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, Ahead& next, float* sums) {
+    const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, Ahead& next,
+    float* sums) {
     __m512 s[ROWS][2];
-    for (int r = 0; r < ROWS; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
+    memcpy(s, sums, sizeof s);
     for (int64_t first = 0; first < depth; first += PAIRED_DEPTH) {
         next.ask();
         for (int64_t k = first; k < first + PAIRED_DEPTH; k += 2) {
@@ -179,33 +181,46 @@ static void add_up_rows(
             }
         }
     }
-    for (int r = 0; r < ROWS; ++r) memcpy(sums + r * PANEL, s[r], sizeof s[r]);
+    memcpy(sums, s, sizeof s);
 }
 
 static void shape_for(int64_t) {}
 
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
-static void add_up(
-    const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, const BFloat16* weights, bool,
-    Ahead next, float* sums) {
-    const BFloat16* x = rows_of(a, first_row);
+static void add_up_chunk(
+    const BFloat16* x, int64_t stride, int64_t rows, const BFloat16* weights, int64_t depth,
+    Ahead& next, float* sums) {
     while (rows) {
         int64_t done;
         // So many rows that their sums fill the registers; of 16, two times eight.
         if (rows >= 12 && rows != 16)
-            add_up_rows<12>(x, a.stride, weights, a.depth, next, sums), done = 12;
+            add_up_rows<12>(x, stride, weights, depth, next, sums), done = 12;
         else if (rows >= 8)
-            add_up_rows<8>(x, a.stride, weights, a.depth, next, sums), done = 8;
+            add_up_rows<8>(x, stride, weights, depth, next, sums), done = 8;
         else if (rows >= 4)
-            add_up_rows<4>(x, a.stride, weights, a.depth, next, sums), done = 4;
+            add_up_rows<4>(x, stride, weights, depth, next, sums), done = 4;
         else if (rows >= 2)
-            add_up_rows<2>(x, a.stride, weights, a.depth, next, sums), done = 2;
+            add_up_rows<2>(x, stride, weights, depth, next, sums), done = 2;
         else
-            add_up_rows<1>(x, a.stride, weights, a.depth, next, sums), done = 1;
+            add_up_rows<1>(x, stride, weights, depth, next, sums), done = 1;
         rows -= done;
-        x += done * a.stride;
+        x += done * stride;
         sums += done * PANEL;
+    }
+}
+
+static void add_up(
+    const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, const Panel& panel, bool,
+    float* sums) {
+    const int64_t chunk = panel.chunk(PAIRED_DEPTH);
+    memset(sums, 0, rows * PANEL * sizeof(float));
+    for (int64_t first = 0; first < a.depth; first += chunk) {
+        const int64_t last = lesser(first + chunk, a.depth);
+        Ahead next = panel.after(first, last, (last - first) / PAIRED_DEPTH);
+        add_up_chunk(
+            rows_of(a, first_row) + first, a.stride, rows,
+            (const BFloat16*)panel.weights + first * PANEL, last - first, next, sums);
     }
 }
 
@@ -216,18 +231,8 @@ static int64_t max_rows(int64_t depth) {
     return (blocks ? blocks : 1) * BLOCK_ROWS;
 }
 
-// What block `index` of `count` asks for meanwhile: its share of the panel that comes after `panel`.
-static Ahead next_share(
-    const Linear& a, const LinearPiece& p, int64_t panel, int64_t index, int64_t count) {
-    if (!p.has_next) return {};
-    return share_ahead(
-        panel_of(a, panel + 1), a.depth * PANEL * (int64_t)sizeof(BFloat16), a.depth / PAIRED_DEPTH,
-        index, count);
-}
-
-// A thread's scratch: the first row that it has arranged, plus one, and the panel that it has asked for, plus
-// one; sums of a block of rows, and of another
-// panel where there are gates; the rows.
+// A thread's scratch: the first row that it has arranged and the panel that it has asked for, each plus
+// one; sums of a block of rows, and of another panel where there are gates; the rows.
 constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
 constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
 
@@ -271,15 +276,15 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         const int64_t shape = a.is_plain ? BLOCK_ROWS : rows;
         if (shape != shaped) shape_for(shaped = shape);
         const bool is_near = was_asked || index > 0;
-        add_up(a, first, x, rows, weights, is_near, next_share(a, p, p.panel, index, count), sums);
+        constexpr int64_t bytes = PANEL * sizeof(BFloat16);
+        Panel panel = {weights, a.depth, bytes, p.has_next, index, count};
+        add_up(a, first, x, rows, panel, is_near, sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
         if (a.gate_panels) {
-            const int64_t panel = p.panel + a.gate_panels;
-            add_up(
-                a, first, x, rows, panel_of(a, panel), is_near,
-                next_share(a, p, panel, index, count), others);
-            scale_and_shift(a, panel, rows, others);
+            panel.weights = panel_of(a, p.panel + a.gate_panels);
+            add_up(a, first, x, rows, panel, is_near, others);
+            scale_and_shift(a, p.panel + a.gate_panels, rows, others);
             gate(rows * PANEL, others, sums);
         }
         write(a, {p.panel, first, first + rows, false}, sums);

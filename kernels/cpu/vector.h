@@ -28,6 +28,10 @@ namespace {
 constexpr int WIDTH = AIOENGINE_WIDTH;
 constexpr int64_t LINE = 64;  // bytes that memory is read by
 
+static inline int64_t lesser(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
 // Asks for `bytes` of what is read soon. Few lines at a time, between what is computed: a core waits for
 // a dozen at once, and then for the first of them.
 static inline void ask_for(const void* at, int64_t bytes) {
