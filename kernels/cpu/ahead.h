@@ -16,14 +16,14 @@ constexpr int64_t CHUNK_BYTES = 1 << 17;
 
 struct Ahead {
     const char* at;
-    int64_t part_bytes;
+    int64_t parts, part_bytes;
     int64_t left;   // lines of each part
     int64_t lines;  // of each part at a time
 
     void ask() {
         for (int64_t i = 0; i < lines && left; ++i, --left, at += LINE)
-            for (int64_t part = 0; part < PARTS_AHEAD; ++part)
-                __builtin_prefetch(at + part * part_bytes);
+            for (int64_t part = 0; part < parts; ++part)
+                __builtin_prefetch(at + part * part_bytes, 0, 2);  // the first cache is in use
     }
 };
 
@@ -48,12 +48,15 @@ struct Panel {
         if (is_within ? index > 0 : !has_next) return {};
         const int64_t size = last - first, left = is_within ? depth - last : depth;
         const int64_t share = is_within ? 0 : index, shares = is_within ? 1 : count;
-        const int64_t part_lines = lesser(left, size) * bytes / (PARTS_AHEAD * LINE);
-        const int64_t lines = (part_lines + times * shares - 1) / (times * shares);
+        // Who has much time asks for less at a time.
+        const int64_t all = lesser(left, size) * bytes / LINE, slots = times * shares;
+        int64_t parts = PARTS_AHEAD;
+        while (parts > 1 && parts / 2 * slots >= all) parts /= 2;
+        const int64_t part_lines = all / parts, lines = (part_lines + slots - 1) / slots;
         const int64_t begin = lines * times * share;
         if (begin >= part_lines) return {};
         return {
-            (const char*)weights + last * bytes + begin * LINE, part_lines * LINE,
+            (const char*)weights + last * bytes + begin * LINE, parts, part_lines * LINE,
             part_lines - begin, lines};
     }
 };
