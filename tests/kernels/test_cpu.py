@@ -394,6 +394,34 @@ def test_products(
     assert torch.equal(alone, found[:20]), "a row gets the same bits in any batch"
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_weights_of_several_chunks(
+    dtype: torch.dtype, is_gated: bool, instruction_set: str
+) -> None:
+    # So deep that the largest numbers make five chunks, the smallest two; the last one is shorter.
+    torch.manual_seed(0)
+    depth = 5024
+    if dtype is torch.int8:
+        weight, scales = torch.randint(-9, 10, (192, depth), dtype=dtype), torch.rand(192)
+        exact = weight.double() * scales.double()[:, None]
+    else:
+        weight, scales = torch.randn(192, depth).to(dtype), None
+        exact = weight.double()
+    layer = NativeLinear(weight, None, scales)
+    x = torch.randn(70, depth).to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
+    wanted = linear(x.double(), exact)
+    if is_gated:
+        gates, others = wanted.chunk(2, -1)
+        wanted = silu(gates) * others
+    options = (Activation.SILU, True) if is_gated else ()
+    found = layer(x, *options)
+    bound = LINEAR_TOLERANCE[x.dtype] * float(wanted.abs().max())
+    torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
+    for first, last in ((0, 1), (1, 3), (3, 20), (20, 53)):
+        assert torch.equal(layer(x[first:last], *options), found[first:last])
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16, 100])
 @pytest.mark.parametrize(
     ("activation", "formula"),
