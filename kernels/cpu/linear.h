@@ -38,7 +38,6 @@ struct Linear {
     // 0, or how many panels there are of gates: each is activated and multiplied by an output of
     // the panel that comes so many after it.
     int64_t gate_panels;
-    int64_t panels;  // of the weight
 };
 
 // Rows [first_row, last_row) of one panel's outputs, and of its partner's where there are gates.

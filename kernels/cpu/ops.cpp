@@ -194,7 +194,8 @@ Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
 
 // Runs `work(i, has_next, scratch)` for each i in [0, count) on torch's threads. Each goes through a part
 // of its own, in order (`has_next`: i + 1 is likely to follow), so that what lies behind each other is
-// read by one; who has done takes from the others' parts. Each has `num_floats` of scratch, aligned, which begin with 64 bytes of zeros.
+// read by one; who has done takes from the others' parts. Each has `num_floats` of scratch, aligned,
+// which begin with 64 bytes of zeros.
 template <class Work>
 void share_out(int64_t count, int64_t num_floats, const Work& work) {
     struct alignas(64) Part {
@@ -598,7 +599,6 @@ Tensor multiply(
     const int64_t panels = is_gated ? a.gate_panels : panels_of_all;
     const int64_t max_rows = kernels.max_rows(a.depth);
     const int64_t parts = (a.rows + max_rows - 1) / max_rows;
-    a.panels = panels_of_all;
     share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, bool has_next, float* scratch) {
         const int64_t first = i / panels * a.rows / parts;
         const int64_t last = (i / panels + 1) * a.rows / parts;
