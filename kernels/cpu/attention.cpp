@@ -10,7 +10,8 @@
 
 #include <math.h>
 
-#include "columns.h"
+#include "lanes.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -23,7 +24,7 @@ using aioengine::SEGMENT;
 
 constexpr int64_t KEYS = 64;         // in a tile
 constexpr int64_t FEW_ROWS = 8;      // for which keys are not worth being converted once
-constexpr int64_t MANY_ROWS = 9;     // for which vectors of rows pay, if there are tiles
+constexpr int64_t MANY_ROWS = 9;     // for which vectors of rows pay in bfloat16
 constexpr int64_t PARTIAL_HEAD = 2;  // floats before a partial result's values
 constexpr float NOTHING = -INFINITY;
 
@@ -50,7 +51,7 @@ struct Scratch {
     float *out, *largest, *total;                  // of a segment: [rows, value_dim], [rows], [rows]
     float *sum_out, *sum_largest, *sum_total;      // of all segments so far
     float *scores, *keys, *values;                 // [rows, KEYS], [KEYS, key_dim], [KEYS, value_dim]
-    BFloat16* columns;                             // the query as tiles read it
+    BFloat16* columns;                             // the query as bfloat16 is read
     float* turned;                                 // `out` by blocks of rows: [value_dim, 16] each
     float* some_rows;                              // [16, KEYS]
     BFloat16* weights;                             // [KEYS / 2, 16, 2]
@@ -58,7 +59,7 @@ struct Scratch {
 };
 
 static Scratch divide(const Attention& a, int64_t rows, float* memory) {
-    rows = (rows + 15) / 16 * 16;  // as many as fill tiles of AMX
+    rows = (rows + 15) / 16 * 16;  // as many as fill blocks
     const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
     Scratch s;
     s.query = memory;
@@ -127,38 +128,11 @@ static inline void dot_tile(
     for (int r = 0; r < ROWS; ++r) sum_four(sums[r], scores + r * KEYS);
 }
 
-#if defined(__AVX512BF16__)
-// The same in bfloat16: two products and their sum at a time, without conversions.
-template <int ROWS>
-static inline void dot_tile(
-    const BFloat16* query, int64_t stride, const BFloat16* const* keys, int64_t dim,
-    float* scores) {
-    __m512 sums[ROWS][TILE_COLUMNS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int n = 0; n < TILE_COLUMNS; ++n) sums[r][n] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
-        __m512bh q[ROWS];
-        for (int r = 0; r < ROWS; ++r) memcpy(&q[r], query + r * stride + d, sizeof q[r]);
-        for (int n = 0; n < TILE_COLUMNS; ++n) {
-            __m512bh k;
-            memcpy(&k, keys[n] + d, sizeof k);
-            for (int r = 0; r < ROWS; ++r) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], q[r], k);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-        Floats found[TILE_COLUMNS];
-        for (int n = 0; n < TILE_COLUMNS; ++n) found[n] = (Floats)sums[r][n];
-        sum_four(found, scores + r * KEYS);
-    }
-}
-constexpr int64_t PAIRED = 2 * WIDTH;  // what a key's width must be a multiple of
-#endif
-
 // `keys` has room for four after the last; a tile beyond the end repeats the last key. `next`: as many
 // rows that are read after them.
-template <class Q, class T>
+template <class T>
 static void dot(
-    const Q* query, int64_t rows, int64_t dim, const T** keys, int64_t count, const T* const* next,
+    const float* query, int64_t rows, int64_t dim, const T** keys, int64_t count, const T* const* next,
     float* scores) {
     const int64_t whole = (count + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
     for (int64_t n = count; n < whole; ++n) keys[n] = keys[count - 1];
@@ -181,18 +155,25 @@ static inline void weigh_tile(
     const float* weights, const T* const* values, int64_t count, const T* const* next, int64_t at,
     float* out, int64_t stride) {
     Floats sums[ROWS][COLUMNS];
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load(out + r * stride + at + c * WIDTH);
     for (int64_t n = 0; n < count; ++n) {
         if (next) ask_for(next[n] + at, COLUMNS * WIDTH * sizeof(T));
         Floats w[ROWS];
+#pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) w[r] = splat(weights[r * KEYS + n]);
+#pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) {
             const Floats v = load(values[n] + at + c * WIDTH);
+#pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) sums[r][c] += w[r] * v;
         }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) store(out + r * stride + at + c * WIDTH, sums[r][c]);
 }
 
@@ -357,7 +338,7 @@ static void write_row(const float* from, int64_t dim, float factor, T* to) {
 // apart, and to write a part of a line is to read it first. Of few tokens the caches keep them.
 static bool is_streamed(const Attention& a, int64_t rows) {
 #if defined(__AVX512BF16__)
-    const bool has_lines = a.value_dim % PAIRED == 0 && (uintptr_t)a.out % 64 == 0;
+    const bool has_lines = a.value_dim % TILE_DEPTH == 0 && (uintptr_t)a.out % 64 == 0;
     return a.number == Number::BFloat16 && rows >= MANY_ROWS && has_lines;
 #else
     return (void)a, (void)rows, false;
@@ -366,7 +347,7 @@ static bool is_streamed(const Attention& a, int64_t rows) {
 
 static void stream_row(const float* from, int64_t dim, float factor, BFloat16* to) {
 #if defined(__AVX512BF16__)
-    for (int64_t d = 0; d < dim; d += PAIRED) {
+    for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
         const Floats low = load(from + d) * factor, high = load(from + d + WIDTH) * factor;
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
         _mm512_stream_si512((__m512i*)(to + d), both);
@@ -376,46 +357,18 @@ static void stream_row(const float* from, int64_t dim, float factor, BFloat16* t
 #endif
 }
 
-template <class T>
-static void dot_query(
-    const Scratch& s, bool is_paired, int64_t rows, int64_t dim, const T** keys, int64_t count,
-    const T* const* next) {
-#if defined(__AVX512BF16__)
-    if constexpr (sizeof(T) == sizeof(BFloat16)) {
-        if (is_paired) {
-            dot(
-                (const BFloat16*)s.query, rows, dim, (const BFloat16**)keys, count,
-                (const BFloat16* const*)next, s.scores);
-            return;
-        }
-    }
-#endif
-    (void)is_paired;
-    dot(s.query, rows, dim, keys, count, next, s.scores);
-}
-
-// Whether a key's width lets scores be computed in bfloat16 alone.
-template <class T>
-static bool has_pairs(const Attention& a) {
-#if defined(__AVX512BF16__)
-    return a.number == Number::BFloat16 && a.key_dim % PAIRED == 0;
-#else
-    return (void)a, false;
-#endif
-}
-
-// Whether scores and sums are computed by tiles. So they are then for any number of rows, as the same
+// Whether products are of bfloat16 (tiles.h, lanes.h). So they are then for any number of rows, as the same
 // token must come to the same bits with others and alone.
 template <class T>
-static bool has_tiles(const Attention& a) {
-#if defined(__AMX_BF16__)
-    return has_pairs<T>(a) && a.value_dim % TILE == 0;
+static bool is_narrow(const Attention& a) {
+#if defined(__AVX512BF16__)
+    return a.number == Number::BFloat16 && a.key_dim % TILE_DEPTH == 0 && a.value_dim % TILE == 0;
 #else
     return (void)a, false;
 #endif
 }
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 static_assert(TILE_KEYS == KEYS);
 
 // Where each 16 rows of a tile lie in a cache; where these do not lie in one block, or some are not
@@ -457,22 +410,6 @@ static const TileRows* keys_after(
         found[i] = {(const BFloat16*)a.key_cache + at + head * a.key_strides[2], a.key_strides[1]};
     }
     return found;
-}
-
-// The weighted sums of one tile of keys, added to the rows' own. Weights lie where scores lay.
-static void weigh_tile_rows(
-    const Attention& a, const Scratch& s, const TileRows* values, const TileRows* next, int64_t rows,
-    int64_t count) {
-    if (rows > 2) {
-        arrange_values(values, count, a.value_dim, (BFloat16*)s.values);
-        weigh_tiles(s.scores, rows, (const BFloat16*)s.values, count, a.value_dim, s.out);
-        return;
-    }
-    round_weights(s.scores, rows);
-    if (rows == 2)
-        weigh_few<2>(s.scores, values, count, next, a.value_dim, s.out);
-    else
-        weigh_few<1>(s.scores, values, count, next, a.value_dim, s.out);
 }
 #endif
 
@@ -520,7 +457,12 @@ static void hide(Range seen, float* scores) {
     for (int64_t n = seen.last; n < KEYS; ++n) scores[n] = NOTHING;
 }
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
+// Room for a tile of keys, behind copies of those that do not lie side by side.
+static BFloat16* key_memory(const Attention& a, const Scratch& s) {
+    return (BFloat16*)s.keys + KEYS * a.key_dim;
+}
+
 // What the rows of a block see by order and window, of the keys [begin, begin + count).
 struct BlockSeen {
     int32_t first[BLOCK], last[BLOCK];
@@ -559,12 +501,12 @@ static void attend_to_columns(
     const bool has_own_rules = is_decorated(a) || (a.block_ids && a.is_causal);
     BFloat16* turned_values = (BFloat16*)s.values;
     turn_values(values, count, a.value_dim, turned_values);
-    settle(s.columns);
+    const auto* turned_keys = turn_keys(keys, a.key_dim, count, key_memory(a, s));
     for (int64_t first = 0; first < rows; first += BLOCK) {
         float* out = s.turned + first * a.value_dim;
         const BlockSeen seen = seen_by_block(a, p, first, rows, begin, skipped, count);
         if (!has_own_rules && !seen.is_any) continue;
-        dot_columns(s.columns + first * a.key_dim, a.key_dim, keys, count, s.scores);
+        dot_columns(s.columns + first * a.key_dim, a.key_dim, turned_keys, count, s.scores);
         if (has_own_rules) {
             columns_to_rows(s.scores, KEYS, KEYS, s.some_rows);
             for (int64_t r = 0; r < lesser(BLOCK, rows - first); ++r) {
@@ -582,7 +524,7 @@ static void attend_to_columns(
     }
 }
 
-// One tile of keys by tiles: keys and values are read where they lie.
+// One tile of keys in bfloat16.
 static void attend_to_tile_rows(
     const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,
     int64_t count) {
@@ -599,14 +541,15 @@ static void attend_to_tile_rows(
     }
     TileRows memory[KEYS / TILE];
     const TileRows* next = keys_after(a, p, begin, memory);
-    dot_tiles(s.columns, rows, a.key_dim, keys, count, values, s.values, s.scores);
+    dot_rows(s.columns, rows, a.key_dim, keys, count, values, key_memory(a, s), s.scores);
     for (int64_t r = 0; r < rows; ++r) {
         float* scores = s.scores + r * KEYS;
         hide(decorate(a, p, r, begin, skipped, count, scores), scores);
         soften_row(
             scores, scale_of(a), s.largest + r, s.total + r, s.out + r * a.value_dim, a.value_dim);
     }
-    weigh_tile_rows(a, s, values, next, rows, count);
+    weigh_rows(
+        s.scores, rows, values, count, next, a.value_dim, (BFloat16*)s.values, s.out);
 }
 #endif
 
@@ -616,22 +559,21 @@ template <class T>
 static void attend_to_tile(
     const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,
     int64_t count, Tile<T>& tile) {
-#if defined(__AMX_BF16__)
-    if (has_tiles<T>(a)) {
+#if defined(__AVX512BF16__)
+    if (is_narrow<T>(a)) {
         attend_to_tile_rows(a, p, s, begin, skipped, count);
         return;
     }
 #endif
     const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
     const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
-    const bool is_paired = has_pairs<T>(a);
     const bool is_converted_once = sizeof(T) < sizeof(float) && rows > FEW_ROWS;
     if (begin <= p.key_begin) find_rows(a, p, begin, skipped, count, tile);
     Tile<float> wide;
     Tile<T> coming;
     const T* const* next = find_coming(a, p, begin, coming) ? coming.keys : nullptr;
-    if (is_paired || (key_dim == a.key_dim && !is_converted_once)) {
-        dot_query(s, is_paired, rows, key_dim, tile.keys, count, tile.values);
+    if (key_dim == a.key_dim && !is_converted_once) {
+        dot(s.query, rows, key_dim, tile.keys, count, tile.values, s.scores);
     } else {
         widen_rows(tile.keys, count, a.key_dim, s.keys, wide.keys);
         dot(s.query, rows, key_dim, wide.keys, count, (const float* const*)nullptr, s.scores);
@@ -684,8 +626,8 @@ static const T* query_row(const Attention& a, const Piece& p, int64_t row) {
 template <class T>
 static void read_query(const Attention& a, const Piece& p, const Scratch& s) {
     const int64_t rows = p.num_tokens * (a.heads / a.kv_heads), key_dim = round_up(a.key_dim);
-#if defined(__AMX_BF16__)
-    if (has_tiles<T>(a)) {
+#if defined(__AVX512BF16__)
+    if (is_narrow<T>(a)) {
         const auto row_at = [&](int64_t r) { return query_row<BFloat16>(a, p, r); };
         arrange_query(row_at, rows, a.key_dim, s.columns);
         return;
@@ -693,10 +635,7 @@ static void read_query(const Attention& a, const Piece& p, const Scratch& s) {
 #endif
     for (int64_t r = 0; r < rows; ++r) {
         const T* query = query_row<T>(a, p, r);
-        if (has_pairs<T>(a))
-            memcpy((T*)s.query + r * key_dim, query, key_dim * sizeof(T));
-        else
-            widen(query, a.key_dim, s.query + r * key_dim);
+        widen(query, a.key_dim, s.query + r * key_dim);
     }
 }
 
@@ -715,10 +654,10 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
         s.sum_out = s.out;
     }
     read_query<T>(a, p, s);
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
     const unsigned rounding = _mm_getcsr();
-    if (has_tiles<T>(a)) {
-        shape_tiles(whole_tiles());
+    if (is_narrow<T>(a)) {
+        begin_attention();
         _mm_setcsr(rounding | 0x8040);  // as tiles do: what is too small to be normal is zero
     }
 #endif
@@ -728,8 +667,8 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
     float* partial = a.partial + p.partial;
     while (key < p.key_end) {
         const int64_t segment_end = lesser((key / SEGMENT + 1) * SEGMENT, p.key_end);
-#if defined(__AMX_BF16__)
-        const bool has_columns = has_tiles<T>(a) && rows >= MANY_ROWS;
+#if defined(__AVX512BF16__)
+        const bool has_columns = is_narrow<T>(a) && rows >= MANY_ROWS;
         const int64_t padded = (rows + BLOCK - 1) / BLOCK * BLOCK;
         clear(
             s.largest, s.total, has_columns ? s.turned : s.out, has_columns ? padded : rows, stride);
@@ -743,10 +682,10 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
             attend_to_tile<T>(a, p, s, key - skipped, skipped, count, tile);
             key += count - skipped;
         }
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
         for (int64_t r = 0; r < padded && has_columns; r += BLOCK)
             columns_to_rows(s.turned + r * stride, stride, stride, s.out + r * stride);
-        for (int64_t r = 0; r < rows && has_tiles<T>(a); ++r) s.largest[r] *= scale_of(a);
+        for (int64_t r = 0; r < rows && is_narrow<T>(a); ++r) s.largest[r] *= scale_of(a);
 #endif
         for (int64_t r = 0; r < rows; ++r) {
             const float* out = s.out + r * stride;
@@ -761,10 +700,10 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
             partial += size;
         }
     }
-#if defined(__AMX_BF16__)
-    if (has_tiles<T>(a)) {
+#if defined(__AVX512BF16__)
+    if (is_narrow<T>(a)) {
         _mm_setcsr(rounding);
-        _tile_release();
+        end_attention();
     }
 #endif
     if (is_whole) write_out(a, p, s, rows);
@@ -841,9 +780,9 @@ static void attend(const Attention& a, const Piece& p, float* memory) {
     }
 }
 
-// What is done once for a tile of keys is shared by more rows where tiles leave little else to do.
+// What is done once for a tile of keys is shared by more rows where products of bfloat16 leave little else to do.
 static int64_t max_rows(const Attention& a) {
-    return has_tiles<BFloat16>(a) ? 128 : 64;
+    return is_narrow<BFloat16>(a) ? 128 : 64;
 }
 
 static int64_t scratch_floats(const Attention& a, int64_t max_rows) {

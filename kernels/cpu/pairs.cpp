@@ -165,23 +165,32 @@ static void add_up_rows(
     const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, Ahead& next,
     float* sums) {
     __m512 s[ROWS][2];
-    memcpy(s, sums, sizeof s);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+        s[r][0] = _mm512_loadu_ps(sums + r * PANEL);
+        s[r][1] = _mm512_loadu_ps(sums + r * PANEL + WIDTH);
+    }
     for (int64_t first = 0; first < depth; first += PAIRED_DEPTH) {
         next.ask();
         for (int64_t k = first; k < first + PAIRED_DEPTH; k += 2) {
             const BFloat16* at = weights + k * PANEL;
-            __m512bh w[2];
-            memcpy(w, at, sizeof w);
+            const __m512bh low = (__m512bh)_mm512_loadu_si512(at);
+            const __m512bh high = (__m512bh)_mm512_loadu_si512(at + 2 * WIDTH);
+#pragma GCC unroll 12
             for (int r = 0; r < ROWS; ++r) {
                 int32_t pair;
                 memcpy(&pair, x + r * stride + k, sizeof pair);
                 const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                s[r][0] = _mm512_dpbf16_ps(s[r][0], both, w[0]);
-                s[r][1] = _mm512_dpbf16_ps(s[r][1], both, w[1]);
+                s[r][0] = _mm512_dpbf16_ps(s[r][0], both, low);
+                s[r][1] = _mm512_dpbf16_ps(s[r][1], both, high);
             }
         }
     }
-    memcpy(sums, s, sizeof s);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+        _mm512_storeu_ps(sums + r * PANEL, s[r][0]);
+        _mm512_storeu_ps(sums + r * PANEL + WIDTH, s[r][1]);
+    }
 }
 
 static void shape_for(int64_t) {}

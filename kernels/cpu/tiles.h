@@ -1,20 +1,14 @@
-// Scores and weighted sums of one tile of keys by AMX, in bfloat16: 16 rows at a time, by 16 keys or
-// 16 numbers of the values. Rows are padded to 16; what comes of the padding is not read.
+// Products of bfloat16 by tiles (AMX): 16 rows at a time, by 16 outputs, keys or numbers of values. Rows
+// are padded to 16; what comes of the padding is not read. lanes.h has what is here for attention by
+// vectors.
 
 #pragma once
 
-#include <math.h>
-
-#include "vector.h"
+#include "narrow.h"
 
 #if defined(__AMX_BF16__)
 
 namespace {
-
-constexpr int64_t TILE = 16;       // rows of a tile, and its 32-bit columns
-constexpr int64_t TILE_DEPTH = 32;  // numbers of bfloat16 in a row of a tile
-constexpr int64_t TILE_BYTES = 64;  // in a row of a tile
-constexpr int64_t TILE_KEYS = 64;
 
 // As _tile_loadconfig reads them.
 struct __attribute__((packed)) TileShapes {
@@ -44,69 +38,21 @@ static inline void shape_tiles(const TileShapes& shapes) {
     _tile_loadconfig(&shapes);
 }
 
-// x[i][j], 32 bits each, becomes x[j][i].
-static inline void transpose(__m512i* x) {
-    __m512i y[16];
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    // Now x[4 a + b] has, in its four quarters, columns b, 4 + b, 8 + b and 12 + b of rows 4 a on.
-    for (int b = 0; b < 4; ++b) {
-        y[b] = _mm512_shuffle_i32x4(x[b], x[4 + b], 0x88);
-        y[4 + b] = _mm512_shuffle_i32x4(x[b], x[4 + b], 0xdd);
-        y[8 + b] = _mm512_shuffle_i32x4(x[8 + b], x[12 + b], 0x88);
-        y[12 + b] = _mm512_shuffle_i32x4(x[8 + b], x[12 + b], 0xdd);
-    }
-    for (int b = 0; b < 4; ++b) {
-        x[b] = _mm512_shuffle_i32x4(y[b], y[8 + b], 0x88);
-        x[8 + b] = _mm512_shuffle_i32x4(y[b], y[8 + b], 0xdd);
-        x[4 + b] = _mm512_shuffle_i32x4(y[4 + b], y[12 + b], 0x88);
-        x[12 + b] = _mm512_shuffle_i32x4(y[4 + b], y[12 + b], 0xdd);
-    }
+static inline void begin_attention() {
+    shape_tiles(whole_tiles());
 }
 
-// Rows [rows, dim] of a query, which `row_at` finds, to [blocks of 16 rows, dim / 2, 16, 2] at `to`.
-template <class RowAt>
-static inline void arrange_query(const RowAt& row_at, int64_t rows, int64_t dim, BFloat16* to) {
-    for (int64_t first = 0; first < rows; first += TILE) {
-        const int64_t left = rows - first < TILE ? rows - first : TILE;
-        const BFloat16* at[TILE];
-        for (int64_t i = 0; i < left; ++i) at[i] = row_at(first + i);
-        for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            __m512i x[16] = {};
-            for (int64_t i = 0; i < left; ++i) x[i] = _mm512_loadu_si512(at[i] + d);
-            transpose(x);
-            memcpy(to + first * dim + d * TILE, x, sizeof x);
-        }
-    }
-}
-
-// Where 16 keys, or their values, lie.
-struct TileRows {
-    const BFloat16* at;
-    int64_t stride;  // from one to the next, in numbers
-};
-
-// Asks for COUNT lines of each of `num_rows` rows, from number `at` of row `first` on.
-template <int COUNT = 1>
-static inline void ask_for(const TileRows& rows, int64_t first, int64_t num_rows, int64_t at) {
-    const BFloat16* row = rows.at + first * rows.stride + at;
-    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride) ask_for(row, COUNT * LINE);
+static inline void end_attention() {
+    _tile_release();
 }
 
 // scores [rows, TILE_KEYS] of the first `count` keys. Keys are rows here and the query's rows are
 // columns, so that keys are read where they lie. `next`: as many rows that are read after them;
-// `columns`: room for 16 by 16 floats.
-static inline void dot_tiles(
+// `memory`: room for TILE_KEYS keys.
+static inline void dot_rows(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
-    const TileRows* next, float* columns, float* scores) {
+    const TileRows* next, BFloat16* memory, float* scores) {
+    float* columns = (float*)memory;
     settle(query);
     for (int64_t r = 0; r < rows; r += TILE) {
         const BFloat16* columns_of = query + r * dim;
@@ -139,44 +85,11 @@ static inline void dot_tiles(
     }
 }
 
-// Values [count, dim] to [TILE_KEYS / 2, dim, 2] at `to`, with zeros to whole tiles.
-static inline void arrange_values(
-    const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
-    const __m512i low = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-        35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const int64_t whole = count > TILE_DEPTH ? TILE_KEYS : TILE_DEPTH;
-    for (int64_t n = 0; n < whole; n += 2) {
-        const TileRows& rows = values[n / TILE];
-        const BFloat16* first_row = rows.at + n % TILE * rows.stride;
-        for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            const __mmask32 inside = dim - d < TILE_DEPTH ? 0xffff : 0xffffffff;
-            __m512i pair[2] = {};
-            for (int64_t i = 0; i < 2; ++i)
-                if (n + i < count)
-                    pair[i] = _mm512_maskz_loadu_epi16(inside, first_row + i * rows.stride + d);
-            const __m512i first = _mm512_permutex2var_epi16(pair[0], low, pair[1]);
-            memcpy(to + n * dim + 2 * d, &first, TILE_BYTES);
-            if (dim - d < TILE_DEPTH) break;
-            const __m512i second = _mm512_permutex2var_epi16(pair[0], high, pair[1]);
-            memcpy(to + n * dim + 2 * d + TILE_DEPTH, &second, TILE_BYTES);
-        }
-    }
-}
-
 // out [rows, dim] += weights [rows, TILE_KEYS] times values, as `arrange_values` has left them. The
 // weights become bfloat16 where they lie.
 static inline void weigh_tiles(
     float* weights, int64_t rows, const BFloat16* values, int64_t count, int64_t dim, float* out) {
-    for (int64_t r = 0; r < rows; ++r) {
-        float* row = weights + r * TILE_KEYS;
-        __m512 x[4];
-        memcpy(x, row, sizeof x);
-        const __m512bh rounded[2] = {
-            _mm512_cvtne2ps_pbh(x[1], x[0]), _mm512_cvtne2ps_pbh(x[3], x[2])};
-        memcpy(row, rounded, sizeof rounded);
-    }
+    narrow_weights(weights, rows);
     settle(weights);
     constexpr int64_t weight_bytes = TILE_KEYS * sizeof(float);
     const int64_t out_bytes = dim * (int64_t)sizeof(float), pair_bytes = 2 * dim * (int64_t)2;
@@ -288,40 +201,137 @@ static inline void weigh_few(
     if (at < dim) weigh_rest<ROWS>(weights, values, count, dim, at, out);
 }
 
-// Turns a row's scores [TILE_KEYS], times `scale`, into weights relative to its new maximum, and brings
-// the row's running sums to that maximum.
-static inline void soften_row(
-    float* scores, float scale, float* largest, float* total, float* out, int64_t dim) {
-    const __m512 to_powers = _mm512_set1_ps(scale * LOG2_E);
-    __m512 x[4];
-    memcpy(x, scores, sizeof x);
-    __m512 top = _mm512_max_ps(x[0], _mm512_set1_ps(-INFINITY));
-    for (int i = 1; i < 4; ++i) top = _mm512_max_ps(x[i], top);
-    const float highest = _mm512_reduce_max_ps(top);
-    const float before = *largest, now = highest > before ? highest : before;
-    __m512 factor = _mm512_set1_ps(1);
-    if (now != before) {
-        const __m512 less = _mm512_sub_ps(_mm512_set1_ps(before), _mm512_set1_ps(now));
-        factor = power_of_two(_mm512_mul_ps(less, to_powers));
-        for (int64_t d = 0; d < dim; d += TILE)
-            _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), factor));
-        *largest = now;
-    }
-    const __m512 least = now == -INFINITY ? _mm512_setzero_ps()  // it has seen nothing yet
-                                          : _mm512_mul_ps(_mm512_set1_ps(now), to_powers);
-    for (int i = 0; i < 4; ++i) x[i] = power_of_two(_mm512_fmsub_ps(x[i], to_powers, least));
-    memcpy(scores, x, sizeof x);
-    const __m512 sums = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
-    const __m512 sum = _mm512_set1_ps(_mm512_reduce_add_ps(sums));
-    *total = _mm512_cvtss_f32(_mm512_fmadd_ps(_mm512_set1_ps(*total), factor, sum));
-}
-
 // Rounds weights [rows, TILE_KEYS] to bfloat16 and leaves them floats.
 static inline void round_weights(float* weights, int64_t rows) {
     for (int64_t i = 0; i < rows * TILE_KEYS; i += WIDTH) {
         BFloat16 narrow[WIDTH];
         store(narrow, load(weights + i));
         store(weights + i, load(narrow));
+    }
+}
+
+
+// out [rows, dim] += weights [rows, TILE_KEYS], which are rounded, times the first `count` values. `next`:
+// [TILE_KEYS] keys that are read after them, or null; `memory`: room for TILE_KEYS values.
+static inline void weigh_rows(
+    float* weights, int64_t rows, const TileRows* values, int64_t count, const TileRows* next,
+    int64_t dim, BFloat16* memory, float* out) {
+    if (rows > 2) {
+        arrange_values(values, count, nullptr, dim, memory);
+        weigh_tiles(weights, rows, memory, count, dim, out);
+        return;
+    }
+    round_weights(weights, rows);
+    if (rows == 2)
+        weigh_few<2>(weights, values, count, next, dim, out);
+    else
+        weigh_few<1>(weights, values, count, next, dim, out);
+}
+
+// Keys as `dot_columns` reads them: where they lie.
+static inline const TileRows* turn_keys(const TileRows* keys, int64_t, int64_t, BFloat16*) {
+    return keys;
+}
+
+// Scores [TILE_KEYS, BLOCK] of the first `count` keys, of a block of a query as `arrange_query` leaves
+// it; of what comes after those keys nothing is known.
+static inline void dot_columns(
+    const BFloat16* query, int64_t dim, const TileRows* keys, int64_t count, float* scores) {
+    settle(query);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
+        const auto bytes = [&](int64_t n) { return keys[n].stride * (int64_t)sizeof(BFloat16); };
+        _tile_loadd(7, query + d * TILE, TILE_BYTES);
+        _tile_loadd(4, keys[0].at + d, bytes(0));
+        if (count > TILE) _tile_loadd(5, keys[1].at + d, bytes(1));
+        _tile_dpbf16ps(0, 4, 7);
+        if (count > 2 * TILE) _tile_loadd(6, keys[2].at + d, bytes(2));
+        if (count > TILE) _tile_dpbf16ps(1, 5, 7);
+        if (count > 3 * TILE) _tile_loadd(4, keys[3].at + d, bytes(3));
+        if (count > 2 * TILE) _tile_dpbf16ps(2, 6, 7);
+        if (count > 3 * TILE) _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, scores, TILE_BYTES);
+    _tile_stored(1, scores + TILE * BLOCK, TILE_BYTES);
+    _tile_stored(2, scores + 2 * TILE * BLOCK, TILE_BYTES);
+    _tile_stored(3, scores + 3 * TILE * BLOCK, TILE_BYTES);
+}
+
+// Values [count, dim] as tiles of [halves of the keys, dim / 16, 16 numbers, 32 keys] at `to`, with zeros
+// to whole tiles.
+static inline void turn_values(const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
+    const __m512i low = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+        35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int64_t half = 0; half < count; half += TILE_DEPTH) {
+        for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
+            const bool is_whole = dim - d >= TILE_DEPTH;
+            const __mmask32 inside = is_whole ? 0xffffffff : 0xffff;
+            __m512i lower[16], upper[16];
+            for (int64_t i = 0; i < 16; ++i) {
+                __m512i pair[2] = {};
+                for (int64_t j = 0; j < 2; ++j) {
+                    const int64_t n = half + 2 * i + j;
+                    const TileRows& rows = values[n / TILE];
+                    if (n < count)
+                        pair[j] =
+                            _mm512_maskz_loadu_epi16(inside, rows.at + n % TILE * rows.stride + d);
+                }
+                lower[i] = _mm512_permutex2var_epi16(pair[0], low, pair[1]);
+                upper[i] = _mm512_permutex2var_epi16(pair[0], high, pair[1]);
+            }
+            BFloat16* tile = to + half * dim + d * TILE_DEPTH;
+            transpose(lower);
+            memcpy(tile, lower, sizeof lower);
+            if (!is_whole) break;
+            transpose(upper);
+            memcpy(tile + TILE * TILE_DEPTH, upper, sizeof upper);
+        }
+    }
+}
+
+// out [dim, BLOCK] += values, as `turn_values` has left them, times weights [TILE_KEYS / 2, BLOCK, 2].
+static inline void weigh_columns(
+    const BFloat16* weights, const BFloat16* values, int64_t count, int64_t dim, float* out) {
+    constexpr int64_t size = TILE * TILE_DEPTH;
+    const bool has_two = count > TILE_DEPTH;
+    const BFloat16* others = values + TILE_DEPTH * dim;
+    settle(weights);
+    _tile_loadd(6, weights, TILE_BYTES);
+    if (has_two) _tile_loadd(7, weights + size, TILE_BYTES);
+    int64_t d = 0;
+    for (; d + 2 * TILE <= dim; d += 2 * TILE) {
+        float* to = out + d * BLOCK;
+        const BFloat16* at = values + d * TILE_DEPTH;
+        _tile_loadd(0, to, TILE_BYTES);
+        _tile_loadd(2, at, TILE_BYTES);
+        _tile_loadd(1, to + TILE * BLOCK, TILE_BYTES);
+        _tile_loadd(3, at + size, TILE_BYTES);
+        _tile_dpbf16ps(0, 2, 6);
+        _tile_dpbf16ps(1, 3, 6);
+        if (has_two) {
+            _tile_loadd(4, others + d * TILE_DEPTH, TILE_BYTES);
+            _tile_loadd(5, others + d * TILE_DEPTH + size, TILE_BYTES);
+            _tile_dpbf16ps(0, 4, 7);
+            _tile_dpbf16ps(1, 5, 7);
+        }
+        _tile_stored(0, to, TILE_BYTES);
+        _tile_stored(1, to + TILE * BLOCK, TILE_BYTES);
+    }
+    if (d < dim) {
+        float* to = out + d * BLOCK;
+        _tile_loadd(0, to, TILE_BYTES);
+        _tile_loadd(2, values + d * TILE_DEPTH, TILE_BYTES);
+        _tile_dpbf16ps(0, 2, 6);
+        if (has_two) {
+            _tile_loadd(3, others + d * TILE_DEPTH, TILE_BYTES);
+            _tile_dpbf16ps(0, 3, 7);
+        }
+        _tile_stored(0, to, TILE_BYTES);
     }
 }
 
