@@ -1,15 +1,11 @@
-// Weights that are asked for while others are multiplied.
+// Weights that are asked for while others are multiplied: several parts of them at once where that is
+// faster (see `places_at_once` in ops.cpp), a few lines of each at a time.
 
 #pragma once
 
 #include "vector.h"
 
 namespace {
-
-// Eight parts of them at once, a few lines of each at a time: what fetches ahead by itself (the second
-// cache does, within pages) then has eight ends to go on from, and memory gives a third more than
-// where lines are asked for one after the other.
-constexpr int64_t PARTS_AHEAD = 8;
 
 // Bytes of a chunk: what is asked for must stay in the second cache until it is read.
 constexpr int64_t CHUNK_BYTES = 1 << 17;
@@ -35,6 +31,7 @@ struct Panel {
     int64_t bytes;     // for each of them
     bool has_next;     // which lies behind it and is multiplied after it
     int64_t index, count;  // of those that read this panel one after the other and share in asking
+    int64_t most_parts;    // that are asked for at once
 
     // Inputs of a chunk, a multiple of `step` unless there is but one.
     int64_t chunk(int64_t step) const {
@@ -50,7 +47,7 @@ struct Panel {
         const int64_t share = is_within ? 0 : index, shares = is_within ? 1 : count;
         // Who has much time asks for less at a time.
         const int64_t all = lesser(left, size) * bytes / LINE, slots = times * shares;
-        int64_t parts = PARTS_AHEAD;
+        int64_t parts = most_parts;
         while (parts > 1 && parts / 2 * slots >= all) parts /= 2;
         const int64_t part_lines = all / parts, lines = (part_lines + slots - 1) / slots;
         const int64_t begin = lines * times * share;

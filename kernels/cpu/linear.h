@@ -38,6 +38,7 @@ struct Linear {
     // 0, or how many panels there are of gates: each is activated and multiplied by an output of
     // the panel that comes so many after it.
     int64_t gate_panels;
+    int64_t places_at_once;  // that weights are asked for in, a power of two
 };
 
 // Rows [first_row, last_row) of one panel's outputs, and of its partner's where there are gates.

@@ -22,8 +22,13 @@ using aioengine::LinearPiece;
 using aioengine::PAIRED_DEPTH;
 using aioengine::PANEL;
 
-constexpr int64_t BLOCK_ROWS = 32;  // whose sums are in the first cache until they are written
-constexpr int64_t PIECE_BYTES = 1 << 20;  // of x, which stay in the second cache meanwhile
+// Rows whose sums are in the first cache until they are written, and bytes of x that stay in the second
+// cache meanwhile.
+#if defined(__AMX_BF16__)
+constexpr int64_t BLOCK_ROWS = 32, PIECE_BYTES = 1 << 20;
+#else
+constexpr int64_t BLOCK_ROWS = 48, PIECE_BYTES = 1 << 19;
+#endif
 
 static const BFloat16* rows_of(const Linear& a, int64_t row) {
     return (const BFloat16*)a.x + row * a.stride;
@@ -286,7 +291,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         if (shape != shaped) shape_for(shaped = shape);
         const bool is_near = was_asked || index > 0;
         constexpr int64_t bytes = PANEL * sizeof(BFloat16);
-        Panel panel = {weights, a.depth, bytes, p.has_next, index, count};
+        Panel panel = {weights, a.depth, bytes, p.has_next, index, count, a.places_at_once};
         add_up(a, first, x, rows, panel, is_near, sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
