@@ -394,22 +394,26 @@ static void find_tile_rows(
     }
 }
 
-// Where those keys lie that are read after the tile that begins at `begin`: the piece's next ones, or,
-// after its last, the first ones of the next head, which this thread is likely to get. Null: unknown.
-static const TileRows* keys_after(
-    const Attention& a, const Piece& p, int64_t begin, TileRows* found) {
+// Adds rows of a cache to `coming`, those that are read after the tile that begins at `begin`: the piece's
+// next ones, or, after its last, the first ones of the next head, which this thread is likely to get.
+static void add_coming(
+    const Attention& a, const Piece& p, const void* cache, const int64_t* strides, int64_t dim,
+    int64_t begin, Coming& coming) {
     const bool is_last = begin + KEYS >= p.key_end;
     const int64_t head = p.kv_head + is_last;
-    if (head == a.kv_heads || a.block_size % TILE) return nullptr;
+    if (head == a.kv_heads || a.block_size % TILE) return;
     const int32_t* blocks = a.block_table + p.sequence * a.table_width;
     const int64_t first = is_last ? p.key_begin / TILE * TILE : begin + KEYS;
+    int64_t block = first / a.block_size, offset = first % a.block_size;
     for (int64_t i = 0; i < KEYS / TILE; ++i) {
-        const int64_t key = first + i * TILE < p.key_end ? first + i * TILE : first;
-        const int64_t block = blocks[key / a.block_size], offset = key % a.block_size;
-        const int64_t at = block * a.key_strides[0] + offset * a.key_strides[1];
-        found[i] = {(const BFloat16*)a.key_cache + at + head * a.key_strides[2], a.key_strides[1]};
+        const int64_t at = blocks[block] * strides[0] + offset * strides[1] + head * strides[2];
+        coming.rows[coming.count / TILE + i] = {(const BFloat16*)cache + at, strides[1]};
+        if (first + (i + 1) * TILE >= p.key_end) continue;  // what there is no more of, again
+        offset += TILE;
+        if (offset == a.block_size) offset = 0, ++block;
     }
-    return found;
+    coming.bytes[coming.count / KEYS] = dim * (int64_t)sizeof(BFloat16);
+    coming.count += KEYS;
 }
 #endif
 
@@ -501,7 +505,8 @@ static void attend_to_columns(
     const bool has_own_rules = is_decorated(a) || (a.block_ids && a.is_causal);
     BFloat16* turned_values = (BFloat16*)s.values;
     turn_values(values, count, a.value_dim, turned_values);
-    const auto* turned_keys = turn_keys(keys, a.key_dim, count, key_memory(a, s));
+    Coming nothing;
+    const auto* turned_keys = turn_keys(keys, a.key_dim, count, nothing, key_memory(a, s));
     for (int64_t first = 0; first < rows; first += BLOCK) {
         float* out = s.turned + first * a.value_dim;
         const BlockSeen seen = seen_by_block(a, p, first, rows, begin, skipped, count);
@@ -539,9 +544,10 @@ static void attend_to_tile_rows(
         attend_to_columns(a, p, s, keys, values, begin, skipped, count);
         return;
     }
-    TileRows memory[KEYS / TILE];
-    const TileRows* next = keys_after(a, p, begin, memory);
-    dot_rows(s.columns, rows, a.key_dim, keys, count, values, key_memory(a, s), s.scores);
+    Coming coming;
+    add_coming(a, p, a.key_cache, a.key_strides, a.key_dim, begin, coming);
+    add_coming(a, p, a.value_cache, a.value_strides, a.value_dim, begin, coming);
+    dot_rows(s.columns, rows, a.key_dim, keys, count, values, coming, key_memory(a, s), s.scores);
     for (int64_t r = 0; r < rows; ++r) {
         float* scores = s.scores + r * KEYS;
         hide(decorate(a, p, r, begin, skipped, count, scores), scores);
@@ -549,7 +555,7 @@ static void attend_to_tile_rows(
             scores, scale_of(a), s.largest + r, s.total + r, s.out + r * a.value_dim, a.value_dim);
     }
     weigh_rows(
-        s.scores, rows, values, count, next, a.value_dim, (BFloat16*)s.values, s.out);
+        s.scores, rows, values, count, a.value_dim, coming, (BFloat16*)s.values, s.out);
 }
 #endif
 

@@ -26,36 +26,30 @@ static inline __m512bh splat_pair(const BFloat16* at) {
     return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-// The first `count` keys, and as many more as fill 16, to [dim / 2, TILE_KEYS, 2] at `to`. `next`: as many
-// rows of the same width that are read after them, or null.
-static inline void turn_keys(
-    const TileRows* keys, int64_t dim, int64_t count, const TileRows* next, BFloat16* to) {
+// The first `count` keys, and as many more as fill 16, to [dim / 2, TILE_KEYS, 2] at `to`.
+static inline const BFloat16* turn_keys(
+    const TileRows* keys, int64_t dim, int64_t count, Coming& coming, BFloat16* to) {
     for (int64_t n = 0; n < count; n += TILE) {
         const TileRows& rows = keys[n / TILE];
         for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            if (next) ask_for(next[n / TILE], 0, TILE, d);
             __m512i x[TILE];
 #pragma GCC unroll 16
             for (int64_t i = 0; i < TILE; ++i)
                 x[i] = _mm512_loadu_si512(rows.at + i * rows.stride + d);
+            for (int64_t i = 0; i < 256; i += dim) coming.ask();
             transpose(x);
 #pragma GCC unroll 16
             for (int64_t i = 0; i < TILE; ++i)
                 _mm512_storeu_si512(to + ((d / 2 + i) * TILE_KEYS + n) * 2, x[i]);
         }
     }
-}
-
-static inline const BFloat16* turn_keys(
-    const TileRows* keys, int64_t dim, int64_t count, BFloat16* to) {
-    turn_keys(keys, dim, count, nullptr, to);
     return to;
 }
 
 // Scores [ROWS, TILE_KEYS] of keys as `turn_keys` leaves them.
 template <int ROWS>
 static inline void dot_some(
-    const BFloat16* query, int64_t dim, const BFloat16* keys, float* scores) {
+    const BFloat16* query, int64_t dim, const BFloat16* keys, Coming& coming, float* scores) {
     constexpr int VECTORS = TILE_KEYS / TILE;
     __m512 sums[ROWS][VECTORS];
 #pragma GCC unroll 4
@@ -63,6 +57,7 @@ static inline void dot_some(
 #pragma GCC unroll 4
         for (int i = 0; i < VECTORS; ++i) sums[r][i] = _mm512_setzero_ps();
     for (int64_t d = 0; d < dim; d += 2, query += 2 * TILE, keys += 2 * TILE_KEYS) {
+        coming.ask();
         __m512bh q[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) q[r] = splat_pair(query + 2 * r);
@@ -81,17 +76,17 @@ static inline void dot_some(
 }
 
 // scores [rows, TILE_KEYS] of the first `count` keys, for up to TILE rows as `arrange_query` leaves them.
-// `next`: as many rows that are read after the keys; `memory`: room for TILE_KEYS keys.
+// `memory`: room for TILE_KEYS keys.
 static inline void dot_rows(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
-    const TileRows* next, BFloat16* memory, float* scores) {
-    turn_keys(keys, dim, count, next, memory);
+    const TileRows*, Coming& coming, BFloat16* memory, float* scores) {
+    turn_keys(keys, dim, count, coming, memory);
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4)
-        dot_some<4>(query + 2 * r, dim, memory, scores + r * TILE_KEYS);
+        dot_some<4>(query + 2 * r, dim, memory, coming, scores + r * TILE_KEYS);
     for (; r + 2 <= rows; r += 2)
-        dot_some<2>(query + 2 * r, dim, memory, scores + r * TILE_KEYS);
-    if (r < rows) dot_some<1>(query + 2 * r, dim, memory, scores + r * TILE_KEYS);
+        dot_some<2>(query + 2 * r, dim, memory, coming, scores + r * TILE_KEYS);
+    if (r < rows) dot_some<1>(query + 2 * r, dim, memory, coming, scores + r * TILE_KEYS);
 }
 
 // Pairs of keys that `arrange_values` has left of `count`.
@@ -102,13 +97,15 @@ static inline int64_t pairs_of(int64_t count) {
 // ROWS rows and COLUMNS vectors of `weigh_rows`.
 template <int ROWS, int COLUMNS>
 static inline void weigh_some(
-    const float* weights, const BFloat16* values, int64_t pairs, int64_t dim, float* out) {
+    const float* weights, const BFloat16* values, int64_t pairs, int64_t dim, Coming& coming,
+    float* out) {
     __m512 sums[ROWS][COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = _mm512_loadu_ps(out + r * dim + c * TILE);
     for (int64_t n = 0; n < pairs; ++n, values += 2 * dim) {
+        coming.ask();
         __m512bh w[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r)
@@ -128,28 +125,29 @@ static inline void weigh_some(
 
 template <int ROWS>
 static inline void weigh_some_rows(
-    const float* weights, const BFloat16* values, int64_t pairs, int64_t dim, float* out) {
+    const float* weights, const BFloat16* values, int64_t pairs, int64_t dim, Coming& coming,
+    float* out) {
     int64_t d = 0;
     for (; d + 4 * TILE <= dim; d += 4 * TILE)
-        weigh_some<ROWS, 4>(weights, values + 2 * d, pairs, dim, out + d);
+        weigh_some<ROWS, 4>(weights, values + 2 * d, pairs, dim, coming, out + d);
     for (; d < dim; d += TILE)
-        weigh_some<ROWS, 1>(weights, values + 2 * d, pairs, dim, out + d);
+        weigh_some<ROWS, 1>(weights, values + 2 * d, pairs, dim, coming, out + d);
 }
 
-// out [rows, dim] += weights [rows, TILE_KEYS], which are rounded, times the first `count` values. `next`:
-// [TILE_KEYS] keys that are read after them, or null; `memory`: room for TILE_KEYS values.
+// out [rows, dim] += weights [rows, TILE_KEYS], which are rounded, times the first `count` values.
+// `memory`: room for TILE_KEYS values.
 static inline void weigh_rows(
-    float* weights, int64_t rows, const TileRows* values, int64_t count, const TileRows* next,
-    int64_t dim, BFloat16* memory, float* out) {
+    float* weights, int64_t rows, const TileRows* values, int64_t count, int64_t dim,
+    Coming& coming, BFloat16* memory, float* out) {
     const int64_t pairs = pairs_of(count);
-    arrange_values(values, count, next, dim, memory);
+    arrange_values(values, count, dim, coming, memory);
     narrow_weights(weights, rows);
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4)
-        weigh_some_rows<4>(weights + r * TILE_KEYS, memory, pairs, dim, out + r * dim);
+        weigh_some_rows<4>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
     for (; r + 2 <= rows; r += 2)
-        weigh_some_rows<2>(weights + r * TILE_KEYS, memory, pairs, dim, out + r * dim);
-    if (r < rows) weigh_some_rows<1>(weights + r * TILE_KEYS, memory, pairs, dim, out + r * dim);
+        weigh_some_rows<2>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
+    if (r < rows) weigh_some_rows<1>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
 }
 
 // Scores [TILE_KEYS, BLOCK] of the first `count` keys, of a block of a query as `arrange_query` leaves
@@ -173,7 +171,8 @@ static inline void dot_columns(
 }
 
 static inline void turn_values(const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
-    arrange_values(values, count, nullptr, dim, to);
+    Coming nothing;
+    arrange_values(values, count, dim, nothing, to);
 }
 
 // out [dim, BLOCK] += values, as `turn_values` has left them, times weights [TILE_KEYS / 2, BLOCK, 2].

@@ -70,37 +70,49 @@ struct TileRows {
     int64_t stride;  // from one to the next, in numbers
 };
 
-// Asks for COUNT lines of each of `num_rows` rows, from number `at` of row `first` on.
-template <int COUNT = 1>
-static inline void ask_for(const TileRows& rows, int64_t first, int64_t num_rows, int64_t at) {
-    const BFloat16* row = rows.at + first * rows.stride + at;
-    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride) ask_for(row, COUNT * LINE);
-}
+// The tile that is read after this one, whose rows are asked for one by one meanwhile: a core has room for
+// some dozens of lines, and then waits for the first of them.
+struct Coming {
+    TileRows rows[2 * TILE_KEYS / TILE];  // keys, then values
+    int64_t bytes[2];                     // of a row of either
+    int64_t count = 0;                    // of rows: 0 where it is not known which tile that is
+    int64_t asked = 0;
+    const BFloat16* at;
 
-// Values [count, dim] to [TILE_KEYS / 2, dim, 2] at `to`, with zeros to whole tiles. `next`: [TILE_KEYS]
-// rows of the same width that are read after them, or null.
+    void ask() {
+        if (asked == count) return;
+        if (asked % TILE == 0) at = rows[asked / TILE].at;
+        ask_for(at, bytes[asked / TILE_KEYS]);
+        at += rows[asked / TILE].stride;
+        ++asked;
+    }
+};
+
+// Values [count, dim] to [TILE_KEYS / 2, dim, 2] at `to`, with zeros to whole tiles. Meanwhile 32 rows that
+// are coming are asked for.
 static inline void arrange_values(
-    const TileRows* values, int64_t count, const TileRows* next, int64_t dim, BFloat16* to) {
+    const TileRows* values, int64_t count, int64_t dim, Coming& coming, BFloat16* to) {
     const __m512i low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
         35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const int64_t whole = count > TILE_DEPTH ? TILE_KEYS : TILE_DEPTH;
     for (int64_t n = 0; n < whole; n += 2) {
+        coming.ask();
         const TileRows& rows = values[n / TILE];
-        const BFloat16* first_row = rows.at + n % TILE * rows.stride;
-        for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            const __mmask32 inside = dim - d < TILE_DEPTH ? 0xffff : 0xffffffff;
-            if (next) ask_for(next[n / TILE], n % TILE, 2, d);
-            __m512i pair[2] = {};
-            for (int64_t i = 0; i < 2; ++i)
-                if (n + i < count)
-                    pair[i] = _mm512_maskz_loadu_epi16(inside, first_row + i * rows.stride + d);
-            const __m512i first = _mm512_permutex2var_epi16(pair[0], low, pair[1]);
-            memcpy(to + n * dim + 2 * d, &first, TILE_BYTES);
-            if (dim - d < TILE_DEPTH) break;
-            const __m512i second = _mm512_permutex2var_epi16(pair[0], high, pair[1]);
-            memcpy(to + n * dim + 2 * d + TILE_DEPTH, &second, TILE_BYTES);
+        const BFloat16 *first = rows.at + n % TILE * rows.stride, *second = first + rows.stride;
+        const __mmask32 has_first = n < count ? 0xffffffff : 0;
+        const __mmask32 has_second = n + 1 < count ? 0xffffffff : 0;
+        for (int64_t d = 0; d < dim; d += TILE_DEPTH, to += 2 * TILE_DEPTH) {
+            const bool is_whole = dim - d >= TILE_DEPTH;
+            const __mmask32 inside = is_whole ? 0xffffffff : 0xffff;
+            const __m512i x = _mm512_maskz_loadu_epi16(has_first & inside, first + d);
+            const __m512i y = _mm512_maskz_loadu_epi16(has_second & inside, second + d);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
+            if (is_whole)
+                _mm512_storeu_si512(to + TILE_DEPTH, _mm512_permutex2var_epi16(x, high, y));
+            else
+                to -= TILE_DEPTH;
         }
     }
 }

@@ -46,12 +46,19 @@ static inline void end_attention() {
     _tile_release();
 }
 
+// Asks for COUNT lines of each of `num_rows` rows, from number `at` of row `first` on.
+template <int COUNT = 1>
+static inline void ask_for(const TileRows& rows, int64_t first, int64_t num_rows, int64_t at) {
+    const BFloat16* row = rows.at + first * rows.stride + at;
+    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride) ask_for(row, COUNT * LINE);
+}
+
 // scores [rows, TILE_KEYS] of the first `count` keys. Keys are rows here and the query's rows are
-// columns, so that keys are read where they lie. `next`: as many rows that are read after them;
+// columns, so that keys are read where they lie. `values`, which are read after them, are asked for;
 // `memory`: room for TILE_KEYS keys.
 static inline void dot_rows(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
-    const TileRows* next, BFloat16* memory, float* scores) {
+    const TileRows* values, Coming&, BFloat16* memory, float* scores) {
     float* columns = (float*)memory;
     settle(query);
     for (int64_t r = 0; r < rows; r += TILE) {
@@ -60,7 +67,7 @@ static inline void dot_rows(
         for (int64_t n = 0; n < count; n += TILE, ++keys) {
             _tile_zero(0);
             for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-                if (r == 0) ask_for(next[n / TILE], 0, TILE, d);
+                if (r == 0) ask_for(values[n / TILE], 0, TILE, d);
                 _tile_loadd(4, keys->at + d, keys->stride * sizeof(BFloat16));
                 _tile_loadd(5, columns_of + d * TILE, TILE_BYTES);
                 _tile_dpbf16ps(0, 4, 5);
@@ -211,17 +218,18 @@ static inline void round_weights(float* weights, int64_t rows) {
 }
 
 
-// out [rows, dim] += weights [rows, TILE_KEYS], which are rounded, times the first `count` values. `next`:
-// [TILE_KEYS] keys that are read after them, or null; `memory`: room for TILE_KEYS values.
+// out [rows, dim] += weights [rows, TILE_KEYS], which are rounded, times the first `count` values.
+// `memory`: room for TILE_KEYS values.
 static inline void weigh_rows(
-    float* weights, int64_t rows, const TileRows* values, int64_t count, const TileRows* next,
-    int64_t dim, BFloat16* memory, float* out) {
+    float* weights, int64_t rows, const TileRows* values, int64_t count, int64_t dim,
+    Coming& coming, BFloat16* memory, float* out) {
     if (rows > 2) {
-        arrange_values(values, count, nullptr, dim, memory);
+        arrange_values(values, count, dim, coming, memory);
         weigh_tiles(weights, rows, memory, count, dim, out);
         return;
     }
     round_weights(weights, rows);
+    const TileRows* next = coming.count ? coming.rows : nullptr;
     if (rows == 2)
         weigh_few<2>(weights, values, count, next, dim, out);
     else
@@ -229,7 +237,8 @@ static inline void weigh_rows(
 }
 
 // Keys as `dot_columns` reads them: where they lie.
-static inline const TileRows* turn_keys(const TileRows* keys, int64_t, int64_t, BFloat16*) {
+static inline const TileRows* turn_keys(
+    const TileRows* keys, int64_t, int64_t, Coming&, BFloat16*) {
     return keys;
 }
 
