@@ -77,15 +77,28 @@ static inline void write_row(const float* sums, int64_t count, const T* residual
 }
 
 #if defined(__AVX512BF16__)
+static inline __m512 as_floats(__m256i rounded) {
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+}
+
 // The same of whole lines, past the caches. A line that is written in them is read first, which nothing
 // hides here: a panel's rows are a product's whole width apart.
 static inline void stream_rows(
     const float* sums, int64_t rows, int64_t stride, const BFloat16* residual, BFloat16* to) {
     static_assert(aioengine::PANEL == 2 * WIDTH);
     for (int64_t r = 0; r < rows; ++r, sums += aioengine::PANEL, to += stride) {
-        BFloat16 line[aioengine::PANEL] __attribute__((aligned(64)));
-        write_row(sums, aioengine::PANEL, residual ? residual + r * stride : nullptr, line);
-        _mm512_stream_si512((__m512i*)to, _mm512_load_si512(line));
+        const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + WIDTH);
+        __m512i line = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        if (residual) {
+            const __m512i more = _mm512_loadu_si512(residual + r * stride);
+            const __m512 first = _mm512_add_ps(
+                as_floats(_mm512_castsi512_si256(line)), as_floats(_mm512_castsi512_si256(more)));
+            const __m512 second = _mm512_add_ps(
+                as_floats(_mm512_extracti64x4_epi64(line, 1)),
+                as_floats(_mm512_extracti64x4_epi64(more, 1)));
+            line = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+        }
+        _mm512_stream_si512((__m512i*)to, line);
     }
 }
 #endif
