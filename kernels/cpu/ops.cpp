@@ -609,11 +609,12 @@ Tensor multiply(
     }
     // Panel by panel within some rows: these stay in a core's cache, and weights are read once.
     const int64_t panels = is_gated ? a.gate_panels : panels_of_all;
-    const int64_t max_rows = kernels.max_rows(a.depth);
-    const int64_t parts = (a.rows + max_rows - 1) / max_rows;
+    const int64_t max_rows = kernels.max_rows(a.depth), unit = kernels.unit_rows;
+    const int64_t even = a.rows / (a.rows / (max_rows + 1) + 1);
+    const int64_t rows = std::min(max_rows, (even / unit + 1) * unit);
+    const int64_t parts = (a.rows + rows - 1) / rows;
     share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, bool has_next, float* scratch) {
-        const int64_t first = i / panels * a.rows / parts;
-        const int64_t last = (i / panels + 1) * a.rows / parts;
+        const int64_t first = i / panels * rows, last = std::min(first + rows, a.rows);
         kernels.multiply(a, {i % panels, first, last, has_next && (i + 1) % panels != 0}, scratch);
     });
     return out;

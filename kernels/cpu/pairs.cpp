@@ -22,12 +22,12 @@ using aioengine::LinearPiece;
 using aioengine::PAIRED_DEPTH;
 using aioengine::PANEL;
 
-// Rows whose sums are in the first cache until they are written, and bytes of x that stay in the second
-// cache meanwhile.
+// Rows that are multiplied at a time, rows whose sums are in the first cache until they are written, and
+// bytes of x that stay in the second cache meanwhile.
 #if defined(__AMX_BF16__)
-constexpr int64_t BLOCK_ROWS = 32, PIECE_BYTES = 1 << 20;
+constexpr int64_t UNIT_ROWS = 32, BLOCK_ROWS = 32, PIECE_BYTES = 1 << 20;
 #else
-constexpr int64_t BLOCK_ROWS = 48, PIECE_BYTES = 1 << 19;
+constexpr int64_t UNIT_ROWS = 12, BLOCK_ROWS = 48, PIECE_BYTES = 5 << 17;
 #endif
 
 static const BFloat16* rows_of(const Linear& a, int64_t row) {
@@ -208,8 +208,8 @@ static void add_up_chunk(
     while (rows) {
         int64_t done;
         // So many rows that their sums fill the registers; of 16, two times eight.
-        if (rows >= 12 && rows != 16)
-            add_up_rows<12>(x, stride, weights, depth, next, sums), done = 12;
+        if (rows >= UNIT_ROWS && rows != 16)
+            add_up_rows<UNIT_ROWS>(x, stride, weights, depth, next, sums), done = UNIT_ROWS;
         else if (rows >= 8)
             add_up_rows<8>(x, stride, weights, depth, next, sums), done = 8;
         else if (rows >= 4)
@@ -316,5 +316,5 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    READS_PLAIN, max_rows, scratch_floats, nullptr, multiply};
+    READS_PLAIN, UNIT_ROWS, max_rows, scratch_floats, nullptr, multiply};
 }
