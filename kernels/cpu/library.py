@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "LIBRARY",
+    "has_bfloat16",
     "instruction_set",
     "instruction_sets",
     "is_available",
@@ -51,6 +52,11 @@ def instruction_set() -> str:
     """What the operators use: "generic", "avx2", "avx512", "avx512_bf16" or "amx_bf16"."""
     found: str = torch.ops.aioengine_cpu.instruction_set("")
     return found
+
+
+def has_bfloat16() -> bool:
+    """Whether there are operators and they multiply bfloat16 as such, not as floats."""
+    return is_available() and instruction_set() in ("avx512_bf16", "amx_bf16")
 
 
 def instruction_sets() -> tuple[str, ...]:

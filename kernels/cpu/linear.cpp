@@ -194,5 +194,5 @@ static int64_t scratch_floats(const Linear&) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    false, TILE_ROWS, max_rows, scratch_floats, widen, multiply};
+    TILE_ROWS, max_rows, scratch_floats, widen, multiply};
 }

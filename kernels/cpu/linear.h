@@ -48,7 +48,6 @@ struct LinearPiece {
 };
 
 struct LinearKernels {
-    bool reads_plain;  // weights
     int64_t unit_rows;  // that are multiplied at a time: what a piece's rows should be a multiple of
     int64_t (*max_rows)(int64_t depth);  // of a piece
     int64_t (*scratch_floats)(const Linear&);  // that `multiply` wants

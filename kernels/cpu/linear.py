@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from aioengine.kernels.cpu.library import instruction_set, is_available
+from aioengine.kernels.cpu.library import has_bfloat16, instruction_set, is_available
 
 __all__ = ["Activation", "NativeLinear", "PlainLinear", "native_way", "reads_plain"]
 
@@ -115,7 +115,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def reads_plain(weight: Tensor) -> bool:
-    """Whether `PlainLinear` takes a weight: bfloat16 where tiles multiply it (AMX)."""
+    """Whether `PlainLinear` takes a weight: bfloat16 where the CPU multiplies it."""
     return (
         weight.dtype is torch.bfloat16
         and weight.device.type == "cpu"
@@ -123,8 +123,7 @@ def reads_plain(weight: Tensor) -> bool:
         and weight.is_contiguous()
         and weight.numel() > 0
         and weight.shape[1] % PAIRED_INPUTS == 0
-        and is_available()
-        and instruction_set() == "amx_bf16"
+        and has_bfloat16()
     )
 
 
@@ -132,10 +131,8 @@ def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
     """For all that the operators read, where they are the faster ones."""
     if not is_available():
         return None
-    found = instruction_set()
-    if found == "generic":
+    if instruction_set() == "generic":
         return None  # without wide vectors, PyTorch's own
-    is_multiplied_as_such = found in ("avx512_bf16", "amx_bf16") and weight.dtype is torch.bfloat16
-    if is_multiplied_as_such and weight.shape[1] % PAIRED_INPUTS:
+    if has_bfloat16() and weight.dtype is torch.bfloat16 and weight.shape[1] % PAIRED_INPUTS:
         return None  # oneDNN's
     return NativeLinear(weight.detach(), None if bias is None else bias.detach())

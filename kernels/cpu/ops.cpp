@@ -529,8 +529,8 @@ Tensor pack_panels(const Tensor& weight) {
     return packed;
 }
 
-// A weight as `pack_panels` has made it, of which `outputs` are not padding, or where tiles multiply, a
-// plain one [outputs, depth]; and what goes with it.
+// A weight as `pack_panels` has made it, of which `outputs` are not padding, or where bfloat16 is multiplied as
+// such, a plain one [outputs, depth]; and what goes with it.
 struct Weight {
     const Tensor& packed;
     const std::optional<Tensor>&scales, &bias;
@@ -556,10 +556,9 @@ Tensor multiply(
             (!is_plain || packed.size(0) == outputs),
         "x and packed do not fit each other");
     STD_TORCH_CHECK(
-        !is_plain || (doors.pairs && doors.pairs->reads_plain && !is_gated &&
-                      packed.size(1) % PAIRED_DEPTH == 0 &&
+        !is_plain || (doors.pairs && !is_gated && packed.size(1) % PAIRED_DEPTH == 0 &&
                       packed.scalar_type() == ScalarType::BFloat16),
-        "plain weights are read by tiles of bfloat16 alone");
+        "plain weights are of bfloat16, where the CPU multiplies it");
     STD_TORCH_CHECK(
         !is_paired || (doors.pairs && x.scalar_type() == ScalarType::BFloat16),
         "weights in pairs are multiplied with bfloat16, where the CPU has instructions for them");

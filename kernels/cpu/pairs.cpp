@@ -3,8 +3,8 @@
 // lies in panels as in linear.cpp, but inputs lie two by two: [panels, depth / 2, PANEL, 2], which
 // is what both of them read.
 //
-// A plain weight, whose rows lie where PyTorch has them, can be the other side of the product: its rows
-// are a tile's rows then, and rows of x its columns.
+// A plain weight, whose rows lie where PyTorch has them, can be the other side of a tile's product: its
+// rows are a tile's rows then, and rows of x its columns. Without tiles a panel of it is turned.
 //
 // Compiled once for each of the two.
 
@@ -26,7 +26,9 @@ using aioengine::PANEL;
 // bytes of x that stay in the second cache meanwhile.
 #if defined(__AMX_BF16__)
 constexpr int64_t UNIT_ROWS = 32, BLOCK_ROWS = 32, PIECE_BYTES = 1 << 20;
+constexpr bool READS_IN_PLACE = true;  // plain weights
 #else
+constexpr bool READS_IN_PLACE = false;
 constexpr int64_t UNIT_ROWS = 12, BLOCK_ROWS = 48, PIECE_BYTES = 5 << 17;
 #endif
 
@@ -39,8 +41,6 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 }
 
 #if defined(__AMX_BF16__)
-
-constexpr bool READS_PLAIN = true;
 
 // Inputs further on that are asked for: a tile's load waits for each of its lines.
 constexpr int64_t DISTANCE = PAIRED_DEPTH;
@@ -149,6 +149,16 @@ static void add_up_plain(
     }
 }
 
+// One panel of plain weights; of the last one, which may have fewer rows, a copy at `copy`.
+static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
+    const BFloat16* weights = panel_of(a, panel);
+    const int64_t left = a.outputs - panel * PANEL;
+    if (left >= PANEL) return weights;
+    memcpy(copy, weights, left * a.depth * sizeof(BFloat16));
+    memset(copy + left * a.depth, 0, (PANEL - left) * a.depth * sizeof(BFloat16));
+    return copy;
+}
+
 static void add_up(
     const Linear& a, int64_t, const BFloat16* x, int64_t rows, const Panel& panel, bool is_near,
     float* sums) {
@@ -162,7 +172,27 @@ static void add_up(
 
 #else
 
-constexpr bool READS_PLAIN = false;
+// One panel of plain weights, turned at `copy` to lie as packed ones do. Asks for the next one meanwhile.
+static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
+    const BFloat16* weights = panel_of(a, panel);
+    const int64_t left = a.outputs - panel * PANEL;
+    for (int64_t first = 0; first < PANEL; first += TILE) {
+        for (int64_t k = 0; k < a.depth; k += PAIRED_DEPTH) {
+            __m512i x[TILE];
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < TILE; ++i) {
+                const BFloat16* row = weights + (first + i) * a.depth + k;
+                x[i] = _mm512_maskz_loadu_epi16(first + i < left ? 0xffffffff : 0, row);
+                ask_for(row + PANEL * a.depth, LINE);
+            }
+            transpose(x);
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < TILE; ++i)
+                _mm512_storeu_si512(copy + ((k / 2 + i) * PANEL + first) * 2, x[i]);
+        }
+    }
+    return copy;
+}
 
 // sums [ROWS, PANEL] += x times weights
 template <int ROWS>
@@ -259,16 +289,6 @@ static int64_t scratch_floats(const Linear& a) {
     return ROWS_AT + (whole_blocks(rows) + (a.is_plain ? PANEL : 0)) * a.depth / 2;
 }
 
-// One panel of plain weights; of the last one, which may have fewer rows, a copy at `copy`.
-static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
-    const BFloat16* weights = panel_of(a, panel);
-    const int64_t left = a.outputs - panel * PANEL;
-    if (left >= PANEL) return weights;
-    memcpy(copy, weights, left * a.depth * sizeof(BFloat16));
-    memset(copy + left * a.depth, 0, (PANEL - left) * a.depth * sizeof(BFloat16));
-    return copy;
-}
-
 static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
     float *sums = scratch + SUMS_AT, *others = scratch + OTHERS_AT;
     BFloat16* arranged = (BFloat16*)(scratch + ROWS_AT);
@@ -291,7 +311,8 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         if (shape != shaped) shape_for(shaped = shape);
         const bool is_near = was_asked || index > 0;
         constexpr int64_t bytes = PANEL * sizeof(BFloat16);
-        Panel panel = {weights, a.depth, bytes, p.has_next, index, count, a.places_at_once};
+        const bool has_next = p.has_next && (READS_IN_PLACE || !a.is_plain);
+        Panel panel = {weights, a.depth, bytes, has_next, index, count, a.places_at_once};
         add_up(a, first, x, rows, panel, is_near, sums);
         scale_and_shift(a, p.panel, rows, sums);
         activate(a.activation, rows * PANEL, sums);
@@ -316,5 +337,5 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
-    READS_PLAIN, UNIT_ROWS, max_rows, scratch_floats, nullptr, multiply};
+    UNIT_ROWS, max_rows, scratch_floats, nullptr, multiply};
 }

@@ -15,8 +15,8 @@ from aioengine.models.packed import pack_layers
 from aioengine.models.tied import TiedLinear, read_tied_heads
 from tests.tiny import tiny_llama
 
-HAS_TILES = library.is_available() and library.instruction_set() == "amx_bf16"
-needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="no tiles here")
+HAS_BFLOAT16 = library.has_bfloat16()
+needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="not multiplied here")
 
 
 def model(is_tied: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -30,7 +30,7 @@ def test_a_tied_head(dtype: torch.dtype) -> None:
     wanted = copy.deepcopy(hf)(input_ids=torch.arange(9)[None]).logits
     pack_layers(hf)
     assert type(hf.lm_head) is nn.Linear, "it is not packed"
-    is_read = HAS_TILES and dtype is torch.bfloat16
+    is_read = HAS_BFLOAT16 and dtype is torch.bfloat16
     assert read_tied_heads(hf) == is_read
     assert isinstance(hf.lm_head, TiedLinear) == is_read
     assert hf.lm_head.weight is hf.get_input_embeddings().weight, "there is one weight still"
@@ -44,7 +44,7 @@ def test_a_head_of_its_own() -> None:
     assert read_tied_heads(hf) == 0 and type(hf.lm_head) is nn.Linear
 
 
-@needs_tiles
+@needs_bfloat16
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 70, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (33, 64), (100, 96), (320, 2048)])
@@ -62,7 +62,7 @@ def test_the_bits_of_a_packed_weight(outputs: int, inputs: int, rows: int, bias:
 
 def test_which_weights_are_read() -> None:
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
-    assert reads_plain(weight) == HAS_TILES
+    assert reads_plain(weight) == HAS_BFLOAT16
     for other in (
         weight.float(),
         weight[:, :40],
@@ -74,7 +74,7 @@ def test_which_weights_are_read() -> None:
     assert not reads_plain(weight.to("meta"))
 
 
-@needs_tiles
+@needs_bfloat16
 def test_others_are_refused() -> None:
     operator, x = torch.ops.aioengine_cpu.linear, torch.zeros(2, 64, dtype=torch.bfloat16)
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
