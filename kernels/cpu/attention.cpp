@@ -132,8 +132,8 @@ static inline void dot_tile(
 // rows that are read after them.
 template <class T>
 static void dot(
-    const float* query, int64_t rows, int64_t dim, const T** keys, int64_t count, const T* const* next,
-    float* scores) {
+    const float* query, int64_t rows, int64_t dim, const T** keys, int64_t count,
+    const T* const* next, float* scores) {
     const int64_t whole = (count + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
     for (int64_t n = count; n < whole; ++n) keys[n] = keys[count - 1];
     for (int64_t n = 0; n < whole; n += TILE_COLUMNS) {
@@ -357,8 +357,8 @@ static void stream_row(const float* from, int64_t dim, float factor, BFloat16* t
 #endif
 }
 
-// Whether products are of bfloat16 (tiles.h, lanes.h). So they are then for any number of rows, as the same
-// token must come to the same bits with others and alone.
+// Whether products are of bfloat16 (tiles.h, lanes.h). So they are then for any number of rows, as the
+// same token must come to the same bits with others and alone.
 template <class T>
 static bool is_narrow(const Attention& a) {
 #if defined(__AVX512BF16__)
@@ -786,7 +786,8 @@ static void attend(const Attention& a, const Piece& p, float* memory) {
     }
 }
 
-// What is done once for a tile of keys is shared by more rows where products of bfloat16 leave little else to do.
+// What is done once for a tile of keys is shared by more rows where products of bfloat16 leave little else
+// to do.
 static int64_t max_rows(const Attention& a) {
     return is_narrow<BFloat16>(a) ? 128 : 64;
 }

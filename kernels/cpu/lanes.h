@@ -147,7 +147,8 @@ static inline void weigh_rows(
         weigh_some_rows<4>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
     for (; r + 2 <= rows; r += 2)
         weigh_some_rows<2>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
-    if (r < rows) weigh_some_rows<1>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
+    if (r < rows)
+        weigh_some_rows<1>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
 }
 
 // Scores [TILE_KEYS, BLOCK] of the first `count` keys, of a block of a query as `arrange_query` leaves

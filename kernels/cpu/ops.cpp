@@ -529,8 +529,8 @@ Tensor pack_panels(const Tensor& weight) {
     return packed;
 }
 
-// A weight as `pack_panels` has made it, of which `outputs` are not padding, or where bfloat16 is multiplied as
-// such, a plain one [outputs, depth]; and what goes with it.
+// A weight as `pack_panels` has made it, of which `outputs` are not padding, or where bfloat16 is
+// multiplied as such, a plain one [outputs, depth]; and what goes with it.
 struct Weight {
     const Tensor& packed;
     const std::optional<Tensor>&scales, &bias;

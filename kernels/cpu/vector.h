@@ -5,6 +5,9 @@
 // library. What they define must therefore stay inside the file: a function that the linker may
 // merge with another file's (an inline one, a template of the standard library) could bring
 // instructions to a CPU that has not got them. Hence `static`, and no headers of C++.
+//
+// Sums that must stay in registers are arrays, and the loops over them are told to unroll: GCC decides
+// which arrays are registers before it unrolls of its own accord, and else stores all of them at every step.
 
 #pragma once
 
