@@ -20,6 +20,7 @@ LAGGING = ("aioengine", "vllm", "transformers")  # the others have no asynchrono
 LISTENING = ("aioengine", "transformers")
 MOST_STOLEN = 0.1  # of the processors' time: a measurement that lost more is taken again
 MOST_TRIES = 3
+PAUSE_S = 2.0  # after others: vLLM looks for work without pause for a second after its last
 Measured = dict[str, list[dict[str, Any]]]
 
 
@@ -79,6 +80,7 @@ class Bench:
         answers = []
         for _ in range(MOST_TRIES if number >= 0 else 1):
             with alone(self.options.lock):
+                time.sleep(PAUSE_S)
                 begin, stolen = time.monotonic(), stolen_s()
                 answer = worker.ask(**job)
                 taken, stolen = time.monotonic() - begin, stolen_s() - stolen
