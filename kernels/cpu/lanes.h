@@ -32,47 +32,66 @@ static inline const BFloat16* turn_keys(
     for (int64_t n = 0; n < count; n += TILE) {
         const TileRows& rows = keys[n / TILE];
         for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            __m512i x[TILE];
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < TILE; ++i)
-                x[i] = _mm512_loadu_si512(rows.at + i * rows.stride + d);
             for (int64_t i = 0; i < 256; i += dim) coming.ask();
-            transpose(x);
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < TILE; ++i)
-                _mm512_storeu_si512(to + ((d / 2 + i) * TILE_KEYS + n) * 2, x[i]);
+            turn_block(rows.at + d, rows.stride, TILE, TILE_KEYS, to + d * TILE_KEYS + 2 * n);
         }
     }
     return to;
 }
 
-// Scores [ROWS, TILE_KEYS] of keys as `turn_keys` leaves them.
-template <int ROWS>
-static inline void dot_some(
-    const BFloat16* query, int64_t dim, const BFloat16* keys, Coming& coming, float* scores) {
-    constexpr int VECTORS = TILE_KEYS / TILE;
-    __m512 sums[ROWS][VECTORS];
+// Pairs of numbers: those of a row `row` numbers after those of the row before it, those of a step
+// `step` numbers after those of the step before it.
+struct Pairs {
+    const BFloat16* at;
+    int64_t row, step;
+};
+
+// sums [ROWS, COLUMNS vectors], rows `stride` apart, += a pair of each row times vectors of pairs, whose steps
+// are `right_step` apart, over `count` steps.
+template <int ROWS, int COLUMNS>
+static inline void add_some(
+    const Pairs& left, const BFloat16* right, int64_t right_step, int64_t count, Coming& coming,
+    float* to, int64_t stride) {
+    __m512 sums[ROWS][COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; ++i) sums[r][i] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < dim; d += 2, query += 2 * TILE, keys += 2 * TILE_KEYS) {
+        for (int c = 0; c < COLUMNS; ++c) sums[r][c] = _mm512_loadu_ps(to + r * stride + c * TILE);
+    for (int64_t n = 0; n < count; ++n, right += right_step) {
         coming.ask();
-        __m512bh q[ROWS];
+        __m512bh x[ROWS];
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) q[r] = splat_pair(query + 2 * r);
+        for (int r = 0; r < ROWS; ++r) x[r] = splat_pair(left.at + r * left.row + n * left.step);
 #pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; ++i) {
-            const __m512bh k = load_pairs(keys + i * 2 * TILE);
+        for (int c = 0; c < COLUMNS; ++c) {
+            const __m512bh y = load_pairs(right + c * 2 * TILE);
 #pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], q[r], k);
+            for (int r = 0; r < ROWS; ++r) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], x[r], y);
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; ++i)
-            _mm512_storeu_ps(scores + r * TILE_KEYS + i * TILE, sums[r][i]);
+        for (int c = 0; c < COLUMNS; ++c) _mm512_storeu_ps(to + r * stride + c * TILE, sums[r][c]);
+}
+
+// The same for any number of rows.
+template <int COLUMNS>
+static inline void add_rows(
+    Pairs left, int64_t rows, const BFloat16* right, int64_t right_step, int64_t count,
+    Coming& coming, float* to, int64_t stride) {
+    while (rows) {
+        int64_t done;
+        if (rows >= 4)
+            add_some<4, COLUMNS>(left, right, right_step, count, coming, to, stride), done = 4;
+        else if (rows >= 2)
+            add_some<2, COLUMNS>(left, right, right_step, count, coming, to, stride), done = 2;
+        else
+            add_some<1, COLUMNS>(left, right, right_step, count, coming, to, stride), done = 1;
+        rows -= done;
+        left.at += done * left.row;
+        to += done * stride;
+    }
 }
 
 // scores [rows, TILE_KEYS] of the first `count` keys, for up to TILE rows as `arrange_query` leaves them.
@@ -81,57 +100,14 @@ static inline void dot_rows(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
     const TileRows*, Coming& coming, BFloat16* memory, float* scores) {
     turn_keys(keys, dim, count, coming, memory);
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4)
-        dot_some<4>(query + 2 * r, dim, memory, coming, scores + r * TILE_KEYS);
-    for (; r + 2 <= rows; r += 2)
-        dot_some<2>(query + 2 * r, dim, memory, coming, scores + r * TILE_KEYS);
-    if (r < rows) dot_some<1>(query + 2 * r, dim, memory, coming, scores + r * TILE_KEYS);
+    memset(scores, 0, rows * TILE_KEYS * sizeof(float));
+    add_rows<TILE_KEYS / TILE>(
+        {query, 2, 2 * TILE}, rows, memory, 2 * TILE_KEYS, dim / 2, coming, scores, TILE_KEYS);
 }
 
 // Pairs of keys that `arrange_values` has left of `count`.
 static inline int64_t pairs_of(int64_t count) {
     return (count > TILE_DEPTH ? TILE_KEYS : TILE_DEPTH) / 2;
-}
-
-// ROWS rows and COLUMNS vectors of `weigh_rows`.
-template <int ROWS, int COLUMNS>
-static inline void weigh_some(
-    const float* weights, const BFloat16* values, int64_t pairs, int64_t dim, Coming& coming,
-    float* out) {
-    __m512 sums[ROWS][COLUMNS];
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; ++c) sums[r][c] = _mm512_loadu_ps(out + r * dim + c * TILE);
-    for (int64_t n = 0; n < pairs; ++n, values += 2 * dim) {
-        coming.ask();
-        __m512bh w[ROWS];
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r)
-            w[r] = splat_pair((const BFloat16*)(weights + r * TILE_KEYS) + 2 * n);
-#pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; ++c) {
-            const __m512bh v = load_pairs(values + c * 2 * TILE);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], w[r], v);
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; ++c) _mm512_storeu_ps(out + r * dim + c * TILE, sums[r][c]);
-}
-
-template <int ROWS>
-static inline void weigh_some_rows(
-    const float* weights, const BFloat16* values, int64_t pairs, int64_t dim, Coming& coming,
-    float* out) {
-    int64_t d = 0;
-    for (; d + 4 * TILE <= dim; d += 4 * TILE)
-        weigh_some<ROWS, 4>(weights, values + 2 * d, pairs, dim, coming, out + d);
-    for (; d < dim; d += TILE)
-        weigh_some<ROWS, 1>(weights, values + 2 * d, pairs, dim, coming, out + d);
 }
 
 // out [rows, dim] += weights [rows, TILE_KEYS], which are rounded, times the first `count` values.
@@ -142,33 +118,38 @@ static inline void weigh_rows(
     const int64_t pairs = pairs_of(count);
     arrange_values(values, count, dim, coming, memory);
     narrow_weights(weights, rows);
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4)
-        weigh_some_rows<4>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
-    for (; r + 2 <= rows; r += 2)
-        weigh_some_rows<2>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
-    if (r < rows)
-        weigh_some_rows<1>(weights + r * TILE_KEYS, memory, pairs, dim, coming, out + r * dim);
+    const Pairs left = {(const BFloat16*)weights, 2 * TILE_KEYS, 2};
+    int64_t d = 0;
+    for (; d + 4 * TILE <= dim; d += 4 * TILE)
+        add_rows<4>(left, rows, memory + 2 * d, 2 * dim, pairs, coming, out + d, dim);
+    for (; d < dim; d += TILE)
+        add_rows<1>(left, rows, memory + 2 * d, 2 * dim, pairs, coming, out + d, dim);
+}
+
+// sums [TILE, BLOCK] += pairs of `right`, TILE side by side, times vectors of pairs `left`, one behind the
+// other, over `count` steps.
+static inline void add_columns(
+    const BFloat16* left, const BFloat16* right, int64_t right_step, int64_t count, float* to) {
+    __m512 sums[TILE];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE; ++i) sums[i] = _mm512_loadu_ps(to + i * BLOCK);
+    for (int64_t n = 0; n < count; ++n, left += 2 * BLOCK, right += right_step) {
+        const __m512bh x = load_pairs(left);
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE; ++i)
+            sums[i] = _mm512_dpbf16_ps(sums[i], x, splat_pair(right + 2 * i));
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE; ++i) _mm512_storeu_ps(to + i * BLOCK, sums[i]);
 }
 
 // Scores [TILE_KEYS, BLOCK] of the first `count` keys, of a block of a query as `arrange_query` leaves
 // it; of what comes after those keys nothing is known.
 static inline void dot_columns(
     const BFloat16* query, int64_t dim, const BFloat16* keys, int64_t count, float* scores) {
-    for (int64_t n = 0; n < count; n += TILE) {
-        __m512 sums[TILE];
-#pragma GCC unroll 16
-        for (int i = 0; i < TILE; ++i) sums[i] = _mm512_setzero_ps();
-        for (int64_t d = 0; d < dim; d += 2) {
-            const __m512bh q = load_pairs(query + d * BLOCK);
-            const BFloat16* key = keys + d * TILE_KEYS + 2 * n;
-#pragma GCC unroll 16
-            for (int i = 0; i < TILE; ++i)
-                sums[i] = _mm512_dpbf16_ps(sums[i], q, splat_pair(key + 2 * i));
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < TILE; ++i) _mm512_storeu_ps(scores + (n + i) * BLOCK, sums[i]);
-    }
+    memset(scores, 0, TILE_KEYS * BLOCK * sizeof(float));
+    for (int64_t n = 0; n < count; n += TILE)
+        add_columns(query, keys + 2 * n, 2 * TILE_KEYS, dim / 2, scores + n * BLOCK);
 }
 
 static inline void turn_values(const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
@@ -179,21 +160,8 @@ static inline void turn_values(const TileRows* values, int64_t count, int64_t di
 // out [dim, BLOCK] += values, as `turn_values` has left them, times weights [TILE_KEYS / 2, BLOCK, 2].
 static inline void weigh_columns(
     const BFloat16* weights, const BFloat16* values, int64_t count, int64_t dim, float* out) {
-    const int64_t pairs = pairs_of(count);
-    for (int64_t d = 0; d < dim; d += TILE, values += 2 * TILE, out += TILE * BLOCK) {
-        __m512 sums[TILE];
-#pragma GCC unroll 16
-        for (int i = 0; i < TILE; ++i) sums[i] = _mm512_loadu_ps(out + i * BLOCK);
-        for (int64_t n = 0; n < pairs; ++n) {
-            const __m512bh w = load_pairs(weights + n * 2 * BLOCK);
-            const BFloat16* value = values + n * 2 * dim;
-#pragma GCC unroll 16
-            for (int i = 0; i < TILE; ++i)
-                sums[i] = _mm512_dpbf16_ps(sums[i], w, splat_pair(value + 2 * i));
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < TILE; ++i) _mm512_storeu_ps(out + i * BLOCK, sums[i]);
-    }
+    for (int64_t d = 0; d < dim; d += TILE)
+        add_columns(weights, values + 2 * d, 2 * dim, pairs_of(count), out + d * BLOCK);
 }
 
 }  // namespace

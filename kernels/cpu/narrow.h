@@ -48,6 +48,19 @@ static inline void transpose(__m512i* x) {
     }
 }
 
+// The first 32 numbers of 16 rows, which lie `stride` apart, to [16, width, 2] at `to`, of which 16 columns
+// are written. Rows from `count` on are taken for zeros.
+static inline void turn_block(
+    const BFloat16* rows, int64_t stride, int64_t count, int64_t width, BFloat16* to) {
+    __m512i x[TILE];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < TILE; ++i)
+        x[i] = _mm512_maskz_loadu_epi16(i < count ? 0xffffffff : 0, rows + i * stride);
+    transpose(x);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < TILE; ++i) _mm512_storeu_si512(to + 2 * i * width, x[i]);
+}
+
 // Rows [rows, dim] of a query, which `row_at` finds, to [blocks of 16 rows, dim / 2, 16, 2] at `to`.
 template <class RowAt>
 static inline void arrange_query(const RowAt& row_at, int64_t rows, int64_t dim, BFloat16* to) {

@@ -118,9 +118,10 @@ std::string instruction_set(std::string name) {
     return chosen.load()->name;
 }
 
-// Places that weights are asked for in at once. Intel's cores fetch ahead within a page by themselves:
-// with eight ends to go on from, memory gives a third more than where lines are asked for one after the
-// other. AMD's follow the one end further than that, and eight take a quarter from it (docs/log.md).
+// Places that weights are asked for in at once. Where cores fetch ahead within a page by themselves, as
+// Intel's do (Sapphire Rapids), memory gives a third more with eight ends to go on from than where lines
+// are asked for one after the other. AMD's (Zen 5) follow the one end further than that, and eight take a
+// quarter from it (docs/log.md).
 int64_t places_at_once() {
 #if defined(__x86_64__)
     return __builtin_cpu_is("intel") ? 8 : 1;
@@ -608,6 +609,7 @@ Tensor multiply(
     }
     // Panel by panel within some rows: these stay in a core's cache, and weights are read once.
     const int64_t panels = is_gated ? a.gate_panels : panels_of_all;
+    // All parts but the last are equal and a multiple of the unit, and as few as may be.
     const int64_t max_rows = kernels.max_rows(a.depth), unit = kernels.unit_rows;
     const int64_t even = a.rows / (a.rows / (max_rows + 1) + 1);
     const int64_t rows = std::min(max_rows, (even / unit + 1) * unit);

@@ -28,8 +28,8 @@ using aioengine::PANEL;
 constexpr int64_t UNIT_ROWS = 32, BLOCK_ROWS = 32, PIECE_BYTES = 1 << 20;
 constexpr bool READS_IN_PLACE = true;  // plain weights
 #else
-constexpr bool READS_IN_PLACE = false;
 constexpr int64_t UNIT_ROWS = 12, BLOCK_ROWS = 48, PIECE_BYTES = 5 << 17;
+constexpr bool READS_IN_PLACE = false;
 #endif
 
 static const BFloat16* rows_of(const Linear& a, int64_t row) {
@@ -174,21 +174,12 @@ static void add_up(
 
 // One panel of plain weights, turned at `copy` to lie as packed ones do. Asks for the next one meanwhile.
 static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
-    const BFloat16* weights = panel_of(a, panel);
     const int64_t left = a.outputs - panel * PANEL;
     for (int64_t first = 0; first < PANEL; first += TILE) {
+        const BFloat16* rows = panel_of(a, panel) + first * a.depth;
         for (int64_t k = 0; k < a.depth; k += PAIRED_DEPTH) {
-            __m512i x[TILE];
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < TILE; ++i) {
-                const BFloat16* row = weights + (first + i) * a.depth + k;
-                x[i] = _mm512_maskz_loadu_epi16(first + i < left ? 0xffffffff : 0, row);
-                ask_for(row + PANEL * a.depth, LINE);
-            }
-            transpose(x);
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < TILE; ++i)
-                _mm512_storeu_si512(copy + ((k / 2 + i) * PANEL + first) * 2, x[i]);
+            for (int64_t i = 0; i < TILE; ++i) ask_for(rows + (PANEL + i) * a.depth + k, LINE);
+            turn_block(rows + k, a.depth, left - first, PANEL, copy + k * PANEL + 2 * first);
         }
     }
     return copy;
