@@ -7,11 +7,11 @@ counts as a token already (`num_pending`), so that the next step can be planned 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.plan import UNSAMPLED
+from aioengine.plan import UNSAMPLED, RowSlice
 from aioengine.types import FinishReason, Span
 
 __all__ = ["Item", "KnownPrefix", "Request", "StopRule"]
@@ -189,6 +189,16 @@ class Request:
                 return max(low, start)
         return end
 
+    def cut_before_missing(self, start: int, position: int, least: int) -> int:
+        """The end of the chunk from `start` before a row that is not there.
+
+        Fewer than `least` tokens wait with it, as they are computed at the price of many, unless
+        they take rows of another item, which may have to make room for the missing one's.
+        """
+        end = self.cut_before_whole(start, position)
+        waits = end - start < least and not self.open_items(start)[0].span.row_runs(start, end)
+        return start if waits else end
+
     def needed_at(self, item: Item) -> int:
         """The position that cannot be computed without the item's rows."""
         first = item.span.first_row_position
@@ -199,6 +209,14 @@ class Request:
         is_first = key not in self.seen_keys
         self.seen_keys.add(key)
         return is_first and key not in self.encoded_keys
+
+    def row_slices(self, start: int, end: int) -> Iterator[RowSlice]:
+        """The encoder rows that positions [start, end) take."""
+        for item in self.open_items(start):
+            if item.span.first_row_position >= end:
+                return
+            for position, row, count in item.span.row_runs(start, end):
+                yield RowSlice(item.key, position - start, row, count)
 
     def open_items(self, position: int) -> Sequence[Item]:
         """The items that take rows at `position` or later, in prompt order."""

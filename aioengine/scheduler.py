@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from aioengine.admission import refuse_impossible, whole_ranges
 from aioengine.block_pool import BlockPool
 from aioengine.media_queue import MediaQueue
-from aioengine.plan import Advance, Limits, MediaPlan, RowSlice, SequencePlan, StepPlan
+from aioengine.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
 from aioengine.request import Item, Request
 
 __all__ = ["Scheduler"]
@@ -332,7 +332,7 @@ class Scheduler:
             end=end,
             token_ids=request.tokens(start, end),
             block_tables=tuple(tuple(table) for table in request.block_tables),
-            rows=tuple(_row_slices(request, start, end)),
+            rows=tuple(request.row_slices(start, end)),
             samples=end == request.num_tokens,
             output_index=request.num_output,
             is_stored=is_stored,
@@ -360,8 +360,10 @@ class Scheduler:
         """The end of the chunk from `start`: by tokens there are, budget, rows, whole ranges."""
         end = min(start + budget, request.num_tokens)
         missing = self.media.first_missing(request, start, end)
-        whole = request.cut_before_whole(start, missing[0] if missing else end)
-        if whole == start and missing is None and self._urgent is None:
+        if missing is not None:
+            return request.cut_before_missing(start, missing[0], self.limits.block_size)
+        whole = request.cut_before_whole(start, end)
+        if whole == start and self._urgent is None:
             self._urgent = request
         return whole
 
@@ -370,9 +372,10 @@ class Scheduler:
         start = request.num_scheduled
         end = min(start + self.limits.max_num_batched_tokens, request.num_tokens)
         missing = self.media.first_missing(request, start, end)
-        if missing is None or request.cut_before_whole(start, missing[0]) > start:
+        if missing is None:
             return None
-        return missing[1]
+        least = self.limits.block_size
+        return None if request.cut_before_missing(start, missing[0], least) > start else missing[1]
 
     def _unseen_blocker(self, request: Request) -> str | None:
         """The key of the item that parks the request, if it is not even decoded."""
@@ -439,11 +442,3 @@ class Scheduler:
             self._limbo.append((self._num_steps - 1, blocks))
         else:
             self.pool.release(blocks)
-
-
-def _row_slices(request: Request, start: int, end: int) -> Iterator[RowSlice]:
-    for item in request.open_items(start):
-        if item.span.first_row_position >= end:
-            return
-        for position, row, count in item.span.row_runs(start, end):
-            yield RowSlice(item.key, position - start, row, count)

@@ -38,6 +38,7 @@ from tests.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
 
 URL = "https://example.com/a.png"
 ITEM_BYTES = NUM_IMAGE_TOKENS * 48 * 8
+BLOCK_SIZE = 8
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,8 @@ async def test_text_before_a_picture_is_computed_while_it_is_decoded(
 ) -> None:
     prompt = "A long story comes before the picture. " * 3 + "<image> And then?"
     picture = encoded(tiny_image(51))
-    async with running_engine(folder, max_num_seqs=1, max_num_batched_tokens=16) as engine:
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": BLOCK_SIZE}
+    async with running_engine(folder, **options) as engine:
         alone = await engine.generate(prompt, greedy(), images=[picture])
         await engine.reset_caches()
         gate, steps = gate_decoding(engine, monkeypatch), Spans(engine)
@@ -148,7 +150,8 @@ async def test_text_before_a_picture_is_computed_while_it_is_decoded(
             assert not task.done()
             computed = sum(int(span.detail.split()[0]) for span in steps.of("picture"))
             before = alone.prompt_token_ids.index(3)
-            assert computed == before
+            # Less than a block of it may be left to go with the picture.
+            assert 0 <= before - computed < BLOCK_SIZE
         finally:
             gate.set()
         assert (await task).token_ids == alone.token_ids
@@ -233,7 +236,7 @@ async def test_a_shared_decoding_lives_as_long_as_someone_waits(
             return asyncio.create_task(engine.generate(text, greedy(), images=[picture]))
 
         first, second = start("A <image>"), start("B <image>")
-        await until(lambda: engine.statistics().running == 2)
+        await until(lambda: engine.statistics().waiting == 2)
         first.cancel()
         gate.set()
         assert len((await second).token_ids) == 8

@@ -55,20 +55,41 @@ def test_text_passes_a_picture_without_pixels() -> None:
 
 def test_the_text_before_a_picture_is_computed_while_it_decodes() -> None:
     w = world()
-    w.submit(make_request("r", [1, 0, 1, A, 1]))
+    w.submit(make_request("r", [1, 0, 1, 0, A, 1]))
     w.plan_media()
     plan = w.plan()
     assert plan is not None
     assert (plan.sequences[0].start, plan.sequences[0].end, plan.sequences[0].samples) == (
         0,
-        3,
+        4,
         False,
     )
 
 
+def test_text_of_less_than_a_block_waits_with_its_picture() -> None:
+    """A step of a few tokens reads all weights, and fills no block that others could use."""
+    w = world()
+    w.submit(make_request("r", [1, 0, 1, A, 1, 1, B, 1]))
+    w.plan_media()
+    w.pixels("a")
+    w.plan_media()
+    assert w.plan() is None
+    w.encoded()
+    first = w.plan()
+    assert first is not None
+    # Rows of the first picture give their room to the second: the text behind them goes along.
+    assert (first.sequences[0].start, first.sequences[0].end) == (0, 8)
+    w.commit()
+    assert w.plan() is None
+    encode_all(w)
+    last = w.plan()
+    assert last is not None
+    assert (last.sequences[0].start, last.sequences[0].end) == (8, 14)
+
+
 def test_a_parked_request_holds_no_slot() -> None:
     w = world(max_num_seqs=1)
-    w.submit(make_request("picture", [1, A]))
+    w.submit(make_request("picture", [1] * 4 + [A]))
     w.submit(make_request("text", [1, 1], max_tokens=2))
     w.plan_media()
     assert names(w.plan()) == ["picture"]  # its text
@@ -233,10 +254,10 @@ def test_two_items_that_fit_only_one_after_the_other() -> None:
 def test_a_chunk_of_separators_needs_no_rows() -> None:
     """C begins with a position that takes none."""
     w = world()
-    w.submit(make_request("r", [1, C]))
+    w.submit(make_request("r", [1, 1, 1, C]))
     plan = w.plan()
     assert plan is not None
-    assert plan.sequences[0].end == 2 and not plan.sequences[0].rows
+    assert plan.sequences[0].end == 4 and not plan.sequences[0].rows
 
 
 def test_waiting_requests_hold_no_references() -> None:
