@@ -185,6 +185,9 @@ static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* cop
     return copy;
 }
 
+// Inputs between two times of asking: a few lines at a time, or they keep loads waiting.
+constexpr int64_t ASKING_DEPTH = 4;
+
 // sums [ROWS, PANEL] += x times weights
 template <int ROWS>
 static void add_up_rows(
@@ -196,9 +199,9 @@ static void add_up_rows(
         s[r][0] = _mm512_loadu_ps(sums + r * PANEL);
         s[r][1] = _mm512_loadu_ps(sums + r * PANEL + WIDTH);
     }
-    for (int64_t first = 0; first < depth; first += PAIRED_DEPTH) {
+    for (int64_t first = 0; first < depth; first += ASKING_DEPTH) {
         next.ask();
-        for (int64_t k = first; k < first + PAIRED_DEPTH; k += 2) {
+        for (int64_t k = first; k < first + ASKING_DEPTH; k += 2) {
             const BFloat16* at = weights + k * PANEL;
             const __m512bh low = (__m512bh)_mm512_loadu_si512(at);
             const __m512bh high = (__m512bh)_mm512_loadu_si512(at + 2 * WIDTH);
@@ -223,39 +226,28 @@ static void shape_for(int64_t) {}
 
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
-static void add_up_chunk(
-    const BFloat16* x, int64_t stride, int64_t rows, const BFloat16* weights, int64_t depth,
-    Ahead& next, float* sums) {
-    while (rows) {
-        int64_t done;
-        // So many rows that their sums fill the registers; of 16, two times eight.
-        if (rows >= UNIT_ROWS && rows != 16)
-            add_up_rows<UNIT_ROWS>(x, stride, weights, depth, next, sums), done = UNIT_ROWS;
-        else if (rows >= 8)
-            add_up_rows<8>(x, stride, weights, depth, next, sums), done = 8;
-        else if (rows >= 4)
-            add_up_rows<4>(x, stride, weights, depth, next, sums), done = 4;
-        else if (rows >= 2)
-            add_up_rows<2>(x, stride, weights, depth, next, sums), done = 2;
-        else
-            add_up_rows<1>(x, stride, weights, depth, next, sums), done = 1;
-        rows -= done;
-        x += done * stride;
-        sums += done * PANEL;
-    }
-}
+using AddUp = void(const BFloat16*, int64_t, const BFloat16*, int64_t, Ahead&, float*);
+constexpr AddUp* ADD_UP[] = {
+    add_up_rows<1>, add_up_rows<2>, add_up_rows<3>, add_up_rows<4>,  add_up_rows<5>,  add_up_rows<6>,
+    add_up_rows<7>, add_up_rows<8>, add_up_rows<9>, add_up_rows<10>, add_up_rows<11>, add_up_rows<12>};
+static_assert(sizeof ADD_UP / sizeof *ADD_UP == UNIT_ROWS, "one for each number of rows");
 
 static void add_up(
     const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, const Panel& panel, bool,
     float* sums) {
+    // Each time so many rows, nearly the same number, that their sums fit the registers.
+    const int64_t times = (rows + UNIT_ROWS - 1) / UNIT_ROWS;
     const int64_t chunk = panel.chunk(PAIRED_DEPTH);
     memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t first = 0; first < a.depth; first += chunk) {
-        const int64_t last = lesser(first + chunk, a.depth);
-        Ahead next = panel.after(first, last, (last - first) / PAIRED_DEPTH);
-        add_up_chunk(
-            rows_of(a, first_row) + first, a.stride, rows,
-            (const BFloat16*)panel.weights + first * PANEL, last - first, next, sums);
+        const int64_t last = lesser(first + chunk, a.depth), depth = last - first;
+        const BFloat16* weights = (const BFloat16*)panel.weights + first * PANEL;
+        Ahead next = panel.after(first, last, times * depth / ASKING_DEPTH);
+        for (int64_t index = 0; index < times; ++index) {
+            const int64_t begin = index * rows / times, count = (index + 1) * rows / times - begin;
+            const BFloat16* x = rows_of(a, first_row + begin) + first;
+            ADD_UP[count - 1](x, a.stride, weights, depth, next, sums + begin * PANEL);
+        }
     }
 }
 
