@@ -67,7 +67,10 @@ class Runner:
         rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
         last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
         chosen = [s for s in plan.sequences if s.samples]
-        places = upload([last[s.request_id] for s in chosen], self.model.device)
+        wanted = [last[s.request_id] for s in chosen]
+        # Most steps read all rows, as they lie.
+        is_whole = wanted == [*range(sum(ends) - sum(starts))]
+        places = None if is_whole else upload(wanted, self.model.device)
         if not any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences):
             self.model.want(places)
         hidden = self.model.forward(self._embed(sequences), positions, metadata, encoded)
@@ -77,7 +80,7 @@ class Runner:
             return Launched(lambda: StepResult((), prompt_logprobs=_read_prompts(scored)))
         masks, failures = _masks(chosen)
         sampled = self._sampler.sample(
-            self.model.compute_logits(hidden[places]),
+            self.model.compute_logits(hidden if places is None else hidden[places]),
             [s.sampling for s in chosen],
             [s.output_index for s in chosen],
             masks,
@@ -217,6 +220,8 @@ class Runner:
             ids = upload([max(token, 0) for token in token_ids], device)
             known = sampled[upload([rows[owner] for owner in owners], device)]
             ids[upload(unknown, device)] = known
+        if not any(s.rows for s in sequences):
+            return self.model.embed_input_ids(ids)
         pieces: list[Tensor] = []
         is_row = torch.zeros(len(token_ids), dtype=torch.bool)
         base = 0
@@ -225,8 +230,6 @@ class Runner:
                 pieces.append(self._rows[piece.key][piece.row : piece.row + piece.count])
                 is_row[base + piece.position : base + piece.position + piece.count] = True
             base += len(sequence.token_ids)
-        if not pieces:
-            return self.model.embed_input_ids(ids)
         return self.model.embed_input_ids(ids, pieces, to_device(is_row, device))
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -51,7 +52,7 @@ from aioengine.models.loading import build_on_meta, find_class, load_pretrained,
 from aioengine.models.packed import pack_layers
 from aioengine.models.probe import LayerSpec, group_layers, probe_layers
 from aioengine.models.rotary import fuse_rotary
-from aioengine.models.straight import straighten_layers
+from aioengine.models.straight import compute_straight, straighten_layers
 from aioengine.models.tied import read_tied_heads
 from aioengine.models.trimmed import trim_encoders
 from aioengine.types import KVGroup
@@ -283,11 +284,10 @@ class TransformersModel:
         `prompts[i]` is what `positions` gave for request i; without it, or with None in it, a
         token's position is its index. On the CPU.
         """
-        parts = []
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            known = None if prompts is None else prompts[i]
-            parts.append(_cut_positions(known, start, end))
-        return torch.cat(parts, dim=-1)
+        if prompts is None or not any(prompts):
+            return torch.tensor([*chain.from_iterable(map(range, starts, ends))], dtype=torch.int64)
+        cuts = zip(prompts, starts, ends, strict=True)
+        return torch.cat([_cut_positions(*cut) for cut in cuts], dim=-1)
 
     # Hooks.
 
@@ -379,6 +379,9 @@ class TransformersModel:
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Run `decoder` on [T, hidden] and [T] or [3, T]; the probe and `forward` share it."""
+        found = compute_straight(decoder, embeds, positions) if positions.dim() == 1 else None
+        if found is not None:
+            return found
         ids = positions[None] if positions.dim() == 1 else positions[:, None]
         output = decoder(inputs_embeds=embeds[None], position_ids=ids, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]

@@ -13,6 +13,11 @@ this one does not know, its own forward answers.
 
 The last layer attends with all rows of a step, as their keys and values stay; what comes after that
 it computes for the rows alone that are read.
+
+Where all that a decoder does, by another trial, is to call such layers, they are called without it
+(`compute_straight`). What its own forward does around them (arguments merged with the config, masks
+that nobody reads, a wrapper around each layer) takes as long as a small layer where there are few
+tokens, the more so as products of megabytes leave nothing of Python in the caches.
 """
 
 from __future__ import annotations
@@ -33,12 +38,14 @@ from aioengine.models.attention import LayerSlot, Slot, attach_slot, slot_of
 from aioengine.models.fused import FusedRMSNorm
 from aioengine.models.packed import Packed, PackedPart
 
-__all__ = ["straighten_layers"]
+__all__ = ["compute_straight", "straighten_layers"]
 
 Forward = Callable[..., Tensor]
 
 _LAYER = "_aioengine_layer"
-_TRIAL_ROWS = 5
+_STACK = "_aioengine_stack"
+_TRIAL_POSITIONS = (0, 1, 7, 2, 300)
+_TRIAL_ROWS = len(_TRIAL_POSITIONS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +76,10 @@ class _Layer:
             return self._feed(x, found)
         return x.index_copy(0, wanted, self._feed(x[wanted], found[wanted]))
 
+    def wanted(self, slot: Slot) -> Tensor | None:
+        """The rows that are read of what it computes in this step, None for all."""
+        return slot.wanted if self.is_last and isinstance(slot, LayerSlot) else None
+
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         compute, epsilon = self.attention_norm.fused
         if compute is rms_norm:
@@ -94,6 +105,37 @@ class _Layer:
         return self.feed_forward.forward(self.feed_forward_norm.forward(x)).add_(x)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stack:
+    """The parts of a decoder in the order of their use."""
+
+    rotary: nn.Module
+    layers: list[_Layer]
+    norm: nn.Module
+
+    def compute(self, embeds: Tensor, positions: Tensor) -> Tensor | None:
+        """See `compute_straight`."""
+        x, slots = embeds[None], [slot_of(layer.attention) for layer in self.layers]
+        angles = self.rotary(x, positions[None])
+        if None in slots or not _fits(x, angles, self.layers[0].head_dim):
+            return None
+        x, cos, sin = embeds, angles[0][0], angles[1][0]
+        for layer, slot in zip(self.layers, slots, strict=True):
+            assert slot is not None
+            x = layer.compute(x, cos, sin, slot, layer.wanted(slot))
+        found: Tensor = self.norm(x[None])[0]
+        return found
+
+
+def compute_straight(decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor | None:
+    """The last hidden states [T, hidden] of `embeds` [T, hidden], tokens at `positions` [T].
+
+    None for a decoder that does more than call layers which `straighten_layers` has taken.
+    """
+    stack: _Stack | None = getattr(decoder, _STACK, None)
+    return None if stack is None else stack.compute(embeds, positions)
+
+
 def straighten_layers(decoder: nn.Module) -> int:
     """Have the layers of `decoder` that qualify call their operators themselves, in place.
 
@@ -117,6 +159,7 @@ def straighten_layers(decoder: nn.Module) -> int:
             module.__class__ = kinds[kind]
             setattr(module, _LAYER, layer)
             count += 1
+        setattr(decoder, _STACK, _tried_stack(decoder))
     return count
 
 
@@ -138,8 +181,7 @@ def _straight(kind: type[nn.Module]) -> type[nn.Module]:
             return own(self, hidden_states, *args, **kwargs)
         assert position_embeddings is not None
         cos, sin = position_embeddings
-        wanted = slot.wanted if layer.is_last and isinstance(slot, LayerSlot) else None
-        return layer.compute(hidden_states[0], cos[0], sin[0], slot, wanted)[None]
+        return layer.compute(hidden_states[0], cos[0], sin[0], slot, layer.wanted(slot))[None]
 
     # Whoever reads its source finds that of the class it was made of.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -246,4 +288,37 @@ def _tried(module: nn.Module, layer: _Layer) -> _Layer | None:
         return None  # it wants other arguments, or parts of other shapes
     finally:
         attach_slot(layer.attention, slot)
+    return None
+
+
+def _tried_stack(decoder: nn.Module) -> _Stack | None:
+    """The parts of a decoder that does nothing but call its layers, if all of these qualify."""
+    modules = getattr(decoder, "layers", None)
+    rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
+    if not isinstance(modules, nn.ModuleList) or not modules or rotary is None or norm is None:
+        return None
+    layers: list[_Layer | None] = [getattr(module, _LAYER, None) for module in modules]
+    around = (decoder, rotary, norm)
+    if None in layers or any(each._forward_hooks or each._forward_pre_hooks for each in around):
+        return None
+    straight = [layer for layer in layers if layer is not None]
+    slots = [slot_of(layer.attention) for layer in straight]
+    weight = straight[0].attention_norm.weight
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(_TRIAL_ROWS, len(weight), generator=generator).to(weight.dtype)
+    positions = torch.tensor(_TRIAL_POSITIONS)
+    try:
+        for layer in straight:
+            attach_slot(layer.attention, _StandIn())
+        output = decoder(inputs_embeds=embeds[None], position_ids=positions[None], use_cache=False)
+        stack = _Stack(rotary, straight, norm)
+        found = stack.compute(embeds, positions)
+        if found is not None and torch.equal(found, output.last_hidden_state[0]):
+            return stack
+    except Exception:
+        return None  # it wants other arguments, or more than its layers
+    finally:
+        for layer, slot in zip(straight, slots, strict=True):
+            assert slot is not None
+            attach_slot(layer.attention, slot)
     return None

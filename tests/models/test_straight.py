@@ -33,7 +33,7 @@ from aioengine.models.attention import (
 from aioengine.models.fused import fuse_norms
 from aioengine.models.packed import pack_layers
 from aioengine.models.rotary import fuse_rotary
-from aioengine.models.straight import _StandIn, straighten_layers
+from aioengine.models.straight import _StandIn, compute_straight, straighten_layers
 
 pytestmark = pytest.mark.skipif(
     not library.is_available() or library.instruction_set() == "generic",
@@ -72,8 +72,10 @@ def fused(config: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def run(model: nn.Module, dtype: torch.dtype, wanted: Tensor | None = None) -> Tensor:
-    """Two sequences of 3 and 5 tokens, [8, hidden]."""
+def run(
+    model: nn.Module, dtype: torch.dtype, wanted: Tensor | None = None, *, is_short: bool = False
+) -> Tensor:
+    """Two sequences of 3 and 5 tokens, [8, hidden]; `is_short`: without the decoder itself."""
     generator = torch.Generator().manual_seed(1)
     embeds = torch.randn(1, 8, 64, generator=generator).to(dtype)
     meta = build_metadata(block_size=4, block_tables=[[3], [0, 2]], starts=[0, 0], ends=[3, 5])
@@ -82,6 +84,10 @@ def run(model: nn.Module, dtype: torch.dtype, wanted: Tensor | None = None) -> T
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     holder: Any = model.holder
     with torch.inference_mode(), holder.hold(step):
+        if is_short:
+            short = compute_straight(model, embeds[0], positions[0])
+            assert short is not None
+            return short
         found: Tensor = model(
             inputs_embeds=embeds, position_ids=positions, use_cache=False
         ).last_hidden_state[0]
@@ -106,6 +112,7 @@ def test_the_same_bits(config: Any, dtype: torch.dtype) -> None:
     found = run(model, dtype)
     assert found.isfinite().all() and found.std() > 0.1
     assert torch.equal(found, run(before, dtype))
+    assert torch.equal(found, run(model, dtype, is_short=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,9 +121,11 @@ def test_rows_that_are_read(wanted: list[int], dtype: torch.dtype) -> None:
     """They keep their bits; the others are not computed to the end."""
     model = fused(LlamaConfig(**SIZES), dtype)
     assert straighten_layers(model) == LAYERS
-    whole, part = run(model, dtype), run(model, dtype, torch.tensor(wanted, dtype=torch.long))
-    is_equal = (whole == part).all(dim=-1)
-    assert is_equal.nonzero()[:, 0].tolist() == wanted
+    rows = torch.tensor(wanted, dtype=torch.long)
+    whole = run(model, dtype)
+    for part in (run(model, dtype, rows), run(model, dtype, rows, is_short=True)):
+        is_equal = (whole == part).all(dim=-1)
+        assert is_equal.nonzero()[:, 0].tolist() == wanted
 
 
 def test_only_the_last_layer_leaves_rows_out() -> None:
@@ -147,6 +156,28 @@ def test_others_are_left_alone(config: Any) -> None:
     kinds = [type(layer) for layer in model.get_submodule("layers")]  # type: ignore[arg-type]
     assert straighten_layers(model) == 0
     assert [type(layer) for layer in model.get_submodule("layers")] == kinds  # type: ignore[arg-type]
+
+
+def test_a_decoder_that_does_more_is_called() -> None:
+    """Its layers are usual ones, but embeddings are scaled before them."""
+    config = GraniteConfig(**SIZES, residual_multiplier=1.0, embedding_multiplier=2.0)
+    model = fused(config, torch.float32)
+    before = copy.deepcopy(model)
+    assert straighten_layers(model) == LAYERS
+    assert compute_straight(model, torch.ones(3, 64), torch.arange(3)) is None
+    assert torch.equal(run(model, torch.float32), run(before, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["", "norm", "rotary_emb", "layers.1"])
+def test_hooks_around_layers_are_called(name: str) -> None:
+    model = fused(LlamaConfig(**SIZES), torch.float32)
+    called: list[nn.Module] = []
+    hook = model.get_submodule(name).register_forward_hook(lambda each, *_: called.append(each))
+    straighten_layers(model)
+    assert compute_straight(model, torch.ones(3, 64), torch.arange(3)) is None
+    run(model, torch.float32)
+    assert model.get_submodule(name) in called
+    hook.remove()
 
 
 def test_hooks_are_called() -> None:
