@@ -3,8 +3,9 @@
 A request's tokens are scheduled, then computed, and chase `num_tokens`; there is no prefill or
 decode phase. A step serves single tokens first, then the chunks of running requests by seniority,
 then waiting requests. A chunk ends before the first encoder row that is not there; a request at
-such an end is *parked* and holds no slot. All of it is synchronous and deterministic. `schedule()`
-may run ahead of `commit()`: blocks and rows are let go when the last step that uses them commits.
+such an end is *parked* and holds no slot, and so is one with less than a block of text before it.
+All of it is synchronous and deterministic. `schedule()` may run ahead of `commit()`: blocks and
+rows are let go when the last step that uses them commits.
 """
 
 from __future__ import annotations
