@@ -22,14 +22,15 @@ tokens, the more so as products of megabytes leave nothing of Python in the cach
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aioengine.kernels.cpu.layer import feed, project
+from aioengine.kernels.cpu.backend import CpuBackend
+from aioengine.kernels.cpu.layer import Layers, UsualLayer, feed, listed, project
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
@@ -44,6 +45,7 @@ Forward = Callable[..., Tensor]
 
 _LAYER = "_aioengine_layer"
 _STACK = "_aioengine_stack"
+_OPTIONS = {"scale", "window", "softcap", "sinks"}
 _TRIAL_POSITIONS = (0, 1, 7, 2, 300)
 _TRIAL_ROWS = len(_TRIAL_POSITIONS)
 
@@ -104,14 +106,48 @@ class _Layer:
         x = self.out(attended).add_(x)
         return self.feed_forward.forward(self.feed_forward_norm.forward(x)).add_(x)
 
+    def usual(self) -> UsualLayer | None:
+        """The layer as `run_layers` takes it, if it does."""
+        norm, feed_norm = self.attention_norm, self.feed_forward_norm
+        names, up, activation = self.feed_forward.fused
+        down = getattr(getattr(self.feed_forward, names.down), "packed", None)
+        if norm.fused[0] is not rms_norm or feed_norm.fused[0] is not rms_norm:
+            return None
+        if not isinstance(down, NativeLinear) or self.options.keys() != _OPTIONS:
+            return None
+        if self.options["sinks"] is not None:
+            return None
+        return UsualLayer(
+            norm=norm.weight,
+            epsilon=norm.fused[1],
+            product=self.product,
+            heads=(self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim),
+            scale=self.options["scale"],
+            softcap=self.options["softcap"] or 0.0,
+            window=self.options["window"] or 0,
+            out=self.out,
+            feed_norm=feed_norm.weight,
+            feed_epsilon=feed_norm.fused[1],
+            up=up,
+            activation=activation,
+            is_gated=names.gate is not None,
+            down=down,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stack:
-    """The parts of a decoder in the order of their use."""
+    """The parts of a decoder in the order of their use.
+
+    `at_once`: all layers but the last as one operator takes them, if it does, with the `slots` that
+    layers had; they share their step and the metadata of one KV group.
+    """
 
     rotary: nn.Module
     layers: list[_Layer]
     norm: nn.Module
+    slots: list[Slot | None]
+    at_once: Layers | None
 
     def compute(self, embeds: Tensor, positions: Tensor) -> Tensor | None:
         """See `compute_straight`."""
@@ -119,12 +155,29 @@ class _Stack:
         angles = self.rotary(x, positions[None])
         if None in slots or not _fits(x, angles, self.layers[0].head_dim):
             return None
-        x, cos, sin = embeds, angles[0][0], angles[1][0]
-        for layer, slot in zip(self.layers, slots, strict=True):
+        cos, sin = angles[0][0], angles[1][0]
+        found = self._run_at_once(embeds, cos, sin) if slots == self.slots else None
+        x, first = (embeds, 0) if found is None else (found, len(slots) - 1)
+        for layer, slot in zip(self.layers[first:], slots[first:], strict=True):
             assert slot is not None
             x = layer.compute(x, cos, sin, slot, layer.wanted(slot))
-        found: Tensor = self.norm(x[None])[0]
-        return found
+        normed: Tensor = self.norm(x[None])[0]
+        return normed
+
+    def _run_at_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """What the last layer is given; None if layers have to be computed one by one."""
+        slot = self.slots[0]
+        if self.at_once is None or not isinstance(slot, LayerSlot):
+            return None
+        step = slot.holder.current
+        # Another backend, or one made of it, wants to be called for each layer.
+        if step is None or type(step.backend) is not CpuBackend:
+            return None
+        caches = [
+            step.caches[each.layer] for each in self.slots[:-1] if isinstance(each, LayerSlot)
+        ]
+        meta = step.metadata[slot.group]
+        return step.backend.run_layers(x, cos, sin, self.at_once, caches, meta)
 
 
 def compute_straight(decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor | None:
@@ -311,7 +364,7 @@ def _tried_stack(decoder: nn.Module) -> _Stack | None:
         for layer in straight:
             attach_slot(layer.attention, _StandIn())
         output = decoder(inputs_embeds=embeds[None], position_ids=positions[None], use_cache=False)
-        stack = _Stack(rotary, straight, norm)
+        stack = _Stack(rotary, straight, norm, slots, _at_once(straight[:-1], slots[:-1]))
         found = stack.compute(embeds, positions)
         if found is not None and torch.equal(found, output.last_hidden_state[0]):
             return stack
@@ -322,3 +375,16 @@ def _tried_stack(decoder: nn.Module) -> _Stack | None:
             assert slot is not None
             attach_slot(layer.attention, slot)
     return None
+
+
+def _at_once(layers: Sequence[_Layer], slots: Sequence[Slot | None]) -> Layers | None:
+    """The layers as one operator takes them, if they are such and all write to one KV group."""
+    usual = [layer.usual() for layer in layers]
+    found = [layer for layer in usual if layer is not None]
+    plain = [slot for slot in slots if isinstance(slot, LayerSlot) and slot.stores]
+    if not found or len(found) < len(layers) or len(plain) < len(slots):
+        return None
+    if any(slot.distance_bias is not None for slot in plain):
+        return None
+    places = {(id(slot.holder), slot.group) for slot in plain}
+    return listed(found) if len(places) == 1 else None

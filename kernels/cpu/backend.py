@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from aioengine.kernels.attention import AttentionMetadata
+from aioengine.kernels.cpu.layer import Layers, run_layers
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.gather import GatherBackend
 
@@ -95,6 +98,19 @@ class CpuBackend:
             meta.blocks_in_window,
         )
         return out
+
+    def run_layers(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layers: Layers,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        meta: AttentionMetadata,
+    ) -> Tensor | None:
+        """`kernels.cpu.layer.run_layers`; None for what the operators do not know."""
+        is_known = all(self._knows(x, key) for key, _ in caches) and meta.is_causal
+        return run_layers(x, cos, sin, layers, caches, meta) if is_known else None
 
     def _knows(self, query: Tensor, key_cache: Tensor) -> bool:
         is_same = query.dtype == key_cache.dtype

@@ -730,6 +730,44 @@ Tensor feed(
     return multiply(inner, {down, down_scales, down_bias, hidden}, 0, false, &sum);
 }
 
+// What `run_layers` takes of each layer: see kernels/cpu/layer.py.
+constexpr int64_t LAYER_TENSORS = 14, LAYER_SIZES = 6, LAYER_NUMBERS = 4;
+
+// Decoder layers one after the other: x [T, hidden], `project`, attention, `feed`, and so on. One operator,
+// as a layer of few tokens takes less than a millisecond, and leaves nothing of its caller in the caches.
+Tensor run_layers(
+    const Tensor& x, const Tensor& cos, const Tensor& sin, std::vector<Tensor> tensors,
+    std::vector<int64_t> sizes, std::vector<double> numbers, std::vector<Tensor> caches,
+    const Tensor& slot_blocks, const Tensor& slot_offsets, const Tensor& query_start,
+    const Tensor& seq_lens, const Tensor& block_table, const std::optional<Tensor>& block_ids,
+    bool blocks_in_window) {
+    const size_t count = caches.size() / 2;
+    STD_TORCH_CHECK(
+        caches.size() == 2 * count && tensors.size() == LAYER_TENSORS * count &&
+            sizes.size() == LAYER_SIZES * count && numbers.size() == LAYER_NUMBERS * count,
+        "lists must have the same number of layers");
+    Tensor found = x;
+    for (size_t i = 0; i < count; ++i) {
+        Tensor* t = tensors.data() + LAYER_TENSORS * i;
+        const int64_t* n = sizes.data() + LAYER_SIZES * i;
+        const double* f = numbers.data() + LAYER_NUMBERS * i;
+        const auto maybe = [&](int64_t at) {
+            return t[at].numel() ? std::optional<Tensor>(t[at]) : std::nullopt;
+        };
+        const auto [query, key, value] =
+            project(found, t[0], f[0], t[1], maybe(2), maybe(3), n[0], n[1], cos, sin);
+        Tensor attended = attend(
+            query, key, value, caches[2 * i], caches[2 * i + 1], slot_blocks, slot_offsets,
+            query_start, seq_lens, block_table, block_ids, std::nullopt, std::nullopt, f[2], f[3],
+            n[5], true, blocks_in_window);
+        attended = torch::stable::view(attended, {attended.size(0), attended.size(1) * attended.size(2)});
+        found = feed(
+            found, attended, t[4], maybe(5), maybe(6), t[7], f[1], t[8], maybe(9), maybe(10), n[2],
+            n[3], n[4] != 0, t[11], maybe(12), maybe(13));
+    }
+    return found;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
@@ -757,6 +795,10 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "Tensor norm, float epsilon, Tensor up, Tensor? up_scales, Tensor? up_bias, int up_outputs, "
         "int activation, bool is_gated, Tensor down, Tensor? down_scales, Tensor? down_bias) "
         "-> Tensor");
+    library.def(
+        "run_layers(Tensor x, Tensor cos, Tensor sin, Tensor[] tensors, int[] sizes, float[] numbers, "
+        "Tensor(a!)[] caches, Tensor slot_blocks, Tensor slot_offsets, Tensor query_start, "
+        "Tensor seq_lens, Tensor block_table, Tensor? block_ids, bool blocks_in_window) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
@@ -768,6 +810,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("rotate", TORCH_BOX(&rotate));
     library.impl("project", TORCH_BOX(&project));
     library.impl("feed", TORCH_BOX(&feed));
+    library.impl("run_layers", TORCH_BOX(&run_layers));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {

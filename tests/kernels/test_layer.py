@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioengine.kernels.attention import AttentionMetadata, build_metadata
 from aioengine.kernels.cpu import library
-from aioengine.kernels.cpu.layer import feed, project
+from aioengine.kernels.cpu.backend import CpuBackend
+from aioengine.kernels.cpu.layer import UsualLayer, feed, listed, project, run_layers
 from aioengine.kernels.cpu.linear import Activation, NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
@@ -71,6 +73,110 @@ def test_after_attention(
     inner = up(rms_norm(new, norm, EPSILON), silu, is_gated)
     assert torch.equal(found, down(inner) + new)
     assert torch.equal(x, before)
+
+
+def usual_layer(
+    index: int, dtype: torch.dtype, *, has_bias: bool, is_gated: bool, softcap: float, window: int
+) -> UsualLayer:
+    """One of some, no two of which are equal."""
+    heads, kv_heads = HEADS
+    outputs = (heads + 2 * kv_heads) * HEAD
+    norms = 1 + 0.1 * torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(index))
+    return UsualLayer(
+        norm=norms[0].to(dtype),
+        epsilon=EPSILON * (1 + index),
+        product=product(outputs, HIDDEN, dtype, has_bias=has_bias),
+        heads=HEADS,
+        scale=0.1 * (1 + index),
+        softcap=softcap,
+        window=window if index else 0,
+        out=product(HIDDEN, heads * HEAD, dtype, has_bias=has_bias),
+        feed_norm=norms[1].to(dtype),
+        feed_epsilon=EPSILON,
+        up=product(INNER * (1 + is_gated), HIDDEN, dtype, has_bias=has_bias),
+        activation=Activation.SILU,
+        is_gated=is_gated,
+        down=product(HIDDEN, INNER, dtype, has_bias=has_bias),
+    )
+
+
+def one_by_one(
+    x: Tensor,
+    layers: list[UsualLayer],
+    caches: list[tuple[Tensor, Tensor]],
+    meta: AttentionMetadata,
+) -> Tensor:
+    backend = CpuBackend()
+    cos, sin = angles(x)
+    for layer, (keys, values) in zip(layers, caches, strict=True):
+        query, key, value = project(
+            x, layer.norm, layer.epsilon, layer.product, layer.heads, cos, sin
+        )
+        attended = backend.attend(
+            query,
+            keys,
+            values,
+            meta,
+            scale=layer.scale,
+            new=(key, value),
+            window=layer.window or None,
+            softcap=layer.softcap or None,
+        )
+        x = feed(
+            x,
+            attended.flatten(-2),
+            layer.out,
+            layer.feed_norm,
+            layer.feed_epsilon,
+            layer.up,
+            layer.activation,
+            layer.is_gated,
+            layer.down,
+        )
+    return x
+
+
+def angles(x: Tensor) -> tuple[Tensor, Tensor]:
+    turns = random(len(x), HEAD // 2).repeat(1, 2)
+    return turns.cos().to(x.dtype), turns.sin().to(x.dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.0, 2), (3.0, 0)])
+def test_layers_at_once(
+    dtype: torch.dtype, has_bias: bool, is_gated: bool, softcap: float, window: int
+) -> None:
+    """Two sequences, one of which goes on from what lies in its pages, through three layers."""
+    layers = [
+        usual_layer(
+            index, dtype, has_bias=has_bias, is_gated=is_gated, softcap=softcap, window=window
+        )
+        for index in range(3)
+    ]
+    x = random(6, HIDDEN).to(dtype)
+    meta = build_metadata(block_size=4, block_tables=[[3], [0, 2]], starts=[0, 4], ends=[3, 7])
+    caches = random(3, 2, 4, 4, HEADS[1], HEAD).to(dtype)
+    others = caches.clone()
+    found = run_layers(x, *angles(x), listed(layers), [*zip(*caches.unbind(1), strict=True)], meta)
+    wanted = one_by_one(x, layers, [*zip(*others.unbind(1), strict=True)], meta)
+    assert found.isfinite().all() and not torch.equal(found, x)
+    assert torch.equal(found, wanted)
+    assert torch.equal(caches, others)
+
+
+def test_lists_of_layers_that_do_not_go_together_are_refused() -> None:
+    layer = usual_layer(0, torch.float32, has_bias=False, is_gated=True, softcap=0.0, window=0)
+    x = random(3, HIDDEN)
+    meta = build_metadata(block_size=4, block_tables=[[3]], starts=[0], ends=[3])
+    cache = (torch.zeros(4, 4, HEADS[1], HEAD), torch.zeros(4, 4, HEADS[1], HEAD))
+    tensors, sizes, numbers = listed([layer])
+    assert run_layers(x, *angles(x), (tensors, sizes, numbers), [cache], meta).shape == x.shape
+    for lists in ((tensors[1:], sizes, numbers), (tensors, sizes[1:], numbers)):
+        with pytest.raises(RuntimeError, match="same number of layers"):
+            run_layers(x, *angles(x), lists, [cache], meta)
+    with pytest.raises(RuntimeError, match="same number of layers"):
+        run_layers(x, *angles(x), (tensors, sizes, numbers), [cache, cache], meta)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -19,8 +19,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from aioengine.kernels.attention import build_metadata, select_backend
+from aioengine.kernels.attention import build_metadata
 from aioengine.kernels.cpu import library
+from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import native_way
 from aioengine.models.activated import fuse_activations
 from aioengine.models.attention import (
@@ -73,14 +74,19 @@ def fused(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def run(
-    model: nn.Module, dtype: torch.dtype, wanted: Tensor | None = None, *, is_short: bool = False
+    model: nn.Module,
+    dtype: torch.dtype,
+    wanted: Tensor | None = None,
+    *,
+    is_short: bool = False,
+    backend: CpuBackend | None = None,
 ) -> Tensor:
     """Two sequences of 3 and 5 tokens, [8, hidden]; `is_short`: without the decoder itself."""
     generator = torch.Generator().manual_seed(1)
     embeds = torch.randn(1, 8, 64, generator=generator).to(dtype)
     meta = build_metadata(block_size=4, block_tables=[[3], [0, 2]], starts=[0, 0], ends=[3, 5])
     caches = [tuple(torch.zeros(2, 4, 4, 2, 32, dtype=dtype)) for _ in range(LAYERS)]
-    step = StepContext([meta], caches, select_backend("cpu"), wanted=wanted)  # type: ignore[arg-type]
+    step = StepContext([meta], caches, backend or CpuBackend(), wanted=wanted)  # type: ignore[arg-type]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     holder: Any = model.holder
     with torch.inference_mode(), holder.hold(step):
@@ -156,6 +162,36 @@ def test_others_are_left_alone(config: Any) -> None:
     kinds = [type(layer) for layer in model.get_submodule("layers")]  # type: ignore[arg-type]
     assert straighten_layers(model) == 0
     assert [type(layer) for layer in model.get_submodule("layers")] == kinds  # type: ignore[arg-type]
+
+
+class _OwnBackend(CpuBackend):
+    """Somebody's, which wants to see every layer's attention."""
+
+    num_calls = 0
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.num_calls += 1
+        return super().attend(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_are_one_operator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last; with another backend each attends by itself, to the same bits."""
+    model = fused(LlamaConfig(**SIZES), dtype)
+    straighten_layers(model)
+    rows: list[int] = []
+    run_layers = CpuBackend.run_layers
+
+    def counted(self: CpuBackend, x: Tensor, *args: Any) -> Tensor | None:
+        rows.append(len(x))
+        return run_layers(self, x, *args)
+
+    monkeypatch.setattr(CpuBackend, "run_layers", counted)
+    found = run(model, dtype, is_short=True)
+    assert rows == [8]
+    own = _OwnBackend()
+    assert torch.equal(run(model, dtype, is_short=True, backend=own), found)
+    assert rows == [8] and own.num_calls == LAYERS
 
 
 def test_a_decoder_that_does_more_is_called() -> None:
