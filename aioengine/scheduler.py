@@ -220,9 +220,10 @@ class Scheduler:
         """Start waiting requests by seniority, until one of them holds up those behind it.
 
         A request with media does not pass another whose next picture has its pixels: running ones
-        are encoded for first, so that it could be passed for ever. Text passes it.
+        are encoded for first, so that it could be passed for ever. Nor does it pass more than are
+        asked for at a time, or every step would look at all of a long queue. Text passes them.
         """
-        media_wait = False
+        media_wait, num_missing_rows = False, 0
         for request in list(self._waiting):
             if not step.budget or step.num_slots >= self.limits.max_num_seqs:
                 return
@@ -232,11 +233,13 @@ class Scheduler:
                 continue
             if not self._admit(request, step):
                 return
-            media_wait |= not request.is_running and self._waits_for_the_encoder(request)
-
-    def _waits_for_the_encoder(self, request: Request) -> bool:
-        missing = self.media.first_missing(request, request.hit_estimate, request.num_tokens)
-        return missing is not None and self.media.has_pixels(missing[1])
+            if request.is_running or media_wait:
+                continue
+            missing = self.media.first_missing(request, request.hit_estimate, request.num_tokens)
+            if missing is not None:
+                num_missing_rows += missing[1].span.num_rows
+                media_wait = self.media.has_pixels(missing[1])
+                media_wait |= num_missing_rows > self.limits.max_media_rows
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a waiting request if that gives it tokens now. False: nobody behind it may pass.

@@ -32,6 +32,7 @@ from aioengine.request import Item, Request, StopRule
 from aioengine.runner import Runner
 from aioengine.sampler import Sampling
 from aioengine.scheduler import Scheduler
+from aioengine.sizing import ENCODER_STEPS
 from aioengine.types import Span
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -140,6 +141,7 @@ def crowded(num_running: int, num_waiting: int, *, have_pictures: bool) -> Sched
             num_blocks=64 * RUNNING,
             encoder_cache_bytes=256 << 20,
             max_num_encoder_input_tokens=2048,
+            max_media_rows=ENCODER_STEPS * 2048,  # as an engine has them
         )
     )
     for number in range(num_running):

@@ -87,6 +87,20 @@ def test_text_of_less_than_a_block_waits_with_its_picture() -> None:
     assert (last.sequences[0].start, last.sequences[0].end) == (8, 14)
 
 
+@pytest.mark.parametrize(("max_media_rows", "first"), [(100, ["late", "text"]), (6, ["text"])])
+def test_more_missing_pictures_than_are_asked_for_are_passed_by_text_alone(
+    max_media_rows: int, first: list[str]
+) -> None:
+    """A step looks at so much of a long queue, and not at all of it."""
+    w = world(max_media_rows=max_media_rows)
+    for picture in (A, B, C):
+        w.submit(make_request(picture.key, [picture, 1]))
+    w.submit(make_request("late", [1] * 4 + [D]))
+    w.submit(make_request("text", [1, 1]))
+    w.plan_media()
+    assert names(w.plan()) == first
+
+
 def test_a_parked_request_holds_no_slot() -> None:
     w = world(max_num_seqs=1)
     w.submit(make_request("picture", [1] * 4 + [A]))
