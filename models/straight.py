@@ -85,9 +85,8 @@ class _Layer:
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         compute, epsilon = self.attention_norm.fused
         if compute is rms_norm:
-            heads = self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim
             weight = self.attention_norm.weight
-            return project(x, weight, epsilon, self.product, heads, cos, sin)
+            return project(x, weight, epsilon, self.product, self._heads, cos, sin)
         # Without hooks (`_find`) a module's call is its forward.
         normed = self.attention_norm.forward(x)
         query, key, value = (
@@ -99,29 +98,38 @@ class _Layer:
     def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
         compute, epsilon = self.feed_forward_norm.fused
         names, up, activation = self.feed_forward.fused
-        down = getattr(getattr(self.feed_forward, names.down), "packed", None)
-        if compute is rms_norm and isinstance(down, NativeLinear):
+        down = self._down
+        if compute is rms_norm and down is not None:
             weight, is_gated = self.feed_forward_norm.weight, names.gate is not None
             return feed(x, attended, self.out, weight, epsilon, up, activation, is_gated, down)
         x = self.out(attended).add_(x)
         return self.feed_forward.forward(self.feed_forward_norm.forward(x)).add_(x)
 
+    @property
+    def _heads(self) -> tuple[int, int]:
+        return self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim
+
+    @property
+    def _down(self) -> NativeLinear | None:
+        """The feed-forward module's last product, where it is ours."""
+        down = getattr(self.feed_forward, self.feed_forward.fused[0].down)
+        packed = getattr(down, "packed", None)
+        return packed if isinstance(packed, NativeLinear) else None
+
     def usual(self) -> UsualLayer | None:
         """The layer as `run_layers` takes it, if it does."""
         norm, feed_norm = self.attention_norm, self.feed_forward_norm
         names, up, activation = self.feed_forward.fused
-        down = getattr(getattr(self.feed_forward, names.down), "packed", None)
-        if norm.fused[0] is not rms_norm or feed_norm.fused[0] is not rms_norm:
+        down = self._down
+        if norm.fused[0] is not rms_norm or feed_norm.fused[0] is not rms_norm or down is None:
             return None
-        if not isinstance(down, NativeLinear) or self.options.keys() != _OPTIONS:
-            return None
-        if self.options["sinks"] is not None:
+        if self.options.keys() != _OPTIONS or self.options["sinks"] is not None:
             return None
         return UsualLayer(
             norm=norm.weight,
             epsilon=norm.fused[1],
             product=self.product,
-            heads=(self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim),
+            heads=self._heads,
             scale=self.options["scale"],
             softcap=self.options["softcap"] or 0.0,
             window=self.options["window"] or 0,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention import AttentionMetadata
-from aioengine.kernels.cpu.layer import Layers, run_layers
+from aioengine.kernels.cpu.layer import Layers
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.gather import GatherBackend
 
@@ -108,9 +108,29 @@ class CpuBackend:
         caches: Sequence[tuple[Tensor, Tensor]],
         meta: AttentionMetadata,
     ) -> Tensor | None:
-        """`kernels.cpu.layer.run_layers`; None for what the operators do not know."""
-        is_known = all(self._knows(x, key) for key, _ in caches) and meta.is_causal
-        return run_layers(x, cos, sin, layers, caches, meta) if is_known else None
+        """Rows [T, hidden] after `layers`, from `x` [T, hidden] on; `cos` and `sin` [T, D].
+
+        To the bits of `project`, causal attention over each layer's (key cache, value cache), which
+        is written first, and `feed`. None for what the operators do not know. Raises RuntimeError
+        where shapes or dtypes do not go together.
+        """
+        if not meta.is_causal or not all(self._knows(x, key) for key, _ in caches):
+            return None
+        out: Tensor = self._ops.run_layers(
+            x,
+            cos,
+            sin,
+            *layers,
+            [each for pair in caches for each in pair],
+            meta.slot_blocks,
+            meta.slot_offsets,
+            meta.query_start,
+            meta.seq_lens,
+            meta.block_table,
+            meta.block_ids,
+            meta.blocks_in_window,
+        )
+        return out
 
     def _knows(self, query: Tensor, key_cache: Tensor) -> bool:
         is_same = query.dtype == key_cache.dtype

@@ -1,7 +1,8 @@
-"""What a usual decoder layer computes before its attention and after it, and many such layers.
+"""What a usual decoder layer computes before its attention and after it, and what it is made of.
 
 A layer is ten operators otherwise, and what Python does between them takes its time: with three, a
-step of 16 tokens takes 7 % less (`docs/log.md`). Layers one after the other can be one operator.
+step of 16 tokens takes 7 % less (`docs/log.md`). Layers one after the other can be one operator,
+`CpuBackend.run_layers`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.cpu.linear import Activation, NativeLinear
 
-__all__ = ["Layers", "UsualLayer", "feed", "listed", "project", "run_layers"]
+__all__ = ["Layers", "UsualLayer", "feed", "listed", "project"]
 
 
 def project(
@@ -116,7 +116,7 @@ class UsualLayer:
 
 
 Layers = tuple[list[Tensor], list[int], list[float]]
-"""What the operator takes of layers."""
+"""What `CpuBackend.run_layers` takes of layers: 14 tensors, 6 sizes and 4 numbers of each."""
 
 
 def listed(layers: Sequence[UsualLayer]) -> Layers:
@@ -126,33 +126,3 @@ def listed(layers: Sequence[UsualLayer]) -> Layers:
         [each for layer in layers for each in layer.sizes],
         [each for layer in layers for each in layer.numbers],
     )
-
-
-def run_layers(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    layers: Layers,
-    caches: Sequence[tuple[Tensor, Tensor]],
-    meta: AttentionMetadata,
-) -> Tensor:
-    """Rows [T, hidden] after `layers`, from `x` [T, hidden] on; `cos` and `sin` [T, D].
-
-    To the bits of `project`, causal attention over each layer's caches, which is written first, and
-    `feed`. Raises RuntimeError where shapes or dtypes do not go together.
-    """
-    found: Tensor = torch.ops.aioengine_cpu.run_layers(
-        x,
-        cos,
-        sin,
-        *layers,
-        [each for pair in caches for each in pair],
-        meta.slot_blocks,
-        meta.slot_offsets,
-        meta.query_start,
-        meta.seq_lens,
-        meta.block_table,
-        meta.block_ids,
-        meta.blocks_in_window,
-    )
-    return found

@@ -9,7 +9,7 @@ from torch import Tensor
 from aioengine.kernels.attention import AttentionMetadata, build_metadata
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
-from aioengine.kernels.cpu.layer import UsualLayer, feed, listed, project, run_layers
+from aioengine.kernels.cpu.layer import UsualLayer, feed, listed, project
 from aioengine.kernels.cpu.linear import Activation, NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
@@ -158,7 +158,9 @@ def test_layers_at_once(
     meta = build_metadata(block_size=4, block_tables=[[3], [0, 2]], starts=[0, 4], ends=[3, 7])
     caches = random(3, 2, 4, 4, HEADS[1], HEAD).to(dtype)
     others = caches.clone()
-    found = run_layers(x, *angles(x), listed(layers), [*zip(*caches.unbind(1), strict=True)], meta)
+    found = CpuBackend().run_layers(
+        x, *angles(x), listed(layers), [*zip(*caches.unbind(1), strict=True)], meta
+    )
     wanted = one_by_one(x, layers, [*zip(*others.unbind(1), strict=True)], meta)
     assert found.isfinite().all() and not torch.equal(found, x)
     assert torch.equal(found, wanted)
@@ -171,12 +173,15 @@ def test_lists_of_layers_that_do_not_go_together_are_refused() -> None:
     meta = build_metadata(block_size=4, block_tables=[[3]], starts=[0], ends=[3])
     cache = (torch.zeros(4, 4, HEADS[1], HEAD), torch.zeros(4, 4, HEADS[1], HEAD))
     tensors, sizes, numbers = listed([layer])
-    assert run_layers(x, *angles(x), (tensors, sizes, numbers), [cache], meta).shape == x.shape
+    assert (
+        CpuBackend().run_layers(x, *angles(x), (tensors, sizes, numbers), [cache], meta).shape
+        == x.shape
+    )
     for lists in ((tensors[1:], sizes, numbers), (tensors, sizes[1:], numbers)):
         with pytest.raises(RuntimeError, match="same number of layers"):
-            run_layers(x, *angles(x), lists, [cache], meta)
+            CpuBackend().run_layers(x, *angles(x), lists, [cache], meta)
     with pytest.raises(RuntimeError, match="same number of layers"):
-        run_layers(x, *angles(x), (tensors, sizes, numbers), [cache, cache], meta)
+        CpuBackend().run_layers(x, *angles(x), (tensors, sizes, numbers), [cache, cache], meta)
 
 
 def test_what_does_not_fit_is_refused() -> None:
