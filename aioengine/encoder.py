@@ -57,6 +57,8 @@ class Encoder:
         self._fail = fail
         self._features: dict[str, Mapping[str, Any]] = {}
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._ready: list[str] = []  # of which the scheduler does not know yet
+        self._gathering: asyncio.TimerHandle | None = None
 
     def start(self, plan: MediaPlan) -> None:
         """Begin what the scheduler has decided."""
@@ -72,6 +74,7 @@ class Encoder:
         for media in ticket.media:
             if media.key and not self._scheduler.media.is_needed(media.key):
                 self._features.pop(media.key, None)
+                self._ready = [key for key in self._ready if key != media.key]
                 job = self._jobs.pop(media.key, None)
                 if job is not None:
                     job.cancel()
@@ -95,10 +98,26 @@ class Encoder:
         else:
             self._jobs.pop(key, None)
             self._features[key] = features
-            self._scheduler.media.media_ready(key)
+            self._ready.append(key)
             for waiter, _ in self._waiters(key):
                 waiter.stamp("decoded")
                 waiter.stamp("processed")
+        if self._ready and self._jobs and self._device.gather_s:
+            if self._gathering is None:
+                loop = asyncio.get_running_loop()
+                self._gathering = loop.call_later(self._device.gather_s, self._tell)
+        else:
+            self._tell()
+        self._changed()  # of a failure, too
+
+    def _tell(self) -> None:
+        """Let the scheduler know of all that is ready, for one run of the encoder."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+        for key in self._ready:
+            self._scheduler.media.media_ready(key)
+        self._ready.clear()
         self._changed()
 
     async def _features_of(self, ticket: Ticket, media: MediaInput) -> Mapping[str, Any]:

@@ -86,14 +86,15 @@ class Runner:
             masks,
         )
         self._sampled = {s.request_id: row for row, s in enumerate(chosen)}, sampled.token_ids
-        token_ids, is_barred = to_host(sampled.token_ids), to_host(sampled.is_barred)
+        token_ids = to_host(sampled.token_ids)
+        is_barred = None if sampled.is_barred is None else to_host(sampled.is_barred)
         scores = None if sampled.scores is None else sampled.scores.to_host()
 
         def read() -> StepResult:
             found = token_ids.tolist()
             return StepResult(
                 found,
-                failures | _barred(chosen, is_barred.tolist()),
+                failures if is_barred is None else failures | _barred(chosen, is_barred.tolist()),
                 {} if scores is None else _read_scores(chosen, sampled.rows, scores),
                 _read_prompts(scored),
             )

@@ -64,11 +64,12 @@ class Sampling:
 class Sampled:
     """`token_ids` [n] int64, and the scores of those `rows` that asked for log probabilities.
 
-    `is_barred` [n] bool: nothing was left to choose from, and the token is one that may not come.
+    `is_barred` [n] bool: nothing was left to choose from, and the token is one that may not come;
+    None where all may.
     """
 
     token_ids: Tensor
-    is_barred: Tensor
+    is_barred: Tensor | None
     rows: tuple[int, ...] = ()
     scores: Scores | None = None
 
@@ -105,7 +106,9 @@ class Sampler:
         logits = self._adjuster.adjust(logits, asked, indices, masks)
         token_ids = choose(logits, samplings, indices)
         self._adjuster.note(token_ids, asked, indices)
-        is_barred = logits.gather(-1, token_ids[:, None])[:, 0] == -torch.inf
+        is_barred = None
+        if any(s.adjustments or s.constraint for s in samplings):
+            is_barred = logits.gather(-1, token_ids[:, None])[:, 0] == -torch.inf
         if raw is None:
             return Sampled(token_ids, is_barred)
         most = max(samplings[row].logprobs or 0 for row in scored)

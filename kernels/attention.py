@@ -17,16 +17,17 @@ Rows that no sequence of the step has written may hold anything, NaN included.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from aioengine.kernels.transfer import to_device, upload
+from aioengine.kernels.transfer import to_device
 
 __all__ = [
     "AttentionBackend",
@@ -43,11 +44,11 @@ __all__ = [
 class AttentionMetadata:
     """One step's attention over one KV group: S sequences, T new tokens in all.
 
-    On the device:
-    `query_start` int32 [S + 1]: where each sequence's tokens begin; the last entry is T.
-    `seq_lens` int32 [S]: tokens in each sequence's context, this step's included.
-    `block_table` int32 [S, max_blocks]: block ids, padded with 0.
-    `slot_blocks`, `slot_offsets` int64 [T]: block and row where each token's K/V is written
+    On the device, int32, parts of one tensor:
+    `query_start` [S + 1]: where each sequence's tokens begin; the last entry is T.
+    `seq_lens` [S]: tokens in each sequence's context, this step's included.
+    `block_table` [S, max_blocks]: block ids, padded with 0.
+    `slot_blocks`, `slot_offsets` [T]: block and row where each token's K/V is written
     (of cross-attention: [R], for each of the encoder's rows that are new).
 
     On the host, so that nothing has to wait for the device:
@@ -169,8 +170,8 @@ def build_metadata(
     if any(has_blocks):
         assert block_ids is not None
         pairs = zip(block_ids, query_lens, strict=True)
-        parts = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
-        flat_ids = to_device(torch.cat(parts).to(torch.int32), target)
+        all_ids = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
+        flat_ids = to_device(torch.cat(all_ids).to(torch.int32), target)
     width = max(blocks_used, default=0)
     table: list[int] = []
     slot_blocks: list[int] = []
@@ -188,12 +189,14 @@ def build_metadata(
             slot_blocks += [blocks[index]] * (last - first)
             slot_offsets += range(first, last)
 
+    query_start = [0, *accumulate(query_lens)]
+    parts = _upload_parts(target, query_start, ends, table, slot_blocks, slot_offsets)
     return AttentionMetadata(
-        query_start=upload([0, *accumulate(query_lens)], target, torch.int32),
-        seq_lens=upload(ends, target, torch.int32),
-        block_table=upload(table, target, torch.int32).view(len(ends), width),
-        slot_blocks=upload(slot_blocks, target, torch.int64),
-        slot_offsets=upload(slot_offsets, target, torch.int64),
+        query_start=parts[0],
+        seq_lens=parts[1],
+        block_table=parts[2].view(len(ends), width),
+        slot_blocks=parts[3],
+        slot_offsets=parts[4],
         query_lens=query_lens,
         context_lens=tuple(ends),
         num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
@@ -233,18 +236,27 @@ def build_cross_metadata(
             count = min(block_size, length - index * block_size)
             slot_blocks += [blocks[index]] * count
             slot_offsets += range(count)
+    query_start = [0, *accumulate(query_lens)]
+    parts = _upload_parts(target, query_start, context_lens, table, slot_blocks, slot_offsets)
     return AttentionMetadata(
-        query_start=upload([0, *accumulate(query_lens)], target, torch.int32),
-        seq_lens=upload(context_lens, target, torch.int32),
-        block_table=upload(table, target, torch.int32).view(len(block_tables), width),
-        slot_blocks=upload(slot_blocks, target, torch.int64),
-        slot_offsets=upload(slot_offsets, target, torch.int64),
+        query_start=parts[0],
+        seq_lens=parts[1],
+        block_table=parts[2].view(len(block_tables), width),
+        slot_blocks=parts[3],
+        slot_offsets=parts[4],
         query_lens=tuple(query_lens),
         context_lens=tuple(context_lens),
         num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
         block_size=block_size,
         is_causal=False,
     )
+
+
+def _upload_parts(target: torch.device, *parts: Sequence[int]) -> Sequence[Tensor]:
+    """Each part as int32, views of one tensor that goes to the device at once."""
+    numbers = array("i", chain.from_iterable(parts))
+    whole = to_device(torch.frombuffer(numbers, dtype=torch.int32), target)
+    return whole.split([*map(len, parts)])
 
 
 def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:

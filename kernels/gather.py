@@ -78,8 +78,9 @@ class GatherBackend:
         meta: AttentionMetadata,
     ) -> None:
         """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
-        key_cache[meta.slot_blocks, meta.slot_offsets] = key
-        value_cache[meta.slot_blocks, meta.slot_offsets] = value
+        slots = _slots(meta)
+        key_cache[slots] = key
+        value_cache[slots] = value
 
     def attend(
         self,
@@ -300,6 +301,14 @@ def _decode_buckets(
             _make_bucket(meta, rows, seen, dtype) for rows in _split_by_length(seen, limit)
         ]
     found: list[_Bucket] = meta.scratch[key]
+    return found
+
+
+def _slots(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Where keys and values are written, as PyTorch indexes: once for all layers."""
+    if "slots" not in meta.scratch:
+        meta.scratch["slots"] = meta.slot_blocks.long(), meta.slot_offsets.long()
+    found: tuple[Tensor, Tensor] = meta.scratch["slots"]
     return found
 
 

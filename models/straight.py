@@ -147,8 +147,8 @@ class _Layer:
 class _Stack:
     """The parts of a decoder in the order of their use.
 
-    `at_once`: all layers but the last as one operator takes them, if it does, with the `slots` that
-    layers had; they share their step and the metadata of one KV group.
+    `at_once`: the layers as one operator takes them, if it does, with the `slots` that they had;
+    they share their step and the metadata of one KV group.
     """
 
     rotary: nn.Module
@@ -164,16 +164,19 @@ class _Stack:
         if None in slots or not _fits(x, angles, self.layers[0].head_dim):
             return None
         cos, sin = angles[0][0], angles[1][0]
-        found = self._run_at_once(embeds, cos, sin) if slots == self.slots else None
-        x, first = (embeds, 0) if found is None else (found, len(slots) - 1)
+        # The last layer's rows may not all be read, which is its own affair.
+        last = self.layers[-1].wanted(slots[-1])
+        count = len(slots) if last is None else len(slots) - 1
+        found = self._run_at_once(embeds, cos, sin, count) if slots == self.slots else None
+        x, first = (embeds, 0) if found is None else (found, count)
         for layer, slot in zip(self.layers[first:], slots[first:], strict=True):
             assert slot is not None
             x = layer.compute(x, cos, sin, slot, layer.wanted(slot))
         normed: Tensor = self.norm(x[None])[0]
         return normed
 
-    def _run_at_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """What the last layer is given; None if layers have to be computed one by one."""
+    def _run_at_once(self, x: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor | None:
+        """The rows after the first `count` layers; None if they have to be computed one by one."""
         slot = self.slots[0]
         if self.at_once is None or not isinstance(slot, LayerSlot):
             return None
@@ -181,9 +184,8 @@ class _Stack:
         # Another backend, or one made of it, wants to be called for each layer.
         if step is None or type(step.backend) is not CpuBackend:
             return None
-        caches = [
-            step.caches[each.layer] for each in self.slots[:-1] if isinstance(each, LayerSlot)
-        ]
+        slots = [each for each in self.slots[:count] if isinstance(each, LayerSlot)]
+        caches = [step.caches[each.layer] for each in slots]
         meta = step.metadata[slot.group]
         return step.backend.run_layers(x, cos, sin, self.at_once, caches, meta)
 
@@ -372,7 +374,7 @@ def _tried_stack(decoder: nn.Module) -> _Stack | None:
         for layer in straight:
             attach_slot(layer.attention, _StandIn())
         output = decoder(inputs_embeds=embeds[None], position_ids=positions[None], use_cache=False)
-        stack = _Stack(rotary, straight, norm, slots, _at_once(straight[:-1], slots[:-1]))
+        stack = _Stack(rotary, straight, norm, slots, _at_once(straight, slots))
         found = stack.compute(embeds, positions)
         if found is not None and torch.equal(found, output.last_hidden_state[0]):
             return stack

@@ -59,6 +59,7 @@ class CudaDevice(QueuedDevice):
     """
 
     run_ahead = 1
+    gather_s = 0.0
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, driver: Driver, *, max_streak: int = 4

@@ -25,10 +25,12 @@ DECODER, ENCODER = "decoder", "encoder"
 class Device(Protocol):
     """Where jobs run. Methods are called on the loop that the device was made for.
 
-    `run_ahead` is how many steps may be planned before the oldest has committed.
+    `run_ahead` is how many steps may be planned before the oldest has committed. `gather_s` is how
+    long an item that is ready for the encoder waits for others that are being made ready.
     """
 
     run_ahead: int
+    gather_s: float
 
     def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
         """Queue a job of the decoder. The future ends with its (read) result or its exception."""

@@ -750,9 +750,6 @@ static void write_out(const Attention& a, const Piece& p, const Scratch& s, int6
                 break;
         }
     }
-#if defined(__AVX512BF16__)
-    if (past_caches) _mm_sfence();  // visible before what tells of it
-#endif
 }
 
 static void merge(const Attention& a, const Parts& parts, float* memory) {

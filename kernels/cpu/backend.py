@@ -110,8 +110,9 @@ class CpuBackend:
     ) -> Tensor | None:
         """Rows [T, hidden] after `layers`, from `x` [T, hidden] on; `cos` and `sin` [T, D].
 
-        To the bits of `project`, causal attention over each layer's (key cache, value cache), which
-        is written first, and `feed`. None for what the operators do not know. Raises RuntimeError
+        As many of the layers, from the first on, as there are `caches`. To the bits of `project`,
+        causal attention over each layer's (key cache, value cache), which is written first, and
+        `feed`. None for what the operators do not know. Raises RuntimeError
         where shapes or dtypes do not go together.
         """
         if not meta.is_causal or not all(self._knows(x, key) for key, _ in caches):

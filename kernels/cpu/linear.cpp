@@ -123,13 +123,12 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
     float* wide = others + LINEAR_ROWS * PANEL;
     const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
     add_up<T>(a, p, p.panel, wide, sums);
-    activate(a.activation, num_sums, sums);
+    activate<false>(a.activation, num_sums, sums);
     if (a.gate_panels) {
         add_up<T>(a, p, p.panel + a.gate_panels, wide, others);
         gate(num_sums, others, sums);
     }
     write(a, p, sums);
-    finish_writing();
 }
 
 static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {

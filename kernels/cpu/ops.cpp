@@ -19,6 +19,10 @@
 #include <tuple>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -191,17 +195,49 @@ Spare& spare() {
     return kept;
 }
 
+// Of a contiguous tensor.
+std::vector<int64_t> strides_of(std::initializer_list<int64_t> sizes) {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes.begin()[i];
+    return strides;
+}
+
 // An uninitialised tensor of the dtype of `like`.
 Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
     size_t bytes = like.element_size();
     for (int64_t size : sizes) bytes *= static_cast<size_t>(size);
     if (bytes < Spare::LARGE) return torch::stable::new_empty(like, sizes);
-    std::vector<int64_t> strides(sizes.size(), 1);
-    for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes.begin()[i];
     bytes = Spare::rounded(bytes);
     return torch::stable::from_blob(
-        spare().take(bytes), sizes, strides, like.device(), like.scalar_type(),
+        spare().take(bytes), sizes, strides_of(sizes), like.device(), like.scalar_type(),
         [bytes](void* memory) { spare().give(memory, bytes); });
+}
+
+// What a thread wrote past the caches becomes visible to others before what it writes after this.
+void finish_streaming() {
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#endif
+}
+
+// An uninitialised tensor for weights, which are read from one end to the other at every step: in huge
+// pages of the system where it has some, so that few of their addresses have to be looked up.
+Tensor new_weights(const Tensor& like, std::initializer_list<int64_t> sizes) {
+    size_t bytes = like.element_size();
+    for (int64_t size : sizes) bytes *= static_cast<size_t>(size);
+#if defined(MADV_HUGEPAGE)
+    constexpr size_t HUGE_PAGE = 2 << 20;
+    if (bytes >= HUGE_PAGE) {
+        const size_t whole = bytes / HUGE_PAGE * HUGE_PAGE;  // the rest takes no more than it needs
+        void* memory = std::aligned_alloc(HUGE_PAGE, bytes == whole ? whole : whole + HUGE_PAGE);
+        STD_TORCH_CHECK(memory != nullptr, "out of memory");
+        madvise(memory, whole, MADV_HUGEPAGE);  // where that fails, they stay small
+        return torch::stable::from_blob(
+            memory, sizes, strides_of(sizes), like.device(), like.scalar_type(),
+            [](void* data) { std::free(data); });
+    }
+#endif
+    return torch::stable::new_empty(like, sizes);
 }
 
 // Runs `work(i, has_next, scratch)` for each i in [0, count) on torch's threads. Each goes through a part
@@ -232,6 +268,7 @@ void share_out(int64_t count, int64_t num_floats, const Work& work) {
                     work(i, i + 1 < part.end, static_cast<float*>(memory.get()));
             }
         }
+        finish_streaming();
     });
 }
 
@@ -268,7 +305,7 @@ void copy_strides(const Tensor& tensor, int64_t count, int64_t* strides) {
 
 // Copies new rows [R, heads, dim] into their slots of a cache.
 void write_rows(
-    const Tensor& rows, Tensor& cache, const int64_t* blocks, const int64_t* offsets,
+    const Tensor& rows, Tensor& cache, const int32_t* blocks, const int32_t* offsets,
     const char* name) {
     check_close(rows, 3, name);
     const int64_t count = rows.size(0), heads = rows.size(1), dim = rows.size(2);
@@ -301,13 +338,12 @@ void write_rows(
 void write_kv(
     const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
     const Tensor& slot_blocks, const Tensor& slot_offsets) {
+    const int32_t* blocks = read_ints(slot_blocks, "slot_blocks");
+    const int32_t* offsets = read_ints(slot_offsets, "slot_offsets");
     for (const Tensor* slots : {&slot_blocks, &slot_offsets})
         STD_TORCH_CHECK(
-            slots->is_cpu() && slots->is_contiguous() && slots->scalar_type() == ScalarType::Long &&
-                slots->numel() == key.size(0) && slots->numel() == value.size(0),
-            "slots must be contiguous int64 on the CPU, one for each row");
-    const auto* blocks = static_cast<const int64_t*>(slot_blocks.const_data_ptr());
-    const auto* offsets = static_cast<const int64_t*>(slot_offsets.const_data_ptr());
+            slots->numel() == key.size(0) && slots->numel() == value.size(0),
+            "there must be a slot for each row");
     write_rows(key, key_cache, blocks, offsets, "key");
     write_rows(value, value_cache, blocks, offsets, "value");
 }
@@ -504,13 +540,13 @@ Tensor pack_panels(const Tensor& weight) {
         struct Pair {
             uint16_t first, second;
         };
-        Tensor pairs = torch::stable::new_empty(weight, {panels, depth / 2, PANEL, 2});
+        Tensor pairs = new_weights(weight, {panels, depth / 2, PANEL, 2});
         copy_to_panels(
             static_cast<const Pair*>(weight.const_data_ptr()), weight.stride(0) / 2, outputs,
             depth / 2, static_cast<Pair*>(pairs.mutable_data_ptr()));
         return pairs;
     }
-    Tensor packed = torch::stable::new_empty(weight, {panels, depth, PANEL});
+    Tensor packed = new_weights(weight, {panels, depth, PANEL});
     const void* from = weight.const_data_ptr();
     void* to = packed.mutable_data_ptr();
     const int64_t stride = weight.stride(0);
@@ -733,7 +769,8 @@ Tensor feed(
 // What `run_layers` takes of each layer: see `UsualLayer` in kernels/cpu/layer.py.
 constexpr int64_t LAYER_TENSORS = 14, LAYER_SIZES = 6, LAYER_NUMBERS = 4;
 
-// Decoder layers one after the other: x [T, hidden], `project`, attention, `feed`, and so on. One operator,
+// Decoder layers one after the other, one for each pair of caches: x [T, hidden], `project`, attention,
+// `feed`, and so on. One operator,
 // as a layer of few tokens takes less than a millisecond, and leaves nothing of its caller in the caches.
 Tensor run_layers(
     const Tensor& x, const Tensor& cos, const Tensor& sin, std::vector<Tensor> tensors,
@@ -741,11 +778,11 @@ Tensor run_layers(
     const Tensor& slot_blocks, const Tensor& slot_offsets, const Tensor& query_start,
     const Tensor& seq_lens, const Tensor& block_table, const std::optional<Tensor>& block_ids,
     bool blocks_in_window) {
-    const size_t count = caches.size() / 2;
+    const size_t count = caches.size() / 2, layers = numbers.size() / LAYER_NUMBERS;
     STD_TORCH_CHECK(
-        caches.size() == 2 * count && tensors.size() == LAYER_TENSORS * count &&
-            sizes.size() == LAYER_SIZES * count && numbers.size() == LAYER_NUMBERS * count,
-        "lists must have the same number of layers");
+        caches.size() == 2 * count && count <= layers && numbers.size() == LAYER_NUMBERS * layers &&
+            tensors.size() == LAYER_TENSORS * layers && sizes.size() == LAYER_SIZES * layers,
+        "lists must have the same number of layers, one for each pair of caches at least");
     Tensor found = x;
     for (size_t i = 0; i < count; ++i) {
         Tensor* t = tensors.data() + LAYER_TENSORS * i;

@@ -22,8 +22,28 @@ static inline void scale_and_shift(
     }
 }
 
+// e to the x for x <= 0. IS_NARROW: for what is rounded to 16 bits.
+template <bool IS_NARROW>
+static inline Floats exp_for(Floats x) {
+#if AIOENGINE_WIDTH == 16
+    if (IS_NARROW) return (Floats)power_of_two((__m512)(x * LOG2_E));
+#endif
+    return exp_negative(x);
+}
+
+template <bool IS_NARROW>
+static inline Floats logistic(Floats x) {
+#if AIOENGINE_WIDTH == 16
+    // Where x is far below 0, the power is infinite, and one over it 0.
+    if (IS_NARROW) return 1.0f / (1.0f + (Floats)power_of_two((__m512)(x * -LOG2_E)));
+#endif
+    const Floats e = exp_negative(choose(x < Floats{}, x, -x));
+    return choose(x < Floats{}, e, splat(1.0f)) / (1.0f + e);
+}
+
 // The share of a normal distribution beyond |x|, times |x|. By formula 7.1.26 of Abramowitz and Stegun,
 // "Handbook of Mathematical Functions" (1964), whose error is below 1.5e-7.
+template <bool IS_NARROW>
 static inline Floats normal_tail(Floats x) {
     const Floats end = splat(20.0f), magnitude = choose(x < Floats{}, -x, x);
     const Floats size = choose(magnitude < end, magnitude, end), z = size * 0.70710678f;
@@ -33,16 +53,17 @@ static inline Floats normal_tail(Floats x) {
     p = p * t + 1.421413741f;
     p = p * t - 0.284496736f;
     p = p * t + 0.254829592f;
-    return size * 0.5f * p * t * exp_negative(-z * z);
+    return size * 0.5f * p * t * exp_for<IS_NARROW>(-z * z);
 }
 
+template <bool IS_NARROW>
 static inline void activate(aioengine::Activation activation, int64_t count, float* sums) {
     using aioengine::Activation;
     if (activation == Activation::None) return;
     if (activation == Activation::Gelu) {
         for (int64_t i = 0; i < count; i += WIDTH) {
             const Floats x = load(sums + i);
-            store(sums + i, choose(x < Floats{}, Floats{}, x) - normal_tail(x));
+            store(sums + i, choose(x < Floats{}, Floats{}, x) - normal_tail<IS_NARROW>(x));
         }
         return;
     }
@@ -52,8 +73,7 @@ static inline void activate(aioengine::Activation activation, int64_t count, flo
         // tanh(t) = 2 logistic(2t) - 1, with t = sqrt(2 / pi) (x + 0.044715 x^3).
         if (activation == Activation::GeluTanh) u = x * (1.59576912f + 0.07135481f * x * x);
         if (activation == Activation::QuickGelu) u = 1.702f * x;
-        const Floats e = exp_negative(choose(u < Floats{}, u, -u));
-        store(sums + i, x * choose(u < Floats{}, e, splat(1.0f)) / (1.0f + e));
+        store(sums + i, x * logistic<IS_NARROW>(u));
     }
 }
 
@@ -102,13 +122,6 @@ static inline void stream_rows(
     }
 }
 #endif
-
-// What was streamed becomes visible to other threads before what is written after this.
-static inline void finish_writing() {
-#if defined(__AVX512BF16__)
-    _mm_sfence();
-#endif
-}
 
 template <class T>
 static inline void write_row_of(

@@ -159,15 +159,17 @@ static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* cop
     return copy;
 }
 
+template <class Done>
 static void add_up(
     const Linear& a, int64_t, const BFloat16* x, int64_t rows, const Panel& panel, bool is_near,
-    float* sums) {
+    float* sums, const Done& done) {
     if (a.is_plain)
         add_up_plain(x, rows, panel, sums);
     else if (rows <= TILE)
         add_up_tiles<false>(x, panel, is_near, sums);
     else
         add_up_tiles<true>(x, panel, is_near, sums);
+    done(0, rows);
 }
 
 #else
@@ -188,16 +190,20 @@ static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* cop
 // Inputs between two times of asking: a few lines at a time, or they keep loads waiting.
 constexpr int64_t ASKING_DEPTH = 4;
 
-// sums [ROWS, PANEL] += x times weights
+// sums [ROWS, PANEL] = x times weights, plus what they were unless these inputs are the first.
 template <int ROWS>
 static void add_up_rows(
-    const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, Ahead& next,
-    float* sums) {
+    const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, bool is_first,
+    Ahead& next, float* sums) {
     __m512 s[ROWS][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r) {
-        s[r][0] = _mm512_loadu_ps(sums + r * PANEL);
-        s[r][1] = _mm512_loadu_ps(sums + r * PANEL + WIDTH);
+    for (int r = 0; r < ROWS; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
+    if (!is_first) {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+            s[r][0] = _mm512_loadu_ps(sums + r * PANEL);
+            s[r][1] = _mm512_loadu_ps(sums + r * PANEL + WIDTH);
+        }
     }
     for (int64_t first = 0; first < depth; first += ASKING_DEPTH) {
         next.ask();
@@ -226,19 +232,19 @@ static void shape_for(int64_t) {}
 
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
-using AddUp = void(const BFloat16*, int64_t, const BFloat16*, int64_t, Ahead&, float*);
+using AddUp = void(const BFloat16*, int64_t, const BFloat16*, int64_t, bool, Ahead&, float*);
 constexpr AddUp* ADD_UP[] = {
     add_up_rows<1>, add_up_rows<2>, add_up_rows<3>, add_up_rows<4>,  add_up_rows<5>,  add_up_rows<6>,
     add_up_rows<7>, add_up_rows<8>, add_up_rows<9>, add_up_rows<10>, add_up_rows<11>, add_up_rows<12>};
 static_assert(sizeof ADD_UP / sizeof *ADD_UP == UNIT_ROWS, "one for each number of rows");
 
+template <class Done>
 static void add_up(
     const Linear& a, int64_t first_row, const BFloat16*, int64_t rows, const Panel& panel, bool,
-    float* sums) {
+    float* sums, const Done& done) {
     // Each time so many rows, nearly the same number, that their sums fit the registers.
     const int64_t times = (rows + UNIT_ROWS - 1) / UNIT_ROWS;
     const int64_t chunk = panel.chunk(PAIRED_DEPTH);
-    memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t first = 0; first < a.depth; first += chunk) {
         const int64_t last = lesser(first + chunk, a.depth), depth = last - first;
         const BFloat16* weights = (const BFloat16*)panel.weights + first * PANEL;
@@ -246,7 +252,9 @@ static void add_up(
         for (int64_t index = 0; index < times; ++index) {
             const int64_t begin = index * rows / times, count = (index + 1) * rows / times - begin;
             const BFloat16* x = rows_of(a, first_row + begin) + first;
-            ADD_UP[count - 1](x, a.stride, weights, depth, next, sums + begin * PANEL);
+            ADD_UP[count - 1](
+                x, a.stride, weights, depth, first == 0, next, sums + begin * PANEL);
+            if (last == a.depth) done(begin, count);
         }
     }
 }
@@ -296,18 +304,25 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         constexpr int64_t bytes = PANEL * sizeof(BFloat16);
         const bool has_next = p.has_next && (READS_IN_PLACE || !a.is_plain);
         Panel panel = {weights, a.depth, bytes, has_next, index, count, a.places_at_once};
-        add_up(a, first, x, rows, panel, is_near, sums);
-        scale_and_shift(a, p.panel, rows, sums);
-        activate(a.activation, rows * PANEL, sums);
-        if (a.gate_panels) {
-            panel.weights = panel_of(a, p.panel + a.gate_panels);
-            add_up(a, first, x, rows, panel, is_near, others);
-            scale_and_shift(a, p.panel + a.gate_panels, rows, others);
-            gate(rows * PANEL, others, sums);
-        }
-        write(a, {p.panel, first, first + rows, false}, sums);
+        const auto write_rows = [&](int64_t begin, int64_t count) {
+            const int64_t row = first + begin;
+            write(a, {p.panel, row, row + count, false}, sums + begin * PANEL);
+        };
+        add_up(a, first, x, rows, panel, is_near, sums, [&](int64_t begin, int64_t count) {
+            float* at = sums + begin * PANEL;
+            scale_and_shift(a, p.panel, count, at);
+            activate<true>(a.activation, count * PANEL, at);
+            if (!a.gate_panels) write_rows(begin, count);
+        });
+        if (!a.gate_panels) continue;
+        panel.weights = panel_of(a, p.panel + a.gate_panels);
+        add_up(a, first, x, rows, panel, is_near, others, [&](int64_t begin, int64_t count) {
+            float* at = others + begin * PANEL;
+            scale_and_shift(a, p.panel + a.gate_panels, count, at);
+            gate(count * PANEL, at, sums + begin * PANEL);
+            write_rows(begin, count);
+        });
     }
-    finish_writing();
 #if defined(__AMX_BF16__)
     _tile_release();
 #endif

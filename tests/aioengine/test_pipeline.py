@@ -192,6 +192,40 @@ async def test_cached_pictures_never_queue_behind_others(folder: Path, gate: Gat
         await asyncio.gather(*slow)
 
 
+async def test_pictures_that_come_together_are_encoded_together(folder: Path, gate: Gate) -> None:
+    async with running_engine(folder) as engine:
+        engine._device.gather_s = 30.0
+        before = engine.statistics().stages["encode"].count
+        gate.open.clear()
+        outputs = [
+            asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(number)]))
+            for number in range(3)
+        ]
+        await until(lambda: len(engine._encoder._jobs) == 3)
+        gate.open.set()
+        await asyncio.gather(*outputs)
+        assert engine.statistics().stages["encode"].count == before + 1
+
+
+async def test_nobody_waits_for_who_has_left(folder: Path, gate: Gate) -> None:
+    async with running_engine(folder) as engine:
+        engine._device.gather_s = 0.1
+        await engine.generate(TEXT, greedy(2), images=[png(0)])
+        engine._scheduler.media.cache.clear()
+        gate.open.clear()
+        slow = asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(1)]))
+        await until(lambda: engine._encoder._jobs)
+        ready = asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(0)]))
+        await until(lambda: engine._encoder._ready)  # its features are cached
+        ready.cancel()
+        await asyncio.wait([ready])
+        assert not engine._encoder._ready
+        again = await engine.generate(TEXT, greedy(2), images=[png(0)])
+        assert len(again.token_ids) == 2 and not slow.done()
+        gate.open.set()
+        await slow
+
+
 @pytest.fixture
 def after_processing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlavaMultiModalProcessor, "layout_needs_hf_outputs", True)

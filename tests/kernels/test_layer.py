@@ -173,10 +173,9 @@ def test_lists_of_layers_that_do_not_go_together_are_refused() -> None:
     meta = build_metadata(block_size=4, block_tables=[[3]], starts=[0], ends=[3])
     cache = (torch.zeros(4, 4, HEADS[1], HEAD), torch.zeros(4, 4, HEADS[1], HEAD))
     tensors, sizes, numbers = listed([layer])
-    assert (
-        CpuBackend().run_layers(x, *angles(x), (tensors, sizes, numbers), [cache], meta).shape
-        == x.shape
-    )
+    found = CpuBackend().run_layers(x, *angles(x), (tensors, sizes, numbers), [cache], meta)
+    first = CpuBackend().run_layers(x, *angles(x), listed([layer, layer]), [cache], meta)
+    assert found.shape == x.shape and torch.equal(found, first)
     for lists in ((tensors[1:], sizes, numbers), (tensors, sizes[1:], numbers)):
         with pytest.raises(RuntimeError, match="same number of layers"):
             CpuBackend().run_layers(x, *angles(x), lists, [cache], meta)

@@ -31,7 +31,7 @@ def test_a_mixed_step() -> None:
     assert meta.block_table.tolist() == [[7, 3, 0, 0], [5, 1, 2, 9], [8, 6, 0, 0]]
     assert meta.slot_blocks.tolist() == [3, 9, 8, 8, 6, 6, 6]
     assert meta.slot_offsets.tolist() == [2, 0, 2, 3, 0, 1, 2]
-    assert meta.slot_blocks.dtype == meta.slot_offsets.dtype == torch.int64
+    assert meta.slot_blocks.dtype == meta.slot_offsets.dtype == torch.int32
     assert meta.query_lens == (1, 1, 5)
     assert meta.context_lens == (7, 13, 7)
     assert meta.num_decodes == 2
