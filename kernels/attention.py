@@ -256,7 +256,7 @@ def _upload_parts(target: torch.device, *parts: Sequence[int]) -> Sequence[Tenso
     """Each part as int32, views of one tensor that goes to the device at once."""
     numbers = array("i", chain.from_iterable(parts))
     whole = to_device(torch.frombuffer(numbers, dtype=torch.int32), target)
-    return whole.split([*map(len, parts)])
+    return torch.split(whole, [*map(len, parts)])
 
 
 def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:

@@ -78,7 +78,7 @@ class _Layer:
             return self._feed(x, found)
         return x.index_copy(0, wanted, self._feed(x[wanted], found[wanted]))
 
-    def wanted(self, slot: Slot) -> Tensor | None:
+    def wanted(self, slot: Slot | None) -> Tensor | None:
         """The rows that are read of what it computes in this step, None for all."""
         return slot.wanted if self.is_last and isinstance(slot, LayerSlot) else None
 
