@@ -220,24 +220,29 @@ void finish_streaming() {
 #endif
 }
 
-// An uninitialised tensor for weights, which are read from one end to the other at every step: in huge
-// pages of the system where it has some, so that few of their addresses have to be looked up.
-Tensor new_weights(const Tensor& like, std::initializer_list<int64_t> sizes) {
+constexpr size_t HUGE_PAGE = 2 << 20;
+
+// An uninitialised tensor for a weight, of whole huge pages as far as it goes.
+Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes) {
     size_t bytes = like.element_size();
     for (int64_t size : sizes) bytes *= static_cast<size_t>(size);
+    if (bytes < HUGE_PAGE) return torch::stable::new_empty(like, sizes);
+    bytes = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    void* memory = std::aligned_alloc(HUGE_PAGE, bytes);
+    STD_TORCH_CHECK(memory != nullptr, "out of memory");
+    return torch::stable::from_blob(
+        memory, sizes, strides_of(sizes), like.device(), like.scalar_type(),
+        [](void* data) { std::free(data); });
+}
+
+// Has the system move a weight that was written into huge pages, in its own time: all of it is read at
+// every step, and few of its addresses have to be looked up then. Asked for before it is written, fresh
+// ones may take a machine longer than all else of a start.
+void gather_pages([[maybe_unused]] Tensor& weight) {
 #if defined(MADV_HUGEPAGE)
-    constexpr size_t HUGE_PAGE = 2 << 20;
-    if (bytes >= HUGE_PAGE) {
-        const size_t whole = bytes / HUGE_PAGE * HUGE_PAGE;  // the rest takes no more than it needs
-        void* memory = std::aligned_alloc(HUGE_PAGE, bytes == whole ? whole : whole + HUGE_PAGE);
-        STD_TORCH_CHECK(memory != nullptr, "out of memory");
-        madvise(memory, whole, MADV_HUGEPAGE);  // where that fails, they stay small
-        return torch::stable::from_blob(
-            memory, sizes, strides_of(sizes), like.device(), like.scalar_type(),
-            [](void* data) { std::free(data); });
-    }
+    const size_t bytes = weight.numel() * weight.element_size() / HUGE_PAGE * HUGE_PAGE;
+    if (bytes) madvise(weight.mutable_data_ptr(), bytes, MADV_HUGEPAGE);
 #endif
-    return torch::stable::new_empty(like, sizes);
 }
 
 // Runs `work(i, has_next, scratch)` for each i in [0, count) on torch's threads. Each goes through a part
@@ -540,13 +545,14 @@ Tensor pack_panels(const Tensor& weight) {
         struct Pair {
             uint16_t first, second;
         };
-        Tensor pairs = new_weights(weight, {panels, depth / 2, PANEL, 2});
+        Tensor pairs = new_weight(weight, {panels, depth / 2, PANEL, 2});
         copy_to_panels(
             static_cast<const Pair*>(weight.const_data_ptr()), weight.stride(0) / 2, outputs,
             depth / 2, static_cast<Pair*>(pairs.mutable_data_ptr()));
+        gather_pages(pairs);
         return pairs;
     }
-    Tensor packed = new_weights(weight, {panels, depth, PANEL});
+    Tensor packed = new_weight(weight, {panels, depth, PANEL});
     const void* from = weight.const_data_ptr();
     void* to = packed.mutable_data_ptr();
     const int64_t stride = weight.stride(0);
@@ -563,6 +569,7 @@ Tensor pack_panels(const Tensor& weight) {
         default:
             STD_TORCH_CHECK(false, "a weight's numbers must take 1, 2 or 4 bytes");
     }
+    gather_pages(packed);
     return packed;
 }
 
