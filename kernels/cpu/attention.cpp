@@ -467,9 +467,11 @@ static BFloat16* key_memory(const Attention& a, const Scratch& s) {
     return (BFloat16*)s.keys + KEYS * a.key_dim;
 }
 
-// What the rows of a block see by order and window, of the keys [begin, begin + count).
+// What the rows of a block see by order and window, of the keys [begin, begin + count): of the first
+// `most` of them, if of any.
 struct BlockSeen {
     int32_t first[BLOCK], last[BLOCK];
+    int64_t most;
     bool is_all, is_any;
 };
 
@@ -489,6 +491,7 @@ static BlockSeen seen_by_block(
         found.last[i] = (int32_t)seen.last;
         found.is_all = found.is_all && first == 0 && seen.last == KEYS;
         found.is_any = found.is_any || first < seen.last;
+        found.most = greater(found.most, seen.last);
         if (first_row + i + 1 < rows && ++head == group) {
             head = 0;
             ++position;
@@ -511,7 +514,8 @@ static void attend_to_columns(
         float* out = s.turned + first * a.value_dim;
         const BlockSeen seen = seen_by_block(a, p, first, rows, begin, skipped, count);
         if (!has_own_rules && !seen.is_any) continue;
-        dot_columns(s.columns + first * a.key_dim, a.key_dim, turned_keys, count, s.scores);
+        const int64_t most = has_own_rules ? count : seen.most;
+        dot_columns(s.columns + first * a.key_dim, a.key_dim, turned_keys, most, s.scores);
         if (has_own_rules) {
             columns_to_rows(s.scores, KEYS, KEYS, s.some_rows);
             for (int64_t r = 0; r < lesser(BLOCK, rows - first); ++r) {
@@ -520,12 +524,12 @@ static void attend_to_columns(
             }
             rows_to_columns(s.some_rows, KEYS, KEYS, s.scores);
         } else if (!seen.is_all) {
-            hide_columns(seen.first, seen.last, s.scores);
+            hide_columns(seen.first, seen.last, most, s.scores);
         }
         soften_columns(
-            s.scores, scale_of(a), s.largest + first, s.total + first, out, a.value_dim,
+            s.scores, most, scale_of(a), s.largest + first, s.total + first, out, a.value_dim,
             s.weights);
-        weigh_columns(s.weights, turned_values, count, a.value_dim, out);
+        weigh_columns(s.weights, turned_values, most, a.value_dim, out);
     }
 }
 

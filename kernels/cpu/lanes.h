@@ -147,7 +147,7 @@ static inline void add_columns(
 // it; of what comes after those keys nothing is known.
 static inline void dot_columns(
     const BFloat16* query, int64_t dim, const BFloat16* keys, int64_t count, float* scores) {
-    memset(scores, 0, TILE_KEYS * BLOCK * sizeof(float));
+    memset(scores, 0, whole_vectors(count) * BLOCK * sizeof(float));
     for (int64_t n = 0; n < count; n += TILE)
         add_columns(query, keys + 2 * n, 2 * TILE_KEYS, dim / 2, scores + n * BLOCK);
 }

@@ -189,11 +189,18 @@ static inline void rows_to_columns(const float* from, int64_t count, int64_t str
     }
 }
 
-// Scores before `first` and from `last` on become minus infinity, row by row.
-static inline void hide_columns(const int32_t* first, const int32_t* last, float* scores) {
+// Keys in whole vectors, of the first `count`.
+static inline int64_t whole_vectors(int64_t count) {
+    return (count + TILE - 1) / TILE * TILE;
+}
+
+// Scores of the first `count` keys before `first` and from `last` on become minus infinity, row by row; so do
+// those behind them that fill a vector.
+static inline void hide_columns(
+    const int32_t* first, const int32_t* last, int64_t count, float* scores) {
     const __m512i from = _mm512_loadu_si512(first), to = _mm512_loadu_si512(last);
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    for (int32_t n = 0; n < TILE_KEYS; ++n) {
+    for (int32_t n = 0; n < whole_vectors(count); ++n) {
         const __m512i key = _mm512_set1_epi32(n);
         const __mmask16 is_seen = _mm512_cmple_epi32_mask(from, key) & _mm512_cmplt_epi32_mask(key, to);
         const __m512 x = _mm512_loadu_ps(scores + n * BLOCK);
@@ -201,15 +208,52 @@ static inline void hide_columns(const int32_t* first, const int32_t* last, float
     }
 }
 
-// Turns scores, times `scale`, into weights relative to each row's new maximum, in bfloat16 and two
-// keys side by side: [TILE_KEYS / 2, BLOCK, 2]. Brings the rows' running sums to that maximum.
+// Weights of scores [VECTORS * TILE, BLOCK] relative to the powers `top`, in bfloat16 and two keys side by
+// side; what they add up to in each row.
+template <int VECTORS>
+static inline __m512 weights_of(
+    const float* scores, __m512 to_powers, __m512 top, BFloat16* weights) {
+    const __m512i in_turn = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+        19, 3, 18, 2, 17, 1, 16, 0);
+    // As in a row of four vectors: first what is in the same lane, then lanes 8, 4, 2 and 1 apart.
+    __m512 sums[TILE];
+#pragma GCC unroll 1
+    for (int lane = 0; lane < TILE; lane += 2) {
+#pragma GCC unroll 4
+        for (int i = 0; i < VECTORS; ++i) {
+            const float* at = scores + (i * TILE + lane) * BLOCK;
+            const __m512 x = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(at), to_powers, top));
+            const __m512 y =
+                power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(at + BLOCK), to_powers, top));
+            sums[lane] = i ? _mm512_add_ps(sums[lane], x) : x;
+            sums[lane + 1] = i ? _mm512_add_ps(sums[lane + 1], y) : y;
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(y, x);
+            _mm512_storeu_si512(
+                weights + (i * TILE + lane) * BLOCK, _mm512_permutexvar_epi16(in_turn, both));
+        }
+    }
+#pragma GCC unroll 4
+    for (int apart = TILE / 2; apart; apart /= 2)
+#pragma GCC unroll 8
+        for (int lane = 0; lane < apart; ++lane)
+            sums[lane] = _mm512_add_ps(sums[lane], sums[lane + apart]);
+    return sums[0];
+}
+
+using WeightsOf = __m512(const float*, __m512, __m512, BFloat16*);
+
+// Turns scores of the first `count` keys, times `scale`, into weights relative to each row's new maximum, in
+// bfloat16 and two keys side by side: [TILE_KEYS / 2, BLOCK, 2], of which those of whole tiles are written.
+// Brings the rows' running sums to that maximum.
 static inline void soften_columns(
-    const float* scores, float scale, float* largest, float* total, float* out, int64_t dim,
-    BFloat16* weights) {
+    const float* scores, int64_t count, float scale, float* largest, float* total, float* out,
+    int64_t dim, BFloat16* weights) {
+    const int64_t whole = whole_vectors(count);
     const __m512 nothing = _mm512_set1_ps(-INFINITY), to_powers = _mm512_set1_ps(scale * LOG2_E);
     __m512 tops[4];
     for (int i = 0; i < 4; ++i) tops[i] = _mm512_loadu_ps(scores + i * BLOCK);
-    for (int64_t n = 4; n < TILE_KEYS; n += 4)
+    for (int64_t n = 4; n < whole; n += 4)
         for (int i = 0; i < 4; ++i)
             tops[i] = _mm512_max_ps(_mm512_loadu_ps(scores + (n + i) * BLOCK), tops[i]);
     const __m512 before = _mm512_loadu_ps(largest);
@@ -229,32 +273,11 @@ static inline void soften_columns(
     // Of rows that have seen nothing yet there is no maximum.
     const __mmask16 has_seen = _mm512_cmp_ps_mask(now, nothing, _CMP_NEQ_UQ);
     const __m512 top = _mm512_maskz_mul_ps(has_seen, now, to_powers);
-    const __m512i in_turn = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-        19, 3, 18, 2, 17, 1, 16, 0);
-    // As in a row of four vectors: first what is in the same lane, then lanes 8, 4, 2 and 1 apart.
-    __m512 sums[TILE];
-#pragma GCC unroll 1
-    for (int lane = 0; lane < TILE; lane += 2) {
-#pragma GCC unroll 4
-        for (int i = 0; i < TILE_KEYS / TILE; ++i) {
-            const float* at = scores + (i * TILE + lane) * BLOCK;
-            const __m512 x = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(at), to_powers, top));
-            const __m512 y =
-                power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(at + BLOCK), to_powers, top));
-            sums[lane] = i ? _mm512_add_ps(sums[lane], x) : x;
-            sums[lane + 1] = i ? _mm512_add_ps(sums[lane + 1], y) : y;
-            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(y, x);
-            _mm512_storeu_si512(
-                weights + (i * TILE + lane) * BLOCK, _mm512_permutexvar_epi16(in_turn, both));
-        }
-    }
-#pragma GCC unroll 4
-    for (int apart = TILE / 2; apart; apart /= 2)
-#pragma GCC unroll 8
-        for (int lane = 0; lane < apart; ++lane)
-            sums[lane] = _mm512_add_ps(sums[lane], sums[lane + apart]);
-    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), factor, sums[0]));
+    constexpr WeightsOf* WEIGHTS_OF[] = {
+        weights_of<1>, weights_of<2>, weights_of<3>, weights_of<4>};
+    const __m512 sum = WEIGHTS_OF[whole / TILE - 1](scores, to_powers, top, weights);
+    if (whole % TILE_DEPTH) memset(weights + whole * BLOCK, 0, TILE * BLOCK * sizeof(BFloat16));
+    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), factor, sum));
 }
 
 }  // namespace
