@@ -57,7 +57,6 @@ class Encoder:
         self._fail = fail
         self._features: dict[str, Mapping[str, Any]] = {}
         self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._ready: list[str] = []  # of which the scheduler does not know yet
         self._gathering: asyncio.TimerHandle | None = None
 
     def start(self, plan: MediaPlan) -> None:
@@ -74,7 +73,6 @@ class Encoder:
         for media in ticket.media:
             if media.key and not self._scheduler.media.is_needed(media.key):
                 self._features.pop(media.key, None)
-                self._ready = [key for key in self._ready if key != media.key]
                 job = self._jobs.pop(media.key, None)
                 if job is not None:
                     job.cancel()
@@ -98,11 +96,10 @@ class Encoder:
         else:
             self._jobs.pop(key, None)
             self._features[key] = features
-            self._ready.append(key)
             for waiter, _ in self._waiters(key):
                 waiter.stamp("decoded")
                 waiter.stamp("processed")
-        if self._ready and self._jobs and self._device.gather_s:
+        if self._jobs and self._device.gather_s:
             if self._gathering is None:
                 loop = asyncio.get_running_loop()
                 self._gathering = loop.call_later(self._device.gather_s, self._tell)
@@ -115,9 +112,8 @@ class Encoder:
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
-        for key in self._ready:
+        for key in self._features:
             self._scheduler.media.media_ready(key)
-        self._ready.clear()
         self._changed()
 
     async def _features_of(self, ticket: Ticket, media: MediaInput) -> Mapping[str, Any]:

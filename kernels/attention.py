@@ -189,17 +189,13 @@ def build_metadata(
             slot_blocks += [blocks[index]] * (last - first)
             slot_offsets += range(first, last)
 
-    query_start = [0, *accumulate(query_lens)]
-    parts = _upload_parts(target, query_start, ends, table, slot_blocks, slot_offsets)
-    return AttentionMetadata(
-        query_start=parts[0],
-        seq_lens=parts[1],
-        block_table=parts[2].view(len(ends), width),
-        slot_blocks=parts[3],
-        slot_offsets=parts[4],
-        query_lens=query_lens,
-        context_lens=tuple(ends),
-        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
+    return _assembled(
+        target,
+        query_lens,
+        ends,
+        table,
+        slot_blocks,
+        slot_offsets,
         block_size=block_size,
         block_ids=flat_ids,
         has_blocks=has_blocks if flat_ids is not None else (),
@@ -236,27 +232,46 @@ def build_cross_metadata(
             count = min(block_size, length - index * block_size)
             slot_blocks += [blocks[index]] * count
             slot_offsets += range(count)
-    query_start = [0, *accumulate(query_lens)]
-    parts = _upload_parts(target, query_start, context_lens, table, slot_blocks, slot_offsets)
-    return AttentionMetadata(
-        query_start=parts[0],
-        seq_lens=parts[1],
-        block_table=parts[2].view(len(block_tables), width),
-        slot_blocks=parts[3],
-        slot_offsets=parts[4],
-        query_lens=tuple(query_lens),
-        context_lens=tuple(context_lens),
-        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
+    return _assembled(
+        target,
+        query_lens,
+        context_lens,
+        table,
+        slot_blocks,
+        slot_offsets,
         block_size=block_size,
         is_causal=False,
     )
 
 
-def _upload_parts(target: torch.device, *parts: Sequence[int]) -> Sequence[Tensor]:
-    """Each part as int32, views of one tensor that goes to the device at once."""
+def _assembled(
+    target: torch.device,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    table: Sequence[int],
+    slot_blocks: Sequence[int],
+    slot_offsets: Sequence[int],
+    **others: Any,
+) -> AttentionMetadata:
+    """The metadata whose tensors are parts of one, which goes to the device at once.
+
+    `table`: the blocks of all sequences, each padded to the same number.
+    """
+    parts = [0, *accumulate(query_lens)], context_lens, table, slot_blocks, slot_offsets
     numbers = array("i", chain.from_iterable(parts))
     whole = to_device(torch.frombuffer(numbers, dtype=torch.int32), target)
-    return torch.split(whole, [*map(len, parts)])
+    query_start, seq_lens, blocks, *slots = torch.split(whole, [*map(len, parts)])
+    return AttentionMetadata(
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_table=blocks.view(len(query_lens), -1 if query_lens else 0),
+        slot_blocks=slots[0],
+        slot_offsets=slots[1],
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
+        **others,
+    )
 
 
 def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:

@@ -83,12 +83,7 @@ class CpuBackend:
             value,
             key_cache,
             value_cache,
-            meta.slot_blocks,
-            meta.slot_offsets,
-            meta.query_start,
-            meta.seq_lens,
-            meta.block_table,
-            meta.block_ids,
+            *_places(meta),
             _floats(sinks),
             _floats(distance_bias),
             scale,
@@ -112,8 +107,8 @@ class CpuBackend:
 
         As many of the layers, from the first on, as there are `caches`. To the bits of `project`,
         causal attention over each layer's (key cache, value cache), which is written first, and
-        `feed`. None for what the operators do not know. Raises RuntimeError
-        where shapes or dtypes do not go together.
+        `feed`. None for what the operators do not know. Raises RuntimeError where shapes or dtypes
+        do not go together.
         """
         if not meta.is_causal or not all(self._knows(x, key) for key, _ in caches):
             return None
@@ -123,12 +118,7 @@ class CpuBackend:
             sin,
             *layers,
             [each for pair in caches for each in pair],
-            meta.slot_blocks,
-            meta.slot_offsets,
-            meta.query_start,
-            meta.seq_lens,
-            meta.block_table,
-            meta.block_ids,
+            *_places(meta),
             meta.blocks_in_window,
         )
         return out
@@ -136,6 +126,18 @@ class CpuBackend:
     def _knows(self, query: Tensor, key_cache: Tensor) -> bool:
         is_same = query.dtype == key_cache.dtype
         return is_same and query.dtype in self._dtypes and query.device.type == "cpu"
+
+
+def _places(meta: AttentionMetadata) -> tuple[Tensor | None, ...]:
+    """Where new rows go, and which ones each token reads, in the operators' order."""
+    return (
+        meta.slot_blocks,
+        meta.slot_offsets,
+        meta.query_start,
+        meta.seq_lens,
+        meta.block_table,
+        meta.block_ids,
+    )
 
 
 def _close(rows: Tensor) -> Tensor:

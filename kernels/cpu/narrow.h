@@ -194,8 +194,8 @@ static inline int64_t whole_vectors(int64_t count) {
     return (count + TILE - 1) / TILE * TILE;
 }
 
-// Scores of the first `count` keys before `first` and from `last` on become minus infinity, row by row; so do
-// those behind them that fill a vector.
+// Scores of the first `count` keys before `first` and from `last` on become minus infinity, row by row; so
+// do those behind them that fill a vector.
 static inline void hide_columns(
     const int32_t* first, const int32_t* last, int64_t count, float* scores) {
     const __m512i from = _mm512_loadu_si512(first), to = _mm512_loadu_si512(last);

@@ -202,10 +202,16 @@ std::vector<int64_t> strides_of(std::initializer_list<int64_t> sizes) {
     return strides;
 }
 
-// An uninitialised tensor of the dtype of `like`.
-Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
+// In a contiguous tensor of the dtype of `like`.
+size_t bytes_of(const Tensor& like, std::initializer_list<int64_t> sizes) {
     size_t bytes = like.element_size();
     for (int64_t size : sizes) bytes *= static_cast<size_t>(size);
+    return bytes;
+}
+
+// An uninitialised tensor of the dtype of `like`.
+Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
+    size_t bytes = bytes_of(like, sizes);
     if (bytes < Spare::LARGE) return torch::stable::new_empty(like, sizes);
     bytes = Spare::rounded(bytes);
     return torch::stable::from_blob(
@@ -224,8 +230,7 @@ constexpr size_t HUGE_PAGE = 2 << 20;
 
 // An uninitialised tensor for a weight, of whole huge pages as far as it goes.
 Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes) {
-    size_t bytes = like.element_size();
-    for (int64_t size : sizes) bytes *= static_cast<size_t>(size);
+    size_t bytes = bytes_of(like, sizes);
     if (bytes < HUGE_PAGE) return torch::stable::new_empty(like, sizes);
     bytes = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     void* memory = std::aligned_alloc(HUGE_PAGE, bytes);
@@ -777,8 +782,8 @@ Tensor feed(
 constexpr int64_t LAYER_TENSORS = 14, LAYER_SIZES = 6, LAYER_NUMBERS = 4;
 
 // Decoder layers one after the other, one for each pair of caches: x [T, hidden], `project`, attention,
-// `feed`, and so on. One operator,
-// as a layer of few tokens takes less than a millisecond, and leaves nothing of its caller in the caches.
+// `feed`, and so on. One operator, as a layer of few tokens takes less than a millisecond, and leaves
+// nothing of its caller in the caches.
 Tensor run_layers(
     const Tensor& x, const Tensor& cos, const Tensor& sin, std::vector<Tensor> tensors,
     std::vector<int64_t> sizes, std::vector<double> numbers, std::vector<Tensor> caches,

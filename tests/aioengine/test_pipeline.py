@@ -216,10 +216,10 @@ async def test_nobody_waits_for_who_has_left(folder: Path, gate: Gate) -> None:
         slow = asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(1)]))
         await until(lambda: engine._encoder._jobs)
         ready = asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(0)]))
-        await until(lambda: engine._encoder._ready)  # its features are cached
+        await until(lambda: engine._encoder._features)  # which are cached
         ready.cancel()
         await asyncio.wait([ready])
-        assert not engine._encoder._ready
+        assert not engine._encoder._features
         again = await engine.generate(TEXT, greedy(2), images=[png(0)])
         assert len(again.token_ids) == 2 and not slow.done()
         gate.open.set()
