@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ class Interrupting(io.StringIO):
         return super().write(text)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as a terminal's programs have it: a shell's background jobs are started without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +151,7 @@ async def test_an_answer_that_was_stopped_before_it_began(
     assert capsys.readouterr().out.startswith(" ...\n")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_twice_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Interrupting(2, 3))
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed(FIRST, SECOND)))
