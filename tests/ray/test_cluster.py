@@ -125,7 +125,12 @@ async def test_a_long_queue_outweighs_a_warm_cache(cluster: Cluster) -> None:
     before = await cluster.at_rest()
     async with cluster.client() as client:
         await ask(client, picture(300), 4)
-        all_heard = await asyncio.gather(*(ask(client, picture(300), 48) for _ in range(48)))
+        requests = []
+        for _ in range(48):
+            asked = ask(client, picture(300), NUM_LONG_TOKENS)
+            requests.append(asyncio.ensure_future(asked))
+            await asyncio.sleep(0.01)  # so that a router has heard of the queues, which only grow
+        all_heard = await asyncio.gather(*requests)
     assert len({heard.text for heard in all_heard}) == 1
     fewer, more = gained(before, await cluster.at_rest(), "finished")
     assert fewer + more == 49
