@@ -472,6 +472,24 @@ def test_halves_that_share_a_panel() -> None:
         layer(torch.randn(2, 8), Activation.SILU, is_gated=True)
 
 
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [
+        (Activation.SILU, silu),
+        (Activation.QUICK_GELU, lambda x: x * torch.sigmoid(1.702 * x)),
+    ],
+)
+def test_activations_in_bfloat16_are_rounded_once(
+    activation: Activation, formula: Callable[[Tensor], Tensor], instruction_set: str
+) -> None:
+    """An exponential that is off by millionths moves one output in a thousand."""
+    torch.manual_seed(0)
+    x = (3 * torch.randn(400, 256)).bfloat16()
+    found = NativeLinear(torch.eye(256, dtype=torch.bfloat16))(x, activation)
+    wanted = formula(x.double()).bfloat16()
+    assert (found != wanted).double().mean() < 1e-4
+
+
 @pytest.mark.parametrize("rows", [1, 3, 4, 200])
 def test_products_with_bytes(rows: int, instruction_set: str) -> None:
     torch.manual_seed(0)
