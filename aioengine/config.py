@@ -154,6 +154,10 @@ class EngineConfig:
     """"auto" (the fastest here), "cpu" (C++), "gather" (plain PyTorch), "reference" or your own."""
     packed_layers: bool = True
     """Whether weights are laid out for the CPU's kernels, and encoder layers of no use dropped."""
+    check_model: bool = True
+    """Whether a freshly loaded model is compared with its own module, in a short trial.
+
+    What passes is not tried again with the same settings and versions."""
     quantization: str | None = None
     """"int8": the decoder's linear layers in 8 bits, on a CPU; implies packed_layers."""
     tensor_parallel_size: int = 1
@@ -188,6 +192,8 @@ class EngineConfig:
         require(isinstance(backend, str), "attention_backend", backend, "a name, or auto")
         packed = self.packed_layers
         require(isinstance(packed, bool), "packed_layers", packed, "True or False")
+        checked = self.check_model
+        require(isinstance(checked, bool), "check_model", checked, "True or False")
         kind = self.quantization
         require(kind in QUANTIZATIONS, "quantization", kind, '"int8" or None')
         require(

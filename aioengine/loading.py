@@ -5,7 +5,9 @@ Runs on the device's launch thread. Importing this module imports torch and tran
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,8 +34,15 @@ from aioengine.progress import stage
 from aioengine.runner import Runner
 from aioengine.sizing import ModelSizes, find_device, resolve_limits
 from aioengine.structured import Grammars
+from aioengine.trial import Trial
+from aioengine.verdicts import is_kept, keep, verdict_name
 
 __all__ = ["Loaded", "load"]
+
+TRIALS = 3
+"""Of a model that does not compute what its module does, before it is refused."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +103,15 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         _check_quantization(device, dtype)
     backend = _attention_backend(config.attention_backend, device)
     with stage("weights"):
-        model = model_class.load(
+        read = partial(
+            model_class.load_module,
             path,
             hf_config=hf_config,
             dtype=dtype,
             device=device,
             revision=config.revision,
-            max_model_len=config.max_model_len,
         )
-        if config.packed_layers or config.quantization is not None:
-            model.pack(quantize=config.quantization is not None)
+        model = _load_model(model_class, hf_config, config, front, read, backend, device)
     with stage("memory"):
         sizes = _sizes(model, front, config)
         measure = partial(measure_activations, model, front, backend=backend)
@@ -127,6 +135,69 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
     )
+
+
+def _load_model(
+    model_class: type[TransformersModel],
+    hf_config: Any,
+    config: EngineConfig,
+    front: BaseMultiModalProcessor,
+    read: Callable[[], Any],
+    backend: AttentionBackend,
+    device: torch.device,
+) -> TransformersModel:
+    """The model around the module that `read` loads, packed, and tried unless it has been before.
+
+    Rounding can send a token to other experts, now and then; so what fails a trial has another one,
+    with other prompts. Raises ModelLoadError.
+    """
+    specs = model_class.probe(hf_config)
+    is_quantized = config.quantization is not None
+    name = _verdict_name(model_class, hf_config, config, device)
+    is_tried = not config.check_model or is_kept(name)
+    fault = ""
+    for seed in range(TRIALS):
+        module = read()
+        trial = None
+        if not is_tried:
+            trial = Trial(
+                model_class,
+                module,
+                specs,
+                front,
+                max_model_len=config.max_model_len,
+                is_quantized=is_quantized,
+                seed=seed,
+            )
+        model = model_class(module, specs=specs, max_model_len=config.max_model_len)
+        del module
+        if config.packed_layers or is_quantized:
+            model.pack(quantize=is_quantized)
+        if trial is None:
+            return model
+        found = trial.find_fault(model, block_size=config.block_size, backend=backend)
+        if found is None:
+            logger.info("the model computes what its own module does%s", trial.reservations)
+            keep(name)
+            return model
+        fault = found
+        del model, trial
+    raise ModelLoadError(
+        f"{model_class.__name__} does not compute what the checkpoint's own module does: {fault}. "
+        "Run this model with transformers, or set check_model=False to use it all the same"
+    )
+
+
+def _verdict_name(
+    model_class: type[TransformersModel], hf_config: Any, config: EngineConfig, device: torch.device
+) -> str:
+    names = ("attention_backend", "packed_layers", "quantization", "block_size", "max_model_len")
+    settings = {name: getattr(config, name) for name in (*names, "mm_processor_kwargs")}
+    chip = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    dtype = str(_dtype(config.dtype, hf_config))
+    return verdict_name(model_class, hf_config, [settings, dtype, chip])
 
 
 def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:

@@ -55,25 +55,8 @@ class Runner:
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> Launched[StepResult]:
         """Launch one step of the decoder."""
-        # Attention takes single tokens as one batch, and wants them first.
-        sequences = sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
-        starts = [s.start for s in sequences]
-        ends = [s.end for s in sequences]
-        metadata = self._metadata(sequences, starts, ends)
-        prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
-        positions = self.model.positions_for(starts, ends, prompts)
-        positions = to_device(positions, self.model.device)
-        encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
-        rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
-        last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
-        chosen = [s for s in plan.sequences if s.samples]
-        wanted = [last[s.request_id] for s in chosen]
-        # Most steps read all rows, as they lie.
-        is_whole = wanted == [*range(sum(ends) - sum(starts))]
-        places = None if is_whole else upload(wanted, self.model.device)
-        if not any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences):
-            self.model.want(places)
-        hidden = self.model.forward(self._embed(sequences), positions, metadata, encoded)
+        sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
+        hidden, places = self._compute(sequences, chosen)
         scored = self._score_prompts(sequences, hidden)
         if not chosen:
             self._sampled = {}, torch.empty(0)
@@ -100,6 +83,37 @@ class Runner:
             )
 
         return Launched(read)
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Logits [n, vocab] of a step's sequences that sample, in the plan's order.
+
+        In float32 at least. No token is chosen.
+        """
+        hidden, places = self._compute(_ordered(plan), [s for s in plan.sequences if s.samples])
+        return self.model.compute_logits(hidden if places is None else hidden[places])
+
+    def _compute(
+        self, sequences: Sequence[SequencePlan], chosen: Sequence[SequencePlan]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [T, hidden] of a step, and the rows of `chosen`; None: all, as they lie."""
+        starts = [s.start for s in sequences]
+        ends = [s.end for s in sequences]
+        metadata = self._metadata(sequences, starts, ends)
+        prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
+        positions = self.model.positions_for(starts, ends, prompts)
+        positions = to_device(positions, self.model.device)
+        encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
+        rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
+        last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
+        wanted = [last[s.request_id] for s in chosen]
+        # Most steps read all rows, as they lie.
+        is_whole = wanted == [*range(sum(ends) - sum(starts))]
+        places = None if is_whole else upload(wanted, self.model.device)
+        if not any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences):
+            self.model.want(places)
+        hidden = self.model.forward(self._embed(sequences), positions, metadata, encoded)
+        return hidden, places
 
     def _score_prompts(
         self, sequences: Sequence[SequencePlan], hidden: Tensor
@@ -232,6 +246,11 @@ class Runner:
                 is_row[base + piece.position : base + piece.position + piece.count] = True
             base += len(sequence.token_ids)
         return self.model.embed_input_ids(ids, pieces, to_device(is_row, device))
+
+
+def _ordered(plan: StepPlan) -> list[SequencePlan]:
+    """Single tokens first: attention takes them as one batch."""
+    return sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
 
 
 def _masks(

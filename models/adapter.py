@@ -55,6 +55,7 @@ from aioengine.models.rotary import fuse_rotary
 from aioengine.models.straight import compute_straight, straighten_layers
 from aioengine.models.tied import read_tied_heads
 from aioengine.models.trimmed import trim_encoders
+from aioengine.models.whole import WholePrompt, run_whole
 from aioengine.types import KVGroup
 
 __all__ = ["TransformersModel"]
@@ -116,7 +117,23 @@ class TransformersModel:
         The layers are probed before any weight is read. Raises ModelLoadError.
         """
         specs = cls.probe(hf_config)
-        model = load_pretrained(
+        module = cls.load_module(
+            path, hf_config=hf_config, dtype=dtype, device=device, revision=revision
+        )
+        return cls(module, specs=specs, max_model_len=max_model_len)
+
+    @classmethod
+    def load_module(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        hf_config: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        revision: str | None = None,
+    ) -> Any:
+        """The module with its weights, as transformers made it. Raises ModelLoadError."""
+        return load_pretrained(
             cls.hf_class(hf_config),
             path,
             hf_config=hf_config,
@@ -124,7 +141,6 @@ class TransformersModel:
             device=device,
             revision=revision,
         )
-        return cls(model, specs=specs, max_model_len=max_model_len)
 
     @classmethod
     def hf_class(cls, hf_config: Any) -> Any:
@@ -137,12 +153,25 @@ class TransformersModel:
 
         Raises ModelLoadError where a layer cannot be served.
         """
+        return cls.around(build_on_meta(cls.hf_class(hf_config), hf_config)).layers()
+
+    @classmethod
+    def around(cls, module: Any) -> Self:
+        """A model around a module that is left as it is: without pages, it takes no steps."""
         shell = cls.__new__(cls)
         shell._holder = StepHolder()
-        shell.model = build_on_meta(cls.hf_class(hf_config), hf_config)
-        shell.hf_config = shell.model.config
-        shell.text_config = shell.hf_config.get_text_config(decoder=True)
-        return shell.layers()
+        shell.model = module
+        shell.hf_config = module.config
+        shell.text_config = module.config.get_text_config(decoder=True)
+        return shell
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """Logits [n, vocab] at the positions `rows` of a whole prompt, by the module's own forward.
+
+        Called on what `around` gives, for the trial at load (`aioengine.trial`). Override it where
+        transformers' forward wants more than what the encoder takes.
+        """
+        return run_whole(self.model, prompt, rows)
 
     # What the runner reads and calls.
 

@@ -157,8 +157,8 @@ class LayerSlot:
         )
 
 
-def attach_slot(module: nn.Module, slot: Slot) -> None:
-    """Let `slot` take the attention calls of `module`; mutates the module."""
+def attach_slot(module: nn.Module, slot: Slot | None) -> None:
+    """Let `slot` take the attention calls of `module`, None nobody; mutates the module."""
     setattr(module, _SLOT, slot)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from aioengine.models.generic import GenericModel
 from aioengine.models.interfaces import PromptMedia
 from aioengine.models.registry import register_model
+from aioengine.models.whole import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -73,3 +74,9 @@ class PaliGemma(GenericModel):
 
     def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> Tensor:
         return torch.zeros(len(token_ids), dtype=torch.int32)
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """See the base class. All but the last token, which is generated, are the block."""
+        types = torch.zeros(1, len(prompt.token_ids), dtype=torch.int64)
+        types[0, -1] = 1
+        return run_whole(self.model, prompt, rows, token_type_ids=types)

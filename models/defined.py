@@ -23,7 +23,8 @@ and processor, the family's processing info does (`BaseProcessingInfo.load_token
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from aioengine.models.adapter import TransformersModel
 from aioengine.models.loading import build_on_meta
 from aioengine.models.probe import LayerSpec
 from aioengine.models.weights import load_defined
+from aioengine.models.whole import WholePrompt, attending_whole
 
 __all__ = ["DefinedModel"]
 
@@ -43,7 +45,7 @@ class DefinedModel(TransformersModel):
     definition: ClassVar[type[nn.Module]]
 
     @classmethod
-    def load(
+    def load_module(
         cls,
         path: str | os.PathLike[str],
         *,
@@ -51,10 +53,8 @@ class DefinedModel(TransformersModel):
         dtype: torch.dtype,
         device: torch.device | str,
         revision: str | None = None,
-        max_model_len: int | None = None,
-    ) -> Self:
-        """See `TransformersModel.load`. Weights are read from safetensors files only."""
-        specs = cls.probe(hf_config)
+    ) -> Any:
+        """See `TransformersModel.load_module`. Weights are read from safetensors files only."""
         model = load_defined(
             cls.definition,
             path,
@@ -64,14 +64,13 @@ class DefinedModel(TransformersModel):
             revision=revision,
         )
         model.config = hf_config
-        return cls(model, specs=specs, max_model_len=max_model_len)
+        return model
 
     @classmethod
     def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
         """See `TransformersModel.probe`. The definition is built here for the first time."""
-        shell = cls.__new__(cls)
         try:
-            shell.model = build_on_meta(cls.definition, hf_config)
+            module: Any = build_on_meta(cls.definition, hf_config)
         except ModelLoadError:
             raise
         # Whatever a definition raises for settings that cannot be, they are the checkpoint's.
@@ -80,9 +79,24 @@ class DefinedModel(TransformersModel):
                 f"{cls.definition.__name__} cannot be built of this config.json: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        shell.model.config = shell.hf_config = hf_config
-        shell.text_config = hf_config.get_text_config(decoder=True)
-        return shell.layers()
+        module.config = hf_config
+        return cls.around(module).layers()
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """See the base class: the definition is its own reference, without pages and chunks."""
+        token_ids = prompt.token_ids
+        encoded = [
+            row for item in prompt.items for row in self.encode(item.modality, [item.features])
+        ]
+        mask = None if not encoded else prompt.kinds() > 0
+        ids = torch.tensor(token_ids, device=self.device)
+        embeds = self.embed_input_ids(ids, encoded or None, mask)
+        known = self.positions(token_ids, prompt.items)
+        positions = self.positions_for([0], [len(token_ids)], [known]).to(self.device)
+        decoder = self.decoder()
+        with attending_whole(decoder):
+            hidden = self.call_decoder(decoder, embeds, positions)
+        return self.compute_logits(hidden[list(rows)])
 
     def decoder(self) -> nn.Module:
         """The part that holds the decoder's attention layers; the whole, if it does not say."""

@@ -15,8 +15,10 @@ from aioengine.models.interfaces import MultiModalEmbeddings
 from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem, is_host_only
 
 __all__ = [
+    "batch_items",
     "encode_batch",
     "encode_items",
+    "frames_as_images",
     "parts_of",
     "passed_through",
     "place",
@@ -60,9 +62,7 @@ def encode_batch(
     if encoder is None and name == "pixel_values_videos":
         # A model without a way of its own takes frames as it takes pictures.
         encoder = _find_method(model, "get_image_features")
-        frames = inputs.pop(name)
-        assert isinstance(frames, Tensor)
-        inputs["pixel_values"] = frames.flatten(0, 1) if frames.dim() > 4 else frames
+        inputs = frames_as_images(inputs)
     if encoder is None:
         raise EngineError(f"{type(model).__name__} has no {_SAMPLES[name]}")
     output = encoder(**inputs)
@@ -71,6 +71,14 @@ def encode_batch(
     for layer in getattr(output, "deepstack_features", None) or ():
         parts = [torch.cat([p, q.to(dtype)], -1) for p, q in zip(parts, layer, strict=True)]
     return parts
+
+
+def frames_as_images(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments, where each video's frames are given as images."""
+    frames = inputs["pixel_values_videos"]
+    images = frames.flatten(0, 1) if frames.dim() > 4 else frames
+    others = {name: value for name, value in inputs.items() if name != "pixel_values_videos"}
+    return {**others, "pixel_values": images}
 
 
 def _find_method(model: Any, name: str) -> Callable[..., Any] | None:
@@ -121,7 +129,7 @@ def rows_by_item(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor] 
     return [torch.cat(list(parts[end - size : end])) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _batch(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+def batch_items(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
     """One batch of items as keyword arguments; each field says how, where they say it."""
     made = [item for item in items if isinstance(item, MultiModalKwargsItem)]
     if len(made) == len(items):
@@ -151,7 +159,7 @@ def encode_items(
 def _encode_together(
     embed_multimodal: Callable[..., MultiModalEmbeddings], items: Sequence[Mapping[str, Tensor]]
 ) -> list[Tensor]:
-    stacked = _batch(items)
+    stacked = batch_items(items)
     found = rows_by_item(parts_of(embed_multimodal(**stacked)), _sizes(items, stacked))
     if found is None:
         found = [row for item in items for row in _encode_alone(embed_multimodal, item)]
@@ -163,7 +171,7 @@ def _encode_together(
 def _encode_alone(
     embed_multimodal: Callable[..., MultiModalEmbeddings], item: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    return rows_by_item(parts_of(embed_multimodal(**_batch([item]))), [1]) or []
+    return rows_by_item(parts_of(embed_multimodal(**batch_items([item]))), [1]) or []
 
 
 def _sizes(items: Sequence[Mapping[str, Tensor]], stacked: Mapping[str, Any]) -> list[int]:

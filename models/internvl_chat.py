@@ -361,14 +361,14 @@ class InternVLChat(DefinedModel):
     definition = InternVLChatModule
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Self:
+    def load_module(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Any:
         """See the base class.
 
         An answer also ends at the token that ends a turn in the published conversation templates,
         whether or not generation_config.json says so: the published code stops there.
         """
-        found = super().load(path, hf_config=hf_config, **options)
-        generation = found.model.generation_config
+        found = super().load_module(path, hf_config=hf_config, **options)
+        generation = found.generation_config
         known = generation.eos_token_id
         if known is None:
             known = hf_config.text_config.eos_token_id

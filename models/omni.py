@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,8 +106,8 @@ class OmniThinker(MRopeModel):
     """The thinker, which sees, hears and writes, of its own checkpoint or of a whole model's."""
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Self:
-        return super().load(path, hf_config=_thinker_config(hf_config), **options)
+    def load_module(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Any:
+        return super().load_module(path, hf_config=_thinker_config(hf_config), **options)
 
     @classmethod
     def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:

@@ -8,6 +8,7 @@ and fails early and by name where a layer computes its attention some other way.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ __all__ = ["NUM_PROBE_ROWS", "LayerSpec", "group_layers", "probe_layers"]
 NUM_PROBE_TOKENS = 3
 NUM_PROBE_ROWS = 5
 """Of an encoder's output, where the decoder attends to one."""
+_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
+"""What transformers calls the argument through which a module keeps something between calls."""
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +131,13 @@ def probe_layers(
         raise
     # Whatever a model's own code raises here, the answer is the same: it does not run flattened.
     except Exception as error:
+        _refuse_state(decoder, [call.spec.name for call in calls])  # which may be the reason
         raise ModelLoadError(
             f"{type(decoder).__name__} cannot be run on a flattened batch: {error}"
         ) from error
-    _require_routing(decoder, [call.spec.name for call in calls])
+    routed = [call.spec.name for call in calls]
+    _refuse_state(decoder, routed)
+    _require_routing(decoder, routed)
     return tuple(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
 
 
@@ -154,13 +161,49 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
 
 
-def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
-    """Every decoder layer, and every module that calls itself attention, must have reported."""
-    expected = [
+def _refuse_state(decoder: nn.Module, routed: Sequence[str]) -> None:
+    """Raise ModelLoadError where a module takes a cache and is no attention layer of ours.
+
+    A convolution or a state-space mixer beside an attention layer, or inside one, would start anew
+    at every chunk and every decode step, and nothing but the tokens would show it.
+    """
+    attends = [*routed, *_silent_attention(decoder, routed)]
+    takers = [
+        (name, type(module).__name__)
+        for name, module in decoder.named_modules()
+        if name
+        and not _CACHES.isdisjoint(inspect.signature(type(module).forward).parameters)
+        and not any(_is_within(path, name) for path in attends)
+    ]
+    keepers = [
+        f"{name} ({kind})"
+        for name, kind in takers
+        if not any(other != name and _is_within(other, name) for other, _ in takers)
+    ]
+    if keepers or getattr(decoder, "_is_stateful", False):
+        shown = ", ".join(keepers[:_SHOWN]) or "all layers"
+        raise ModelLoadError(
+            f"{type(decoder).__name__} keeps state between calls that the engine does not hold, in "
+            f"{shown}: only the keys and values of attention layers are held here. Run this model "
+            "with transformers"
+        )
+
+
+def _silent_attention(decoder: nn.Module, routed: Sequence[str]) -> list[str]:
+    """The modules that call themselves attention, hold no other one, and have not reported."""
+    return [
         name
         for name, module in decoder.named_modules()
-        if name and _is_attention(module) and not any(map(_is_attention, _below(module)))
+        if name
+        and _is_attention(module)
+        and not any(map(_is_attention, _below(module)))
+        and not any(_is_within(path, name) for path in routed)
     ]
+
+
+def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
+    """Every decoder layer, and every module that calls itself attention, must have reported."""
+    expected: list[str] = []
     num_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     lists = [name for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
     for name in lists:
@@ -172,11 +215,12 @@ def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
             # A list of as many other things (an encoder's stages, say) attends nowhere.
             if any(_is_within(path, layer) for path in routed for layer in layers):
                 expected += layers
-    silent = [name for name in expected if not any(_is_within(path, name) for path in routed)]
+    silent = _silent_attention(decoder, routed)
+    silent += [name for name in expected if not any(_is_within(path, name) for path in routed)]
     if silent or not routed:
         raise ModelLoadError(
             f"{type(decoder).__name__} does not route attention through transformers' "
-            f"AttentionInterface in: {', '.join(silent[:8]) or 'any layer'}"
+            f"AttentionInterface in: {', '.join(silent[:_SHOWN]) or 'any layer'}"
         )
     if len(set(routed)) != len(routed):
         raise ModelLoadError(f"{type(decoder).__name__} runs an attention layer more than once")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import Any
 
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
@@ -38,10 +38,10 @@ class GptOss(TextModel):
     """
 
     @classmethod
-    def load(cls, path: Any, *, hf_config: Any, **options: Any) -> Self:
+    def load_module(cls, path: Any, *, hf_config: Any, **options: Any) -> Any:
         """See the base class."""
         packing = getattr(hf_config, "quantization_config", None)
         if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":
             hf_config = copy.deepcopy(hf_config)
             hf_config.quantization_config = {**packing, "dequantize": True}
-        return super().load(path, hf_config=hf_config, **options)
+        return super().load_module(path, hf_config=hf_config, **options)

@@ -41,6 +41,14 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _verdicts_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trials of this run's models are kept for this run only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _nobody_becomes_more_important() -> Iterator[None]:
     """What a library does to this thread's priority, later tests and processes inherit."""

@@ -1,0 +1,417 @@
+"""A short trial of a freshly loaded model against its own module, run whole.
+
+Unequal prompts, one with a media span for each modality that the model takes, go through the
+engine's own steps: two chunks each, then one decode step. The logits of these must agree with those
+of the module's own forward over each whole prompt, taken before anything of it was rerouted, fused,
+packed or quantized. What a model may be off by is measured on the model itself: its own logits once
+more, with rounding noise on every product with weights (`with_rounding_noise`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.kernels.attention import AttentionBackend
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.interfaces import PromptInputs, PromptMedia
+from aioengine.models.loading import pin_rotary
+from aioengine.models.probe import LayerSpec
+from aioengine.models.whole import WholePrompt, with_rounding_noise
+from aioengine.plan import EncodePlan, Limits, RowSlice, SequencePlan, StepPlan
+from aioengine.processors.encdec import EncDecMultiModalProcessor, Halves
+from aioengine.processors.items import (
+    PROCESSOR_ITEMS,
+    AudioClip,
+    ImageSize,
+    MultiModalDataItems,
+    VideoClip,
+    VideoHeader,
+)
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.runner import Runner
+
+__all__ = ["Trial"]
+
+LENGTHS = (19, 11)
+"""Text tokens of the first prompt and of the others."""
+UNEQUAL = 3
+"""By how much the second prompt is shorter, where only one could be made."""
+IMAGE_SIZE = ImageSize(72, 56)
+NUM_FRAMES = 4
+AUDIO_S = 0.5
+TOLERANCE = 6.0
+"""How many times the effect of rounding noise a distance may be."""
+LEAST_NOISE = 2e-6
+"""Of a relative distance: what sums in float32 differ by, also in a float64 model."""
+BLIND = 0.7
+"""A tolerance from which on nothing can be told: two unrelated outputs are 1.4 apart."""
+MASKED = -1e30
+"""Below it a logit is not one: its token is never next."""
+QUANTIZED_NOISE = 0.02
+"""What a product with weights of 8 bits is off by, as a part of itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrialPrompt:
+    """One prompt of the trial; its last token is computed by the decode step."""
+
+    whole: WholePrompt
+    what: str
+    num_encoder_rows: int = 0
+    modality: str = "text"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """What the module's own forward made of a prompt.
+
+    `bounds`: where the steps' chunks begin and end; two that are equal are a step without any.
+    `logits` [n, vocab]: of each chunk's last position. `noise` [n]: by how much rounding moves
+    them, as a relative distance.
+    """
+
+    prompt: TrialPrompt
+    inputs: PromptInputs | None
+    bounds: tuple[int, ...]
+    logits: Tensor
+    noise: Tensor
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """The positions [start, end) of each step."""
+        return list(pairwise(self.bounds))
+
+
+class Trial:
+    """One trial: the reference is taken when it is made, of a module that is as it was loaded."""
+
+    def __init__(
+        self,
+        model_class: type[TransformersModel],
+        module: Any,
+        specs: Sequence[LayerSpec],
+        front: BaseMultiModalProcessor,
+        *,
+        max_model_len: int | None,
+        is_quantized: bool,
+        seed: int,
+    ) -> None:
+        """`is_quantized`: what is compared with the module has weights of 8 bits."""
+        shell = model_class.around(module)
+        pin_rotary(shell.decoder(), max_model_len)
+        table = int(module.get_input_embeddings().weight.shape[0])
+        prompts, self._unseen = _make_prompts(
+            front,
+            min(table, shell.vocab_size),
+            max_model_len or shell.max_position_embeddings,
+            seed,
+        )
+        self._references: list[Reference] = []
+        for prompt in prompts:
+            try:
+                self._references.append(_refer(shell, prompt, is_quantized=is_quantized))
+            # Whatever transformers raises of a prompt that it does not take.
+            except Exception as error:
+                self._unseen.append(f"{prompt.what} ({type(error).__name__}: {error!s:.120})")
+        if len(self._references) == 1:
+            whole = self._references[0].prompt
+            short = _shortened(whole, len(whole.whole.token_ids) - UNEQUAL)
+            self._references.append(_refer(shell, short, is_quantized=is_quantized))
+        tried = max((each.bounds[-1] for each in self._references), default=0)
+        windows = {spec.window for spec in specs if spec.window is not None}
+        self._unseen += [f"a window of {each} tokens" for each in sorted(windows) if each >= tried]
+
+    @property
+    def reservations(self) -> str:
+        """What of the model the trial does not show, for a log's line; empty if it shows all."""
+        return f", as far as was seen; not seen: {'; '.join(self._unseen)}" if self._unseen else ""
+
+    def find_fault(
+        self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
+    ) -> str | None:
+        """What the model computes otherwise than its module did, in words; None if nothing.
+
+        Raises ModelLoadError where the model cannot compute a prompt that its module could.
+        """
+        if not self._references:
+            return None
+        try:
+            found = _run(model, self._references, block_size, backend)
+        except Exception as error:
+            raise ModelLoadError(
+                f"a short trial of the model failed, which its own module stood: "
+                f"{type(error).__name__}: {error!s:.300}"
+            ) from error
+        blind: set[str] = set()
+        for reference, logits in zip(self._references, found, strict=True):
+            what = reference.prompt.what
+            distances = _distances(logits.to(torch.float64), reference.logits)
+            for distance, noise in zip(distances.tolist(), reference.noise.tolist(), strict=True):
+                tolerance = TOLERANCE * max(noise, LEAST_NOISE)
+                if tolerance > BLIND:
+                    blind.add(what)
+                elif distance > tolerance:
+                    return (
+                        f"logits of a {what} prompt are off by {distance:.2g} of their spread, "
+                        f"where rounding explains {tolerance:.2g}"
+                    )
+        self._unseen += [f"{what} (rounding alone changes its logits)" for what in sorted(blind)]
+        return None
+
+
+# ---- prompts
+
+
+def _make_prompts(
+    front: BaseMultiModalProcessor, vocab_size: int, max_len: int | None, seed: int
+) -> tuple[list[TrialPrompt], list[str]]:
+    """Prompts for a model with this processor, and what of it they do not show.
+
+    `vocab_size`: rows of the smaller of head and embedding table; `max_len`: tokens of the longest
+    sequence, None for any.
+    """
+    chance = random.Random(seed)
+    ids = _plain_ids(front, vocab_size)
+    unseen: list[str] = []
+    prompts: list[TrialPrompt] = []
+    limits = front.info.get_allowed_mm_limits()
+    for modality in (name for name, limit in limits.items() if limit != 0):
+        try:
+            prompts.append(_media_prompt(front, modality, chance, ids, LENGTHS[len(prompts) > 0]))
+        except Exception as error:
+            unseen.append(f"{modality} ({type(error).__name__}: {error!s:.120})")
+    while len(prompts) < 2:
+        tokens = tuple(chance.choices(ids, k=LENGTHS[len(prompts) > 0]))
+        try:
+            prompts.append(_text_prompt(front, tokens))
+        except InvalidRequestError:
+            if not prompts:
+                break
+            tokens = prompts[0].whole.token_ids  # of a model that takes no text alone
+            prompts.append(_shortened(prompts[0], len(tokens) - UNEQUAL))
+    fit = [p for p in prompts if max_len is None or len(p.whole.token_ids) <= max_len]
+    unseen += [f"{p.what} (longer than max_model_len)" for p in prompts if p not in fit]
+    return fit, unseen
+
+
+def _plain_ids(front: BaseMultiModalProcessor, vocab_size: int) -> Sequence[int]:
+    """Token ids that mean nothing special."""
+    tokenizer = front.info.get_tokenizer()
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    special |= set(_named_ids(front.info.get_hf_config().to_dict()))
+    known = range(min(vocab_size, len(tokenizer)))
+    return [token_id for token_id in known if token_id not in special] or list(known)
+
+
+def _named_ids(settings: Mapping[str, Any]) -> Iterator[int]:
+    """The token ids that a config names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _named_ids(value)
+        elif str(name).endswith(("token_id", "token_ids", "token_index")):
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (each for each in values if isinstance(each, int))
+
+
+def _text_prompt(front: BaseMultiModalProcessor, tokens: tuple[int, ...]) -> TrialPrompt:
+    if not isinstance(front, EncDecMultiModalProcessor):
+        return TrialPrompt(WholePrompt(token_ids=(*front.tokenize(""), *tokens)), "text")
+    halves = front.layout_halves(Halves(encoder=tokens), MultiModalDataItems({}), {})
+    encoder = {"input_ids": torch.tensor(halves.token_ids)}
+    whole = WholePrompt(token_ids=(*halves.decoder_token_ids, *tokens), encoder=encoder)
+    return TrialPrompt(whole, "text", len(halves.token_ids))
+
+
+def _media_prompt(
+    front: BaseMultiModalProcessor,
+    modality: str,
+    chance: random.Random,
+    ids: Sequence[int],
+    length: int,
+) -> TrialPrompt:
+    items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality]([_noise(front, modality)])})
+    outputs = front.process(items, front.options_for({}, {modality: 1}))
+    tokens = tuple(chance.choices(ids, k=length))
+    if isinstance(front, EncDecMultiModalProcessor):
+        halves = front.layout_halves(Halves(), items, {}, outputs)
+        (item,) = outputs[modality]
+        encoder = {"input_ids": torch.tensor(halves.token_ids), **item}
+        whole = WholePrompt(token_ids=(*halves.decoder_token_ids, *tokens), encoder=encoder)
+        return TrialPrompt(whole, modality, len(halves.token_ids), modality)
+    text = front.dummy_inputs.get_dummy_text({modality: 1})
+    layout = front.layout(text, items, {}, outputs)
+    (placed,) = layout.placeholders[modality]
+    media = PromptMedia(modality, placed.to_span(), outputs[modality][0])
+    whole = WholePrompt(token_ids=(*layout.token_ids, *tokens), items=(media,))
+    return TrialPrompt(whole, modality, modality=modality)
+
+
+def _shortened(prompt: TrialPrompt, length: int) -> TrialPrompt:
+    token_ids = prompt.whole.token_ids[:length]
+    return replace(prompt, whole=replace(prompt.whole, token_ids=token_ids))
+
+
+def _noise(front: BaseMultiModalProcessor, modality: str) -> Any:
+    """A small decoded item, no two parts of which are equal."""
+    generator = np.random.default_rng(0)
+    width, height = IMAGE_SIZE
+    if modality == "audio":
+        rate = front.info.get_sample_rate()
+        samples = generator.uniform(-0.5, 0.5, int(rate * AUDIO_S)).astype(np.float32)
+        return AudioClip(samples, rate)
+    frames = generator.integers(0, 256, (NUM_FRAMES, height, width, 3), dtype=np.uint8)
+    if modality == "video":
+        return VideoClip(frames, VideoHeader(IMAGE_SIZE, tuple(range(NUM_FRAMES)), NUM_FRAMES, 2.0))
+    return Image.fromarray(frames[0])
+
+
+# ---- both sides
+
+
+@torch.inference_mode()
+def _refer(shell: TransformersModel, prompt: TrialPrompt, *, is_quantized: bool) -> Reference:
+    """The reference for one prompt, by a module that is as it was loaded."""
+    whole = prompt.whole
+    inputs = None
+    if whole.encoder is None:
+        inputs = shell.prompt_inputs(whole.token_ids[:-1], whole.items)
+    length = len(whole.token_ids)
+    bounds = (0, _find_cut(whole, inputs), length - 1, length)
+    rows = [end - 1 for start, end in pairwise(bounds) if start < end]
+    logits = shell.reference_logits(whole, rows).to(torch.float64)
+    size = max(torch.finfo(shell.dtype).eps, torch.finfo(torch.float32).eps)
+    with with_rounding_noise(shell.model, QUANTIZED_NOISE if is_quantized else size):
+        moved = shell.reference_logits(whole, rows).to(torch.float64)
+    return Reference(prompt, inputs, bounds, logits, _distances(moved, logits))
+
+
+def _find_cut(whole: WholePrompt, inputs: PromptInputs | None) -> int:
+    """Where the first chunk ends: inside a media span, unless it cannot be split; 0 for nowhere."""
+    length = len(whole.token_ids) - 1
+    cut = length // 2
+    if whole.items:
+        span = whole.items[0].span
+        cut = (span.first_row_position + span.last_row_position + 1) // 2
+    for start, stop in () if inputs is None else inputs.bidirectional:
+        if start < cut < stop:
+            cut = start if start > 0 else stop
+    return cut if 0 < cut < length else 0
+
+
+def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
+    """By how much each row [vocab] is off, as a part of what is in the other's row."""
+    masked = ~(theirs > MASKED)
+    kept = (~masked).sum(-1, keepdim=True).clamp_min(1)
+    mine, other = ours.masked_fill(masked, 0), theirs.masked_fill(masked, 0)
+    mean = other.sum(-1, keepdim=True) / kept
+    spread = (other - mean).masked_fill(masked, 0).norm(dim=-1)
+    distance = (mine - other).norm(dim=-1) / spread.clamp_min(1e-30)
+    return torch.nan_to_num(distance, nan=torch.inf).cpu()
+
+
+def _run(
+    model: TransformersModel,
+    references: Sequence[Reference],
+    block_size: int,
+    backend: AttentionBackend | None,
+) -> list[Tensor]:
+    """Each prompt's logits at its reference's rows, by steps as the engine's own."""
+    tables = _Tables(model, references, block_size)
+    runner = Runner(model, tables.limits, backend)
+    for number, reference in enumerate(references):
+        _encode(runner, reference, str(number))
+    found: list[list[Tensor]] = [[] for _ in references]
+    for step, chunks in enumerate(zip(*(each.chunks for each in references), strict=True)):
+        parts = [(number, *chunk) for number, chunk in enumerate(chunks) if chunk[0] < chunk[1]]
+        if parts:
+            plan = StepPlan(step, tuple(tables.sequence(*part) for part in parts))
+            for (number, _, _), row in zip(parts, runner.logits(plan), strict=True):
+                found[number].append(row)
+    return [torch.stack(rows) for rows in found]
+
+
+def _encode(runner: Runner, reference: Reference, name: str) -> None:
+    """Have the encoder's rows of a prompt made; raises what goes wrong."""
+    prompt, whole = reference.prompt, reference.prompt.whole
+    work: list[tuple[int, Any]] = [(item.span.num_rows, item.features) for item in whole.items]
+    if whole.encoder is not None:
+        work = [(prompt.num_encoder_rows, whole.encoder)]
+    for num_rows, features in work:
+        plan = EncodePlan(prompt.modality, (name,), (num_rows,), ())
+        ((_, error),) = runner.encode(plan, [features])
+        if error is not None:
+            raise error
+
+
+class _Tables:
+    """Pages for the prompts: blocks of their own, in no order, of one pool."""
+
+    def __init__(
+        self, model: TransformersModel, references: Sequence[Reference], block_size: int
+    ) -> None:
+        self._references = references
+        num_cross = sum(group.kind == "cross" for group in model.kv_groups)
+        num_own = len(model.kv_groups) - num_cross
+        sizes = [
+            (
+                -(-reference.bounds[-1] // block_size),
+                -(-reference.prompt.num_encoder_rows // block_size),
+            )
+            for reference in references
+        ]
+        total = sum(own * num_own + cross * num_cross for own, cross in sizes)
+        blocks = iter(random.Random(0).sample(range(total), total))
+        self._own = [
+            [tuple(next(blocks) for _ in range(own)) for _ in range(num_own)] for own, _ in sizes
+        ]
+        self._cross = [
+            [tuple(next(blocks) for _ in range(cross)) for _ in range(num_cross)]
+            for _, cross in sizes
+        ]
+        longest = max(reference.bounds[-1] for reference in references)
+        self.limits = Limits(
+            max_num_seqs=len(references),
+            max_num_batched_tokens=longest * len(references),
+            max_model_len=longest,
+            block_size=block_size,
+            num_blocks=total,
+            num_groups=num_own,
+            num_cross_groups=num_cross,
+            max_encoder_len=max(reference.prompt.num_encoder_rows for reference in references),
+        )
+
+    def sequence(self, number: int, start: int, end: int) -> SequencePlan:
+        """The part [start, end) of a prompt."""
+        reference = self._references[number]
+        whole = reference.prompt.whole
+        rows = tuple(
+            RowSlice(str(number), position - start, row, length)
+            for item in whole.items
+            for position, row, length in item.span.row_runs(start, end)
+        )
+        is_first = start == 0 and whole.encoder is not None
+        return SequencePlan(
+            request_id=str(number),
+            epoch=0,
+            start=start,
+            end=end,
+            token_ids=whole.token_ids[start:end],
+            block_tables=tuple(self._own[number]),
+            rows=rows,
+            samples=True,
+            output_index=0,
+            inputs=reference.inputs,
+            cross_tables=tuple(self._cross[number]),
+            num_encoder_rows=reference.prompt.num_encoder_rows,
+            encoder_key=str(number) if is_first else None,
+        )

@@ -1,0 +1,136 @@
+"""The forward pass of a model's own module over one whole prompt: the reference for ours.
+
+Nothing of ours is in it that could hide a mistake of ours: neither pages nor chunks, and for
+transformers' modules neither our masks, nor our positions, nor our merging of encoder rows. It runs
+on the module as it was loaded, before anything of it is rerouted, fused, packed or quantized.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.reference import attend_dense, visible_mask
+from aioengine.models.attention import Attention, AttentionType, attach_slot
+from aioengine.models.encoding import batch_items, frames_as_images, place
+from aioengine.models.interfaces import PromptMedia
+
+__all__ = ["WholePrompt", "attending_whole", "run_whole", "with_rounding_noise"]
+
+_KINDS = {"image": 1, "video": 2, "audio": 3}
+"""How transformers numbers the kinds of tokens; text is 0."""
+_KIND_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WholePrompt:
+    """One prompt as a module takes it in one call.
+
+    `token_ids`: the decoder's. `items`: its media, in the order of their places. `encoder`: what
+    the encoder of an encoder-decoder model is given, without a batch dimension; None for others.
+    """
+
+    token_ids: tuple[int, ...]
+    items: tuple[PromptMedia, ...] = ()
+    encoder: Mapping[str, Tensor] | None = None
+
+    def kinds(self) -> Tensor:
+        """The kind of each token [L], by what takes encoder rows."""
+        found = torch.zeros(len(self.token_ids), dtype=torch.int64)
+        for item in self.items:
+            for start, stop in item.span.embed_runs:
+                found[item.span.offset + start : item.span.offset + stop] = _KINDS[item.modality]
+        return found
+
+
+def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Tensor) -> Tensor:
+    """Logits [n, vocab] at the positions `rows` of a prompt, by transformers' own forward.
+
+    `extra`: further arguments, [1, L] where they go by token. Raises whatever the module raises.
+    """
+    embeddings = module.get_input_embeddings().weight
+    names = inspect.signature(module.forward).parameters
+    given: dict[str, Any] = {}
+    for modality in dict.fromkeys(item.modality for item in prompt.items):
+        given |= batch_items([i.features for i in prompt.items if i.modality == modality])
+    if prompt.encoder is not None:
+        given |= batch_items([prompt.encoder])
+    if "pixel_values_videos" in given and "pixel_values_videos" not in names:
+        given = frames_as_images(given)
+    given = {name: value for name, value in given.items() if name in names}
+    ids = torch.tensor([prompt.token_ids])
+    given["input_ids" if prompt.encoder is None else "decoder_input_ids"] = ids
+    if prompt.items:
+        given |= {name: prompt.kinds()[None] for name in _KIND_ARGUMENTS if name in names}
+    given |= extra
+    placed = {n: place(value, embeddings.dtype, embeddings.device) for n, value in given.items()}
+    logits: Tensor = module(**placed, use_cache=False).logits
+    return logits[0, list(rows)]
+
+
+class _WholeSlot:
+    """Attention over the tokens of one call."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        mask = visible_mask(0, len(query), 0, window, query.device)
+        return attend_dense(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+
+
+@contextmanager
+def attending_whole(root: nn.Module) -> Iterator[None]:
+    """Meanwhile, the decoder layers of a module that is defined here need no pages."""
+    layers = [
+        module
+        for module in root.modules()
+        if isinstance(module, Attention) and module.attn_type is AttentionType.DECODER
+    ]
+    for layer in layers:
+        attach_slot(layer, _WholeSlot())
+    try:
+        yield
+    finally:
+        for layer in layers:
+            attach_slot(layer, None)
+
+
+@contextmanager
+def with_rounding_noise(root: nn.Module, size: float, seed: int = 0) -> Iterator[None]:
+    """Meanwhile, every product of `root` with weights is off by up to `size` of itself, at random.
+
+    What this does to the logits is what another order of the same sums may do to them: it follows
+    depth and dtype, and how sensitive the weights are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        noise = torch.rand(output.shape[-1], generator=generator).mul_(2 * size).sub_(size)
+        return output * (1 + noise).to(output)
+
+    handles = [
+        module.register_forward_hook(disturb)
+        for module in root.modules()
+        if any(weight.dim() > 1 for weight in module.parameters(recurse=False))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
