@@ -40,16 +40,18 @@ from aioengine.processors.items import (
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.runner import Runner
 
-__all__ = ["Trial"]
+__all__ = ["Comparison", "Trial"]
 
 LENGTHS = (19, 11)
 """Text tokens of the first prompt and of the others."""
 UNEQUAL = 3
 """By how much the second prompt is shorter, where only one could be made."""
+LEAST_TEXT = 2
+"""Tokens behind a media span: one that a chunk ends with, and one for the decode step."""
 IMAGE_SIZE = ImageSize(72, 56)
 NUM_FRAMES = 4
 AUDIO_S = 0.5
-TOLERANCE = 6.0
+TOLERANCE = 3.0
 """How many times the effect of rounding noise a distance may be."""
 LEAST_NOISE = 2e-6
 """Of a relative distance: what sums in float32 differ by, also in a float64 model."""
@@ -90,6 +92,21 @@ class Reference:
     def chunks(self) -> list[tuple[int, int]]:
         """The positions [start, end) of each step."""
         return list(pairwise(self.bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A row of logits of a prompt with `what`: its distance from the reference's, as a part of the
+    reference's spread, and the most that rounding explains."""
+
+    what: str
+    distance: float
+    tolerance: float
+
+    @property
+    def share(self) -> float:
+        """Of the tolerance."""
+        return self.distance / self.tolerance
 
 
 class Trial:
@@ -136,15 +153,15 @@ class Trial:
         """What of the model the trial does not show, for a log's line; empty if it shows all."""
         return f", as far as was seen; not seen: {'; '.join(self._unseen)}" if self._unseen else ""
 
-    def find_fault(
+    def compare(
         self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
-    ) -> str | None:
-        """What the model computes otherwise than its module did, in words; None if nothing.
+    ) -> list[Comparison]:
+        """How far each chunk's last logits are from the module's own.
 
         Raises ModelLoadError where the model cannot compute a prompt that its module could.
         """
         if not self._references:
-            return None
+            return []
         try:
             found = _run(model, self._references, block_size, backend)
         except Exception as error:
@@ -152,21 +169,34 @@ class Trial:
                 f"a short trial of the model failed, which its own module stood: "
                 f"{type(error).__name__}: {error!s:.300}"
             ) from error
-        blind: set[str] = set()
-        for reference, logits in zip(self._references, found, strict=True):
-            what = reference.prompt.what
-            distances = _distances(logits.to(torch.float64), reference.logits)
-            for distance, noise in zip(distances.tolist(), reference.noise.tolist(), strict=True):
-                tolerance = TOLERANCE * max(noise, LEAST_NOISE)
-                if tolerance > BLIND:
-                    blind.add(what)
-                elif distance > tolerance:
-                    return (
-                        f"logits of a {what} prompt are off by {distance:.2g} of their spread, "
-                        f"where rounding explains {tolerance:.2g}"
-                    )
+        return [
+            Comparison(each.prompt.what, distance, TOLERANCE * max(noise, LEAST_NOISE))
+            for each, logits in zip(self._references, found, strict=True)
+            for distance, noise in zip(
+                _distances(logits.to(torch.float64), each.logits).tolist(),
+                each.noise.tolist(),
+                strict=True,
+            )
+        ]
+
+    def find_fault(
+        self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
+    ) -> str | None:
+        """What the model computes otherwise than its module did, in words; None if nothing.
+
+        Raises ModelLoadError where the model cannot compute a prompt that its module could.
+        """
+        compared = self.compare(model, block_size=block_size, backend=backend)
+        seen = [each for each in compared if each.tolerance <= BLIND]
+        blind = {each.what for each in compared} - {each.what for each in seen}
         self._unseen += [f"{what} (rounding alone changes its logits)" for what in sorted(blind)]
-        return None
+        worst = max(seen, key=lambda each: each.share, default=None)
+        if worst is None or worst.share <= 1:
+            return None
+        return (
+            f"logits of a prompt with {worst.what} are off by {worst.distance:.2g} of their "
+            f"spread, where rounding explains {worst.tolerance:.2g}"
+        )
 
 
 # ---- prompts
@@ -199,9 +229,13 @@ def _make_prompts(
                 break
             tokens = prompts[0].whole.token_ids  # of a model that takes no text alone
             prompts.append(_shortened(prompts[0], len(tokens) - UNEQUAL))
-    fit = [p for p in prompts if max_len is None or len(p.whole.token_ids) <= max_len]
-    unseen += [f"{p.what} (longer than max_model_len)" for p in prompts if p not in fit]
-    return fit, unseen
+    fit = [_fitted(prompt, max_len) for prompt in prompts]
+    unseen += [
+        f"{prompt.what} (longer than max_model_len)"
+        for prompt, fitted in zip(prompts, fit, strict=True)
+        if fitted is None
+    ]
+    return [prompt for prompt in fit if prompt is not None], unseen
 
 
 def _plain_ids(front: BaseMultiModalProcessor, vocab_size: int) -> Sequence[int]:
@@ -254,6 +288,15 @@ def _media_prompt(
     media = PromptMedia(modality, placed.to_span(), outputs[modality][0])
     whole = WholePrompt(token_ids=(*layout.token_ids, *tokens), items=(media,))
     return TrialPrompt(whole, modality, modality=modality)
+
+
+def _fitted(prompt: TrialPrompt, max_len: int | None) -> TrialPrompt | None:
+    """The prompt with as much of its text as there is room for; None where that is none."""
+    length = len(prompt.whole.token_ids)
+    if max_len is None or length <= max_len:
+        return prompt
+    least = max((item.span.end for item in prompt.whole.items), default=0) + LEAST_TEXT
+    return _shortened(prompt, max_len) if max_len >= least else None
 
 
 def _shortened(prompt: TrialPrompt, length: int) -> TrialPrompt:

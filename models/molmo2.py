@@ -18,6 +18,7 @@ from aioengine.models.generic import GenericModel
 from aioengine.models.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.molmo import AddedRows
 from aioengine.models.registry import register_model
+from aioengine.models.whole import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.info import ProcessingContext
@@ -99,6 +100,13 @@ class Molmo2(AddedRows, GenericModel):
         for item in items:
             ids[item.span.offset : item.span.offset + item.span.length] = 0
         return ids
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """See the base class. transformers counts an image's row ends and marks to the image."""
+        kinds = torch.zeros(1, len(prompt.token_ids), dtype=torch.int64)
+        for item in prompt.items:
+            kinds[0, item.span.offset : item.span.end] = 1
+        return run_whole(self.model, prompt, rows, mm_token_type_ids=kinds)
 
     def embed_multimodal(self, **kwargs: Any) -> MultiModalEmbeddings:
         """See `TransformersModel.embed_multimodal`; takes what the processor makes of each picture.

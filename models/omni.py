@@ -22,6 +22,7 @@ from aioengine.models.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.mrope import MRopeModel
 from aioengine.models.probe import LayerSpec
 from aioengine.models.registry import register_model
+from aioengine.models.whole import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import (
     CONTRACTS,
@@ -143,6 +144,11 @@ class OmniThinker(MRopeModel):
         end = following + len(token_ids) - done
         parts.append(_text_positions(following, end))
         return torch.cat(parts, dim=1), end - len(token_ids)
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """See the base class. Positions are given, as transformers wants marks around media."""
+        positions, _ = self.positions(prompt.token_ids, prompt.items)
+        return run_whole(self.model, prompt, rows, position_ids=positions[:, None])
 
     def _grid_positions(self, item: PromptMedia) -> Tensor:
         """Places [3, rows] in time, height and width, counted from the item's first."""

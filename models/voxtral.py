@@ -19,6 +19,7 @@ from aioengine.models import encoding
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.interfaces import MultiModalEmbeddings
 from aioengine.models.registry import register_model
+from aioengine.models.whole import WholePrompt, run_whole
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
@@ -219,3 +220,10 @@ class Voxtral(TransformersModel):
             inputs = {"input_features": chunks}
             rows += encoding.encode_batch(self.model, inputs, self.dtype, self.device)
         return torch.cat(rows).reshape(len(features), -1, self.hidden_size)
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """See the base class. transformers takes the chunks of all recordings as one batch."""
+        if not prompt.items:
+            return run_whole(self.model, prompt, rows)
+        chunks = torch.cat([item.features["input_features"] for item in prompt.items])
+        return run_whole(self.model, prompt, rows, input_features=chunks)

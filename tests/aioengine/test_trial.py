@@ -1,0 +1,304 @@
+"""The trial at load: right models pass, and what computes otherwise than its module is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aioengine import AsyncEngine
+from aioengine.errors import ModelLoadError
+from aioengine.kernels import reference
+from aioengine.models import register_model, registry
+from aioengine.models.attention import attach_slot, slot_of
+from aioengine.models.blocks import Gemma3
+from aioengine.models.interfaces import PromptMedia
+from aioengine.models.llava import Llava
+from aioengine.models.text import TextModel
+from tests.engines import greedy
+from tests.parity.families import FAMILIES, save
+from tests.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_tokenizer
+
+SIZES = {"device": "cpu", "max_model_len": 256, "kv_cache_bytes": 1 << 20, "block_size": 4}
+REFUSAL = r"does not compute what the checkpoint's own module does: logits of a prompt with"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every test has trials of its own, and leaves the registry as it was."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    save_tiny_llava(folder, num_hidden_layers=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_llama(torch.float32, num_hidden_layers=6).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma")
+    save(FAMILIES["gemma3"], folder)
+    return folder
+
+
+async def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(ModelLoadError, match=REFUSAL) as caught:
+        async with AsyncEngine.from_pretrained(folder, **{**SIZES, **options}):
+            pass
+    return str(caught.value)
+
+
+def middle_layer(model: Any) -> nn.Module:
+    module: nn.Module = model.decoder().get_submodule(model.specs[len(model.specs) // 2].name)
+    return module
+
+
+class ForgetsToStore(TextModel):
+    """One layer in the middle writes no keys and values."""
+
+    def patch(self) -> None:
+        super().patch()
+        module: Any = middle_layer(self)
+        slot: Any = slot_of(module)
+        attach_slot(module, replace(slot, stores=False))
+
+
+class CountsFromOne(TextModel):
+    """Positions are off by one, but for a prompt's first chunk."""
+
+    def positions_for(
+        self, starts: Sequence[int], ends: Sequence[int], prompts: Any = None
+    ) -> Tensor:
+        right = super().positions_for(starts, ends, prompts)
+        late = [
+            int(start > 0)
+            for start, end in zip(starts, ends, strict=True)
+            for _ in range(start, end)
+        ]
+        return right + torch.tensor(late)
+
+
+class PacksWrongly(TextModel):
+    """The heads of one layer's queries change places as weights are packed."""
+
+    def pack(self, *, quantize: bool = False) -> None:
+        module: Any = middle_layer(self)
+        module.q_proj.weight.copy_(module.q_proj.weight.roll(module.head_dim, 0))
+        super().pack(quantize=quantize)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mutant", [ForgetsToStore, CountsFromOne, PacksWrongly])
+async def test_a_mutant_of_a_decoder_is_refused(
+    llama: Path, mutant: type[TextModel], dtype: str
+) -> None:
+    register_model("LlamaForCausalLM")(mutant)
+    text = await refusal(llama, dtype=dtype)
+    assert mutant.__name__ in text and "check_model=False" in text and "with text" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("shift", [-1, 1])
+async def test_a_mask_off_by_one_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, shift: int, dtype: str
+) -> None:
+    right = reference.visible_mask
+
+    def off_by_one(start: int, end: int, begin: int, *rest: Any) -> Tensor:
+        mask = right(start, end, begin, *rest)
+        # The newest key is not seen, or the oldest is not.
+        place = mask.sum(-1, keepdim=True) - 1 if shift < 0 else torch.zeros(len(mask), 1)
+        return mask.scatter(1, place.long(), mask.shape[1] == 1)
+
+    monkeypatch.setattr(reference, "visible_mask", off_by_one)
+    await refusal(llama, dtype=dtype, attention_backend="reference")
+
+
+async def test_a_window_off_by_one_is_refused(gemma: Path) -> None:
+    class WiderWindow(Gemma3):
+        def patch(self) -> None:
+            super().patch()
+            module: Any = middle_layer(self)
+            slot: Any = slot_of(module)
+
+            class Wider:
+                wanted = None
+
+                def attend(self, *args: Any, window: int | None = None, **options: Any) -> Tensor:
+                    assert window is not None
+                    out: Tensor = slot.attend(*args, window=window + 1, **options)
+                    return out
+
+            attach_slot(module, Wider())
+
+    register_model("Gemma3ForConditionalGeneration")(WiderWindow)
+    await refusal(gemma, dtype="float32")
+
+
+async def test_an_image_whose_tokens_do_not_see_each_other_is_refused(gemma: Path) -> None:
+    class Causal(Gemma3):
+        def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> None:
+            return None
+
+    register_model("Gemma3ForConditionalGeneration")(Causal)
+    assert "with image" in await refusal(gemma, dtype="float32")
+
+
+async def test_encoder_rows_in_other_places_are_refused(llava: Path) -> None:
+    class Shifted(Llava):
+        def encode(self, modality: str, items: Any) -> list[Tensor]:
+            return [rows.roll(1, 0) for rows in super().encode(modality, items)]
+
+    register_model("LlavaForConditionalGeneration")(Shifted)
+    assert "with image" in await refusal(llava)
+
+
+async def test_a_step_that_fails_is_refused_with_its_cause(llava: Path) -> None:
+    class Fails(Llava):
+        def logits(self, hidden: Tensor) -> Tensor:
+            raise ArithmeticError("no logits today")
+
+    register_model("LlavaForConditionalGeneration")(Fails)
+    with pytest.raises(ModelLoadError, match="ArithmeticError: no logits today") as caught:
+        async with AsyncEngine.from_pretrained(llava, **SIZES):
+            pass
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
+async def test_the_flag_lets_a_mutant_in(llama: Path) -> None:
+    register_model("LlamaForCausalLM")(ForgetsToStore)
+    async with AsyncEngine.from_pretrained(llama, check_model=False, **SIZES) as engine:
+        await engine.generate("hello", greedy(2))
+
+
+# ---- what is kept
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many references have been asked for so far."""
+    asked: list[object] = []
+    right = TextModel.reference_logits
+
+    def counted(self: Any, *args: Any) -> Tensor:
+        asked.append(self)
+        return right(self, *args)
+
+    monkeypatch.setattr(TextModel, "reference_logits", counted)
+    return lambda: len(asked)
+
+
+async def start(folder: Path, **options: Any) -> None:
+    async with AsyncEngine.from_pretrained(folder, **{**SIZES, **options}):
+        pass
+
+
+async def test_what_has_passed_is_not_tried_again(llama: Path, trials: Callable[[], int]) -> None:
+    await start(llama)
+    first = trials()
+    assert first > 0
+    await start(llama)
+    assert trials() == first
+    await start(llama, dtype="float64")
+    assert trials() == 2 * first
+    await start(llama, block_size=8)
+    assert trials() == 3 * first
+
+
+async def test_another_config_is_tried(
+    llama: Path, tmp_path: Path, trials: Callable[[], int]
+) -> None:
+    await start(llama)
+    first = trials()
+    tiny_llama(torch.float32, num_hidden_layers=6, rope_theta=500.0).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    await start(tmp_path)
+    assert trials() == 2 * first
+
+
+async def test_a_class_that_has_changed_is_tried(llama: Path, trials: Callable[[], int]) -> None:
+    await start(llama)
+    first = trials()
+
+    class Other(TextModel):
+        pass
+
+    register_model("LlamaForCausalLM")(Other)
+    await start(llama)
+    assert trials() == 2 * first
+
+
+async def test_what_is_refused_is_not_kept(llama: Path) -> None:
+    register_model("LlamaForCausalLM")(ForgetsToStore)
+    await refusal(llama)
+    await refusal(llama)
+
+
+async def test_where_nothing_can_be_written_every_start_has_its_trial(
+    llama: Path, tmp_path: Path, trials: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    await start(llama)
+    first = trials()
+    await start(llama)
+    assert trials() == 2 * first > 0
+
+
+# ---- what is not seen
+
+
+async def test_the_log_says_what_was_not_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, llava: Path
+) -> None:
+    caplog.set_level(logging.INFO, "aioengine")
+    await start(llava)
+    assert "computes what its own module does\n" in caplog.text
+    await start(llava, max_model_len=16)  # an image has as many rows
+    assert "not seen: image (longer than max_model_len)" in caplog.text
+
+
+async def test_one_flip_of_an_expert_is_not_a_refusal(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is off in one trial and not in the next was rounding."""
+    calls: list[int] = []
+
+    class Sometimes(TextModel):
+        def logits(self, hidden: Tensor) -> Tensor:
+            return super().logits(hidden) * (2 if len(calls) == 1 else 1)
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            calls.append(1)
+            super().__init__(*args, **options)
+
+    register_model("LlamaForCausalLM")(Sometimes)
+    await start(llama)
+    assert len(calls) == 2
+
+
+async def test_an_engine_answers_after_its_trial_as_without(llava: Path) -> None:
+    answers = []
+    for is_tried in (True, False):
+        async with AsyncEngine.from_pretrained(llava, check_model=is_tried, **SIZES) as engine:
+            text, images = "USER: <image>\nWhat is it?", [tiny_image()]
+            output = await engine.generate(text, greedy(6), images=images)
+            answers.append((output.token_ids, engine.statistics().kv_blocks_free))
+    assert answers[0] == answers[1]

@@ -1,0 +1,109 @@
+"""Trials of right models: how much of their tolerance they use, over families, dtypes and seeds.
+
+    PYTHONPATH=. HF_HUB_OFFLINE=1 .venv/bin/python -m tests.parity.trials [--loads 1000]
+
+Each load draws the weights of a family's tiny model anew, narrow or wide, and loads it as an engine
+does, packed and fused, in a dtype of its turn. The last line is JSON: how many were refused (none
+may be), and the largest share of the tolerance by dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+from collections import Counter, defaultdict
+from contextlib import redirect_stderr
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from aioengine.kernels.attention import select_backend
+from aioengine.models.checkpoint import read_config
+from aioengine.models.registry import resolve
+from aioengine.processors.info import load_context
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.trial import BLIND, Comparison, Trial
+from tests.parity.families import FAMILIES, save
+from tests.tiny import draw_weights
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, "int8")
+STDS = (0.15, 0.05, 0.25)
+
+
+def redraw(folder: Path, model: Any, seed: int, std: float) -> None:
+    """Give the saved model other weights."""
+    draw_weights(model, seed=seed, std=std)
+    with redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder)
+
+
+def compare(folder: Path, kind: torch.dtype | str, seed: int) -> list[Comparison]:
+    """One load of the model in `folder`, and its trial."""
+    is_quantized, dtype = kind == "int8", torch.bfloat16 if kind == "int8" else kind
+    assert isinstance(dtype, torch.dtype)
+    hf_config = read_config(folder, revision=None, trust_remote_code=False)
+    model_class = resolve(hf_config.architectures).chosen_for(hf_config)
+    info = MULTIMODAL_REGISTRY.find_info(model_class)
+    context = load_context(folder, hf_config=hf_config, info=info)
+    front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
+    specs = model_class.probe(hf_config)
+    module = model_class.load_module(folder, hf_config=hf_config, dtype=dtype, device="cpu")
+    trial = Trial(
+        model_class,
+        module,
+        specs,
+        front,
+        max_model_len=None,
+        is_quantized=is_quantized,
+        seed=seed,
+    )
+    model = model_class(module, specs=specs)
+    model.pack(quantize=is_quantized)
+    return trial.compare(model, block_size=16, backend=select_backend("auto", torch.device("cpu")))
+
+
+def main() -> None:
+    """Trials of many models."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--loads", type=int, default=1000)
+    parser.add_argument("--one", choices=FAMILIES)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [arguments.one] if arguments.one else [*FAMILIES]
+    loads = failed = 0
+    shares: dict[str, list[float]] = defaultdict(list)
+    blind: Counter[str] = Counter()
+    with TemporaryDirectory() as root:
+        with redirect_stderr(io.StringIO()):
+            models = {name: save(FAMILIES[name], Path(root) / name) for name in names}
+        for seed in itertools.count(1):
+            for name, model in models.items():
+                std = STDS[seed % len(STDS)]
+                redraw(Path(root) / name, model, seed, std)
+                for kind in DTYPES:
+                    compared = compare(Path(root) / name, kind, seed)
+                    loads += 1
+                    seen = [each for each in compared if each.tolerance <= BLIND]
+                    blind[str(kind)] += len(compared) - len(seen)
+                    share = max((each.share for each in seen), default=0.0)
+                    shares[str(kind)].append(share)
+                    if share > 0.6:
+                        print(f"{name} {kind} seed {seed} std {std}: {share:.2f}", flush=True)  # noqa: T201
+                    failed += share > 1
+                    if loads == arguments.loads:
+                        result = {
+                            "loads": loads,
+                            "over_once": failed,
+                            "largest_share": {k: round(max(v), 3) for k, v in shares.items()},
+                            "rows_not_judged": dict(blind),
+                        }
+                        print(json.dumps(result))  # noqa: T201
+                        return
+
+
+if __name__ == "__main__":
+    main()
