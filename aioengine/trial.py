@@ -10,47 +10,35 @@ more, with rounding noise on every product with weights (`with_rounding_noise`).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.adapter import TransformersModel
-from aioengine.models.interfaces import PromptInputs, PromptMedia
+from aioengine.models.interfaces import PromptInputs
 from aioengine.models.loading import pin_rotary
 from aioengine.models.probe import LayerSpec
-from aioengine.models.whole import WholePrompt, with_rounding_noise
-from aioengine.plan import EncodePlan, Limits, RowSlice, SequencePlan, StepPlan
-from aioengine.processors.encdec import EncDecMultiModalProcessor, Halves
-from aioengine.processors.items import (
-    PROCESSOR_ITEMS,
-    AudioClip,
-    ImageSize,
-    MultiModalDataItems,
-    VideoClip,
-    VideoHeader,
+from aioengine.models.straight import layer_by_layer
+from aioengine.models.whole import (
+    WholePrompt,
+    spare_layers,
+    with_rounding_noise,
+    without_layers,
 )
+from aioengine.plan import EncodePlan, Limits, RowSlice, SequencePlan, StepPlan
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.runner import Runner
+from aioengine.trial_prompts import LONG, UNEQUAL, TrialPrompt, make_prompts, shortened
 
 __all__ = ["Comparison", "Trial"]
 
-LENGTHS = (19, 11)
-"""Text tokens of the first prompt and of the others."""
-UNEQUAL = 3
-"""By how much the second prompt is shorter, where only one could be made."""
-LEAST_TEXT = 2
-"""Tokens behind a media span: one that a chunk ends with, and one for the decode step."""
-IMAGE_SIZE = ImageSize(72, 56)
-NUM_FRAMES = 4
-AUDIO_S = 0.5
 TOLERANCE = 3.0
 """How many times the effect of rounding noise a distance may be."""
 LEAST_NOISE = 2e-6
@@ -61,16 +49,6 @@ MASKED = -1e30
 """Below it a logit is not one: its token is never next."""
 QUANTIZED_NOISE = 0.02
 """What a product with weights of 8 bits is off by, as a part of itself."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrialPrompt:
-    """One prompt of the trial; its last token is computed by the decode step."""
-
-    whole: WholePrompt
-    what: str
-    num_encoder_rows: int = 0
-    modality: str = "text"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,24 +105,26 @@ class Trial:
         shell = model_class.around(module)
         pin_rotary(shell.decoder(), max_model_len)
         table = int(module.get_input_embeddings().weight.shape[0])
-        prompts, self._unseen = _make_prompts(
+        prompts, self._unseen = make_prompts(
             front,
             min(table, shell.vocab_size),
             max_model_len or shell.max_position_embeddings,
             seed,
         )
-        self._references: list[Reference] = []
-        for prompt in prompts:
-            try:
-                self._references.append(_refer(shell, prompt, is_quantized=is_quantized))
-            # Whatever transformers raises of a prompt that it does not take.
-            except Exception as error:
-                self._unseen.append(f"{prompt.what} ({type(error).__name__}: {error!s:.120})")
-        if len(self._references) == 1:
-            whole = self._references[0].prompt
-            short = _shortened(whole, len(whole.whole.token_ids) - UNEQUAL)
-            self._references.append(_refer(shell, short, is_quantized=is_quantized))
-        tried = max((each.bounds[-1] for each in self._references), default=0)
+        refer = partial(_refer, shell, is_quantized=is_quantized)
+        long = [prompt for prompt in prompts if prompt.is_long]
+        short = [prompt for prompt in prompts if not prompt.is_long]
+        self._spared = _spared(module, shell.decoder(), specs, long)
+        self._cut: list[Reference] = []
+        if long:
+            with without_layers(module, self._spared):
+                self._cut, _ = _refer_all(refer, [*long, *short])
+        taken = [each.prompt for each in self._cut]
+        rest = [prompt for prompt in long if prompt not in taken]
+        self._whole, refused = _refer_all(refer, [*short, *rest])
+        self._unseen += refused
+        references = [*self._whole, *self._cut]
+        tried = max((each.bounds[-1] for each in references), default=0)
         windows = {spec.window for spec in specs if spec.window is not None}
         self._unseen += [f"a window of {each} tokens" for each in sorted(windows) if each >= tried]
 
@@ -160,10 +140,11 @@ class Trial:
 
         Raises ModelLoadError where the model cannot compute a prompt that its module could.
         """
-        if not self._references:
-            return []
+        references = [*self._whole, *self._cut]
         try:
-            found = _run(model, self._references, block_size, backend)
+            found = _run(model, self._whole, block_size, backend)
+            with without_layers(model.model, self._spared), layer_by_layer(model.model):
+                found += _run(model, self._cut, block_size, backend)
         except Exception as error:
             raise ModelLoadError(
                 f"a short trial of the model failed, which its own module stood: "
@@ -171,7 +152,7 @@ class Trial:
             ) from error
         return [
             Comparison(each.prompt.what, distance, TOLERANCE * max(noise, LEAST_NOISE))
-            for each, logits in zip(self._references, found, strict=True)
+            for each, logits in zip(references, found, strict=True)
             for distance, noise in zip(
                 _distances(logits.to(torch.float64), each.logits).tolist(),
                 each.noise.tolist(),
@@ -199,126 +180,40 @@ class Trial:
         )
 
 
-# ---- prompts
+def _spared(
+    module: nn.Module,
+    decoder: nn.Module,
+    specs: Sequence[LayerSpec],
+    long: Sequence[TrialPrompt],
+) -> list[str]:
+    """The layers that long prompts do without: none of a decoder that has few tokens."""
+    paths = {id(each): path for path, each in module.named_modules()}
+    inside = {spec.name: paths[id(decoder.get_submodule(spec.name))] for spec in specs}
+    if not any(len(prompt.whole.token_ids) > LONG for prompt in long):
+        return spare_layers(module, {}, needed=inside.values())
+    alike = {inside[spec.name]: replace(spec, name="", shares=None) for spec in specs}
+    sources = {inside[spec.shares] for spec in specs if spec.shares is not None}
+    sharing = {inside[spec.name] for spec in specs if spec.shares is not None}
+    kinds = {path: (spec, path in sharing, path in sources) for path, spec in alike.items()}
+    return spare_layers(module, kinds, needed=sources)
 
 
-def _make_prompts(
-    front: BaseMultiModalProcessor, vocab_size: int, max_len: int | None, seed: int
-) -> tuple[list[TrialPrompt], list[str]]:
-    """Prompts for a model with this processor, and what of it they do not show.
-
-    `vocab_size`: rows of the smaller of head and embedding table; `max_len`: tokens of the longest
-    sequence, None for any.
-    """
-    chance = random.Random(seed)
-    ids = _plain_ids(front, vocab_size)
-    unseen: list[str] = []
-    prompts: list[TrialPrompt] = []
-    limits = front.info.get_allowed_mm_limits()
-    for modality in (name for name, limit in limits.items() if limit != 0):
+def _refer_all(
+    refer: Callable[[TrialPrompt], Reference], prompts: Sequence[TrialPrompt]
+) -> tuple[list[Reference], list[str]]:
+    """The references of the prompts that the module takes, two at least, and what it refused."""
+    found: list[Reference] = []
+    refused: list[str] = []
+    for prompt in prompts:
         try:
-            prompts.append(_media_prompt(front, modality, chance, ids, LENGTHS[len(prompts) > 0]))
+            found.append(refer(prompt))
+        # Whatever transformers raises of a prompt that it does not take.
         except Exception as error:
-            unseen.append(f"{modality} ({type(error).__name__}: {error!s:.120})")
-    while len(prompts) < 2:
-        tokens = tuple(chance.choices(ids, k=LENGTHS[len(prompts) > 0]))
-        try:
-            prompts.append(_text_prompt(front, tokens))
-        except InvalidRequestError:
-            if not prompts:
-                break
-            tokens = prompts[0].whole.token_ids  # of a model that takes no text alone
-            prompts.append(_shortened(prompts[0], len(tokens) - UNEQUAL))
-    fit = [_fitted(prompt, max_len) for prompt in prompts]
-    unseen += [
-        f"{prompt.what} (longer than max_model_len)"
-        for prompt, fitted in zip(prompts, fit, strict=True)
-        if fitted is None
-    ]
-    return [prompt for prompt in fit if prompt is not None], unseen
-
-
-def _plain_ids(front: BaseMultiModalProcessor, vocab_size: int) -> Sequence[int]:
-    """Token ids that mean nothing special."""
-    tokenizer = front.info.get_tokenizer()
-    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    special |= set(_named_ids(front.info.get_hf_config().to_dict()))
-    known = range(min(vocab_size, len(tokenizer)))
-    return [token_id for token_id in known if token_id not in special] or list(known)
-
-
-def _named_ids(settings: Mapping[str, Any]) -> Iterator[int]:
-    """The token ids that a config names."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _named_ids(value)
-        elif str(name).endswith(("token_id", "token_ids", "token_index")):
-            values = value if isinstance(value, list | tuple) else [value]
-            yield from (each for each in values if isinstance(each, int))
-
-
-def _text_prompt(front: BaseMultiModalProcessor, tokens: tuple[int, ...]) -> TrialPrompt:
-    if not isinstance(front, EncDecMultiModalProcessor):
-        return TrialPrompt(WholePrompt(token_ids=(*front.tokenize(""), *tokens)), "text")
-    halves = front.layout_halves(Halves(encoder=tokens), MultiModalDataItems({}), {})
-    encoder = {"input_ids": torch.tensor(halves.token_ids)}
-    whole = WholePrompt(token_ids=(*halves.decoder_token_ids, *tokens), encoder=encoder)
-    return TrialPrompt(whole, "text", len(halves.token_ids))
-
-
-def _media_prompt(
-    front: BaseMultiModalProcessor,
-    modality: str,
-    chance: random.Random,
-    ids: Sequence[int],
-    length: int,
-) -> TrialPrompt:
-    items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality]([_noise(front, modality)])})
-    outputs = front.process(items, front.options_for({}, {modality: 1}))
-    tokens = tuple(chance.choices(ids, k=length))
-    if isinstance(front, EncDecMultiModalProcessor):
-        halves = front.layout_halves(Halves(), items, {}, outputs)
-        (item,) = outputs[modality]
-        encoder = {"input_ids": torch.tensor(halves.token_ids), **item}
-        whole = WholePrompt(token_ids=(*halves.decoder_token_ids, *tokens), encoder=encoder)
-        return TrialPrompt(whole, modality, len(halves.token_ids), modality)
-    text = front.dummy_inputs.get_dummy_text({modality: 1})
-    layout = front.layout(text, items, {}, outputs)
-    (placed,) = layout.placeholders[modality]
-    media = PromptMedia(modality, placed.to_span(), outputs[modality][0])
-    whole = WholePrompt(token_ids=(*layout.token_ids, *tokens), items=(media,))
-    return TrialPrompt(whole, modality, modality=modality)
-
-
-def _fitted(prompt: TrialPrompt, max_len: int | None) -> TrialPrompt | None:
-    """The prompt with as much of its text as there is room for; None where that is none."""
-    length = len(prompt.whole.token_ids)
-    if max_len is None or length <= max_len:
-        return prompt
-    least = max((item.span.end for item in prompt.whole.items), default=0) + LEAST_TEXT
-    return _shortened(prompt, max_len) if max_len >= least else None
-
-
-def _shortened(prompt: TrialPrompt, length: int) -> TrialPrompt:
-    token_ids = prompt.whole.token_ids[:length]
-    return replace(prompt, whole=replace(prompt.whole, token_ids=token_ids))
-
-
-def _noise(front: BaseMultiModalProcessor, modality: str) -> Any:
-    """A small decoded item, no two parts of which are equal."""
-    generator = np.random.default_rng(0)
-    width, height = IMAGE_SIZE
-    if modality == "audio":
-        rate = front.info.get_sample_rate()
-        samples = generator.uniform(-0.5, 0.5, int(rate * AUDIO_S)).astype(np.float32)
-        return AudioClip(samples, rate)
-    frames = generator.integers(0, 256, (NUM_FRAMES, height, width, 3), dtype=np.uint8)
-    if modality == "video":
-        return VideoClip(frames, VideoHeader(IMAGE_SIZE, tuple(range(NUM_FRAMES)), NUM_FRAMES, 2.0))
-    return Image.fromarray(frames[0])
-
-
-# ---- both sides
+            refused.append(f"{prompt.what} ({type(error).__name__}: {error!s:.120})")
+    if len(found) == 1:
+        (only,) = found
+        found.append(refer(shortened(only.prompt, only.bounds[-1] - UNEQUAL)))
+    return found, refused
 
 
 @torch.inference_mode()
@@ -369,6 +264,8 @@ def _run(
     backend: AttentionBackend | None,
 ) -> list[Tensor]:
     """Each prompt's logits at its reference's rows, by steps as the engine's own."""
+    if not references:
+        return []
     tables = _Tables(model, references, block_size)
     runner = Runner(model, tables.limits, backend)
     for number, reference in enumerate(references):

@@ -22,7 +22,8 @@ tokens, the more so as products of megabytes leave nothing of Python in the cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ from aioengine.models.attention import LayerSlot, Slot, attach_slot, slot_of
 from aioengine.models.fused import FusedRMSNorm
 from aioengine.models.packed import Packed, PackedPart
 
-__all__ = ["compute_straight", "straighten_layers"]
+__all__ = ["compute_straight", "layer_by_layer", "straighten_layers"]
 
 Forward = Callable[..., Tensor]
 
@@ -197,6 +198,21 @@ def compute_straight(decoder: nn.Module, embeds: Tensor, positions: Tensor) -> T
     """
     stack: _Stack | None = getattr(decoder, _STACK, None)
     return None if stack is None else stack.compute(embeds, positions)
+
+
+@contextmanager
+def layer_by_layer(root: nn.Module) -> Iterator[None]:
+    """Meanwhile, decoders in `root` call their layers one by one."""
+    stacks = {
+        module: getattr(module, _STACK) for module in root.modules() if hasattr(module, _STACK)
+    }
+    for module in stacks:
+        setattr(module, _STACK, None)
+    try:
+        yield
+    finally:
+        for module, stack in stacks.items():
+            setattr(module, _STACK, stack)
 
 
 def straighten_layers(decoder: nn.Module) -> int:

@@ -8,10 +8,10 @@ on the module as it was loaded, before anything of it is rerouted, fused, packed
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,19 @@ from aioengine.models.attention import Attention, AttentionType, attach_slot
 from aioengine.models.encoding import batch_items, frames_as_images, place
 from aioengine.models.interfaces import PromptMedia
 
-__all__ = ["WholePrompt", "attending_whole", "run_whole", "with_rounding_noise"]
+__all__ = [
+    "WholePrompt",
+    "attending_whole",
+    "run_whole",
+    "spare_layers",
+    "with_rounding_noise",
+    "without_layers",
+]
 
 _KINDS = {"image": 1, "video": 2, "audio": 3}
 """How transformers numbers the kinds of tokens; text is 0."""
+_COUNTS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
+"""How configs call the number of their layers."""
 _KIND_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -72,6 +81,78 @@ def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Te
     placed = {n: place(value, embeddings.dtype, embeddings.device) for n, value in given.items()}
     logits: Tensor = module(**placed, use_cache=False).logits
     return logits[0, list(rows)]
+
+
+def spare_layers(
+    root: nn.Module, kinds: Mapping[str, Hashable], needed: Collection[str] = ()
+) -> list[str]:
+    """Paths of the layers in `root` that show nothing which others do not show.
+
+    Of each stack the first layer of each kind is kept, and the last. `kinds`: what more tells
+    layers apart, by the path of a module in them; `needed`: modules whose layers are kept too.
+    """
+    found: list[str] = []
+    stacks: list[str] = []
+    for path, module in root.named_modules():
+        is_inner = any(path.startswith(f"{outer}.") for outer in stacks)
+        if is_inner or not _is_stack(root, path, module):
+            continue
+        stacks.append(path)
+        layers = [f"{path}.{index}" for index in range(len(module))]
+        signatures = [_signature(root.get_submodule(layer), layer, kinds) for layer in layers]
+        kept = {layers[signatures.index(each)] for each in signatures} | {layers[-1]}
+        kept |= {layer for layer in layers if any(each.startswith(f"{layer}.") for each in needed)}
+        found += [layer for layer in layers if layer not in kept]
+    return found
+
+
+def _is_stack(root: nn.Module, path: str, module: nn.Module) -> TypeGuard[nn.ModuleList]:
+    """Whether a module's config counts these as its layers."""
+    if not isinstance(module, nn.ModuleList):
+        return False
+    config = getattr(root.get_submodule(path.rpartition(".")[0]), "config", None)
+    return len(module) > 2 and len(module) in [getattr(config, name, None) for name in _COUNTS]
+
+
+def _signature(layer: nn.Module, path: str, kinds: Mapping[str, Hashable]) -> Hashable:
+    shapes = [(name, tuple(each.shape)) for name, each in layer.named_parameters()]
+    types = [(name, type(each).__name__) for name, each in layer.named_modules()]
+    inside = [kinds[name] for name in kinds if name.startswith(f"{path}.")]
+    return tuple(shapes), tuple(types), tuple(inside)
+
+
+@contextmanager
+def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """Meanwhile, these layers hand on what they are given, in the form of the layer before them.
+
+    They stay in their places: what counts layers, or collects what comes out of them, finds all.
+    """
+    forms: dict[str, bool] = {}
+    handles = []
+    for stack in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+
+        def note(_module: nn.Module, _args: Any, output: Any, stack: str = stack) -> None:
+            forms[stack] = isinstance(output, tuple)
+
+        handles.append(root.get_submodule(f"{stack}.0").register_forward_hook(note))
+    layers = [root.get_submodule(path) for path in paths]
+    before = [vars(layer).get("forward") for layer in layers]
+    for path, layer in zip(paths, layers, strict=True):
+
+        def hand_on(hidden_states: Any, *_: Any, path: str = path, **__: Any) -> Any:
+            return (hidden_states,) if forms[path.rpartition(".")[0]] else hidden_states
+
+        vars(layer)["forward"] = hand_on
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del vars(layer)["forward"]
+            else:
+                vars(layer)["forward"] = forward
 
 
 class _WholeSlot:
