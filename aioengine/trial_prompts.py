@@ -27,8 +27,8 @@ from aioengine.processors.processor import BaseMultiModalProcessor
 
 __all__ = ["LONG", "UNEQUAL", "TrialPrompt", "make_prompts", "shortened"]
 
-LENGTHS = (19, 11)
-"""Text tokens of the first prompt and of the others."""
+LENGTHS = (19, 11, 15)
+"""Text tokens of the first prompt, the second, and the others."""
 LONG = 96
 """Tokens, or encoder rows, from which on a prompt is computed by a few layers of each kind."""
 UNEQUAL = 3
@@ -70,12 +70,14 @@ def make_prompts(
     limits = front.info.get_allowed_mm_limits()
     for modality in (name for name, limit in limits.items() if limit != 0):
         try:
-            prompts.append(_media_prompt(front, modality, chance, ids, LENGTHS[len(prompts) > 0]))
+            prompts.append(
+                _media_prompt(front, modality, chance, ids, LENGTHS[min(len(prompts), 2)])
+            )
         except Exception as error:
             unseen.append(f"{modality} ({type(error).__name__}: {error!s:.120})")
     num_short = sum(not prompt.is_long for prompt in prompts)
     for _ in range(num_short, 2):
-        tokens = tuple(chance.choices(ids, k=LENGTHS[len(prompts) > 0]))
+        tokens = tuple(chance.choices(ids, k=_length(prompts)))
         try:
             prompts.append(_text_prompt(front, tokens))
         except InvalidRequestError:
@@ -89,6 +91,11 @@ def make_prompts(
         if fitted is None
     ]
     return [prompt for prompt in fit if prompt is not None], unseen
+
+
+def _length(prompts: Sequence[TrialPrompt]) -> int:
+    """Text tokens of the prompt after these."""
+    return LENGTHS[min(len(prompts), len(LENGTHS) - 1)]
 
 
 def _plain_ids(front: BaseMultiModalProcessor, vocab_size: int) -> Sequence[int]:
@@ -120,15 +127,10 @@ def _text_prompt(front: BaseMultiModalProcessor, tokens: tuple[int, ...]) -> Tri
 
 
 def _media_prompt(
-    front: BaseMultiModalProcessor,
-    modality: str,
-    chance: random.Random,
-    ids: Sequence[int],
-    length: int,
+    front: BaseMultiModalProcessor, modality: str, tokens: tuple[int, ...]
 ) -> TrialPrompt:
     items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality]([_noise(front, modality)])})
     outputs = front.process(items, front.options_for({}, {modality: 1}))
-    tokens = tuple(chance.choices(ids, k=length))
     if isinstance(front, EncDecMultiModalProcessor):
         halves = front.layout_halves(Halves(), items, {}, outputs)
         (item,) = outputs[modality]

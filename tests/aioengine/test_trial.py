@@ -131,6 +131,32 @@ async def test_a_mask_off_by_one_is_refused(
     await refusal(llama, dtype=dtype, attention_backend="reference")
 
 
+class TokenShift(nn.Module):
+    """Half of the token before, mixed in: state that no cache shows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        out: Tensor = self.inner(hidden + before / 2)
+        return out
+
+
+async def test_state_that_no_cache_shows_is_refused(llama: Path) -> None:
+    class Shifts(TextModel):
+        @classmethod
+        def load_module(cls, path: Any, **options: Any) -> Any:
+            module = super().load_module(path, **options)
+            layer = module.model.layers[2]
+            layer.mlp = TokenShift(layer.mlp)
+            return module
+
+    register_model("LlamaForCausalLM")(Shifts)
+    await refusal(llama)
+
+
 async def test_a_window_off_by_one_is_refused(gemma: Path) -> None:
     class WiderWindow(Gemma3):
         def patch(self) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
@@ -17,12 +21,15 @@ from transformers import (
     LlavaConfig,
 )
 
+from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
+from aioengine.models import adapter, registry
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.per_layer import PerLayerText
 from aioengine.models.probe import LayerSpec, group_layers
+from aioengine.models.text import TextModel
 from aioengine.types import KVGroup
-from tests.tiny import llava_config
+from tests.tiny import llava_config, tiny_tokenizer
 
 
 def full_size_llava() -> LlavaConfig:
@@ -90,6 +97,74 @@ def test_a_decoder_that_does_not_route_is_refused_by_name() -> None:
     config.architectures = ["FalconForCausalLM"]
     with pytest.raises(ModelLoadError, match="Falcon"):
         TransformersModel.probe(config)
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+STATEFUL: dict[str, tuple[Callable[[], Any], str]] = {
+    "FalconH1ForCausalLM": (
+        lambda: hf.FalconH1Config(
+            **TINY, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1
+        ),
+        r"layers\.0\.mamba \(FalconH1Mixer\)",
+    ),
+    "ZayaForCausalLM": (
+        lambda: hf.ZayaConfig(**TINY),
+        r"layers\.0\.self_attn\.qkv_proj \(ZayaCCAProjection\)",
+    ),
+    "Lfm2ForCausalLM": (
+        lambda: hf.Lfm2Config(**TINY, layer_types=["conv", "full_attention"] * 2),
+        r"layers\.0\.conv \(Lfm2ShortConv\), layers\.2\.conv",
+    ),
+    "Qwen3_5ForCausalLM": (
+        lambda: hf.Qwen3_5TextConfig(
+            **TINY, layer_types=["linear_attention", "full_attention"] * 2
+        ),
+        r"layers\.0\.linear_attn \(Qwen3_5GatedDeltaNet\)",
+    ),
+    "InklingForConditionalGeneration": (
+        lambda: hf.InklingConfig(text_config={**TINY, "num_hidden_layers": 2}),
+        r"layers\.0\.self_attn\.k_sconv \(InklingShortConvolution\)",
+    ),
+    "JambaForCausalLM": (
+        lambda: hf.JambaConfig(**TINY, attn_layer_period=2, attn_layer_offset=1),
+        r"layers\.0\.mamba \(JambaMambaMixer\)",
+    ),
+    "MambaForCausalLM": (lambda: hf.MambaConfig(**TINY), r"layers\.0\.mixer \(MambaMixer\)"),
+    "Mamba2ForCausalLM": (
+        lambda: hf.Mamba2Config(**{**TINY, "head_dim": 32}, num_heads=4, n_groups=1),
+        r"layers\.0\.mixer \(Mamba2Mixer\)",
+    ),
+    "RwkvForCausalLM": (lambda: hf.RwkvConfig(vocab_size=128, hidden_size=64), "all layers"),
+}
+
+
+@pytest.mark.parametrize("architecture", STATEFUL)
+def test_what_keeps_state_beside_attention_is_refused_by_name(architecture: str) -> None:
+    """Whichever class of ours it is registered with: the first three passed the probe as text."""
+    make, where = STATEFUL[architecture]
+    config = make()
+    config.architectures = [architecture]
+    with pytest.raises(ModelLoadError, match=f"keeps state .* in {where}"):
+        TextModel.probe(config)
+
+
+async def test_state_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_CLASSES", {"FalconH1ForCausalLM": TextModel})
+    monkeypatch.setattr(adapter, "load_pretrained", None)
+    config = STATEFUL["FalconH1ForCausalLM"][0]()
+    config.architectures = ["FalconH1ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    save_file({"any": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"FalconH1Model keeps state"):
+        async with AsyncEngine.from_pretrained(tmp_path, device="cpu"):
+            pass
 
 
 class OwnAttention(nn.Module):
