@@ -69,10 +69,9 @@ def make_prompts(
     prompts: list[TrialPrompt] = []
     limits = front.info.get_allowed_mm_limits()
     for modality in (name for name, limit in limits.items() if limit != 0):
+        tokens = tuple(chance.choices(ids, k=_length(prompts)))
         try:
-            prompts.append(
-                _media_prompt(front, modality, chance, ids, LENGTHS[min(len(prompts), 2)])
-            )
+            prompts.append(_media_prompt(front, modality, tokens))
         except Exception as error:
             unseen.append(f"{modality} ({type(error).__name__}: {error!s:.120})")
     num_short = sum(not prompt.is_long for prompt in prompts)
