@@ -79,6 +79,10 @@ def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Te
         given |= {name: prompt.kinds()[None] for name in _KIND_ARGUMENTS if name in names}
     given |= extra
     placed = {n: place(value, embeddings.dtype, embeddings.device) for n, value in given.items()}
+    if "logits_to_keep" in names and type(module).__module__.startswith("transformers."):
+        places = torch.tensor(list(rows), device=embeddings.device)
+        kept: Tensor = module(**placed, use_cache=False, logits_to_keep=places).logits
+        return kept[0]
     logits: Tensor = module(**placed, use_cache=False).logits
     return logits[0, list(rows)]
 
