@@ -123,9 +123,10 @@ async def test_a_mask_off_by_one_is_refused(
 
     def off_by_one(start: int, end: int, begin: int, *rest: Any) -> Tensor:
         mask = right(start, end, begin, *rest)
-        # The newest key is not seen, or the oldest is not.
-        place = mask.sum(-1, keepdim=True) - 1 if shift < 0 else torch.zeros(len(mask), 1)
-        return mask.scatter(1, place.long(), mask.shape[1] == 1)
+        count = mask.sum(-1, keepdim=True)
+        # Every query but a first token's misses its newest key, or the oldest one.
+        missed = count - 1 if shift < 0 else torch.zeros_like(count)
+        return mask.scatter(1, missed, count == 1)
 
     monkeypatch.setattr(reference, "visible_mask", off_by_one)
     await refusal(llama, dtype=dtype, attention_backend="reference")
