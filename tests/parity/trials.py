@@ -14,7 +14,9 @@ import io
 import itertools
 import json
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,11 +29,43 @@ from aioengine.models.registry import resolve
 from aioengine.processors.info import load_context
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.trial import BLIND, Comparison, Trial
-from tests.parity.families import FAMILIES, save
+from tests.parity import test_encdec, test_text_families
+from tests.parity.families import FAMILIES, TEXT, save, vocabulary
+from tests.parity.listener_families import save_listener, tokenizer_for
+from tests.processors.conftest import make_tokenizer
 from tests.tiny import draw_weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, "int8")
 STDS = (0.15, 0.05, 0.25)
+
+
+def save_text(build: Callable[[Mapping[str, Any]], Any], folder: Path) -> Any:
+    """A decoder without media, and its tokenizer."""
+    tokenizer = make_tokenizer("bytes")
+    with torch.random.fork_rng(devices=[]):
+        model = build({**TEXT, "vocab_size": vocabulary(tokenizer)})
+    model.config.architectures = [type(model).__name__]
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def makers() -> dict[str, Callable[[Path], Any]]:
+    """By name, what writes a family's folder and gives its transformers model."""
+    found: dict[str, Callable[[Path], Any]] = {}
+    found |= {name: partial(save, family) for name, family in FAMILIES.items()}
+    found |= {
+        f"text {name}": partial(save_text, build)
+        for name, build in test_text_families.FAMILIES.items()
+    }
+    found |= {
+        name: lambda folder, build=build: test_encdec.save(build, folder)[0]
+        for name, build in test_encdec.FAMILIES.items()
+    }
+    found |= {
+        name: lambda folder, name=name: save_listener(name, folder, tokenizer_for(name))[0]
+        for name in ("whisper", "moonshine")
+    }
+    return found
 
 
 def redraw(folder: Path, model: Any, seed: int, std: float) -> None:
@@ -70,16 +104,16 @@ def main() -> None:
     """Trials of many models."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--loads", type=int, default=1000)
-    parser.add_argument("--one", choices=FAMILIES)
+    parser.add_argument("--one", choices=makers())
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    names = [arguments.one] if arguments.one else [*FAMILIES]
+    chosen = {n: make for n, make in makers().items() if arguments.one in (None, n)}
     loads = failed = 0
     shares: dict[str, list[float]] = defaultdict(list)
     blind: Counter[str] = Counter()
     with TemporaryDirectory() as root:
         with redirect_stderr(io.StringIO()):
-            models = {name: save(FAMILIES[name], Path(root) / name) for name in names}
+            models = {name: make(Path(root) / name) for name, make in chosen.items()}
         for seed in itertools.count(1):
             for name, model in models.items():
                 std = STDS[seed % len(STDS)]
