@@ -90,6 +90,8 @@ class Request:
     """Each token has to be known before the next step is planned (a grammar looks at it)."""
     leader: Request | None = None
     """Computes the same prompt; this one waits until it has, to find the prompt in the cache."""
+    followers: dict[str, Request] = field(default_factory=dict)
+    """Those that wait for this one's prompt now."""
 
     whole_ranges: tuple[tuple[int, int], ...] = ()
     """Position ranges that one step must compute whole."""

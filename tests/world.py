@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from aioengine.media_queue import BATCHES_AHEAD
 from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.request import Item, Request, StopRule
 from aioengine.scheduler import Scheduler
@@ -336,9 +337,8 @@ class World:
         """
         soonest: dict[str, tuple[int, int]] = {}
         media = self.scheduler.media
-        waiting = enumerate(
-            request for request in self.scheduler._waiting if not self.scheduler._follows(request)
-        )
+        most = BATCHES_AHEAD * self.limits.max_num_seqs
+        waiting = enumerate(self.scheduler._waiting.media[:most])
         for kind, place, request in [
             *((0, 0, request) for request in self.scheduler._running),
             *((1, place, request) for place, request in waiting),
