@@ -8,6 +8,7 @@ cross-attention are cached too, full or not, under what the encoder was given.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from aioengine.prefix import cross_digests, extend_digests
@@ -36,7 +37,8 @@ class BlockPool:
         self.num_cross_groups = num_cross_groups
         self._caching = caching
         self._unused = list(range(num_blocks - 1, -1, -1))
-        self._evictable: dict[int, None] = {}  # least recently used first
+        # Least recently used first. A plain dict would look for its first past all that have gone.
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
@@ -68,8 +70,7 @@ class BlockPool:
             if self._unused:
                 block = self._unused.pop()
             else:
-                block = next(iter(self._evictable))
-                del self._evictable[block]
+                block, _ = self._evictable.popitem(last=False)
                 self._forget(block)
             self._references[block] = 1
             blocks.append(block)
