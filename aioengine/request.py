@@ -81,6 +81,8 @@ class Request:
     bidirectional: tuple[tuple[int, int], ...] = ()
     priority: int = 0
     cache_salt: str | None = None
+    private_salt: bytes | None = None
+    """What the completions of one prompt alone have in common, where others find no blocks."""
     reads_prefix: bool = True
     """The seam for requests that must compute every token (log probabilities of the prompt)."""
     sampling: Any = None
@@ -92,6 +94,8 @@ class Request:
     """Computes the same prompt; this one waits until it has, to find the prompt in the cache."""
     followers: dict[str, Request] = field(default_factory=dict)
     """Those that wait for this one's prompt now."""
+    num_sharing: int = 0
+    """Live requests of its prompt: itself, and those that it leads or has led."""
 
     whole_ranges: tuple[tuple[int, int], ...] = ()
     """Position ranges that one step must compute whole."""

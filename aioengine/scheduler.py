@@ -79,8 +79,9 @@ class Scheduler:
         self._num_arrivals += 1
         self._live[request.request_id] = request
         self.media.add(request)
-        leader = request.leader
-        if leader is not None and self._is_live(leader) and not leader.has_computed_prompt:
+        leader = request.leader or request
+        leader.num_sharing += 1
+        if leader is not request and self._is_live(leader) and not leader.has_computed_prompt:
             leader.followers[request.request_id] = request
             return
         request.hit_estimate = self.pool.hit_length(request, self.pool.find_prefix(request))
@@ -90,12 +91,16 @@ class Scheduler:
     def end(self, request_id: str) -> None:
         """End a live request, for whatever reason. Steps in flight go on without it."""
         request = self._live.pop(request_id)
+        leader = request.leader or request
         self._release_followers(request)
         if request.is_running:
             remove(self._running, request)
-        elif request.leader is None or not request.leader.followers.pop(request_id, None):
+        elif not leader.followers.pop(request_id, None):
             self._waiting.remove(request)
         self._release_blocks(request)
+        leader.num_sharing -= 1
+        if not leader.num_sharing:
+            self.pool.forget_private(leader)
         self.media.remove(request)
         if self._urgent is request:
             self._urgent = None
@@ -313,15 +318,9 @@ class Scheduler:
 
     def _release_followers(self, leader: Request) -> None:
         """The prompt that they share is computed, or will not be: they may start."""
-        if not leader.followers:
-            return
-        hit = leader.num_published * self.limits.block_size
-        finds_cross = self.pool.find_cross(leader) is not None
-        for request in leader.followers.values():
-            request.hit_estimate = min(hit, request.num_known - 1)
-            request.finds_cross = finds_cross
-            self._waiting.add(request)
-        leader.followers.clear()
+        if leader.followers:
+            num_cached = leader.num_published * self.limits.block_size
+            self._waiting.add_followers(leader, num_cached, self.pool.find_cross(leader))
 
     def _start(self, request: Request, hit: list[list[int]], start: int) -> None:
         self._waiting.remove(request)

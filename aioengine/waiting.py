@@ -7,7 +7,7 @@ for among all that wait.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from aioengine.request import Request
@@ -52,6 +52,17 @@ class WaitingRequests:
     def remove(self, request: Request) -> None:
         """A request starts, or has ended."""
         remove(self._line(request), request)
+
+    def add_followers(
+        self, leader: Request, num_cached: int, cross: Sequence[Sequence[int]] | None
+    ) -> None:
+        """Those that wait for the leader's prompt may start: so many tokens of it, and these blocks
+        of cross-attention, are cached."""
+        for request in leader.followers.values():
+            request.hit_estimate = min(num_cached, request.num_known - 1)
+            request.finds_cross = cross is not None
+            self.add(request)
+        leader.followers.clear()
 
     def _line(self, request: Request) -> list[Request]:
         return self.media if request.all_items else self.text

@@ -7,6 +7,7 @@ that a block reused too early, a wrong prefix hit or a missing encoder row shows
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass, field
 
 from aioengine.media_queue import BATCHES_AHEAD
@@ -291,6 +292,16 @@ class World:
         cache = self.scheduler.media.cache
         total = cache.free_bytes + cache.evictable_bytes + cache.referenced_bytes
         assert total == self.limits.encoder_cache_bytes
+        if not self.limits.enable_prefix_caching:
+            self.check_strangers()
+
+    def check_strangers(self) -> None:
+        """Without a prefix cache no block is shared but by completions of one prompt."""
+        owners: dict[int, Request] = {}
+        for request in self.scheduler._running:
+            leader = request.leader or request
+            for block in itertools.chain(*request.block_tables, *request.cross_tables):
+                assert owners.setdefault(block, leader) is leader
 
     def check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens

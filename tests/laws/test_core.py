@@ -94,6 +94,7 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
                 cache_salt=salt,
                 awaits_tokens=awaits,
                 leader=leader,
+                private_salt=None if world.limits.enable_prefix_caching else b"%d" % count,
                 encoder=recording if world.limits.num_cross_groups else None,
             )
             leader = leader or request
@@ -152,6 +153,7 @@ def check_end(world: World) -> None:
             assert (world.outputs[name], ending) == (expected, reason)
     scheduler = world.scheduler
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert world.limits.enable_prefix_caching or scheduler.pool.num_cached == 0
     assert scheduler.media.cache.num_referenced == 0
     assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
     assert not scheduler.media._users and not scheduler.media._decoded
