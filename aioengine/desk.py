@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -152,21 +152,19 @@ class Desk:
     async def fail_all(self, make_error: Callable[[], BaseException]) -> None:
         """End every request, a few at a time, so that the loop gets on in between.
 
-        No new ones may come meanwhile. A cancellation ends the rest at once.
+        The newest go first: no others' media are asked for in their place. No new ones may come
+        meanwhile. A cancellation ends the rest at once.
         """
-        rest = iter(list(self.tickets.values()))
         try:
-            while some := list(islice(rest, ENDED_AT_ONCE)):
-                self._fail_each(some, make_error)
+            while self.tickets:
+                self._fail_newest(ENDED_AT_ONCE, make_error)
                 await asyncio.sleep(0)
         finally:
-            self._fail_each(rest, make_error)
+            self._fail_newest(len(self.tickets), make_error)
 
-    def _fail_each(
-        self, tickets: Iterable[Ticket], make_error: Callable[[], BaseException]
-    ) -> None:
-        for ticket in tickets:
-            if not ticket.has_ended:
+    def _fail_newest(self, count: int, make_error: Callable[[], BaseException]) -> None:
+        for ticket in list(islice(reversed(self.tickets.values()), count)):
+            if not ticket.has_ended:  # a watcher may have ended it
                 self.fail(ticket, make_error())
 
     def abort(self, request_id: str, reason: str) -> None:
