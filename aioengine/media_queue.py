@@ -1,6 +1,7 @@
 """Which media are decoded and encoded next, and which positions still wait for their rows.
 
-Needs are ranked: first what running requests need soonest, then waiting requests by seniority.
+Needs are ranked: first what running requests need soonest, then waiting requests by seniority, and
+before these whoever runs but lacks KV blocks: its rows are of no use until others have got theirs.
 Media are asked for in that order while their rows fit `max_media_rows`, and encoded in that order
 while there is room; making room never evicts what is needed sooner than the item it is made for.
 Items behind one without pixels, in the same prompt, come last. Equal media are one item, whoever
@@ -18,14 +19,14 @@ from aioengine.encoder_cache import EncoderCache
 from aioengine.plan import EncodePlan, Limits, MediaPlan
 from aioengine.request import Item, Request
 
-__all__ = ["MediaQueue"]
+__all__ = ["BATCHES_AHEAD", "MediaQueue"]
 
 Need = tuple[Request, Item]
 
 LONGEST_PATIENCE = 4
 """Steps that may go before an encoder's run, at most."""
 BATCHES_AHEAD = 4
-"""Of `max_num_seqs` waiting requests each: so far along the queue media are asked for."""
+"""Of `max_num_seqs` waiting requests each: one looks no further for media to ask for."""
 
 
 class MediaQueue:
@@ -154,7 +155,8 @@ class MediaQueue:
                         break
                     num_rows += item.span.num_rows
                 distance = max(0, request.needed_at(item) - request.num_scheduled)
-                (soon if is_next else behind).append((distance, request, item))
+                rank = later if request.lacks_blocks else soon
+                (rank if is_next else behind).append((distance, request, item))
         soon.sort(key=itemgetter(0))  # stable: by seniority where equally far
         num_rows = 0
         for request in islice(waiting, BATCHES_AHEAD * self._limits.max_num_seqs):

@@ -125,6 +125,8 @@ class Request:
     """Items that were encoded on this request's behalf."""
     seen_keys: set[str] = field(default_factory=set)
     has_slot: bool = False
+    lacks_blocks: bool = False
+    """Whether it found none for its next tokens, and may take none from others."""
     taken_back: set[str] = field(default_factory=set)
     """Items for whose pixels it waited when its blocks were taken; once for each."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from aioengine.admission import refuse_impossible, whole_ranges
 from aioengine.block_pool import BlockPool
-from aioengine.media_queue import MediaQueue
+from aioengine.media_queue import BATCHES_AHEAD, MediaQueue
 from aioengine.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
 from aioengine.request import Item, Request
 from aioengine.waiting import WaitingRequests, insert, remove, take_turns
@@ -220,9 +220,10 @@ class Scheduler:
         if not request.has_slot and step.num_slots >= self.limits.max_num_seqs:
             return
         start = request.num_scheduled
-        end = self._chunk_end(request, start, step.budget)
-        if end > start:
-            end = self._fit_blocks(request, start, end, step)
+        wanted = end = self._chunk_end(request, start, step.budget)
+        if wanted > start:
+            end = self._fit_blocks(request, start, wanted, step)
+        request.lacks_blocks = end <= start < wanted
         if end > start:
             self._take(request, start, end, step)
         elif step.is_short_of_blocks and request.has_slot:
@@ -234,26 +235,28 @@ class Scheduler:
         """Start waiting requests by seniority, until one of them holds up those behind it.
 
         A request with media does not pass another whose next picture has its pixels: running ones
-        are encoded for first, so that it could be passed for ever. Nor does it start where others
-        miss more rows than are asked for at a time: its own would come late, and every step would
-        look at all of a long queue. Text passes them.
+        are encoded for first, so that it could be passed for ever. Where more rows are missed than
+        are asked for at a time, one looks a little further for those who miss none. Text passes.
         """
-        if not step.budget or step.num_slots >= self.limits.max_num_seqs:
+        most = self.limits.max_num_seqs
+        if not step.budget or step.num_slots >= most:
             return
-        num_rows, most = step.num_parked_rows, self.limits.max_media_rows
-        media = list(self._waiting.media) if num_rows <= most else []
+        num_rows, num_passed, media = step.num_parked_rows, 0, list(self._waiting.media)
         for request in take_turns(media, list(self._waiting.text)):
-            if not step.budget or step.num_slots >= self.limits.max_num_seqs:
-                return
-            if self._urgent is not None:
-                return  # it has to find a slot in the next step
+            if not step.budget or step.num_slots >= most or self._urgent is not None:
+                return  # what is urgent has to find a slot in the next step
+            if num_rows > self.limits.max_media_rows and self.media.awaited(request):
+                num_passed += 1
+                if num_passed == BATCHES_AHEAD * most:
+                    media.clear()
+                continue
             if not self._admit(request, step):
                 return
             missing = self.media.awaited(request)
             if missing is not None:
                 num_rows += missing.span.num_rows
                 may_be_passed = request.is_running or missing is request.encoder
-                if num_rows > most or (self.media.has_pixels(missing) and not may_be_passed):
+                if self.media.has_pixels(missing) and not may_be_passed:
                     media.clear()
 
     def _admit(self, request: Request, step: _Step) -> bool:
@@ -434,7 +437,7 @@ class Scheduler:
         request.block_tables, request.cross_tables = [], []
         request.num_scheduled = request.num_computed = request.num_published = 0
         request.hit_estimate = 0
-        request.has_slot = False
+        request.has_slot = request.lacks_blocks = False
         request.epoch += 1
         self.counters["preemptions"] += 1
 

@@ -363,7 +363,11 @@ class World:
                 elif item.span.last_row_position < at:
                     continue
                 distance = max(0, self.needed_at(request, item) - at)
-                mine = (2, 0) if is_behind else (kind, place if kind else distance)
+                mine = (kind, place if kind else distance)
+                if request.lacks_blocks:
+                    mine = (1, -1)
+                if is_behind:
+                    mine = (2, 0)
                 soonest[item.key] = min(soonest.get(item.key, mine), mine)
                 is_behind |= item.key not in media.cache and not media._decoded.get(item.key)
         return soonest
