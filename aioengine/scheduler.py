@@ -255,8 +255,7 @@ class Scheduler:
             missing = self.media.awaited(request)
             if missing is not None:
                 num_rows += missing.span.num_rows
-                may_be_passed = request.is_running or missing is request.encoder
-                if self.media.has_pixels(missing) and not may_be_passed:
+                if not (request.is_running or request.encoder) and self.media.has_pixels(missing):
                     media.clear()
 
     def _admit(self, request: Request, step: _Step) -> bool:
