@@ -6,7 +6,7 @@ processes hardly count into it. The collector is off meanwhile, as what a full c
 another question, and the model is tiny, so that the loop has most to do. `measure()` is a part of
 growth.py; by itself (half a minute):
 
-    python benchmarks/live_requests.py [--live 100 10000] [--rounds 150]
+    python benchmarks/live_requests.py [--live 100 10000] [--rounds 100]
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from PIL import Image
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.asgi.board import StatusBoard
+from aioengine.instruments import StageSpan
 from aioengine.streams.tokens import TokenStream
 
 LIVE = (100, 10_000)
@@ -43,7 +44,7 @@ SIZES: dict[str, Any] = {
     "kv_cache_bytes": 256 << 20,
     "encoder_cache_bytes": 64 << 20,
 }
-PAUSE_S = 0.01
+MAX_S = 10.0
 Times = dict[str, list[float]]
 
 _RUN = asyncio.events.Handle._run
@@ -103,14 +104,24 @@ async def fill(engine: AsyncEngine, live: int, times: Times) -> list[TokenStream
         await asyncio.sleep(0)
     assert engine._desk is not None
     while engine._desk.num_in_intake:  # noqa: ASYNC110 - there is no event to wait for
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(0.01)
     return streams
 
 
 async def churn(
     engine: AsyncEngine, streams: list[TokenStream], board: StatusBoard, rounds: int, times: Times
 ) -> None:
-    """The two oldest leave, two new ones come, and somebody looks at the figures."""
+    """In each round two leave, two come, somebody looks at the figures, and a step is made.
+
+    Ends early after MAX_S, on a machine that is busy with other things.
+    """
+    stepped, end = asyncio.Event(), time.perf_counter() + MAX_S
+
+    def hear(span: StageSpan) -> None:
+        if span.stage == "step":
+            stepped.set()
+
+    engine.instruments.listeners.append(hear)
     for number in range(len(streams), len(streams) + 2 * rounds, 2):
         for stream in streams[:2]:
             timed(times, "TokenStream.close()", stream.close)
@@ -122,7 +133,11 @@ async def churn(
         now = timed(times, "statistics()", engine.statistics)
         look = partial(board.snapshot, time.perf_counter(), engine.state, now)
         timed(times, "status page", look)
-        await asyncio.sleep(PAUSE_S)
+        stepped.clear()
+        await stepped.wait()
+        if time.perf_counter() > end:
+            break
+    engine.instruments.listeners.remove(hear)
 
 
 async def measure_live(folder: Path, live: int, rounds: int) -> Times:
@@ -156,7 +171,7 @@ def summary(found: list[float]) -> dict[str, float]:
     }
 
 
-def measure(live: tuple[int, ...] = LIVE, rounds: int = 150) -> dict[str, Any]:
+def measure(live: tuple[int, ...] = LIVE, rounds: int = 100) -> dict[str, Any]:
     """Milliseconds of the loop by number of live requests and kind; the last to the first."""
     found: dict[int, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -197,7 +212,7 @@ def report(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--live", type=int, nargs=2, default=LIVE)
-    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
     result = measure(tuple(args.live), args.rounds)
     report(result)
