@@ -212,9 +212,11 @@ class BlockPool:
         if request.private_salt is None:
             return
         num_full = len(request.prompt_token_ids) // self.block_size
-        own = extend_digests(request, self.block_size)[:num_full]
-        cross = cross_digests(request, self.block_size)
-        keys = [*product(range(self.num_groups), own), *product(self._cross_groups, cross)]
+        if len(request.digests) < num_full:
+            extend_digests(request, self.block_size)
+        own = product(range(self.num_groups), request.digests[:num_full])
+        cross = product(self._cross_groups, cross_digests(request, self.block_size))
+        keys = [*own, *cross]
         for block, _ in filter(None, map(self._cached.get, keys)):
             self._forget(block)
             if not self._references[block]:

@@ -183,9 +183,10 @@ async def test_each_ends_by_itself(folder: Path) -> None:
         assert (after.stop_reason == word) == (word in before.text)
 
 
+@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("turns", [0, 1, 3, 10, 30])
-async def test_cancelling_ends_all_of_them(folder: Path, turns: int) -> None:
-    async with running_engine(folder) as engine:
+async def test_cancelling_ends_all_of_them(folder: Path, turns: int, caching: bool) -> None:
+    async with running_engine(folder, enable_prefix_caching=caching) as engine:
         work = engine.generate(TEXT, params(4, max_tokens=100), images=[tiny_image(1)])
         task = asyncio.ensure_future(work)
         for _ in range(turns):
