@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from aioengine.admission import refuse_impossible, whole_ranges
 from aioengine.block_pool import BlockPool
-from aioengine.media_queue import BATCHES_AHEAD, MediaQueue
+from aioengine.media_queue import MediaQueue
 from aioengine.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
 from aioengine.request import Item, Request
 from aioengine.waiting import WaitingRequests, insert, remove, take_turns
@@ -247,7 +247,7 @@ class Scheduler:
                 return  # what is urgent has to find a slot in the next step
             if num_rows > self.limits.max_media_rows and self.media.awaited(request):
                 num_passed += 1
-                if num_passed == BATCHES_AHEAD * most:
+                if num_passed == most:
                     media.clear()
                 continue
             if not self._admit(request, step):
