@@ -46,7 +46,7 @@ async def submit(engine: AsyncEngine, first: int, end: int) -> list[TokenStream]
         await asyncio.sleep(0)
     desk = engine._desk
     assert desk is not None
-    await until(lambda: not desk.num_in_intake)
+    await until(lambda: not desk.num_in_intake, timeout_s=90)
     assert desk.num_live == end
     return streams
 
