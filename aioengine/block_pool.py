@@ -4,11 +4,16 @@ Every block is unused, evictable (cached, unreferenced) or referenced, and is co
 groups draw from one pool; a request has one block table per group. A full block is cached under
 (group, digest of everything its content depends on), and a hit also checks the token ids. Blocks of
 cross-attention are cached too, full or not, under what the encoder was given.
+
+Without caching, the completions of one prompt still find the prompt's blocks under their own salt,
+until the last of them has ended.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from aioengine.prefix import cross_digests, extend_digests
 from aioengine.request import KnownPrefix, Request
@@ -36,7 +41,8 @@ class BlockPool:
         self.num_cross_groups = num_cross_groups
         self._caching = caching
         self._unused = list(range(num_blocks - 1, -1, -1))
-        self._evictable: dict[int, None] = {}  # least recently used first
+        # Least recently used first. A plain dict would look for its first past all that have gone.
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
@@ -68,8 +74,7 @@ class BlockPool:
             if self._unused:
                 block = self._unused.pop()
             else:
-                block = next(iter(self._evictable))
-                del self._evictable[block]
+                block, _ = self._evictable.popitem(last=False)
                 self._forget(block)
             self._references[block] = 1
             blocks.append(block)
@@ -103,7 +108,7 @@ class BlockPool:
         blocks that were found stay where they are until one is forgotten, and the search goes on
         behind them.
         """
-        if not (self._caching and request.reads_prefix):
+        if not (self._shares(request) and request.reads_prefix):
             return [[] for _ in range(self.num_groups)]
         candidates = request.known_prefix, self._prefix_of_sibling(request)
         known = max(
@@ -149,8 +154,11 @@ class BlockPool:
 
     def publish(self, request: Request) -> None:
         """Offer the request's blocks that are computed in full to others."""
-        num_full = request.num_computed // self.block_size
-        if not self._caching or num_full == request.num_published:
+        num_tokens = request.num_computed
+        if not self._caching:
+            num_tokens = min(num_tokens, len(request.prompt_token_ids))
+        num_full = num_tokens // self.block_size
+        if num_full == request.num_published or not self._shares(request):
             return
         digests = extend_digests(request, self.block_size)
         for index in range(request.num_published, num_full):
@@ -170,7 +178,7 @@ class BlockPool:
         """
         if request.encoder is None:
             return []
-        if not self._caching:
+        if not self._shares(request):
             return None
         digests = cross_digests(request, self.block_size)
         tables: list[list[int]] = []
@@ -189,7 +197,7 @@ class BlockPool:
         At once, as steps run in their order: no later one can read them before they are written,
         and within one step every layer writes before it reads.
         """
-        if not self._caching:
+        if not self._shares(request):
             return
         digests = cross_digests(request, self.block_size)
         for group, table in zip(self._cross_groups, request.cross_tables, strict=True):
@@ -198,6 +206,25 @@ class BlockPool:
                     self._keys[block] = (group, digest)
                     self._cached[group, digest] = (block, ())
                     self._num_published += 1
+
+    def forget_private(self, request: Request) -> None:
+        """Forget what the completions of the request's prompt, all ended, have shared."""
+        if request.private_salt is None:
+            return
+        num_full = len(request.prompt_token_ids) // self.block_size
+        if len(request.digests) < num_full:
+            extend_digests(request, self.block_size)
+        own = product(range(self.num_groups), request.digests[:num_full])
+        cross = product(self._cross_groups, cross_digests(request, self.block_size))
+        keys = [*own, *cross]
+        for block, _ in filter(None, map(self._cached.get, keys)):
+            self._forget(block)
+            if not self._references[block]:
+                del self._evictable[block]
+                self._unused.append(block)
+
+    def _shares(self, request: Request) -> bool:
+        return self._caching or request.private_salt is not None
 
     @property
     def _cross_groups(self) -> range:

@@ -127,7 +127,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that the engine may fill, weights included."""
     enable_prefix_caching: bool = True
-    """Whether full KV blocks are kept and shared between requests."""
+    """Whether full KV blocks are kept and shared between requests. The completions of one request
+    share their prompt's in any case."""
     encoder_cache_bytes: int | None = None
     """Bytes for encoder outputs on the device; None: room for the items of one large step."""
     max_num_encoder_input_tokens: int | None = None

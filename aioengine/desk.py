@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import InvalidRequestError, RequestAbortedError, typed
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from aioengine.intake import Intake
 
 __all__ = ["Desk"]
+
+ENDED_AT_ONCE = 64
+"""Requests: they take one or two milliseconds of the loop."""
 
 
 class Desk:
@@ -40,6 +44,9 @@ class Desk:
         loop."""
         self.counters: Counter[str] = Counter()
         self.tickets: dict[str, Ticket] = {}
+        self.num_live = 0
+        """Completions of all live requests."""
+        self._in_intake: set[str] = set()
         self._owners: dict[str, Ticket] = {}  # by the scheduler's name for each completion
         self._scheduler = scheduler
         self._intake = intake
@@ -52,16 +59,17 @@ class Desk:
     @property
     def num_in_intake(self) -> int:
         """Requests that are not laid out yet."""
-        return sum(not ticket.is_admitted for ticket in self.tickets.values())
+        return len(self._in_intake)
 
-    @property
-    def num_live(self) -> int:
-        """Completions of all live requests."""
-        return sum(ticket.params.n for ticket in self.tickets.values())
+    def owner(self, name: str) -> Ticket:
+        """Whose completion the scheduler calls so."""
+        return self._owners[name]
 
     def open(self, ticket: Ticket, begin: Callable[[], asyncio.Task[None]]) -> None:
         """Take a new request in; `begin()` starts a task that runs `admit`."""
         self.tickets[ticket.request_id] = ticket
+        self.num_live += ticket.params.n
+        self._in_intake.add(ticket.request_id)
         self._empty.clear()
         ticket.intake = begin()
         self._note("submitted", ticket)
@@ -94,6 +102,7 @@ class Desk:
             if not ticket.has_ended:
                 self.fail(ticket, typed(error))
             return
+        self._in_intake.discard(ticket.request_id)
         ticket.admit()
         self._note("admitted", ticket)
         self._changed()
@@ -135,19 +144,28 @@ class Desk:
 
     def fail(self, ticket: Ticket, error: BaseException) -> None:
         """End a request with an error."""
-        self._end(ticket, error)
+        self.counters[_kind(error)] += 1
+        ticket.fail(error)
         self._release(ticket)
         self._note(_kind(error), ticket, error=error)
 
-    def fail_all(self, make_error: Callable[[], BaseException]) -> None:
-        """End every request. All streams hear of it before anything is given back."""
-        errors = [(ticket, make_error()) for ticket in self.tickets.values()]
-        for ticket, error in errors:
-            self._end(ticket, error)
-        for ticket, _ in errors:
-            self._release(ticket)
-        for ticket, error in errors:
-            self._note(_kind(error), ticket, error=error)
+    async def fail_all(self, make_error: Callable[[], BaseException]) -> None:
+        """End every request, a few at a time, so that the loop gets on in between.
+
+        The newest go first: no others' media are asked for in their place. No new ones may come
+        meanwhile. A cancellation ends the rest at once.
+        """
+        try:
+            while self.tickets:
+                self._fail_newest(ENDED_AT_ONCE, make_error)
+                await asyncio.sleep(0)
+        finally:
+            self._fail_newest(len(self.tickets), make_error)
+
+    def _fail_newest(self, count: int, make_error: Callable[[], BaseException]) -> None:
+        for ticket in list(islice(reversed(self.tickets.values()), count)):
+            if not ticket.has_ended:  # a watcher may have ended it
+                self.fail(ticket, make_error())
 
     def abort(self, request_id: str, reason: str) -> None:
         """End a request, if it is live, with RequestAbortedError."""
@@ -155,14 +173,12 @@ class Desk:
         if ticket is not None:
             self.fail(ticket, RequestAbortedError(reason))
 
-    def _end(self, ticket: Ticket, error: BaseException) -> None:
-        self.counters[_kind(error)] += 1
-        ticket.fail(error)
-
     def _release(self, ticket: Ticket) -> None:
         """Give back all that an ended request held."""
         del self.tickets[ticket.request_id]
-        for name in ticket.completions:
+        self.num_live -= ticket.params.n
+        self._in_intake.discard(ticket.request_id)
+        for name in reversed(ticket.completions):  # those that follow the first before it
             # One that has ended before the others has given its name back.
             if self._owners.get(name) is ticket:
                 self._drop(name)

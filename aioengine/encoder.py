@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,11 @@ class Encoder:
         *,
         spawn: Callable[..., asyncio.Task[None]],
         changed: Callable[[], object],
-        tickets: Callable[[], Iterable[Ticket]],
+        owner: Callable[[str], Ticket],
         fail: Callable[[Ticket, BaseException], object],
     ) -> None:
-        """`spawn` starts a task in the engine's scope, `changed` wakes the step loop, `tickets`
-        are the live requests, `fail` ends one."""
+        """`spawn` starts a task in the engine's scope, `changed` wakes the step loop, `owner` is
+        whose completion the scheduler calls so, `fail` ends a request."""
         self.num_items_run = 0
         self._scheduler = scheduler
         self._pipeline = pipeline
@@ -53,7 +53,7 @@ class Encoder:
         self._instruments = instruments
         self._spawn = spawn
         self._changed = changed
-        self._tickets = tickets
+        self._owner = owner
         self._fail = fail
         self._features: dict[str, Mapping[str, Any]] = {}
         self._jobs: dict[str, asyncio.Task[None]] = {}
@@ -83,9 +83,8 @@ class Encoder:
 
     def _waiters(self, key: str) -> list[tuple[Ticket, MediaInput]]:
         """The admitted requests that have the item, and what they call it."""
-        admitted = (ticket for ticket in self._tickets() if ticket.is_admitted)
-        found = ((ticket, ticket.media_with(key)) for ticket in admitted)
-        return [(ticket, media) for ticket, media in found if media is not None]
+        tickets = dict.fromkeys(map(self._owner, self._scheduler.media.users(key)))
+        return [(ticket, ticket.media_with(key)) for ticket in tickets]
 
     async def _decode(self, key: str, ticket: Ticket, media: MediaInput) -> None:
         try:

@@ -16,7 +16,6 @@ __all__ = ["EncoderCache"]
 class _Entry:
     num_bytes: int
     num_references: int
-    is_ready: bool
 
 
 class EncoderCache:
@@ -26,6 +25,7 @@ class EncoderCache:
         self.capacity_bytes = capacity_bytes
         self.num_evictions = 0
         self._entries: dict[str, _Entry] = {}  # least recently used first
+        self._encoding: set[str] = set()  # those that wait for their rows
         self._free_bytes = capacity_bytes
 
     def __contains__(self, key: str) -> bool:
@@ -57,12 +57,11 @@ class EncoderCache:
     @property
     def is_encoding(self) -> bool:
         """Whether any entry waits for its rows."""
-        return any(not e.is_ready for e in self._entries.values())
+        return bool(self._encoding)
 
     def is_ready(self, key: str) -> bool:
         """Whether the rows of `key` can be used."""
-        entry = self._entries.get(key)
-        return entry is not None and entry.is_ready
+        return key in self._entries and key not in self._encoding
 
     def reserve(
         self, key: str, num_bytes: int, *, keep: Collection[str] = ()
@@ -86,26 +85,25 @@ class EncoderCache:
         for victim in evicted:
             self._drop(victim)
         self.num_evictions += len(evicted)
-        self._entries[key] = _Entry(num_bytes, num_references=1, is_ready=False)
+        self._entries[key] = _Entry(num_bytes, num_references=1)
+        self._encoding.add(key)
         self._free_bytes -= num_bytes
         return tuple(evicted)
 
     def fill(self, key: str) -> None:
         """The rows of `key` are there; its job lets go."""
-        entry = self._entries[key]
-        assert not entry.is_ready
-        entry.is_ready = True
-        entry.num_references -= 1
+        self._encoding.remove(key)
+        self._entries[key].num_references -= 1
 
     def cancel(self, key: str) -> None:
         """The job of `key` failed; the room is free again."""
-        assert not self._entries[key].is_ready
+        self._encoding.remove(key)
         self._drop(key)
 
     def reference(self, key: str) -> None:
         """A planned step uses `key`, which becomes the most recently used."""
+        assert key not in self._encoding
         entry = self._entries.pop(key)
-        assert entry.is_ready
         self._entries[key] = entry
         entry.num_references += 1
 
@@ -127,7 +125,7 @@ class EncoderCache:
         held = sum(e.num_bytes for e in self._entries.values())
         assert self._free_bytes >= 0 and self._free_bytes + held == self.capacity_bytes
         assert all(e.num_references >= 0 for e in self._entries.values())
-        assert all(e.is_ready or e.num_references == 1 for e in self._entries.values())
+        assert all(self._entries[key].num_references == 1 for key in self._encoding)
 
     def _drop(self, key: str) -> None:
         self._free_bytes += self._entries.pop(key).num_bytes

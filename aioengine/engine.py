@@ -171,7 +171,7 @@ class AsyncEngine:
             self.instruments,
             spawn=self._spawn,
             changed=self._changed.set,
-            tickets=self._desk.tickets.values,
+            owner=self._desk.owner,
             fail=self._desk.fail,
         )
 
@@ -216,11 +216,16 @@ class AsyncEngine:
                         await self.drain()
         finally:
             self._gate.close()
-            if self._desk is not None:
-                self._desk.fail_all(lambda: RequestAbortedError("the engine was closed"))
             if self._closing is None:
-                self._closing = asyncio.create_task(self._resources.aclose())
+                self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            if self._desk is not None:
+                await self._desk.fail_all(lambda: RequestAbortedError("the engine was closed"))
+        finally:
+            await self._resources.aclose()
 
     async def _stop_serving(self) -> None:
         assert self._main is not None
@@ -365,10 +370,11 @@ class AsyncEngine:
                     await self._step_loop()
                 except Exception as error:
                     self._die(error)
+                await self._desk.fail_all(self._death)
         finally:
             # Somebody may have cancelled every task of the loop.
             self._gate.close()
-            self._desk.fail_all(lambda: RequestAbortedError("the engine was stopped"))
+            await self._desk.fail_all(lambda: RequestAbortedError("the engine was stopped"))
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
         """Run `work(*args)` in the engine's scope. What it raises is the engine's end."""
@@ -386,19 +392,17 @@ class AsyncEngine:
     def _die(self, error: BaseException) -> None:
         """The device or the engine itself is broken: every open stream says so."""
         self._gate.death = self._gate.death or error
+        self._changed.set()
 
-        def death() -> EngineDeadError:
-            dead = EngineDeadError("the engine has died; start a new one")
-            dead.__cause__ = error
-            return dead
-
-        assert self._desk is not None
-        self._desk.fail_all(death)
+    def _death(self) -> EngineDeadError:
+        dead = EngineDeadError("the engine has died; start a new one")
+        dead.__cause__ = self._gate.death
+        return dead
 
     async def _step_loop(self) -> None:
         scheduler, device, runner = self._scheduler, self._device, self._parts.runner
         in_flight: list[tuple[StepPlan, asyncio.Future[Any]]] = []
-        while True:
+        while self._gate.death is None:
             self._changed.clear()
             while in_flight and in_flight[0][1].done():
                 self._commit(*in_flight.pop(0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -220,6 +221,8 @@ class Intake:
         """A request to the core for each completion; `known`: what they have in common."""
         params = ticket.params
         samplings = self._sampling.samplings(params, known["prompt_token_ids"], constraints)
+        caching = self._config.enable_prefix_caching
+        private_salt = secrets.token_bytes(16) if params.n > 1 and not caching else None
         leader: Request | None = None
         completions = []
         for index, sampling in enumerate(samplings):
@@ -228,6 +231,7 @@ class Intake:
                 **known,
                 stop=self._sampling.stop_rule(params),
                 priority=ticket.priority,
+                private_salt=private_salt,
                 reads_prefix=sampling.prompt_logprobs is None,
                 sampling=sampling,
                 awaits_tokens=sampling.constraint is not None,
@@ -236,7 +240,7 @@ class Intake:
             if leader is not None:
                 request.digests = list(leader.digests)
                 request.cross_digests = leader.cross_digests
-            elif self._config.enable_prefix_caching:
+            elif caching or private_salt is not None:
                 # A long prompt takes a while to hash: here, not on the loop.
                 extend_digests(request, self._loaded.limits.block_size)
                 cross_digests(request, self._loaded.limits.block_size)

@@ -1,6 +1,7 @@
 """Which media are decoded and encoded next, and which positions still wait for their rows.
 
-Needs are ranked: first what running requests need soonest, then waiting requests by seniority.
+Needs are ranked: first what running requests need soonest, then waiting requests by seniority, and
+before these whoever runs but lacks KV blocks: its rows are of no use until others have got theirs.
 Media are asked for in that order while their rows fit `max_media_rows`, and encoded in that order
 while there is room; making room never evicts what is needed sooner than the item it is made for.
 Items behind one without pixels, in the same prompt, come last. Equal media are one item, whoever
@@ -10,7 +11,7 @@ asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
@@ -18,12 +19,14 @@ from aioengine.encoder_cache import EncoderCache
 from aioengine.plan import EncodePlan, Limits, MediaPlan
 from aioengine.request import Item, Request
 
-__all__ = ["MediaQueue"]
+__all__ = ["BATCHES_AHEAD", "MediaQueue"]
 
 Need = tuple[Request, Item]
 
 LONGEST_PATIENCE = 4
 """Steps that may go before an encoder's run, at most."""
+BATCHES_AHEAD = 4
+"""Of `max_num_seqs` waiting requests each: one looks no further for media to ask for."""
 
 
 class MediaQueue:
@@ -34,17 +37,18 @@ class MediaQueue:
         self.counters: Counter[str] = Counter()
         self._limits = limits
         self._without_room = ""
-        self._users: Counter[str] = Counter()  # live requests per key
+        self._users: dict[str, dict[str, None]] = {}  # key -> live requests, the oldest first
         self._decoded: dict[str, bool] = {}  # media asked for: whether the pixels are there
 
     def add(self, request: Request) -> None:
         """A request has come."""
-        self._users.update({item.key for item in request.all_items})
+        for item in request.all_items:
+            self._users.setdefault(item.key, {})[request.request_id] = None
 
     def remove(self, request: Request) -> None:
         """A request has ended; media that nobody else has are forgotten."""
         for key in {item.key for item in request.all_items}:
-            self._users[key] -= 1
+            del self._users[key][request.request_id]
             if not self._users[key]:
                 del self._users[key]
                 self._decoded.pop(key, None)
@@ -52,6 +56,10 @@ class MediaQueue:
     def is_needed(self, key: str) -> bool:
         """Whether a live request has this item."""
         return key in self._users
+
+    def users(self, key: str) -> Collection[str]:
+        """The live requests that have this item, the oldest first."""
+        return self._users.get(key, {}).keys()
 
     @property
     def is_waiting_for_others(self) -> bool:
@@ -70,6 +78,29 @@ class MediaQueue:
                 if runs:
                     return runs[0][0], item
         return None
+
+    def awaited(self, request: Request) -> Item | None:
+        """The next item whose rows are not there, of those that it needs or will need."""
+        if request.encoder is not None and not (request.is_running or request.finds_cross):
+            return None if self.is_encoded(request.encoder) else request.encoder
+        start = request.num_scheduled if request.is_running else request.hit_estimate
+        missing = self.first_missing(request, start, request.num_tokens)
+        return None if missing is None else missing[1]
+
+    def blocker(self, request: Request) -> Item | None:
+        """The item whose missing rows park a running request: not one token can follow."""
+        start = request.num_scheduled
+        end = min(start + self._limits.max_num_batched_tokens, request.num_tokens)
+        missing = self.first_missing(request, start, end)
+        if missing is None:
+            return None
+        least = self._limits.block_size
+        return None if request.cut_before_missing(start, missing[0], least) > start else missing[1]
+
+    def unseen_blocker(self, request: Request) -> str | None:
+        """The key of the item that parks a running request, if it is not even decoded."""
+        blocker = self.blocker(request)
+        return None if blocker is None or self.has_pixels(blocker) else blocker.key
 
     def is_encoded(self, item: Item | None) -> bool:
         """Whether the item's rows are there to be used."""
@@ -110,7 +141,8 @@ class MediaQueue:
         """The items that live requests have yet to compute, by rank; each once, at its soonest.
 
         An item behind one that has no pixels yet comes last: its rows could not be used before.
-        Many of these, and a long queue, are looked at only as far as they could be asked for.
+        Many of these, and a long queue, are looked at only as far as they could be asked for, and
+        no further than a few batches ahead.
         """
         soon: list[tuple[int, Request, Item]] = []
         later: list[tuple[int, Request, Item]] = []
@@ -123,10 +155,11 @@ class MediaQueue:
                         break
                     num_rows += item.span.num_rows
                 distance = max(0, request.needed_at(item) - request.num_scheduled)
-                (soon if is_next else behind).append((distance, request, item))
+                rank = later if request.lacks_blocks else soon
+                (rank if is_next else behind).append((distance, request, item))
         soon.sort(key=itemgetter(0))  # stable: by seniority where equally far
         num_rows = 0
-        for request in waiting:
+        for request in islice(waiting, BATCHES_AHEAD * self._limits.max_num_seqs):
             if num_rows > self._limits.max_media_rows:
                 behind.clear()  # even these come after those that are not looked at any more
                 break

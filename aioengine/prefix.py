@@ -2,9 +2,9 @@
 
 A block's digest covers its parent's digest, its token ids, and extra keys: each media item that
 overlaps it (identity and where it starts), the whole content of a range whose tokens see each other
-both ways, and on the first block the encoder's input and the tenant's salt. Fields are
-length-framed, so that no two different contents serialise alike. Method: chained block hashes as in
-vLLM's prefix caching.
+both ways, and on the first block the encoder's input, the tenant's salt and that of the prompt's
+own completions. Fields are length-framed, so that no two different contents serialise alike.
+Method: chained block hashes as in vLLM's prefix caching.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def _extra_keys(request: Request, start: int, end: int) -> list[bytes]:
         keys.append(_frame(b"encoder", request.encoder.key.encode()))
     if start == 0 and request.cache_salt is not None:
         keys.append(_frame(b"salt", request.cache_salt.encode("utf-8", "surrogatepass")))
+    if start == 0 and request.private_salt is not None:
+        keys.append(_frame(b"private", request.private_salt))
     return keys
 
 
@@ -70,7 +72,9 @@ def cross_digests(request: Request, block_size: int) -> list[bytes]:
     """What the keys and values of cross-attention are, block by block; kept on the request."""
     digests = request.cross_digests
     if request.encoder is not None and not digests:
-        key = request.encoder.key.encode()
+        keys = [request.encoder.key.encode()]
+        if request.private_salt is not None:
+            keys.append(request.private_salt)
         for index in range(-(-request.num_encoder_rows // block_size)):
-            digests.append(hashlib.sha256(_frame(b"cross", key, _number(index))).digest())
+            digests.append(hashlib.sha256(_frame(b"cross", *keys, _number(index))).digest())
     return digests

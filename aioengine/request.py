@@ -81,6 +81,8 @@ class Request:
     bidirectional: tuple[tuple[int, int], ...] = ()
     priority: int = 0
     cache_salt: str | None = None
+    private_salt: bytes | None = None
+    """What the completions of one prompt alone have in common, where others find no blocks."""
     reads_prefix: bool = True
     """The seam for requests that must compute every token (log probabilities of the prompt)."""
     sampling: Any = None
@@ -90,6 +92,10 @@ class Request:
     """Each token has to be known before the next step is planned (a grammar looks at it)."""
     leader: Request | None = None
     """Computes the same prompt; this one waits until it has, to find the prompt in the cache."""
+    followers: dict[str, Request] = field(default_factory=dict)
+    """Those that wait for this one's prompt now."""
+    num_sharing: int = 0
+    """Live requests of its prompt: itself, and those that it leads or has led."""
 
     whole_ranges: tuple[tuple[int, int], ...] = ()
     """Position ranges that one step must compute whole."""
@@ -119,6 +125,8 @@ class Request:
     """Items that were encoded on this request's behalf."""
     seen_keys: set[str] = field(default_factory=set)
     has_slot: bool = False
+    lacks_blocks: bool = False
+    """Whether it found none for its next tokens, and may take none from others."""
     taken_back: set[str] = field(default_factory=set)
     """Items for whose pixels it waited when its blocks were taken; once for each."""
 

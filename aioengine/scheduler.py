@@ -10,21 +10,18 @@ rows are let go when the last step that uses them commits.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 
 from aioengine.admission import refuse_impossible, whole_ranges
 from aioengine.block_pool import BlockPool
 from aioengine.media_queue import MediaQueue
 from aioengine.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
 from aioengine.request import Item, Request
+from aioengine.waiting import WaitingRequests, insert, remove, take_turns
 
 __all__ = ["Scheduler"]
-
-_seniority = attrgetter("order")
 
 
 @dataclass(slots=True)
@@ -37,6 +34,7 @@ class _Step:
     sequences: list[SequencePlan] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     is_short_of_blocks: bool = False
+    num_parked_rows: int = 0  # that running requests wait for
     num_new_rows: int = 0  # of encoders' outputs, whose keys and values it writes
 
 
@@ -58,8 +56,8 @@ class Scheduler:
         self.media = MediaQueue(limits)
         self.counters: Counter[str] = Counter()
         self._live: dict[str, Request] = {}
-        self._running: list[Request] = []  # both by seniority
-        self._waiting: list[Request] = []
+        self._running: list[Request] = []  # by seniority
+        self._waiting = WaitingRequests()
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._limbo: deque[tuple[int, list[int]]] = deque()  # blocks let go when a step commits
         self._num_arrivals = 0
@@ -81,15 +79,28 @@ class Scheduler:
         self._num_arrivals += 1
         self._live[request.request_id] = request
         self.media.add(request)
+        leader = request.leader or request
+        leader.num_sharing += 1
+        if leader is not request and self._is_live(leader) and not leader.has_computed_prompt:
+            leader.followers[request.request_id] = request
+            return
         request.hit_estimate = self.pool.hit_length(request, self.pool.find_prefix(request))
         request.finds_cross = self.pool.find_cross(request) is not None
-        insort(self._waiting, request, key=_seniority)
+        self._waiting.add(request)
 
     def end(self, request_id: str) -> None:
         """End a live request, for whatever reason. Steps in flight go on without it."""
         request = self._live.pop(request_id)
-        (self._running if request.is_running else self._waiting).remove(request)
+        leader = request.leader or request
+        self._release_followers(request)
+        if request.is_running:
+            remove(self._running, request)
+        elif not leader.followers.pop(request_id, None):
+            self._waiting.remove(request)
         self._release_blocks(request)
+        leader.num_sharing -= 1
+        if not leader.num_sharing:
+            self.pool.forget_private(leader)
         self.media.remove(request)
         if self._urgent is request:
             self._urgent = None
@@ -105,7 +116,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold none."""
-        return len(self._waiting)
+        return len(self._live) - len(self._running)
 
     @property
     def num_in_flight(self) -> int:
@@ -119,17 +130,18 @@ class Scheduler:
 
     def schedule_media(self) -> MediaPlan:
         """What to decode now, and what to encode, if the encoder is free."""
-        waiting = [request for request in self._waiting if not self._follows(request)]
-        return self.media.schedule(self._running, waiting)
+        return self.media.schedule(self._running, self._waiting.media)
 
     # ---- one step of the decoder
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or None if there is nothing that can be computed now."""
+        step = _Step(self._num_steps, self.limits.max_num_batched_tokens, 0)
         for request in self._running:
-            request.has_slot &= self._blocker(request) is None
-        num_slots = sum(request.has_slot for request in self._running)
-        step = _Step(self._num_steps, self.limits.max_num_batched_tokens, num_slots)
+            blocker = self.media.blocker(request)
+            request.has_slot &= blocker is None
+            step.num_slots += request.has_slot
+            step.num_parked_rows += 0 if blocker is None else blocker.span.num_rows
         self._serve_urgent(step)
         for request in self._running_order():
             self._plan_running(request, step)
@@ -156,7 +168,7 @@ class Scheduler:
             for key in sequence.row_keys:
                 self.media.cache.release(key)
             token_id = next(sampled) if sequence.samples else None
-            if self._live.get(request.request_id) is not request:
+            if not self._is_live(request):
                 continue
             if token_id is not None:
                 request.num_pending -= 1
@@ -164,6 +176,8 @@ class Scheduler:
             if request.epoch == sequence.epoch:
                 request.num_computed = sequence.end
                 self.pool.publish(request)
+                if request.has_computed_prompt:
+                    self._release_followers(request)
             if token_id is not None:
                 advances.append(self._advance(request, token_id))
         while self._limbo and self._limbo[0][0] <= self._last_committed:
@@ -206,9 +220,10 @@ class Scheduler:
         if not request.has_slot and step.num_slots >= self.limits.max_num_seqs:
             return
         start = request.num_scheduled
-        end = self._chunk_end(request, start, step.budget)
-        if end > start:
-            end = self._fit_blocks(request, start, end, step)
+        wanted = end = self._chunk_end(request, start, step.budget)
+        if wanted > start:
+            end = self._fit_blocks(request, start, wanted, step)
+        request.lacks_blocks = end <= start < wanted
         if end > start:
             self._take(request, start, end, step)
         elif step.is_short_of_blocks and request.has_slot:
@@ -220,26 +235,28 @@ class Scheduler:
         """Start waiting requests by seniority, until one of them holds up those behind it.
 
         A request with media does not pass another whose next picture has its pixels: running ones
-        are encoded for first, so that it could be passed for ever. Nor does it pass more than are
-        asked for at a time, or every step would look at all of a long queue. Text passes them.
+        are encoded for first, so that it could be passed for ever. Where more rows are missed than
+        are asked for at a time, one looks a little further for those who miss none. Text passes.
         """
-        media_wait, num_missing_rows = False, 0
-        for request in list(self._waiting):
-            if not step.budget or step.num_slots >= self.limits.max_num_seqs:
-                return
-            if self._urgent is not None:
-                return  # it has to find a slot in the next step
-            if media_wait and request.items:
+        most = self.limits.max_num_seqs
+        if not step.budget or step.num_slots >= most:
+            return
+        num_rows, num_passed, media = step.num_parked_rows, 0, list(self._waiting.media)
+        for request in take_turns(media, list(self._waiting.text)):
+            if not step.budget or step.num_slots >= most or self._urgent is not None:
+                return  # what is urgent has to find a slot in the next step
+            if num_rows > self.limits.max_media_rows and self.media.awaited(request):
+                num_passed += 1
+                if num_passed == most:
+                    media.clear()
                 continue
             if not self._admit(request, step):
                 return
-            if request.is_running or media_wait:
-                continue
-            missing = self.media.first_missing(request, request.hit_estimate, request.num_tokens)
+            missing = self.media.awaited(request)
             if missing is not None:
-                num_missing_rows += missing[1].span.num_rows
-                media_wait = self.media.has_pixels(missing[1])
-                media_wait |= num_missing_rows > self.limits.max_media_rows
+                num_rows += missing.span.num_rows
+                if not (request.is_running or request.encoder) and self.media.has_pixels(missing):
+                    media.clear()
 
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a waiting request if that gives it tokens now. False: nobody behind it may pass.
@@ -249,7 +266,7 @@ class Scheduler:
         the whole of it fits; one that does, when its first chunk fits. What cross-attention reads
         has to be encoded, or its keys and values to be there.
         """
-        if request.num_pending or self._follows(request):
+        if request.num_pending:
             return True
         cross = self.pool.find_cross(request)
         request.finds_cross = cross is not None
@@ -298,19 +315,18 @@ class Scheduler:
         fits = num_rows <= self.limits.max_num_encoder_input_tokens or not step.num_new_rows
         return fits and self.media.is_encoded(request.encoder)
 
-    def _follows(self, request: Request) -> bool:
-        """Whether it still waits for another to compute the prompt that they share."""
-        leader = request.leader
-        if leader is None:
-            return False
-        if self._live.get(leader.request_id) is leader and not leader.has_computed_prompt:
-            return True
-        request.leader = None
-        return False
+    def _is_live(self, request: Request) -> bool:
+        return self._live.get(request.request_id) is request
+
+    def _release_followers(self, leader: Request) -> None:
+        """The prompt that they share is computed, or will not be: they may start."""
+        if leader.followers:
+            num_cached = leader.num_published * self.limits.block_size
+            self._waiting.add_followers(leader, num_cached, self.pool.find_cross(leader))
 
     def _start(self, request: Request, hit: list[list[int]], start: int) -> None:
         self._waiting.remove(request)
-        insort(self._running, request, key=_seniority)
+        insert(self._running, request)
         request.block_tables = hit
         request.num_scheduled = request.num_computed = start
         request.num_published = len(hit[0])
@@ -371,21 +387,6 @@ class Scheduler:
             self._urgent = request
         return whole
 
-    def _blocker(self, request: Request) -> Item | None:
-        """The item whose missing rows park the request: without them not one token can follow."""
-        start = request.num_scheduled
-        end = min(start + self.limits.max_num_batched_tokens, request.num_tokens)
-        missing = self.media.first_missing(request, start, end)
-        if missing is None:
-            return None
-        least = self.limits.block_size
-        return None if request.cut_before_missing(start, missing[0], least) > start else missing[1]
-
-    def _unseen_blocker(self, request: Request) -> str | None:
-        """The key of the item that parks the request, if it is not even decoded."""
-        blocker = self._blocker(request)
-        return None if blocker is None or self.media.has_pixels(blocker) else blocker.key
-
     # ---- blocks
 
     def _fit_blocks(self, request: Request, start: int, end: int, step: _Step) -> int:
@@ -419,23 +420,23 @@ class Scheduler:
             for request in reversed(self._running)
             if request is not senior and request.last_step != step.step_id
         ]
-        first = [r for r in others if self._unseen_blocker(r) not in {None, *r.taken_back}]
+        first = [r for r in others if self.media.unseen_blocker(r) not in {None, *r.taken_back}]
         if senior is None:
             return first
         return first + [r for r in others if r.order > senior.order and r not in first]
 
     def _preempt(self, request: Request) -> None:
         """Take all blocks back; the request waits again and recomputes."""
-        unseen = self._unseen_blocker(request)
+        unseen = self.media.unseen_blocker(request)
         if unseen is not None:
             request.taken_back.add(unseen)
-        self._running.remove(request)
-        insort(self._waiting, request, key=_seniority)
+        remove(self._running, request)
+        self._waiting.add(request)
         self._release_blocks(request)
         request.block_tables, request.cross_tables = [], []
         request.num_scheduled = request.num_computed = request.num_published = 0
         request.hit_estimate = 0
-        request.has_slot = False
+        request.has_slot = request.lacks_blocks = False
         request.epoch += 1
         self.counters["preemptions"] += 1
 

@@ -164,14 +164,9 @@ class Ticket:
         self.stamp("admitted")
         self._sink.admit()
 
-    @property
-    def is_admitted(self) -> bool:
-        """Whether the scheduler has the whole request."""
-        return "admitted" in self._times
-
-    def media_with(self, key: str) -> MediaInput | None:
+    def media_with(self, key: str) -> MediaInput:
         """The first of its items with this content key."""
-        return next((media for media in self.media if media.key == key), None)
+        return next(media for media in self.media if media.key == key)
 
     def note_prompt(self, first: int, scores: ScoreColumns) -> None:
         """Log probabilities of prompt tokens, from position `first` on."""

@@ -4,7 +4,9 @@ Batch and context: decode steps of the benchmark model (benchmarks/make_model.py
 runner. Queue: what the scheduler does for a step with 256 running requests while up to 10,000 wait,
 with text, and with pictures whose pixels are not there; and, as its share, how long that takes
 beside the step itself. A line is fitted to each curve by least relative squares; "worst_deviation"
-is the largest distance of a point from it, as a share of the line. Last line: JSON.
+is the largest distance of a point from it, as a share of the line. Live requests: what one callback
+or call of the whole engine takes of its event loop with 10,000 of them, beside 100
+(live_requests.py). Last line: JSON.
 
     python benchmarks/growth.py [--layers 16] [--dtype float32] [--plot docs/growth.png]
 """
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import live_requests
 import numpy as np
 import torch
 from make_model import make_model
@@ -195,6 +198,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     curves["queue of pictures, a slot free"] = measure_queue(
         RUNNING - 1, args.rounds * 2, have_pictures=True
     )
+    live = live_requests.measure()
     curves["batch"], curves["context"] = measure_steps(args)
     step_ms = curves["batch"][RUNNING]
     return {
@@ -207,6 +211,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, curve in curves.items()
             if name.startswith("queue")
         },
+        "live_requests": live,
     }
 
 
@@ -257,6 +262,7 @@ def main() -> None:
         draw(result, args.plot)
     for name, curve in result["ms"].items():
         print(f"{name:32s} {curve} {result['fit'][name]}")
+    live_requests.report(result["live_requests"])
     print(json.dumps(result))
 
 

@@ -7,8 +7,10 @@ that a block reused too early, a wrong prefix hit or a missing encoder row shows
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass, field
 
+from aioengine.media_queue import BATCHES_AHEAD
 from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.request import Item, Request, StopRule
 from aioengine.scheduler import Scheduler
@@ -290,6 +292,16 @@ class World:
         cache = self.scheduler.media.cache
         total = cache.free_bytes + cache.evictable_bytes + cache.referenced_bytes
         assert total == self.limits.encoder_cache_bytes
+        if not self.limits.enable_prefix_caching:
+            self.check_strangers()
+
+    def check_strangers(self) -> None:
+        """Without a prefix cache no block is shared but by completions of one prompt."""
+        owners: dict[int, Request] = {}
+        for request in self.scheduler._running:
+            leader = request.leader or request
+            for block in itertools.chain(*request.block_tables, *request.cross_tables):
+                assert owners.setdefault(block, leader) is leader
 
     def check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens
@@ -336,9 +348,8 @@ class World:
         """
         soonest: dict[str, tuple[int, int]] = {}
         media = self.scheduler.media
-        waiting = enumerate(
-            request for request in self.scheduler._waiting if not self.scheduler._follows(request)
-        )
+        most = BATCHES_AHEAD * self.limits.max_num_seqs
+        waiting = enumerate(self.scheduler._waiting.media[:most])
         for kind, place, request in [
             *((0, 0, request) for request in self.scheduler._running),
             *((1, place, request) for place, request in waiting),
@@ -352,7 +363,11 @@ class World:
                 elif item.span.last_row_position < at:
                     continue
                 distance = max(0, self.needed_at(request, item) - at)
-                mine = (2, 0) if is_behind else (kind, place if kind else distance)
+                mine = (kind, place if kind else distance)
+                if request.lacks_blocks:
+                    mine = (1, -1)
+                if is_behind:
+                    mine = (2, 0)
                 soonest[item.key] = min(soonest.get(item.key, mine), mine)
                 is_behind |= item.key not in media.cache and not media._decoded.get(item.key)
         return soonest

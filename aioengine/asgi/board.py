@@ -28,15 +28,9 @@ class _Live:
     """A live request. `last_tokens`: completion index -> the time of its last token."""
 
     submitted: float
-    is_admitted: bool = False
+    stage: str = "intake"
     num_tokens: int = 0
     last_tokens: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def stage(self) -> str:
-        if not self.is_admitted:
-            return "intake"
-        return "decode" if self.num_tokens else "prefill"
 
 
 class TokenRate:
@@ -104,6 +98,7 @@ class StatusBoard:
         self._model = printable(model)
         self._begin = begin
         self._live: dict[str, _Live] = {}  # in the order of their submission
+        self._num_at: Counter[str] = Counter()  # live requests by what they are at
         self._rate = TokenRate()
         self._first_token = Latencies()
         self._inter_token = Latencies()
@@ -122,11 +117,17 @@ class StatusBoard:
             self._note_token(event)
         elif event.kind == "submitted":
             self._live[event.request_id] = _Live(event.time)
+            self._num_at["intake"] += 1
         elif event.kind == "admitted":
             if (live := self._live.get(event.request_id)) is not None:
-                live.is_admitted = True
-        else:
-            self._live.pop(event.request_id, None)
+                self._move(live, "prefill")
+        elif (live := self._live.pop(event.request_id, None)) is not None:
+            self._num_at[live.stage] -= 1
+
+    def _move(self, live: _Live, stage: str) -> None:
+        self._num_at[live.stage] -= 1
+        live.stage = stage
+        self._num_at[stage] += 1
 
     def note_loop_lag(self, now: float, seconds: float) -> None:
         """How late the event loop was with a timer."""
@@ -139,6 +140,7 @@ class StatusBoard:
             return
         if not live.num_tokens:
             self._first_token.add(event.time, event.time - live.submitted)
+            self._move(live, "decode")
         live.num_tokens += 1
         before = live.last_tokens.get(event.index)
         if before is not None:
@@ -196,7 +198,7 @@ class StatusBoard:
     def _stages(self, statistics: EngineStatistics | None) -> dict[str, int]:
         """Requests by what they are at. Those that are admitted, without a token and without KV
         blocks wait for these."""
-        counts = Counter(live.stage for live in self._live.values())
+        counts = self._num_at
         waiting = 0 if statistics is None else statistics.waiting - counts["intake"]
         waiting = min(max(waiting, 0), counts["prefill"])
         return {

@@ -14,6 +14,7 @@ import pytest
 
 from aioengine import AsyncEngine, FinishReason, Prompt, SamplingParams
 from aioengine.errors import InvalidRequestError, OverloadedError, RequestAbortedError
+from aioengine.instruments import StageSpan
 from aioengine.plan import StepPlan, StepResult
 from tests.engines import running_engine
 from tests.tiny import save_tiny_llava, tiny_image
@@ -48,8 +49,9 @@ async def test_each_is_what_it_would_be_alone(folder: Path, options: dict[str, o
     assert len(set(many)) == 5
 
 
-async def test_media_and_prompt_are_computed_once(folder: Path) -> None:
-    async with running_engine(folder, block_size=4) as engine:
+@pytest.mark.parametrize("caching", [True, False])
+async def test_media_and_prompt_are_computed_once(folder: Path, caching: bool) -> None:
+    async with running_engine(folder, block_size=4, enable_prefix_caching=caching) as engine:
         output = await engine.generate(TEXT, params(6), images=[tiny_image(2)])
         statistics = engine.statistics()
     length = len(output.prompt_token_ids)
@@ -61,13 +63,74 @@ async def test_media_and_prompt_are_computed_once(folder: Path) -> None:
     assert output.usage.cached_tokens == 0
 
 
-async def test_scarce_blocks(folder: Path) -> None:
+class Load:
+    """The most KV blocks in use at once, and the tokens computed, over an engine's steps."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.num_blocks = self.num_tokens = 0
+        self._engine = engine
+        engine.instruments.listeners.append(self._hear)
+
+    def _hear(self, span: StageSpan) -> None:
+        if span.stage == "step":
+            now = self._engine.statistics()
+            self.num_blocks = max(self.num_blocks, now.kv_blocks_total - now.kv_blocks_free)
+            self.num_tokens += int(span.detail.split()[0])
+
+
+@pytest.mark.parametrize("caching", [True, False])
+async def test_the_blocks_of_a_prompt_are_shared(folder: Path, caching: bool) -> None:
+    """31 full blocks once, and for each completion one that the prompt's last tokens begin."""
+    prompt = Prompt(token_ids=[5 + i % 300 for i in range(500)])
+    async with running_engine(folder, enable_prefix_caching=caching) as engine:
+        load = Load(engine)
+        many = await engine.generate(prompt, params(8))
+        assert load.num_blocks == 31 + 8
+        assert load.num_tokens == 500 + 7 * (500 - 31 * 16) + 8 * (12 - 1)
+        statistics = engine.statistics()
+        assert statistics.prefix_query_tokens == 8 * 500
+        assert statistics.prefix_hit_tokens == 7 * 31 * 16
+        assert many.usage.cached_tokens == 0
+        assert (statistics.kv_blocks_cached == 0) == (not caching)
+        alone = [await engine.generate(prompt, params(1, seed=5 + index)) for index in range(8)]
+    assert [each.token_ids for each in many.outputs] == [each.token_ids for each in alone]
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+async def test_without_a_prefix_cache_nobody_else_finds_the_blocks(
+    folder: Path, salt: str | None
+) -> None:
+    prompt = Prompt(token_ids=[5 + i % 300 for i in range(50)], cache_salt=salt)
+    async with running_engine(folder, enable_prefix_caching=False) as engine:
+        async with engine.stream(prompt, params(3, max_tokens=300)) as stream:
+            await stream.receive()
+            others = [await engine.generate(prompt, params(n)) for n in (1, 2)]
+            assert stream.statistics().deltas_pushed < 3 * 300  # it was live all the time
+            statistics = engine.statistics()
+        assert [output.usage.cached_tokens for output in others] == [0, 0]
+        # 48 of 50 tokens are full blocks: of two of the first three, and one of the last two.
+        assert statistics.prefix_hit_tokens == (2 + 1) * 48
+
+
+async def test_scores_of_a_shared_prompt(folder: Path) -> None:
+    prompt = Prompt(token_ids=[5 + i % 300 for i in range(50)])
+    wanted = params(3, prompt_logprobs=1, logprobs=1)
+    async with running_engine(folder, enable_prefix_caching=False) as engine:
+        output = await engine.generate(prompt, wanted)
+        first = await engine.generate(prompt, params(1, prompt_logprobs=1, logprobs=1))
+        assert engine.statistics().prefix_hit_tokens == 2 * 48
+    assert output.prompt_logprobs == first.prompt_logprobs
+    assert output.outputs[0].logprobs == first.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("caching", [True, False])
+async def test_scarce_blocks(folder: Path, caching: bool) -> None:
     """Completions preempt each other and still say what they would say alone."""
     async with running_engine(folder, block_size=4) as engine:
         free = await tokens(engine, params(6, max_tokens=40))
         blocks = engine.statistics().kv_blocks_total
     small = {"block_size": 4, "kv_cache_bytes": (8 << 20) * 36 // blocks, "max_model_len": 120}
-    async with running_engine(folder, **small) as engine:
+    async with running_engine(folder, enable_prefix_caching=caching, **small) as engine:
         assert await tokens(engine, params(6, max_tokens=40)) == free
         assert engine.statistics().preemptions > 0
 
@@ -120,9 +183,10 @@ async def test_each_ends_by_itself(folder: Path) -> None:
         assert (after.stop_reason == word) == (word in before.text)
 
 
+@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("turns", [0, 1, 3, 10, 30])
-async def test_cancelling_ends_all_of_them(folder: Path, turns: int) -> None:
-    async with running_engine(folder) as engine:
+async def test_cancelling_ends_all_of_them(folder: Path, turns: int, caching: bool) -> None:
+    async with running_engine(folder, enable_prefix_caching=caching) as engine:
         work = engine.generate(TEXT, params(4, max_tokens=100), images=[tiny_image(1)])
         task = asyncio.ensure_future(work)
         for _ in range(turns):

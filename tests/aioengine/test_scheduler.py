@@ -265,6 +265,31 @@ def test_two_items_that_fit_only_one_after_the_other() -> None:
     assert w.scheduler.media.cache.num_evictions == 1
 
 
+def test_rows_of_a_junior_without_blocks_make_room_for_a_senior() -> None:
+    """Else each waits for what the other holds: the senior for room, the junior for a block."""
+    w = world(
+        max_num_seqs=2,
+        max_num_batched_tokens=5,
+        max_model_len=24,
+        num_blocks=6,
+        encoder_cache_bytes=3,
+    )
+    w.submit(make_request("late", [0], max_tokens=1, priority=1))
+    w.submit(make_request("first", [0, 0], max_tokens=1))
+    w.submit(make_request("senior", [0, B, 0, A, 0, B], max_tokens=1))
+    w.submit(make_request("junior", [0, 0, 0, A, B, A], max_tokens=1))
+    for _ in range(60):
+        w.plan()
+        w.plan_media()
+        for key in w.decoding[:1]:
+            w.pixels(key)
+        while w.encodes:
+            w.encoded()
+        if w.steps:
+            w.commit()
+    assert not w.live
+
+
 def test_a_chunk_of_separators_needs_no_rows() -> None:
     """C begins with a position that takes none."""
     w = world()

@@ -49,6 +49,7 @@ submission = st.tuples(
     st.sampled_from([None, "s"]),
     st.sampled_from([1, 1, 1, 3]),
     st.booleans(),
+    st.booleans(),
     st.sampled_from(RECORDINGS),
 )
 operation = st.one_of(
@@ -81,7 +82,7 @@ operation = st.one_of(
 def perform(world: World, depth: int, name: str, argument: object, count: int) -> None:
     """One operation, where it is possible now; `depth` is the run-ahead."""
     if name == "submit":
-        parts, max_tokens, priority, salt, copies, awaits, recording = argument  # type: ignore[misc]
+        parts, max_tokens, priority, salt, copies, awaits, scores, recording = argument  # type: ignore[misc]
         if world.limits.num_cross_groups:  # pictures are the encoder's, not the prompt's
             parts = [0 if isinstance(part, Picture) else part for part in parts]
         leader = None
@@ -94,6 +95,8 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
                 cache_salt=salt,
                 awaits_tokens=awaits,
                 leader=leader,
+                reads_prefix=leader is not None or not scores,
+                private_salt=None if world.limits.enable_prefix_caching else b"%d" % count,
                 encoder=recording if world.limits.num_cross_groups else None,
             )
             leader = leader or request
@@ -152,6 +155,7 @@ def check_end(world: World) -> None:
             assert (world.outputs[name], ending) == (expected, reason)
     scheduler = world.scheduler
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert world.limits.enable_prefix_caching or scheduler.pool.num_cached == 0
     assert scheduler.media.cache.num_referenced == 0
     assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
     assert not scheduler.media._users and not scheduler.media._decoded
@@ -245,6 +249,7 @@ def random_submission(random: Random) -> object:
                 random.randint(0, 1),
                 random.choice([None, "s"]),
                 random.choice([1, 1, 1, 3]),
+                random.random() < 0.3,
                 random.random() < 0.3,
                 random.choice(RECORDINGS),
             )

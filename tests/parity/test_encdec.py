@@ -199,6 +199,30 @@ async def test_several_completions_share_what_the_encoder_read(saved: Saved) -> 
         assert engine.statistics().encoder_items_run == 2  # the salted one is nobody else's
 
 
+async def test_completions_share_blocks_of_cross_attention(saved: Saved) -> None:
+    """Without a prefix cache, too: each has one block of its own, for its decoder prompt."""
+    most = []
+    for caching in (True, False):
+        async with AsyncEngine.from_pretrained(
+            saved.folder, **options(enable_prefix_caching=caching)
+        ) as engine:
+            scheduler, used = engine._scheduler, []
+            engine.instruments.listeners.append(
+                lambda _: used.append(scheduler.pool.num_blocks - scheduler.pool.num_free)  # noqa: B023
+            )
+            output = await engine.generate(
+                TEXTS[1], SamplingParams(temperature=0, max_tokens=2, n=4)
+            )
+            assert {each.token_ids for each in output.outputs} == {saved.expected[1][:2]}
+            rows = output.usage.prompt_tokens - len(output.prompt_token_ids)
+            assert max(used) == -(-rows // 4) + 4
+            most.append(max(used))
+            now = engine.statistics()
+            assert now.kv_blocks_free == now.kv_blocks_total
+            assert bool(now.kv_blocks_cached) == caching
+    assert most[0] == most[1]
+
+
 @pytest.mark.parametrize("saved", ["bart"], indirect=True)
 async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
     async with AsyncEngine.from_pretrained(saved.folder, **options()) as engine:
