@@ -55,7 +55,8 @@ class MediaConfig:
     allowed_hosts: tuple[str, ...] = ()
     """Hosts that http(s) URLs may name ("*": any). Their addresses must be public."""
     fetcher: Callable[[str], Awaitable[bytes]] | None = None
-    """Called with an http(s) URL, returns the body, in place of the engine's own client."""
+    """Called with an http(s) URL, returns the body, in place of the engine's own client. It may
+    raise MediaError, or MediaUnavailableError for what may be there later."""
     fetch_timeout_s: float = 30.0
     """How long one fetch may take."""
     max_concurrent_fetches: int = 16

@@ -7,6 +7,7 @@ AioEngineError
 │   ├── PlaceholderMismatchError placeholders and media items do not match
 │   ├── UnsupportedModalityError the model takes no such media, or not as many
 │   └── MediaError               fetch, format, limits, decoding, embeddings
+│       └── MediaUnavailableError a fetch that failed for now; the same request may succeed later
 ├── RequestAbortedError          ended by abort() or aclose()
 ├── OverloadedError              max_queued_requests reached; try again later
 └── EngineError                  the engine's
@@ -28,6 +29,7 @@ __all__ = [
     "EngineError",
     "InvalidRequestError",
     "MediaError",
+    "MediaUnavailableError",
     "ModelLoadError",
     "OverloadedError",
     "PlaceholderMismatchError",
@@ -81,6 +83,15 @@ class UnsupportedModalityError(InvalidRequestError):
 
 class MediaError(InvalidRequestError):
     """A media item could not be fetched, recognised, decoded or processed."""
+
+
+class MediaUnavailableError(MediaError):
+    """A media item's server failed or did not answer: the same request may succeed later.
+
+    For a status of 5xx, 408, 425 or 429, a connection that was refused or broke, a time-out, and a
+    resolver that is out of order. An address that may not be asked is a plain MediaError, as is a
+    name that nobody knows.
+    """
 
 
 class RequestAbortedError(AioEngineError):
