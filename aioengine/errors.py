@@ -22,6 +22,9 @@ addresses or other people's paths.
 
 from __future__ import annotations
 
+import logging
+import traceback
+
 __all__ = [
     "AioEngineError",
     "EngineClosedError",
@@ -38,6 +41,11 @@ __all__ = [
     "UnsupportedModalityError",
     "WrongLoopError",
 ]
+
+
+MAX_TRACE_LINES = 40
+
+logger = logging.getLogger(__name__)
 
 
 class AioEngineError(Exception):
@@ -122,13 +130,21 @@ class EngineDeadError(EngineError):
     """The device failed; nothing can run any more. `__cause__` says why."""
 
 
+def trace_of(error: BaseException) -> str:
+    """Where in the code an error came up, and its kind, but never its text, as a text."""
+    lines = traceback.format_tb(error.__traceback__)[-MAX_TRACE_LINES:]
+    return "".join(lines) + type(error).__name__
+
+
 def typed(error: Exception) -> AioEngineError:
     """An error of ours for any other that a tokenizer, processor or model may raise.
 
-    Its text may hold payload, so only its kind is told; `__cause__` has the rest.
+    Its text may hold payload, so only its kind is told; `__cause__` has the rest, and the log has
+    where it came up.
     """
     if isinstance(error, AioEngineError):
         return error
+    logger.error("a request failed inside the engine\n%s", trace_of(error))
     wrapped = EngineError(f"the request failed inside the engine: {type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from aioengine.models.registry import known_architectures, resolve
-from aioengine.processors.processor import TextOnlyProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyProcessor
 
 PAGE = Path(__file__).parent / "models.md"
 PARITY = Path(__file__).parent / "parity.json"

@@ -29,9 +29,9 @@ from aioengine.models.probe import LayerSpec, probe_layers
 from aioengine.models.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
-from aioengine.processors.info import ProcessingContext, TextOnlyDummyInputs, TextOnlyInfo
-from aioengine.processors.processor import TextOnlyProcessor
+from aioengine.processors.info import ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 
 __all__ = ["Gemma3n", "Gemma4", "PerLayerModel", "PerLayerText"]
 

@@ -34,9 +34,8 @@ from aioengine.models.qwen_vl_processing import (
 )
 from aioengine.models.registry import register_model
 from aioengine.models.weights import copy_weights
-from aioengine.processors.info import TextOnlyDummyInputs
-from aioengine.processors.processor import TextOnlyProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyProcessor
 
 __all__ = ["Qwen", "QwenLMHeadModel", "QwenTower", "QwenVL"]
 

@@ -27,7 +27,7 @@ from aioengine.processors.info import (
     ProcessorInputs,
 )
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
+from aioengine.processors.items import AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
@@ -124,8 +124,8 @@ class VoxtralDummyInputsBuilder(BaseDummyInputsBuilder):
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> ProcessorInputs:
-        samples = torch.zeros(self.info.get_chunk_samples() * CHUNKS_AT_ONCE).numpy()
-        clips = [AudioClip(samples, self.info.get_sample_rate())] * mm_counts.get("audio", 0)
+        length, count = self.info.get_chunk_samples() * CHUNKS_AT_ONCE, mm_counts.get("audio", 0)
+        clips = self._get_dummy_audios(length=length, num_audios=count)
         return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data={"audio": clips})
 
 

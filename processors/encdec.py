@@ -19,9 +19,9 @@ from aioengine.processors.processor import (
     ItemsByModality,
     Layout,
     MultiModalInputs,
-    TextOnlyProcessor,
     TextOrTokens,
 )
+from aioengine.processors.text_only import TextOnlyProcessor
 
 __all__ = [
     "EncDecLayout",

@@ -10,11 +10,12 @@ for the encoder has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from aioengine.types import Span
@@ -26,7 +27,9 @@ __all__ = [
     "MultiModalKwargs",
     "MultiModalKwargsItem",
     "PlaceholderRange",
+    "are_finite",
     "is_host_only",
+    "to_tensors",
 ]
 
 FieldData: TypeAlias = torch.Tensor | list[torch.Tensor]
@@ -356,3 +359,28 @@ class MultiModalFeatureSpec:
     identifier: str
     mm_position: PlaceholderRange
     mm_hash: str | None = None
+
+
+def to_tensors(
+    outputs: Mapping[str, Any], config: Mapping[str, MultiModalFieldConfig]
+) -> dict[str, FieldData]:
+    """An HF processor's outputs that `config` names, on the CPU, floating-point ones in float32."""
+
+    def convert(value: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(value).cpu()
+        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+
+    return {
+        name: [convert(part) for part in outputs[name]]
+        if isinstance(outputs[name], list | tuple)
+        else convert(outputs[name])
+        for name in config
+        if name in outputs
+    }
+
+
+def are_finite(outputs: Iterable[FieldData]) -> bool:
+    """Whether no floating-point tensor holds an infinity or a NaN."""
+    parts = (part for data in outputs for part in (data if isinstance(data, list) else [data]))
+    # Not torch's function: it wakes the whole thread pool.
+    return all(np.isfinite(p.numpy()).all() for p in parts if p.is_floating_point())

@@ -23,9 +23,8 @@ from aioengine.models.defined import DefinedModel
 from aioengine.models.loading import load_config
 from aioengine.models.registry import register_model
 from aioengine.models.weights import build_empty, copy_weights, load_defined
-from aioengine.processors.info import TextOnlyInfo
-from aioengine.processors.processor import TextOnlyProcessor
-from aioengine.processors.registry import MULTIMODAL_REGISTRY, TextOnlyDummyInputs
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 from tests.models.driver import Driver, Request
 from tests.tiny import draw_weights, tiny_tokenizer
 
