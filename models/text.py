@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Self
-
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
 
@@ -36,12 +33,3 @@ class GptOss(TextModel):
 
     transformers could compute on the packed ones, with kernels that it fetches from a hub.
     """
-
-    @classmethod
-    def load(cls, path: Any, *, hf_config: Any, **options: Any) -> Self:
-        """See the base class."""
-        packing = getattr(hf_config, "quantization_config", None)
-        if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":
-            hf_config = copy.deepcopy(hf_config)
-            hf_config.quantization_config = {**packing, "dequantize": True}
-        return super().load(path, hf_config=hf_config, **options)
