@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +93,6 @@ class PerLayerModel(TransformersModel):
 @register_model("Gemma3nForCausalLM", "Gemma4ForCausalLM")
 class PerLayerText(PerLayerModel):
     """A causal language model: token ids in, logits out."""
-
-    supports_multimodal: ClassVar[bool] = False
 
 
 class Gemma3nTextPart(Gemma3nTextConfig):  # type: ignore[misc]

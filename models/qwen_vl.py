@@ -324,7 +324,6 @@ class Qwen(DefinedModel):
 
     definition: ClassVar[type[nn.Module]] = QwenLMHeadModel
     config_class = QwenConfig
-    supports_multimodal: ClassVar[bool] = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -348,8 +347,6 @@ class Qwen(DefinedModel):
 )
 class QwenVL(Qwen):
     """Sequences up to `seq_length`; without `visual` in its config, a text model (`Qwen`)."""
-
-    supports_multimodal: ClassVar[bool] = True
 
     @classmethod
     def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:

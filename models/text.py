@@ -24,8 +24,6 @@ __all__ = ["GptOss", "TextModel"]
 class TextModel(TransformersModel):
     """A causal language model: token ids in, logits out."""
 
-    supports_multimodal = False
-
 
 @register_model("GptOssForCausalLM")
 class GptOss(TextModel):

@@ -22,7 +22,6 @@ from aioengine.types import Span
 
 __all__ = [
     "FieldData",
-    "MultiModalFeatureSpec",
     "MultiModalFieldConfig",
     "MultiModalKwargs",
     "MultiModalKwargsItem",
@@ -344,21 +343,6 @@ class MultiModalKwargs(Mapping[str, FieldData]):
 
     def __len__(self) -> int:
         return len(self._data)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MultiModalFeatureSpec:
-    """One media item of one request, ready to be encoded.
-
-    `data`: None once the encoder needs it no more. `identifier`: the key under which encoder rows
-    and prefix blocks are shared. `mm_hash`: the key of the processor cache.
-    """
-
-    data: MultiModalKwargsItem | None
-    modality: str
-    identifier: str
-    mm_position: PlaceholderRange
-    mm_hash: str | None = None
 
 
 def to_tensors(
