@@ -141,9 +141,9 @@ class EngineConfig:
     disable_chunked_mm_input: bool = False
     """Never end a chunk inside a media item."""
     limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] = field(default_factory=dict)
-    """Modality -> items allowed in one prompt; or with the size of the largest item that memory is
-    set aside for: {"image": {"count": 2, "width": 512, "height": 512}, "video": {"num_frames": 32,
-    ...}, "audio": {"length": 480000}}, which is in pixels, frames and samples."""
+    """Modality -> items allowed in one prompt, or a mapping with `count` and the size that memory
+    is reserved for: {"image": {"count": 2, "width": 512, "height": 512}}. A video has
+    "num_frames" too, audio "length" in samples."""
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments for the HF processor."""
     mm_processor_cache_bytes: int = 256 * MIB

@@ -114,7 +114,8 @@ class SamplingContext:
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
             raise InvalidRequestError(
-                f"{parameter} has the token id {largest}, but the model has {self.vocab_size}",
+                f"{parameter} has the token id {largest}, but the model's go up to "
+                f"{self.vocab_size - 1}; leave it out",
                 parameter=parameter,
                 value=largest,
             )
