@@ -131,7 +131,7 @@ class EngineDeadError(EngineError):
 
 
 def trace_of(error: BaseException) -> str:
-    """Where in the code an error came up, and its kind, but never its text, as a text."""
+    """Return where in the code an error came up, and its kind, but never its text."""
     lines = traceback.format_tb(error.__traceback__)[-MAX_TRACE_LINES:]
     return "".join(lines) + type(error).__name__
 

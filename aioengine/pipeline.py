@@ -215,7 +215,7 @@ class MediaPipeline:
         except EngineError:
             raise
         except Exception as error:  # a processor may raise anything; its text may hold payload
-            logger.warning("a medium could not be processed\n%s", trace_of(error))
+            logger.warning("a media item could not be processed\n%s", trace_of(error))
             raise MediaError(
                 f"{media.parameter} could not be processed: {type(error).__name__}",
                 parameter=media.parameter,

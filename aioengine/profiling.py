@@ -86,7 +86,7 @@ def measure_activations(
 def apply_dummy(
     processor: BaseMultiModalProcessor, modality: str, seq_len: int
 ) -> MultiModalInputs:
-    """`processor.apply` to the largest item of a modality that the family's dummy inputs make.
+    """Apply a processor to the largest item of a modality that its dummy inputs make.
 
     Raises ModelLoadError for whatever goes wrong, which is its cause.
     """
@@ -98,13 +98,11 @@ def apply_dummy(
             return processor.apply(dummy.prompt_text, MultiModalDataItems({modality: items}))
     except Exception as error:  # a family from outside may raise anything
         cause = error.__cause__ or error
-        sizes = processor.info.ctx.bounds_size(modality)
-        raise ModelLoadError(
-            f"{type(processor).__name__} failed on the dummy {modality} of "
-            f"{type(builder).__name__}: {type(cause).__name__}: {cause!s:.300}"
-            + f" (its size is that of limit_mm_per_prompt[{modality!r}])"
-            * sizes
-        ) from cause
+        names = f"{type(processor).__name__} failed on the dummy {modality} of "
+        names += type(builder).__name__
+        if processor.info.ctx.bounds_size(modality):
+            names += f" (its size is that of limit_mm_per_prompt[{modality!r}])"
+        raise ModelLoadError(f"{names}: {type(cause).__name__}: {cause!s:.300}") from cause
 
 
 def largest_items(processor: BaseMultiModalProcessor, seq_len: int) -> Mapping[str, int]:

@@ -40,7 +40,7 @@ _WAY_OUT = (
 
 
 def is_quantized(hf_config: Any) -> bool:
-    """Whether a config, if there is one, says anywhere that its weights are quantized."""
+    """Tell whether a config, if there is one, says anywhere that its weights are quantized."""
     return hf_config is not None and any(True for _ in _find(hf_config.to_dict()))
 
 
@@ -59,7 +59,7 @@ def check_quantization(settings: Mapping[str, Any], source: str | os.PathLike[st
 
 
 def unpacked(hf_config: Any) -> Any:
-    """A copy of a config, by which transformers unpacks quantized weights as it reads them."""
+    """Copy a config so that transformers unpacks quantized weights as it reads them."""
     hf_config = copy.deepcopy(hf_config)
     for config in (hf_config, hf_config.get_text_config(decoder=True)):
         packing = getattr(config, "quantization_config", None)
@@ -82,7 +82,7 @@ def check_packed_names(names: Iterable[str], name: str) -> None:
 
 
 def _find(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Each field about quantization, in the parts of a config too: (its place, its value)."""
+    """Find each field about quantization, in parts of a config too: (its place, its value)."""
     for key, value in settings.items():
         if key in _FIELDS and value not in (None, {}):
             yield above + key, value
@@ -91,7 +91,7 @@ def _find(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def _refusal(place: str, packing: Any) -> str:
-    """Why a kind is not read; nothing where it is."""
+    """Say why a kind is not read; nothing where it is."""
     if not isinstance(packing, Mapping):
         return f"what is there is no object but {type(packing).__name__}. {_WAY_OUT}"
     method = packing.get("quant_method")

@@ -124,8 +124,11 @@ class VoxtralDummyInputsBuilder(BaseDummyInputsBuilder):
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> ProcessorInputs:
-        length, count = self.info.get_chunk_samples() * CHUNKS_AT_ONCE, mm_counts.get("audio", 0)
-        clips = self._get_dummy_audios(length=length, num_audios=count)
+        # More chunks take no more memory; where a length is configured, all of its rows count.
+        chunks = MOST_CHUNKS if self.info.ctx.bounds_size("audio") else CHUNKS_AT_ONCE
+        clips = self._get_dummy_audios(
+            length=self.info.get_chunk_samples() * chunks, num_audios=mm_counts.get("audio", 0)
+        )
         return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data={"audio": clips})
 
 

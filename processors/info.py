@@ -81,12 +81,12 @@ class ProcessingContext:
         return self._load("processor", lambda: self._processor_factory(**kwargs), tells=not kwargs)
 
     def bound_sizes(self, modality: str, **sizes: int) -> dict[str, int]:
-        """Sizes of a dummy by name, lowered to those that `limit_mm_per_prompt` has for it."""
+        """Lower a dummy's sizes to those that `limit_mm_per_prompt` has for the modality."""
         limits = self.limit_mm_per_prompt.get(modality, {})
         return {name: min(size, limits.get(name, size)) for name, size in sizes.items()}
 
     def bounds_size(self, modality: str) -> bool:
-        """Whether `limit_mm_per_prompt` has a size for the modality's items."""
+        """Tell whether `limit_mm_per_prompt` has a size for the modality's items."""
         return bool(self.limit_mm_per_prompt.get(modality, {}).keys() - {"count"})
 
     def clone(self) -> ProcessingContext:
@@ -329,12 +329,12 @@ class BaseDummyInputsBuilder(ABC):
     # One dummy, many times: nothing writes to it. None is larger than `limit_mm_per_prompt` says.
 
     def _get_dummy_images(self, *, width: int, height: int, num_images: int) -> list[Image.Image]:
-        """White images of `width` x `height` pixels."""
+        """Make white images of `width` x `height` pixels."""
         size = self.info.ctx.bound_sizes("image", width=width, height=height)
         return [Image.new("RGB", (size["width"], size["height"]), (255, 255, 255))] * num_images
 
     def _get_dummy_audios(self, *, length: int, num_audios: int) -> list[AudioClip]:
-        """Silence of `length` samples at the rate that the model takes."""
+        """Make silence of `length` samples at the rate that the model takes."""
         size = self.info.ctx.bound_sizes("audio", length=length)
         samples = np.zeros(size["length"], np.float32)
         return [AudioClip(samples, self.info.get_sample_rate())] * num_audios
@@ -342,7 +342,7 @@ class BaseDummyInputsBuilder(ABC):
     def _get_dummy_videos(
         self, *, width: int, height: int, num_frames: int, num_videos: int
     ) -> list[VideoClip]:
-        """Black videos of `num_frames` frames of `width` x `height` pixels, two in a second."""
+        """Make black videos of `num_frames` frames of `width` x `height` pixels, at 2 fps."""
         asked = {"num_frames": num_frames, "height": height, "width": width}
         count, *size = self.info.ctx.bound_sizes("video", **asked).values()
         header = VideoHeader(ImageSize(*reversed(size)), tuple(range(count)), count, fps=2.0)

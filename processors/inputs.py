@@ -348,7 +348,7 @@ class MultiModalKwargs(Mapping[str, FieldData]):
 def to_tensors(
     outputs: Mapping[str, Any], config: Mapping[str, MultiModalFieldConfig]
 ) -> dict[str, FieldData]:
-    """An HF processor's outputs that `config` names, on the CPU, floating-point ones in float32."""
+    """Convert the HF outputs that `config` names to CPU tensors, floating-point ones to float32."""
 
     def convert(value: Any) -> torch.Tensor:
         tensor = torch.as_tensor(value).cpu()
@@ -364,7 +364,7 @@ def to_tensors(
 
 
 def are_finite(outputs: Iterable[FieldData]) -> bool:
-    """Whether no floating-point tensor holds an infinity or a NaN."""
+    """Check that no floating-point tensor holds an infinity or a NaN."""
     parts = (part for data in outputs for part in (data if isinstance(data, list) else [data]))
     # Not torch's function: it wakes the whole thread pool.
     return all(np.isfinite(p.numpy()).all() for p in parts if p.is_floating_point())

@@ -165,7 +165,7 @@ def apply_updates(
 def find_expanded(
     prompt: Sequence[int], updates: ResolvedUpdates, tokenizer: TextEncoder
 ) -> Ranges | None:
-    """Where the items lie in a prompt that an HF processor has expanded already; None if none has.
+    """Find the items in a prompt that an HF processor has expanded already; None if none has.
 
     Every item's whole content must be there, each modality's in item order and without overlap, and
     no placeholder may be left over. Contents are taken from left to right, and of several that
@@ -196,7 +196,7 @@ def find_expanded(
 def _first_content(
     text: str, alternatives: Iterable[ResolvedUpdate], cursor: int
 ) -> tuple[int, int, ResolvedUpdate] | None:
-    """(start, minus length, alternative) of an item's leftmost content, of those the longest."""
+    """Find an item's leftmost content, of those the longest: (start, minus length, alternative)."""
     places = [
         (start, -len(update.token_ids), update)
         for update in alternatives

@@ -95,7 +95,7 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         return [math.ceil(edge / step) for edge, step in edges], 1 + tiling[0] * tiling[1]
 
     def largest_size(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Height and width of a picture that fills its crops and takes the most tokens."""
+        """Return height and width of a picture that fills its crops and takes the most tokens."""
         geometry = self.geometry(options)
         size = geometry.patch_size
         canvases = [(rows * size, columns * size) for rows, columns in geometry.canvases()]

@@ -213,7 +213,7 @@ def _refused(reason: str, value: object = None) -> InvalidRequestError:
 
 
 def merge_options(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Two sets of options, scope by scope; `over` wins."""
+    """Merge two sets of options, scope by scope; `over` wins."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

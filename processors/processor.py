@@ -248,7 +248,7 @@ class BaseMultiModalProcessor(ABC):
 
     @contextmanager
     def own_media(self) -> Iterator[None]:
-        """In the block media are the engine's own, so that errors may keep their cause."""
+        """Take the media in the block for the engine's own, so that errors keep their cause."""
         before, self._has_own_media = self._has_own_media, True
         try:
             yield
@@ -393,7 +393,7 @@ class BaseMultiModalProcessor(ABC):
         return built
 
     def _log(self, error: Exception, counts: Mapping[str, int]) -> None:
-        """Where it came up, once for each place; what it says may hold payload, and is left out."""
+        """Log where an error came up, in full once for each place, and never its text."""
         name, items, trace = type(self).__name__, "/".join(sorted(counts)), trace_of(error)
         if trace in self._logged:
             logger.warning("%s failed on %s items again: %s", name, items, type(error).__name__)

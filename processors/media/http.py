@@ -92,7 +92,7 @@ class _RefusedError(Exception):
 
 
 class _FailedError(Exception):
-    """Why a fetch ended that may succeed later; the text is safe to show."""
+    """A fetch that may succeed later; the text says why, and is safe to show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +384,7 @@ class _Exchange:
         return event
 
     def _last_event(self) -> object:
-        """The end of the message, if that is what the stream's end is; EndOfStream if not."""
+        """Return the message's end, if the stream may end here; raise EndOfStream if not."""
         self._protocol.receive_data(b"")
         with contextlib.suppress(h11.RemoteProtocolError):
             event = self._protocol.next_event()
