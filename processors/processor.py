@@ -351,10 +351,11 @@ class BaseMultiModalProcessor(ABC):
         if text is None:
             try:
                 text = self.dummy_inputs.get_dummy_text(counts)
-            except Exception as error:  # of a family from outside; there is no payload in it
+            except Exception as error:  # of a family from outside: no payload, and not the media's
+                self._log(error, counts)
                 raise EngineError(
                     f"{type(self.dummy_inputs).__name__} failed to make the text beside "
-                    f"{dict(counts)}: {type(error).__name__}: {error!s:.300}"
+                    f"{dict(counts)}: {type(error).__name__}"
                 ) from error
             if len(self._dummy_texts) < 64:
                 self._dummy_texts[key] = text

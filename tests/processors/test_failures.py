@@ -114,7 +114,7 @@ def test_a_bug_shows_itself_on_the_engines_own_dummy(
 
 def test_dummies_that_cannot_be_made_are_no_fault_of_the_media(llava_folder: Path) -> None:
     made = make(llava_folder, GuideProcessor, FailingDummies)
-    with pytest.raises(EngineError, match=r"FailingDummies .*no_such_method") as caught:
+    with pytest.raises(EngineError, match=r"FailingDummies .*AttributeError") as caught:
         made.process(pictures(), {})
     assert isinstance(caught.value.__cause__, AttributeError)
     with pytest.raises(ModelLoadError, match="no_such_method") as refused:
