@@ -55,7 +55,8 @@ class MediaConfig:
     allowed_hosts: tuple[str, ...] = ()
     """Hosts that http(s) URLs may name ("*": any). Their addresses must be public."""
     fetcher: Callable[[str], Awaitable[bytes]] | None = None
-    """Called with an http(s) URL, returns the body, in place of the engine's own client."""
+    """Called with an http(s) URL, returns the body, in place of the engine's own client. It may
+    raise MediaError, or MediaUnavailableError for what may be there later."""
     fetch_timeout_s: float = 30.0
     """How long one fetch may take."""
     max_concurrent_fetches: int = 16
@@ -98,6 +99,11 @@ class MediaConfig:
         return limit
 
 
+MM_OPTIONS = {
+    "image": ("count", "width", "height"),
+    "audio": ("count", "length"),
+    "video": ("count", "num_frames", "width", "height"),
+}
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("int8", None)
 
@@ -135,8 +141,10 @@ class EngineConfig:
     """Encoder rows in one encoder batch; raised to the largest item if it is smaller."""
     disable_chunked_mm_input: bool = False
     """Never end a chunk inside a media item."""
-    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
-    """Modality -> items allowed in one prompt."""
+    limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] = field(default_factory=dict)
+    """Modality -> items allowed in one prompt, or a mapping with `count` and the size that memory
+    is reserved for: {"image": {"count": 2, "width": 512, "height": 512}}. A video has
+    "num_frames" too, audio "length" in samples."""
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments for the HF processor."""
     mm_processor_cache_bytes: int = 256 * MIB
@@ -209,16 +217,29 @@ class EngineConfig:
             self.mm_encoder_tp_mode,
             '"tensor" (nothing else is built)',
         )
-        for modality, limit in self.limit_mm_per_prompt.items():
-            require(
-                is_int(limit) and limit >= 0, f"limit_mm_per_prompt[{modality!r}]", limit, ">= 0"
-            )
+        self._check_mm_limits()
         require(
             self.num_processor_workers > 0,
             "processor_workers",
             self.processor_workers,
             '"thread:N" or "process:N" with N >= 1',
         )
+
+    def _check_mm_limits(self) -> None:
+        name, limits = "limit_mm_per_prompt", self.limit_mm_per_prompt
+        known = ", ".join(MM_OPTIONS)
+        require(isinstance(limits, Mapping), name, limits, f"a mapping from {known}")
+        for modality, limit in limits.items():
+            require(modality in MM_OPTIONS, name, modality, f"keyed by {known}")
+            options = limit if isinstance(limit, Mapping) else {"count": limit}
+            names = MM_OPTIONS[modality]
+            rule = f"a count, or a mapping from {', '.join(names)}"
+            for option, value in options.items():
+                require(option in names, f"{name}[{modality!r}]", option, rule)
+                place = f"{name}[{modality!r}]" + f"[{option!r}]" * (options is limit)
+                least = 0 if option == "count" else 1
+                is_fit = is_int(value) and value >= least
+                require(is_fit, place, value, rule if options is not limit else f">= {least}")
 
     @property
     def num_processor_workers(self) -> int:

@@ -7,6 +7,7 @@ AioEngineError
 │   ├── PlaceholderMismatchError placeholders and media items do not match
 │   ├── UnsupportedModalityError the model takes no such media, or not as many
 │   └── MediaError               fetch, format, limits, decoding, embeddings
+│       └── MediaUnavailableError a fetch that failed for now; the same request may succeed later
 ├── RequestAbortedError          ended by abort() or aclose()
 ├── OverloadedError              max_queued_requests reached; try again later
 └── EngineError                  the engine's
@@ -21,6 +22,9 @@ addresses or other people's paths.
 
 from __future__ import annotations
 
+import logging
+import traceback
+
 __all__ = [
     "AioEngineError",
     "EngineClosedError",
@@ -28,6 +32,7 @@ __all__ = [
     "EngineError",
     "InvalidRequestError",
     "MediaError",
+    "MediaUnavailableError",
     "ModelLoadError",
     "OverloadedError",
     "PlaceholderMismatchError",
@@ -36,6 +41,11 @@ __all__ = [
     "UnsupportedModalityError",
     "WrongLoopError",
 ]
+
+
+MAX_TRACE_LINES = 40
+
+logger = logging.getLogger(__name__)
 
 
 class AioEngineError(Exception):
@@ -83,6 +93,15 @@ class MediaError(InvalidRequestError):
     """A media item could not be fetched, recognised, decoded or processed."""
 
 
+class MediaUnavailableError(MediaError):
+    """A media item's server failed or did not answer: the same request may succeed later.
+
+    For a status of 5xx, 408, 425 or 429, a connection that was refused or broke, a time-out, and a
+    resolver that is out of order. An address that may not be asked is a plain MediaError, as is a
+    name that nobody knows.
+    """
+
+
 class RequestAbortedError(AioEngineError):
     """The request was ended by `abort()`, by closing its stream, or by closing the engine."""
 
@@ -111,13 +130,21 @@ class EngineDeadError(EngineError):
     """The device failed; nothing can run any more. `__cause__` says why."""
 
 
+def trace_of(error: BaseException) -> str:
+    """Return where in the code an error came up, and its kind, but never its text."""
+    lines = traceback.format_tb(error.__traceback__)[-MAX_TRACE_LINES:]
+    return "".join(lines) + type(error).__name__
+
+
 def typed(error: Exception) -> AioEngineError:
     """An error of ours for any other that a tokenizer, processor or model may raise.
 
-    Its text may hold payload, so only its kind is told; `__cause__` has the rest.
+    Its text may hold payload, so only its kind is told; `__cause__` has the rest, and the log has
+    where it came up.
     """
     if isinstance(error, AioEngineError):
         return error
+    logger.error("a request failed inside the engine\n%s", trace_of(error))
     wrapped = EngineError(f"the request failed inside the engine: {type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped

@@ -20,7 +20,7 @@ from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.int8 import can_quantize
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.checkpoint import check_files, read_config
-from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.interfaces import SupportsEncoderDecoder
 from aioengine.models.registry import resolve
 from aioengine.plan import Limits
 from aioengine.processors.encdec import EncDecMultiModalProcessor
@@ -233,7 +233,7 @@ def _front(
 def _sizes(
     model: TransformersModel, front: BaseMultiModalProcessor, config: EngineConfig
 ) -> ModelSizes:
-    max_encoder_len = model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
+    max_encoder_len = model.max_encoder_len if isinstance(model, SupportsEncoderDecoder) else 0
     return ModelSizes(
         kv_groups=model.kv_groups,
         itemsize=model.dtype.itemsize,

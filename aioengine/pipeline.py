@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import time
 from collections import Counter
@@ -24,7 +25,13 @@ import anyio
 from cachetools import LRUCache
 
 from aioengine.config import EngineConfig
-from aioengine.errors import EngineError, InvalidRequestError, MediaError, ModelLoadError
+from aioengine.errors import (
+    EngineError,
+    InvalidRequestError,
+    MediaError,
+    ModelLoadError,
+    trace_of,
+)
 from aioengine.instruments import Instruments, StageSpan
 from aioengine.loading import Loaded
 from aioengine.processors.cache import HeldItems, ProcessorCache
@@ -44,6 +51,8 @@ from aioengine.types import Embeddings
 from aioengine.workers import make_workers
 
 __all__ = ["MediaPipeline"]
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -206,6 +215,7 @@ class MediaPipeline:
         except EngineError:
             raise
         except Exception as error:  # a processor may raise anything; its text may hold payload
+            logger.warning("a media item could not be processed\n%s", trace_of(error))
             raise MediaError(
                 f"{media.parameter} could not be processed: {type(error).__name__}",
                 parameter=media.parameter,

@@ -20,11 +20,11 @@ from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.adapter import TransformersModel
 from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
-from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.processor import BaseMultiModalProcessor, MultiModalInputs
 from aioengine.runner import Runner
 from aioengine.sampler import Sampling
 
-__all__ = ["largest_items", "measure_activations", "peak_bytes"]
+__all__ = ["apply_dummy", "largest_items", "measure_activations", "peak_bytes"]
 
 TOKENS_CPU = (64, 256)
 """Tokens that are tried on a CPU, where a full step takes long; what they add is scaled up."""
@@ -83,18 +83,44 @@ def measure_activations(
     return max(encode_bytes, needed) if is_cpu else encode_bytes + needed
 
 
+def apply_dummy(
+    processor: BaseMultiModalProcessor, modality: str, seq_len: int
+) -> MultiModalInputs:
+    """Apply a processor to the largest item of a modality that its dummy inputs make.
+
+    Raises ModelLoadError for whatever goes wrong, which is its cause.
+    """
+    builder = processor.dummy_inputs
+    try:
+        dummy = builder.get_dummy_processor_inputs(seq_len, {modality: 1})
+        items = PROCESSOR_ITEMS[modality](dummy.mm_data[modality])
+        with processor.own_media():
+            return processor.apply(dummy.prompt_text, MultiModalDataItems({modality: items}))
+    except Exception as error:  # a family from outside may raise anything
+        cause = error.__cause__ or error
+        names = f"{type(processor).__name__} failed on the dummy {modality} of "
+        names += type(builder).__name__
+        if processor.info.ctx.bounds_size(modality):
+            names += f" (its size is that of limit_mm_per_prompt[{modality!r}])"
+        raise ModelLoadError(f"{names}: {type(cause).__name__}: {cause!s:.300}") from cause
+
+
 def largest_items(processor: BaseMultiModalProcessor, seq_len: int) -> Mapping[str, int]:
-    """Modality -> encoder rows of its largest item: as the family says, or found by a trial."""
-    counts = dict.fromkeys(processor.info.get_supported_mm_limits(), 1)
-    said = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
-    if said is not None:
-        return said
+    """Modality -> encoder rows of its largest item: as the family says, or found by a trial.
+
+    By a trial too where `limit_mm_per_prompt` sets a size, which the dummies keep to. Modalities
+    of which it allows none are left out. Raises ModelLoadError where a dummy fails.
+    """
+    info = processor.info
+    allowed = [name for name, limit in info.get_allowed_mm_limits().items() if limit != 0]
+    said = info.get_mm_max_tokens_per_item(seq_len, dict.fromkeys(allowed, 1))
     found = {}
-    for modality in counts:
-        dummy = processor.dummy_inputs.get_dummy_processor_inputs(seq_len, {modality: 1})
-        items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality](dummy.mm_data[modality])})
-        (placed,) = processor.apply(dummy.prompt_text, items).placeholders[modality]
-        found[modality] = placed.num_embeds
+    for modality in allowed:
+        if said is None or info.ctx.bounds_size(modality):
+            (placed,) = apply_dummy(processor, modality, seq_len).placeholders[modality]
+            found[modality] = placed.num_embeds
+        elif modality in said:
+            found[modality] = said[modality]
     return found
 
 
@@ -142,11 +168,7 @@ def _worst_encodes(
             continue
         rows = max(1, most)
         count = min(limits.max_encode_items, max(1, limits.max_num_encoder_input_tokens // rows))
-        dummy = processor.dummy_inputs.get_dummy_processor_inputs(
-            limits.max_model_len, {modality: 1}
-        )
-        items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality](dummy.mm_data[modality])})
-        (item,) = processor.process(items, {})[modality]
+        (item,) = apply_dummy(processor, modality, limits.max_model_len).items[modality]
         features = {**item, **text} if limits.max_encoder_len else item
         runs.append(partial(_encode, modality, [features] * count))
     return runs

@@ -185,8 +185,14 @@ class Runner:
         if isinstance(rows, Tensor) and rows.shape == want and rows.dtype == self.model.dtype:
             return None
         shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        way_out = ""
+        if isinstance(rows, Tensor) and rows.dim() == 2 and len(rows) < num_rows:
+            way_out = (
+                "; if only some of their tokens take rows, the model's processor has to say which: "
+                "PromptUpdateDetails.select_token_id"
+            )
         return MediaError(
-            f"item was encoded to {shape}, but its placeholders take {want}",
+            f"item was encoded to {shape}, but its placeholders take {want}{way_out}",
             parameter="item",
             value=shape,
         )

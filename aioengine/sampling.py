@@ -56,6 +56,7 @@ class SamplingContext:
         """
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
         seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed
         assert seed is not None
         adjustments = self._adjustments(params, prompt_token_ids)
@@ -113,7 +114,8 @@ class SamplingContext:
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
             raise InvalidRequestError(
-                f"{parameter} has the token id {largest}, but the model has {self.vocab_size}",
+                f"{parameter} has the token id {largest}, but the model's go up to "
+                f"{self.vocab_size - 1}; leave it out",
                 parameter=parameter,
                 value=largest,
             )

@@ -19,7 +19,6 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,6 @@ MAGIC = b"\0aioengine worker 1\n"
 """Written first; what an interpreter's start-up may have printed before it is passed over."""
 
 MAX_FRAME_BYTES = 1 << 24
-MAX_TRACE_LINES = 40
 
 PARENT_CHECK_S = 5.0
 GRACE_S = 10.0
@@ -122,8 +120,7 @@ def describe_error(error: Exception) -> dict[str, Any]:
             value = type(known.value).__name__
         described |= {"parameter": known.parameter, "value": value}
     if known is not error:
-        lines = traceback.format_tb(error.__traceback__)[-MAX_TRACE_LINES:]
-        described["trace"] = "".join(lines) + type(error).__name__
+        described["trace"] = errors.trace_of(error)
     return described
 
 

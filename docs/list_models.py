@@ -13,9 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.registry import known_architectures, resolve
-from aioengine.processors.processor import TextOnlyProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyProcessor
 
 PAGE = Path(__file__).parent / "models.md"
 PARITY = Path(__file__).parent / "parity.json"
@@ -54,8 +55,33 @@ TAIL = """
 
 {lacking}
 
-Another architecture can be added with `register_model`: see
-[`examples/own_model`](../examples/own_model).
+## A family of your own
+
+[`examples/own_model`](../examples/own_model) adds an architecture with `register_model`. The class
+inherits `TransformersModel`, where transformers has the module, or `DefinedModel`, whose
+`definition` is an `nn.Module` of yours; `register_model` refuses any other, and says so.
+
+The names are those of vLLM's model guide; what is other here:
+
+- `SupportsMultiModal` has the newer names, `embed_multimodal` and `embed_input_ids`. A `definition`
+  with both encodes and embeds its media itself. The guide's older `get_multimodal_embeddings` and
+  `get_input_embeddings(input_ids, multimodal_embeddings)` belong on the registered class.
+- `SupportsEncoderDecoder` is what the engine reserves cross-attention blocks for:
+  `max_encoder_len`, `encode_prompt`, `memory`. The start tokens of a decoder are its processor's
+  business (`EncDecMultiModalProcessor`).
+- There is no `MultiModalFeatureSpec`. An item's place is known from its header, its key from its
+  bytes, its features when a worker is done; each travels as soon as it is there
+  (`PlaceholderRange`, a digest, `MultiModalKwargsItem`), and nothing ever holds all of them.
+- Encoder rows stand where the placeholder range says, never where a token's id does. Of a range in
+  which only some tokens take rows, as between the line ends of Fuyu's patches, say which:
+  `PromptUpdateDetails.select_token_id(full, token_id, features=...)`.
+- `_get_dummy_images`, `_get_dummy_audios` and `_get_dummy_videos` keep to `limit_mm_per_prompt`
+  ([`media.md`](media.md)).
+- What goes wrong in a processor's own code is in the log, by its place and without what it says,
+  which may hold a user's data: a `MediaError` tells its kind alone. On the engine's own dummies it
+  is a `ModelLoadError`, with the error itself as `__cause__`.
+
+Quantized checkpoints: [`quantization.md`](quantization.md).
 """
 TITLES = ("Pictures", "Pictures and videos", "Recordings", "Encoder-decoder", "Text")
 NOTES = {
@@ -146,14 +172,15 @@ def row(name: str, model: Any) -> tuple[str, ...]:
 
 def title_of(name: str, model: Any) -> str:
     """The table that the architecture is in."""
-    if getattr(model, "supports_encoder_decoder", False):
+    if issubclass(model, EncoderDecoderModel):
         return "Encoder-decoder"
     kinds = takes_of(name) if name in parity() else {}
     if "audio" in kinds:
         return "Recordings"
     if "video" in kinds:
         return "Pictures and videos"
-    return "Pictures" if "image" in kinds or model.supports_multimodal else "Text"
+    takes_media = "image" in kinds or processing_of(model) != "tokenizer"
+    return "Pictures" if takes_media else "Text"
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aioengine.models.adapter import TransformersModel as TransformersModel
     from aioengine.models.attention import Attention as Attention
     from aioengine.models.attention import AttentionType as AttentionType
+    from aioengine.models.defined import DefinedModel as DefinedModel
     from aioengine.models.interfaces import MultiModalEmbeddings as MultiModalEmbeddings
     from aioengine.models.interfaces import NestedTensors as NestedTensors
     from aioengine.models.interfaces import SupportsEncoderDecoder as SupportsEncoderDecoder
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Attention": "aioengine.models.attention",
     "AttentionType": "aioengine.models.attention",
+    "DefinedModel": "aioengine.models.defined",
     "MultiModalEmbeddings": "aioengine.models.interfaces",
     "NestedTensors": "aioengine.models.interfaces",
     "SupportsEncoderDecoder": "aioengine.models.interfaces",

@@ -71,7 +71,6 @@ class TransformersModel:
     in the order in which they run, (its group, its index within the group).
     """
 
-    supports_multimodal: ClassVar[bool] = True
     config_class: ClassVar[type[Any] | None] = None
     """What reads this family's config.json, a PreTrainedConfig; None: what transformers chooses."""
     blocks_in_window: ClassVar[bool] = False

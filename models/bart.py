@@ -14,8 +14,8 @@ from torch import Tensor
 from aioengine.models.encdec import EncoderDecoderModel, PlacedEmbedding
 from aioengine.models.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
-from aioengine.processors.info import TextOnlyDummyInputs, TextOnlyInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo
 
 __all__ = ["Bart"]
 

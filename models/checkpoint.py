@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.loading import load_config
+from aioengine.models.quantized import check_packed_names, is_quantized
 from aioengine.models.registry import resolve
 from aioengine.processors.faults import read_settings, shown, told
 
@@ -49,6 +50,8 @@ def read_config(source: Source, *, revision: str | None, trust_remote_code: bool
     settings = _read_folder(source) if _is_here(source) else {}
     try:
         hf_config = load_config(source, **options)  # type: ignore[arg-type]
+    except ModelLoadError:
+        raise
     # transformers raises OSError, ValueError, KeyError, and whatever a config's own class raises.
     except Exception as error:
         if not settings:
@@ -66,7 +69,8 @@ def check_files(source: Source, hf_config: Any, *, revision: str | None = None) 
     """Raises ModelLoadError, which names the file, where settings or weights are unusable.
 
     Settings must be JSON. Weights must be in safetensors files, whole by their headers, which hold
-    what their index names. What the weights fit, and their values, are not looked at.
+    what their index names, and packed only where the config says so. What the weights fit, and
+    their values, are not looked at.
     """
     find = _finder(source, revision)
     for name in _SETTINGS:
@@ -76,12 +80,15 @@ def check_files(source: Source, hf_config: Any, *, revision: str | None = None) 
     if getattr(hf_config, "transformers_weights", None) is not None:
         return  # other names than the usual ones: transformers will say whether it finds them
     single, index = find(_WEIGHTS), find(_INDEX)
+    names: set[str] = set()
     if single is not None:
-        _read_names(single, source)
+        names = _read_names(single, source)
     elif index is not None:
-        _check_shards(index, find, source)
+        names = _check_shards(index, find, source)
     elif _is_here(source):
         raise ModelLoadError(_no_weights(Path(source)))
+    if not is_quantized(hf_config):
+        check_packed_names(names, shown(source))
 
 
 # ---- the folder and its config
@@ -173,7 +180,8 @@ def _names(folder: Path, patterns: Iterable[str]) -> str:
     return ", ".join(found[:_SHOWN]) + (" and others" if len(found) > _SHOWN else "")
 
 
-def _check_shards(index: Path, find: Find, source: Source) -> None:
+def _check_shards(index: Path, find: Find, source: Source) -> set[str]:
+    """The names in the index, whose files are there and hold them."""
     name, places = shown(source), read_settings(index, source).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
         raise ModelLoadError(f"{_INDEX} of {name!r} has no weight_map: fetch the file again")
@@ -195,6 +203,7 @@ def _check_shards(index: Path, find: Find, source: Source) -> None:
             f"{len(lost)} weights that {_INDEX} of {name!r} names are not in their files "
             f"({places[lost[0]]}: {', '.join(lost[:_SHOWN])}); fetch files and index again"
         )
+    return set(places)
 
 
 def _read_names(file: Path, source: Source) -> set[str]:

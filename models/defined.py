@@ -11,8 +11,8 @@ A definition is an `nn.Module`:
 and, where not every attention layer in it is the decoder's, `get_decoder()`, the part that holds
 those that are. Its decoder attends through `aioengine.models.attention.Attention`, or is a module
 of transformers, called with `inputs_embeds[None]` and `position_ids[None]`. Media are encoded by
-its `get_image_features(pixel_values, ...)` (and so for videos and audio) or by an override of
-`embed_multimodal`.
+its `get_image_features(pixel_values, ...)` (and so for videos and audio), by an override of
+`embed_multimodal`, or, where the definition is `SupportsMultiModal`, by itself.
 
 `DefinedModel` runs it. A family is a subclass that names its `definition` and, where transformers
 has no class for the config either, its `config_class`. What transformers cannot load of tokenizer
@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.errors import ModelLoadError
+from aioengine.models import encoding
 from aioengine.models.adapter import TransformersModel
+from aioengine.models.interfaces import MultiModalEmbeddings, SupportsMultiModal
 from aioengine.models.loading import build_on_meta
 from aioengine.models.probe import LayerSpec
 from aioengine.models.weights import load_defined
@@ -108,6 +110,25 @@ class DefinedModel(TransformersModel):
         """The whole definition on [T, hidden] and [T] or [3, T]; `decoder` is a part of it."""
         hidden: Tensor = self.model(None, positions, inputs_embeds=embeds)
         return hidden
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """See `TransformersModel.embed_multimodal`; by the definition's own, if it has one."""
+        if not isinstance(self.model, SupportsMultiModal):
+            return super().embed_multimodal(**kwargs)
+        found = encoding.passed_through(kwargs, self.dtype, self.device)
+        if found is not None:
+            return found
+        placed = {k: encoding.place(v, self.dtype, self.device) for k, v in kwargs.items()}
+        rows = self.model.embed_multimodal(**placed)
+        return [] if rows is None else rows
+
+    def embed(
+        self, input_ids: Tensor, rows: MultiModalEmbeddings | None, is_multimodal: Tensor | None
+    ) -> Tensor:
+        """See `TransformersModel.embed`; by the definition's `embed_input_ids`, if it has one."""
+        if not isinstance(self.model, SupportsMultiModal):
+            return super().embed(input_ids, rows, is_multimodal)
+        return self.model.embed_input_ids(input_ids, rows, is_multimodal)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The definition's `compute_logits`."""

@@ -10,7 +10,7 @@ legal, and goes nowhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from aioengine.models.adapter import TransformersModel
 from aioengine.models.attention import StepHolder
 from aioengine.models.interfaces import MultiModalEmbeddings
 from aioengine.models.probe import NUM_PROBE_ROWS
-from aioengine.processors.encdec import start_tokens
 
 __all__ = ["EncoderDecoderModel", "PlacedEmbedding"]
 
@@ -29,21 +28,10 @@ __all__ = ["EncoderDecoderModel", "PlacedEmbedding"]
 class EncoderDecoderModel(TransformersModel):
     """Cross-attention over an encoder's output."""
 
-    supports_encoder_decoder: ClassVar[bool] = True
-
     @property
     def max_encoder_len(self) -> int:
         """Rows of the longest output that the encoder can give."""
         return int(self.hf_config.max_position_embeddings)
-
-    @property
-    def cross_attention_layers(self) -> Sequence[int]:
-        """Indices, among the attention layers, of those whose keys come from the encoder."""
-        return [index for index, spec in enumerate(self.specs) if spec.kind == "cross"]
-
-    def decoder_start(self, generation_config: Any) -> Sequence[int]:
-        """The token ids that a decoder's prompt begins with, where the caller gives none."""
-        return start_tokens(generation_config, self.hf_config)
 
     def encoder(self) -> nn.Module:
         """The module that gives the decoder its memory."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias, Union, runtime_checkable
+from typing import Any, Protocol, TypeAlias, Union, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -81,18 +82,17 @@ class PromptInputs:
 
 @runtime_checkable
 class SupportsMultiModal(Protocol):
-    """A model that takes media.
+    """A model that encodes media and puts the rows among the embeddings of text.
 
-    The older names of the model guide, `get_multimodal_embeddings(**kwargs)` and
-    `get_input_embeddings(input_ids, multimodal_embeddings=None)`, are accepted on wrapper classes.
+    `TransformersModel` is one. A `DefinedModel` asks the module that it runs, if that is one.
     """
 
-    supports_multimodal: ClassVar[bool]
-
+    @abstractmethod
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
         """The encoder's rows for the items in `kwargs`, item by item; None without items."""
         ...
 
+    @abstractmethod
     def embed_input_ids(
         self,
         input_ids: Tensor,
@@ -102,28 +102,33 @@ class SupportsMultiModal(Protocol):
         """Embeddings [T, hidden] of `input_ids` [T].
 
         The rows of `multimodal_embeddings`, in order, stand where `is_multimodal` (bool [T]) is
-        True.
+        True; ids there may be any.
         """
         ...
 
 
 @runtime_checkable
 class SupportsEncoderDecoder(Protocol):
-    """A model whose decoder attends to an encoder's output through cross-attention layers."""
+    """A model whose decoder attends to an encoder's output through cross-attention layers.
 
-    supports_encoder_decoder: ClassVar[bool]
+    The engine keeps blocks for `max_encoder_len` rows of it. Which layers these are, the probe
+    finds; what a decoder's prompt begins with, `EncDecMultiModalProcessor` says.
+    """
 
     @property
-    def cross_attention_layers(self) -> Sequence[int]:
-        """Indices, among the attention layers, of those whose keys come from the encoder."""
+    @abstractmethod
+    def max_encoder_len(self) -> int:
+        """Rows of the longest output that the encoder can give."""
         ...
 
-    def encode_prompt(self, **kwargs: object) -> Tensor:
-        """The rows [length, dim] that the cross-attention layers read for one encoder prompt."""
+    @abstractmethod
+    def encode_prompt(self, **kwargs: Any) -> Tensor:
+        """The rows [n, length, dim] that the cross-attention layers read, for n equal prompts."""
         ...
 
-    def decoder_start(self, generation_config: Any) -> Sequence[int]:
-        """The token ids that the decoder's own prompt begins with, where the caller gives none."""
+    @abstractmethod
+    def memory(self, items: Sequence[Tensor]) -> Tensor | None:
+        """The rows of `items`, [length, dim] each, as the decoder is given them in a step."""
         ...
 
 

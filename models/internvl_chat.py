@@ -291,12 +291,12 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
             for name in ("min_dynamic_patch", "max_dynamic_patch")
         )
         columns, rows = grids(fewest, most)[-1] if grids(fewest, most) else (1, 1)
-        size = pictures.size["width"] * columns, pictures.size["height"] * rows
-        num_rows = pictures.count_tiles(*size, options) * processor.num_image_token
         (image,) = GenericDummyInputsBuilder(self)._get_dummy_images(
-            width=size[0], height=size[1], num_images=1
+            width=pictures.size["width"] * columns,
+            height=pictures.size["height"] * rows,
+            num_images=1,
         )
-        return image, num_rows
+        return image, pictures.count_tiles(*image.size, options) * processor.num_image_token
 
     def expand(self, width: int, height: int, mm_kwargs: Mapping[str, Any]) -> str:
         """What stands in a prompt for a picture of this size.

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.quantized import check_packed_names, check_quantization, unpacked
 from aioengine.models.registry import resolve
 from aioengine.processors.faults import shown, told
 from aioengine.progress import counted, is_watched
@@ -57,9 +58,11 @@ def load_config(
 ) -> Any:
     """The config of a folder or hub id: of the class that its architecture's model class names.
 
-    Where that names none, transformers chooses. Raises what transformers raises.
+    Where that names none, transformers chooses. Raises what transformers raises, and ModelLoadError
+    for a quantized checkpoint that is not read here.
     """
     settings, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    check_quantization(settings, source)
     own: type[Any] | None = None
     with suppress(ModelLoadError):  # an unknown architecture: whoever needs its class will say so
         own = resolve(settings.get("architectures")).config_class
@@ -137,21 +140,21 @@ def load_pretrained(
 ) -> Any:
     """The model with its weights, from safetensors files only, in eval mode and without gradients.
 
-    Raises ModelLoadError where files or weights are missing or do not fit: transformers would draw
-    missing weights at random.
+    Quantized ones are unpacked. Raises ModelLoadError where files or weights are missing or do not
+    fit: transformers would draw missing weights at random.
     """
     try:
         with loading(), _weights_counted():
             model, report = model_class.from_pretrained(
                 path,
-                config=copy.deepcopy(hf_config),
+                config=unpacked(hf_config),
                 dtype=dtype,
                 revision=revision or "main",
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported, and refused below
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(
             f"weights of {shown(path)!r} could not be loaded: {told(error, path)}"
         ) from error
@@ -170,6 +173,7 @@ def _check_report(report: Mapping[str, Any], name: str) -> None:
             f"config.json: {weight} has {list(found)} and not {list(wanted)}. Fetch both from one "
             "place again"
         )
+    check_packed_names(report["unexpected_keys"], f"the checkpoint of {name}")
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(

@@ -67,7 +67,10 @@ class Molmo2ProcessingInfo(GenericProcessingInfo):
         return Molmo2Processor.from_args_and_dict(parts, {**settings, **kwargs}, **rest)
 
     def _dummies(self, modality: str, settings: Mapping[str, Any]) -> Iterator[Any]:
-        yield self.get_part(modality).largest_picture(settings)
+        height, width = self.get_part(modality).largest_size(settings)
+        yield from GenericDummyInputsBuilder(self)._get_dummy_images(
+            width=width, height=height, num_images=1
+        )
 
 
 class Molmo2MultiModalProcessor(GenericMultiModalProcessor):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,9 @@ from aioengine.models.probe import LayerSpec, probe_layers
 from aioengine.models.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
-from aioengine.processors.info import ProcessingContext, TextOnlyDummyInputs, TextOnlyInfo
-from aioengine.processors.processor import TextOnlyProcessor
+from aioengine.processors.info import ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 
 __all__ = ["Gemma3n", "Gemma4", "PerLayerModel", "PerLayerText"]
 
@@ -93,8 +93,6 @@ class PerLayerModel(TransformersModel):
 @register_model("Gemma3nForCausalLM", "Gemma4ForCausalLM")
 class PerLayerText(PerLayerModel):
     """A causal language model: token ids in, logits out."""
-
-    supports_multimodal: ClassVar[bool] = False
 
 
 class Gemma3nTextPart(Gemma3nTextConfig):  # type: ignore[misc]

@@ -34,9 +34,8 @@ from aioengine.models.qwen_vl_processing import (
 )
 from aioengine.models.registry import register_model
 from aioengine.models.weights import copy_weights
-from aioengine.processors.info import TextOnlyDummyInputs
-from aioengine.processors.processor import TextOnlyProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyProcessor
 
 __all__ = ["Qwen", "QwenLMHeadModel", "QwenTower", "QwenVL"]
 
@@ -325,7 +324,6 @@ class Qwen(DefinedModel):
 
     definition: ClassVar[type[nn.Module]] = QwenLMHeadModel
     config_class = QwenConfig
-    supports_multimodal: ClassVar[bool] = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -349,8 +347,6 @@ class Qwen(DefinedModel):
 )
 class QwenVL(Qwen):
     """Sequences up to `seq_length`; without `visual` in its config, a text model (`Qwen`)."""
-
-    supports_multimodal: ClassVar[bool] = True
 
     @classmethod
     def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:

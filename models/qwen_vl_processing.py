@@ -18,12 +18,12 @@ from aioengine.processors.info import (
     BaseProcessingInfo,
     ProcessingContext,
     ProcessorInputs,
-    TextOnlyInfo,
 )
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
+from aioengine.processors.text_only import TextOnlyInfo
 from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 
 __all__ = [

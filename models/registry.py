@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioengine.errors import ModelLoadError
 
@@ -81,15 +81,34 @@ _CLASSES: dict[str, type[TransformersModel]] = {}
 
 
 def register_model(*architectures: str) -> Callable[[Model], Model]:
-    """Class decorator: this class runs checkpoints of these `architectures`."""
+    """Class decorator: this class runs checkpoints of these `architectures`.
+
+    Raises TypeError for a class that the engine could not run.
+    """
     assert architectures, "name at least one architecture"
 
     def register(model_class: Model) -> Model:
+        _check(model_class, architectures)
         for name in architectures:
             _CLASSES[name] = model_class
         return model_class
 
     return register
+
+
+def _check(model_class: Any, architectures: Sequence[str]) -> None:
+    # Not at the top: whoever only asks which architectures there are needs no torch.
+    from aioengine.models.adapter import TransformersModel
+
+    if isinstance(model_class, type) and issubclass(model_class, TransformersModel):
+        return
+    name = getattr(model_class, "__qualname__", type(model_class).__name__)
+    bases = ", ".join(each.__name__ for each in getattr(model_class, "__bases__", ())) or "nothing"
+    raise TypeError(
+        f"{name}, which is to run {', '.join(architectures)}, inherits {bases}, and the engine "
+        "cannot run it: let it inherit aioengine.models.TransformersModel, where transformers has "
+        "the module, or aioengine.models.DefinedModel, with your nn.Module as its `definition`"
+    )
 
 
 def known_architectures() -> tuple[str, ...]:

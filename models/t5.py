@@ -16,8 +16,8 @@ from aioengine.models.attention import LayerSlot, attach_slot
 from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
-from aioengine.processors.info import TextOnlyDummyInputs, TextOnlyInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo
 
 __all__ = ["T5", "bias_by_distance"]
 

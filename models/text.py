@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import register_model
 
@@ -27,8 +24,6 @@ __all__ = ["GptOss", "TextModel"]
 class TextModel(TransformersModel):
     """A causal language model: token ids in, logits out."""
 
-    supports_multimodal = False
-
 
 @register_model("GptOssForCausalLM")
 class GptOss(TextModel):
@@ -36,12 +31,3 @@ class GptOss(TextModel):
 
     transformers could compute on the packed ones, with kernels that it fetches from a hub.
     """
-
-    @classmethod
-    def load_module(cls, path: Any, *, hf_config: Any, **options: Any) -> Any:
-        """See the base class."""
-        packing = getattr(hf_config, "quantization_config", None)
-        if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":
-            hf_config = copy.deepcopy(hf_config)
-            hf_config.quantization_config = {**packing, "dequantize": True}
-        return super().load_module(path, hf_config=hf_config, **options)

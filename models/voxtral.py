@@ -28,7 +28,7 @@ from aioengine.processors.info import (
     ProcessorInputs,
 )
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
+from aioengine.processors.items import AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
@@ -125,8 +125,11 @@ class VoxtralDummyInputsBuilder(BaseDummyInputsBuilder):
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> ProcessorInputs:
-        samples = torch.zeros(self.info.get_chunk_samples() * CHUNKS_AT_ONCE).numpy()
-        clips = [AudioClip(samples, self.info.get_sample_rate())] * mm_counts.get("audio", 0)
+        # More chunks take no more memory; where a length is configured, all of its rows count.
+        chunks = MOST_CHUNKS if self.info.ctx.bounds_size("audio") else CHUNKS_AT_ONCE
+        clips = self._get_dummy_audios(
+            length=self.info.get_chunk_samples() * chunks, num_audios=mm_counts.get("audio", 0)
+        )
         return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data={"audio": clips})
 
 

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.loading import loading
+from aioengine.models.quantized import is_quantized
 from aioengine.progress import counted
 
 __all__ = ["build_empty", "copy_weight", "copy_weights", "load_defined", "read_weights"]
@@ -47,7 +48,7 @@ def load_defined(
     files are missing or damaged, where weights do not fit or are not expected, and where one of the
     module's own was not loaded.
     """
-    if getattr(hf_config, "quantization_config", None) is not None:
+    if is_quantized(hf_config):
         raise ModelLoadError(f"{_name(definition)} takes no quantized checkpoints")
     model: Any = build_empty(definition, hf_config, dtype, device)
     try:

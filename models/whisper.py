@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
@@ -22,7 +21,7 @@ from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor, forced_tokens
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
+from aioengine.processors.items import AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.speech import language_code
@@ -105,8 +104,8 @@ class SpeechDummyInputs(BaseDummyInputsBuilder):
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> ProcessorInputs:
-        samples = torch.zeros(self.info.get_max_samples()).numpy()
-        clips = [AudioClip(samples, self.info.get_sample_rate())] * mm_counts.get("audio", 0)
+        length, count = self.info.get_max_samples(), mm_counts.get("audio", 0)
+        clips = self._get_dummy_audios(length=length, num_audios=count)
         return ProcessorInputs(prompt_text="", mm_data={"audio": clips})
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from aioengine.processors.info import ProcessingContext as ProcessingContext
     from aioengine.processors.info import ProcessorInputs as ProcessorInputs
     from aioengine.processors.info import load_context as load_context
-    from aioengine.processors.inputs import MultiModalFeatureSpec as MultiModalFeatureSpec
     from aioengine.processors.inputs import MultiModalFieldConfig as MultiModalFieldConfig
     from aioengine.processors.inputs import MultiModalKwargs as MultiModalKwargs
     from aioengine.processors.inputs import MultiModalKwargsItem as MultiModalKwargsItem
@@ -51,7 +50,6 @@ _HOMES = {
     "ImageProcessorItems": "items",
     "ImageSize": "items",
     "MultiModalDataItems": "items",
-    "MultiModalFeatureSpec": "inputs",
     "MultiModalFieldConfig": "inputs",
     "MultiModalKwargs": "inputs",
     "MultiModalKwargsItem": "inputs",

@@ -19,9 +19,9 @@ from aioengine.processors.processor import (
     ItemsByModality,
     Layout,
     MultiModalInputs,
-    TextOnlyProcessor,
     TextOrTokens,
 )
+from aioengine.processors.text_only import TextOnlyProcessor
 
 __all__ = [
     "EncDecLayout",
@@ -86,14 +86,28 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
 
     @property
     def decoder_start_token_id(self) -> int | None:
-        """The token that every decoder prompt begins with; None: none is put before it."""
+        """The token that every decoder prompt begins with; None: none is put before it.
+
+        The tokenizer's BOS where neither of the model's configs names one.
+        """
         config = self.info.get_hf_config()
         text_config = config.get_text_config(decoder=True)
-        return _start_token(self.info.ctx.generation_config, config, text_config)
+        start = _start_token(self.info.ctx.generation_config, config, text_config)
+        return self._bos_token_id if start is None else start
+
+    @property
+    def _bos_token_id(self) -> int | None:
+        found: int | None = getattr(self.info.get_tokenizer(), "bos_token_id", None)
+        return found
 
     def default_decoder_prompt(self) -> list[int]:
-        """What HF `generate` would start with, if the caller says nothing."""
-        return start_tokens(self.info.ctx.generation_config, self.info.get_hf_config())
+        """What HF `generate` would start with, if the caller says nothing.
+
+        It would with nothing where no config names a start token. Then the start token and BOS are
+        the prompt, and the former is the latter: one BOS.
+        """
+        generation_config, hf_config = self.info.ctx.generation_config, self.info.get_hf_config()
+        return start_tokens(generation_config, hf_config, self._bos_token_id)
 
     def layout_halves(
         self,
@@ -206,18 +220,24 @@ def _blaming(half: str, given: TextOrTokens | None) -> Iterator[None]:
         raise error.for_parameter(half_name(half, given)) from error
 
 
-def start_tokens(generation_config: Any, hf_config: Any) -> list[int]:
+def start_tokens(
+    generation_config: Any, hf_config: Any, bos_token_id: int | None = None
+) -> list[int]:
     """What a decoder's prompt begins with: the start token, then those that would be forced.
 
-    `generation_config`: transformers', or None; `hf_config`: the model's. Raises ModelLoadError
-    where neither has a start token, and for what is no token id.
+    `generation_config`: transformers', or None; `hf_config`: the model's; `bos_token_id`: the
+    tokenizer's, the start token where neither has one. Raises ModelLoadError where there is none at
+    all, and for what is no token id.
     """
     text_config = hf_config.get_text_config(decoder=True)
     start = _start_token(generation_config, hf_config, text_config)
     if start is None:
+        start = bos_token_id
+    if start is None:
         raise ModelLoadError(
             "neither generation_config.json nor config.json says with which token the decoder "
-            "begins; put decoder_start_token_id into generation_config.json"
+            "begins, and the tokenizer has no BOS; put decoder_start_token_id into "
+            "generation_config.json"
         )
     known = [start, *forced_tokens(generation_config)]
     forced = getattr(generation_config, "forced_bos_token_id", None)

@@ -248,15 +248,17 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         notes, name = notes_of(self.info.ctx), self.info.describe_processor()
         # HF processors raise anything, and whatever it is, the model cannot be served like this.
         try:
-            try:
-                mine, theirs, item, outputs = self._run_both(modality, 2)
-            except Exception:
-                mine, theirs, item, outputs = self._run_both(modality, 1)
-                notes["limit", modality] = 1
+            with self.own_media():
+                try:
+                    mine, theirs, item, outputs = self._run_both(modality, 2)
+                except Exception:
+                    mine, theirs, item, outputs = self._run_both(modality, 1)
+                    notes["limit", modality] = 1
         except Exception as error:
+            cause = error.__cause__ or error
             raise ModelLoadError(
-                f"{name} failed on a small {modality}: {type(error).__name__}"
-            ) from error
+                f"{name} failed on a small {modality}: {type(cause).__name__}"
+            ) from cause
         notes["unused", modality] = {
             each for each in item.keys() - outputs.keys() if item.keep_on_cpu(each)
         }

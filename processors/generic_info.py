@@ -14,9 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from aioengine.errors import ModelLoadError
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
@@ -24,7 +21,7 @@ from aioengine.processors.info import (
     ProcessingContext,
     ProcessorInputs,
 )
-from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
+from aioengine.processors.items import ImageSize, VideoHeader
 
 __all__ = [
     "CONTRACTS",
@@ -197,7 +194,11 @@ class GenericProcessingInfo(BaseProcessingInfo):
         if ("largest", modality) not in notes:
             trials = list(self._try_dummies(modality))
             if not trials:
-                raise ModelLoadError(f"{self.describe_processor()} takes no blank {modality}")
+                sizes = self.ctx.limit_mm_per_prompt.get(modality)
+                way_out = f"; raise the sizes in limit_mm_per_prompt[{modality!r}]" if sizes else ""
+                raise ModelLoadError(
+                    f"{self.describe_processor()} takes no blank {modality}{way_out}"
+                )
             notes["largest", modality] = max(trials, key=lambda trial: trial[1])
         item, num_rows = notes["largest", modality]
         return item, num_rows
@@ -219,15 +220,21 @@ class GenericProcessingInfo(BaseProcessingInfo):
                 yield dummy, token_ids.count(self.get_embed_token_id(modality, token_ids))
 
     def _dummies(self, modality: str, settings: Mapping[str, Any]) -> Iterator[Any]:
-        part = self.get_part(modality)
+        part, builder = self.get_part(modality), GenericDummyInputsBuilder(self)
         if modality == "audio":
             rate = self.get_sample_rate()
-            yield _silence(getattr(part, "n_samples", None) or 30 * rate, rate)
+            length = getattr(part, "n_samples", None) or 30 * rate
+            yield from builder._get_dummy_audios(length=length, num_audios=1)
             return
         sizes = _image_sizes(part, settings)
         if modality == "video":
-            yield _blank_video(32, ImageSize(*(min(side, 768) for side in sizes[0])))
+            width, height = (min(side, 768) for side in sizes[0])
+            yield from builder._get_dummy_videos(
+                width=width, height=height, num_frames=32, num_videos=1
+            )
             return
+        bounded = (self.ctx.bound_sizes("image", **size._asdict()) for size in sizes)
+        sizes = list(dict.fromkeys(ImageSize(**size) for size in bounded))
         # HF's own count ranks many sizes at once; with markers in some families, and not in all.
         # Not with options, which older versions would take over as everyone's defaults.
         with suppress(Exception):
@@ -236,9 +243,8 @@ class GenericProcessingInfo(BaseProcessingInfo):
             ranks = [] if settings else count(image_sizes=shapes)["num_image_tokens"]
             if len(set(ranks)) > 1:
                 sizes = [sizes[max(range(len(sizes)), key=ranks.__getitem__)]]
-        sizes = sizes[:_NUM_TRIALS]
-        for size in sizes:
-            yield Image.new("RGB", size, _WHITE)
+        for width, height in sizes[:_NUM_TRIALS]:
+            yield from builder._get_dummy_images(width=width, height=height, num_images=1)
 
 
 class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
@@ -262,11 +268,13 @@ class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
 
     def get_small_item(self, modality: str) -> Any:
         """A small decoded dummy."""
-        if modality == "audio":
-            rate = self.info.get_sample_rate()
-            return _silence(rate // 2, rate)
-        size = ImageSize(72, 56)
-        return _blank_video(4, size) if modality == "video" else Image.new("RGB", size, _WHITE)
+        size = {"width": 72, "height": 56}
+        if modality == "image":
+            return self._get_dummy_images(**size, num_images=1)[0]
+        if modality == "video":
+            return self._get_dummy_videos(**size, num_frames=4, num_videos=1)[0]
+        length = self.info.get_sample_rate() // 2
+        return self._get_dummy_audios(length=length, num_audios=1)[0]
 
 
 def notes_of(ctx: ProcessingContext) -> dict[tuple[str, object], Any]:
@@ -284,15 +292,6 @@ def _placeholder_ids(owner: Any, modality: str) -> Iterator[int]:
             yield from (each for each in values if isinstance(each, int))
 
 
-def _silence(num_samples: int, rate: int) -> AudioClip:
-    return AudioClip(np.zeros(num_samples, np.float32), rate)
-
-
-def _blank_video(num_frames: int, size: ImageSize) -> VideoClip:
-    frames = np.zeros((num_frames, size.height, size.width, 3), np.uint8)
-    return VideoClip(frames, VideoHeader(size, tuple(range(num_frames)), num_frames, fps=2.0))
-
-
 def _video_metadata(header: VideoHeader) -> Any:
     from transformers.video_utils import VideoMetadata
 
@@ -306,7 +305,6 @@ def _video_metadata(header: VideoHeader) -> Any:
     )
 
 
-_WHITE = (255, 255, 255)
 _NUM_TRIALS = 5
 _LARGEST_SIDE = 4096
 _EDGES = ("size", "crop_size", "max_image_size", "tile_size", "max_pixels")

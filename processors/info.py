@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, ClassVar
 
+import numpy as np
 from PIL import Image
 
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
 from aioengine.processors.faults import explain
 from aioengine.processors.hf import lacks_video, load_processor
+from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
 
 __all__ = [
     "BaseDummyInputsBuilder",
@@ -39,13 +41,16 @@ class ProcessingContext:
         hf_config: Any,
         tokenizer_factory: Callable[[], Any],
         processor_factory: Callable[..., Any],
-        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         generation_config: Any = None,
     ) -> None:
         self.model = model
         self.hf_config = hf_config
-        self.limit_mm_per_prompt = dict(limit_mm_per_prompt or {})
+        self.limit_mm_per_prompt = {
+            modality: dict(limit) if isinstance(limit, Mapping) else {"count": limit}
+            for modality, limit in (limit_mm_per_prompt or {}).items()
+        }
         self.mm_processor_kwargs = dict(mm_processor_kwargs or {})
         self.generation_config = generation_config
         self._tokenizer_factory = tokenizer_factory
@@ -74,6 +79,15 @@ class ProcessingContext:
         """Another HF processor, with some of its saved settings overridden."""
         # What is said of them may hold what a request asked for.
         return self._load("processor", lambda: self._processor_factory(**kwargs), tells=not kwargs)
+
+    def bound_sizes(self, modality: str, **sizes: int) -> dict[str, int]:
+        """Lower a dummy's sizes to those that `limit_mm_per_prompt` has for the modality."""
+        limits = self.limit_mm_per_prompt.get(modality, {})
+        return {name: min(size, limits.get(name, size)) for name, size in sizes.items()}
+
+    def bounds_size(self, modality: str) -> bool:
+        """Tell whether `limit_mm_per_prompt` has a size for the modality's items."""
+        return bool(self.limit_mm_per_prompt.get(modality, {}).keys() - {"count"})
 
     def clone(self) -> ProcessingContext:
         """The same for another worker thread, with a tokenizer and an HF processor of its own."""
@@ -104,7 +118,7 @@ def load_context(
     info: type[BaseProcessingInfo] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    limit_mm_per_prompt: Mapping[str, int] | None = None,
+    limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> ProcessingContext:
     """The context of a local folder or hub id. Reads files; loads the HF processor at once.
@@ -224,7 +238,7 @@ class BaseProcessingInfo(ABC):
         """The supported limits, lowered by `limit_mm_per_prompt`."""
         allowed: dict[str, int | None] = {}
         for modality, supported in self.get_supported_mm_limits().items():
-            limit = self.ctx.limit_mm_per_prompt.get(modality)
+            limit = self.ctx.limit_mm_per_prompt.get(modality, {}).get("count")
             known = [number for number in (supported, limit) if number is not None]
             allowed[modality] = min(known, default=None)
         return allowed
@@ -263,18 +277,6 @@ class BaseProcessingInfo(ABC):
                 parameter=f"{modality}s",
                 value=count,
             )
-
-
-class TextOnlyInfo(BaseProcessingInfo):
-    """For models that take no media."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {}
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,15 +322,28 @@ class BaseDummyInputsBuilder(ABC):
         """
         return self.get_dummy_processor_inputs(0, mm_counts).prompt_text
 
+    def get_hf_config(self) -> Any:
+        """The model's HF configuration."""
+        return self.info.get_hf_config()
+
+    # One dummy, many times: nothing writes to it. None is larger than `limit_mm_per_prompt` says.
+
     def _get_dummy_images(self, *, width: int, height: int, num_images: int) -> list[Image.Image]:
-        # One picture, many times: nothing writes to it.
-        return [Image.new("RGB", (width, height), (255, 255, 255))] * num_images
+        """Make white images of `width` x `height` pixels."""
+        size = self.info.ctx.bound_sizes("image", width=width, height=height)
+        return [Image.new("RGB", (size["width"], size["height"]), (255, 255, 255))] * num_images
 
+    def _get_dummy_audios(self, *, length: int, num_audios: int) -> list[AudioClip]:
+        """Make silence of `length` samples at the rate that the model takes."""
+        size = self.info.ctx.bound_sizes("audio", length=length)
+        samples = np.zeros(size["length"], np.float32)
+        return [AudioClip(samples, self.info.get_sample_rate())] * num_audios
 
-class TextOnlyDummyInputs(BaseDummyInputsBuilder):
-    """For models that take no media."""
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        return ProcessorInputs(prompt_text="")
+    def _get_dummy_videos(
+        self, *, width: int, height: int, num_frames: int, num_videos: int
+    ) -> list[VideoClip]:
+        """Make black videos of `num_frames` frames of `width` x `height` pixels, at 2 fps."""
+        asked = {"num_frames": num_frames, "height": height, "width": width}
+        count, *size = self.info.ctx.bound_sizes("video", **asked).values()
+        header = VideoHeader(ImageSize(*reversed(size)), tuple(range(count)), count, fps=2.0)
+        return [VideoClip(np.zeros((count, *size, 3), np.uint8), header)] * num_videos

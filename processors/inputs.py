@@ -10,23 +10,25 @@ for the encoder has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from aioengine.types import Span
 
 __all__ = [
     "FieldData",
-    "MultiModalFeatureSpec",
     "MultiModalFieldConfig",
     "MultiModalKwargs",
     "MultiModalKwargsItem",
     "PlaceholderRange",
+    "are_finite",
     "is_host_only",
+    "to_tensors",
 ]
 
 FieldData: TypeAlias = torch.Tensor | list[torch.Tensor]
@@ -343,16 +345,26 @@ class MultiModalKwargs(Mapping[str, FieldData]):
         return len(self._data)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MultiModalFeatureSpec:
-    """One media item of one request, ready to be encoded.
+def to_tensors(
+    outputs: Mapping[str, Any], config: Mapping[str, MultiModalFieldConfig]
+) -> dict[str, FieldData]:
+    """Convert the HF outputs that `config` names to CPU tensors, floating-point ones to float32."""
 
-    `data`: None once the encoder needs it no more. `identifier`: the key under which encoder rows
-    and prefix blocks are shared. `mm_hash`: the key of the processor cache.
-    """
+    def convert(value: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(value).cpu()
+        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
 
-    data: MultiModalKwargsItem | None
-    modality: str
-    identifier: str
-    mm_position: PlaceholderRange
-    mm_hash: str | None = None
+    return {
+        name: [convert(part) for part in outputs[name]]
+        if isinstance(outputs[name], list | tuple)
+        else convert(outputs[name])
+        for name in config
+        if name in outputs
+    }
+
+
+def are_finite(outputs: Iterable[FieldData]) -> bool:
+    """Check that no floating-point tensor holds an infinity or a NaN."""
+    parts = (part for data in outputs for part in (data if isinstance(data, list) else [data]))
+    # Not torch's function: it wakes the whole thread pool.
+    return all(np.isfinite(p.numpy()).all() for p in parts if p.is_floating_point())

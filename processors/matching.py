@@ -165,33 +165,44 @@ def apply_updates(
 def find_expanded(
     prompt: Sequence[int], updates: ResolvedUpdates, tokenizer: TextEncoder
 ) -> Ranges | None:
-    """Where the items lie in a prompt that an HF processor has expanded already; None if none has.
+    """Find the items in a prompt that an HF processor has expanded already; None if none has.
 
-    Every item's whole content must be there, in item order and without overlap, and no placeholder
-    may be left over. A content that has merged with the text beside it is not known again.
+    Every item's whole content must be there, each modality's in item order and without overlap, and
+    no placeholder may be left over. Contents are taken from left to right, and of several that
+    begin at one place the longest: one that lies inside another's is part of that. A content that
+    has merged with the text beside it is not known again.
     """
     ranges: Ranges = {modality: [] for modality, items in updates.items.items() if items}
-    text, taken = as_string(prompt), bytearray(len(prompt))
-    for modality, items in updates.items.items():
-        cursor = 0
-        for alternatives in items:
-            places = [
-                (start, update)
-                for update in alternatives
-                if (start := text.find(as_string(update.token_ids), cursor)) >= 0
-            ]
-            if not places:
-                return None
-            start, update = min(places, key=lambda place: place[0])
-            cursor = start + len(update.token_ids)
-            if any(taken[start:cursor]):
-                return None
-            taken[start:cursor] = b"\1" * (cursor - start)
-            ranges[modality].append(update.placeholder(start))
-    rest = [token_id for token_id, is_taken in zip(prompt, taken, strict=True) if not is_taken]
-    matcher = _token_matcher(rest, tokenizer)
+    text, taken, cursor = as_string(prompt), list[tuple[int, int]](), 0
+    found: dict[str, tuple[int, int, ResolvedUpdate]] = {}
+    while waiting := [name for name in ranges if len(ranges[name]) < len(updates.items[name])]:
+        for modality in waiting:
+            if modality not in found or found[modality][0] < cursor:
+                item = updates.items[modality][len(ranges[modality])]
+                first = _first_content(text, item, cursor)
+                if first is None:
+                    return None
+                found[modality] = first
+        modality = min(waiting, key=lambda name: found[name][:2])
+        start, _, update = found.pop(modality)
+        cursor = start + len(update.token_ids)
+        taken.append((start, cursor))
+        ranges[modality].append(update.placeholder(start))
+    matcher = _token_matcher(prompt, tokenizer, taken)
     targets = (_countable(targets, tokenizer) for targets in updates.replaced.values())
     return None if any(matcher.count(group, 0) for group in targets) else ranges
+
+
+def _first_content(
+    text: str, alternatives: Iterable[ResolvedUpdate], cursor: int
+) -> tuple[int, int, ResolvedUpdate] | None:
+    """Find an item's leftmost content, of those the longest: (start, minus length, alternative)."""
+    places = [
+        (start, -len(update.token_ids), update)
+        for update in alternatives
+        if (start := text.find(as_string(update.token_ids), cursor)) >= 0
+    ]
+    return min(places, key=lambda place: place[:2], default=None)
 
 
 def has_open_ends(updates: Iterable[ResolvedUpdate], tokenizer: Any) -> bool:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import BatchFeature
@@ -95,8 +94,8 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         edges = ((side, down), (side, across), (rows, down), (columns, across))
         return [math.ceil(edge / step) for edge, step in edges], 1 + tiling[0] * tiling[1]
 
-    def largest_picture(self, options: Mapping[str, Any]) -> Image.Image:
-        """A white one that fills its crops and takes the most tokens."""
+    def largest_size(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Return height and width of a picture that fills its crops and takes the most tokens."""
         geometry = self.geometry(options)
         size = geometry.patch_size
         canvases = [(rows * size, columns * size) for rows, columns in geometry.canvases()]
@@ -105,8 +104,7 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
             (low, across, rows, columns), _ = self.get_image_grid_and_crops(*canvas, options)
             return low * across + rows * columns
 
-        height, width = max(canvases, key=num_tokens)
-        return Image.new("RGB", (width, height), (255, 255, 255))
+        return max(canvases, key=num_tokens)
 
     def _preprocess(self, images: list[Any], return_tensors: Any = None, **options: Any) -> Any:
         made = [self._one(torch.from_numpy(np.ascontiguousarray(each)), options) for each in images]

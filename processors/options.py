@@ -15,7 +15,7 @@ from typing import Any
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["check_cost", "copy_options"]
+__all__ = ["check_cost", "copy_options", "merge_options"]
 
 MAX_DEPTH = 8
 MAX_VALUES = 1000
@@ -210,3 +210,14 @@ def _flat_numbers(value: Any, *, integers_only: bool = False) -> list[float]:
 def _refused(reason: str, value: object = None) -> InvalidRequestError:
     name = "mm_processor_kwargs"
     return InvalidRequestError(f"{name} {reason}", parameter=name, value=value)
+
+
+def merge_options(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two sets of options, scope by scope; `over` wins."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merge_options(below, value)
+        merged[key] = value
+    return merged

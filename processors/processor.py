@@ -8,16 +8,15 @@ and a prompt can be laid out from the headers of its media before one of them is
 
 from __future__ import annotations
 
+import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-import torch
-
-from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.errors import EngineError, InvalidRequestError, MediaError, trace_of
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo
 from aioengine.processors.inputs import (
@@ -25,12 +24,13 @@ from aioengine.processors.inputs import (
     MultiModalKwargs,
     MultiModalKwargsItem,
     PlaceholderRange,
+    are_finite,
+    to_tensors,
 )
-from aioengine.processors.items import (
-    MultiModalDataItems,
-)
+from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.matching import apply_updates, find_expanded, has_open_ends
 from aioengine.processors.media.resize import resize_ahead
+from aioengine.processors.options import merge_options
 from aioengine.processors.text_matching import apply_text_updates
 from aioengine.processors.updates import (
     PromptUpdate,
@@ -44,9 +44,10 @@ __all__ = [
     "BaseMultiModalProcessor",
     "Layout",
     "MultiModalInputs",
-    "TextOnlyProcessor",
     "TextOrTokens",
 ]
+
+logger = logging.getLogger(__name__)
 
 TextOrTokens: TypeAlias = str | Sequence[int]
 ItemsByModality: TypeAlias = dict[str, list[MultiModalKwargsItem]]
@@ -81,6 +82,8 @@ class BaseMultiModalProcessor(ABC):
         self.info = info
         self.dummy_inputs = dummy_inputs
         self._dummy_texts: dict[tuple[tuple[str, int], ...], str] = {}
+        self._has_own_media = False
+        self._logged: set[str] = set()
 
     # What a family says.
 
@@ -130,7 +133,7 @@ class BaseMultiModalProcessor(ABC):
 
     def merged_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's `mm_processor_kwargs` with the request's over them, scope by scope."""
-        return _merge(self.info.ctx.mm_processor_kwargs, mm_kwargs)
+        return merge_options(self.info.ctx.mm_processor_kwargs, mm_kwargs)
 
     def options_for(
         self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
@@ -243,6 +246,15 @@ class BaseMultiModalProcessor(ABC):
             token_ids=layout.token_ids, placeholders=layout.placeholders, items=outputs
         )
 
+    @contextmanager
+    def own_media(self) -> Iterator[None]:
+        """Take the media in the block for the engine's own, so that errors keep their cause."""
+        before, self._has_own_media = self._has_own_media, True
+        try:
+            yield
+        finally:
+            self._has_own_media = before
+
     # How it is done; a family may override these too.
 
     def _apply_hf_processor_main(
@@ -337,7 +349,14 @@ class BaseMultiModalProcessor(ABC):
         key = tuple(sorted(counts.items()))
         text = self._dummy_texts.get(key)
         if text is None:
-            text = self.dummy_inputs.get_dummy_text(counts)
+            try:
+                text = self.dummy_inputs.get_dummy_text(counts)
+            except Exception as error:  # of a family from outside: no payload, and not the media's
+                self._log(error, counts)
+                raise EngineError(
+                    f"{type(self.dummy_inputs).__name__} failed to make the text beside "
+                    f"{dict(counts)}: {type(error).__name__}"
+                ) from error
             if len(self._dummy_texts) < 64:
                 self._dummy_texts[key] = text
         return text
@@ -345,24 +364,26 @@ class BaseMultiModalProcessor(ABC):
     def _process_media(
         self, mm_data: Mapping[str, object], counts: Mapping[str, int], mm_kwargs: dict[str, Any]
     ) -> ItemsByModality:
+        text = self._dummy_text(counts)
         try:
-            outputs = self._call_hf_processor(self._dummy_text(counts), mm_data, mm_kwargs)
+            outputs = self._call_hf_processor(text, mm_data, mm_kwargs)
             config = self._get_mm_fields_config(outputs, mm_kwargs)
-            tensors = _as_tensors(outputs, config)
-            if mm_kwargs and not _are_finite(tensors.values()):
+            tensors = to_tensors(outputs, config)
+            if mm_kwargs and not are_finite(tensors.values()):
                 raise ValueError("the options make no numbers of it")
             built = MultiModalKwargs.build(tensors, config)
         except InvalidRequestError:
             raise
         # An HF processor raises anything, and puts the data into the text: only the kind is told.
         except Exception as error:
+            self._log(error, counts)
             options = f" with mm_processor_kwargs {sorted(mm_kwargs)[:5]}" if mm_kwargs else ""
             raise MediaError(
                 f"the {' and '.join(sorted(counts))} items could not be processed{options}: "
                 f"{type(error).__name__}",
                 parameter=next(iter(counts)),
                 value=type(error).__name__,
-            ) from None
+            ) from (error if self._has_own_media else None)
         for modality, count in counts.items():
             if len(built.get(modality, ())) != count:
                 raise MediaError(
@@ -371,6 +392,16 @@ class BaseMultiModalProcessor(ABC):
                     value=count,
                 )
         return built
+
+    def _log(self, error: Exception, counts: Mapping[str, int]) -> None:
+        """Log where an error came up, in full once for each place, and never its text."""
+        name, items, trace = type(self).__name__, "/".join(sorted(counts)), trace_of(error)
+        if trace in self._logged:
+            logger.warning("%s failed on %s items again: %s", name, items, type(error).__name__)
+            return
+        logger.warning("%s failed on %s items\n%s", name, items, trace)
+        if len(self._logged) < 64:
+            self._logged.add(trace)
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
         config = self.info.get_hf_config().get_text_config()
@@ -391,58 +422,7 @@ class BaseMultiModalProcessor(ABC):
         return token_ids
 
 
-class TextOnlyProcessor(BaseMultiModalProcessor):
-    """For models that take no media: text is tokenised, token ids pass through."""
-
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {}
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargs,
-    ) -> Sequence[PromptUpdate]:
-        return []
-
-
 def _as_id(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            value = _merge(below, value)
-        merged[key] = value
-    return merged
-
-
-def _as_tensors(
-    outputs: Mapping[str, Any], config: Mapping[str, MultiModalFieldConfig]
-) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-    """The outputs that the config names, as CPU tensors, floating-point ones in float32."""
-
-    def convert(value: Any) -> torch.Tensor:
-        tensor = torch.as_tensor(value).cpu()
-        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
-
-    return {
-        name: [convert(part) for part in outputs[name]]
-        if isinstance(outputs[name], list | tuple)
-        else convert(outputs[name])
-        for name in config
-        if name in outputs
-    }
-
-
-def _are_finite(outputs: Iterable[torch.Tensor | list[torch.Tensor]]) -> bool:
-    parts = (part for data in outputs for part in (data if isinstance(data, list) else [data]))
-    # Not torch's function: it wakes the whole thread pool.
-    return all(np.isfinite(p.numpy()).all() for p in parts if p.is_floating_point())

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from aioengine.processors.info import (
-    BaseDummyInputsBuilder,
-    BaseProcessingInfo,
-    ProcessingContext,
-    TextOnlyDummyInputs,
-    TextOnlyInfo,
-)
-from aioengine.processors.processor import BaseMultiModalProcessor, TextOnlyProcessor
+from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessingContext
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 
 __all__ = ["MULTIMODAL_REGISTRY", "MultiModalRegistry"]
 

@@ -60,7 +60,7 @@ class PromptIndexTarget:
 
 
 class PromptIndexTargets:
-    """Targets that name a place: they match once, whatever the tokens there are."""
+    """Zero-width targets: they name a place between tokens, where nothing is replaced."""
 
     @staticmethod
     def start() -> PromptIndexTarget:
@@ -167,7 +167,10 @@ class PromptUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptReplacement(PromptUpdate):
-    """Puts `replacement` in place of `target`, once for each item."""
+    """Puts `replacement` in place of `target`, once for each item.
+
+    At one of `PromptIndexTargets` there is nothing to replace: it is an insertion.
+    """
 
     replacement: Content | Callable[[int], Content]
 
@@ -314,9 +317,10 @@ def _resolve(
     if not (features if mask is None else bool(mask.any())):
         name = f"{update.modality}s[{place}]"
         raise MediaError(f"{name} is too small for the model: it becomes no rows", parameter=name)
+    target = target(place) if callable(target) else target
     return ResolvedUpdate(
-        target=target(place) if callable(target) else target,
-        keeps_target=update.keeps_target,
+        target=target,
+        keeps_target=update.keeps_target or isinstance(target, PromptIndexTarget),
         token_ids=full,
         start=start,
         stop=start + len(features),

@@ -27,6 +27,7 @@ from aioengine.processors import (
     MultiModalDataItems,
     MultiModalFieldConfig,
     MultiModalKwargs,
+    ProcessorInputs,
     PromptReplacement,
     PromptUpdate,
     VideoProcessorItems,
@@ -67,6 +68,19 @@ class MediaFamilyInfo(LlavaProcessingInfo):
 
 
 class MediaFamilyDummyInputs(LlavaDummyInputsBuilder):
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        pictures = super().get_dummy_processor_inputs(seq_len, mm_counts)
+        sounds = self._get_dummy_audios(
+            length=40 * SAMPLES_PER_ROW, num_audios=mm_counts.get("audio", 0)
+        )
+        films = self._get_dummy_videos(
+            width=48, height=32, num_frames=32, num_videos=mm_counts.get("video", 0)
+        )
+        mm_data = {**pictures.mm_data, "audio": sounds, "video": films}
+        return ProcessorInputs(prompt_text=pictures.prompt_text, mm_data=mm_data)
+
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         others = "".join(PLACES[m] * count for m, count in mm_counts.items() if m in PLACES)
         return super().get_dummy_text(mm_counts) + others

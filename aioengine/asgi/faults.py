@@ -42,13 +42,19 @@ def api_error(error: Exception) -> ApiError:
     """The fault that an error of the engine's amounts to; anything else is logged and is a 500."""
     if isinstance(error, ApiError):
         return error
+    again = {"retry-after": str(RETRY_AFTER_S)}
+    if isinstance(error, errors.MediaUnavailableError):
+        # Not 502: whoever names a broken server could have ours taken for one. OpenAI's clients
+        # try again by the second header, whatever the status.
+        headers = {**again, "x-should-retry": "true"}
+        code = "media_unavailable"
+        return ApiError(424, str(error), parameter=error.parameter, code=code, headers=headers)
     if isinstance(error, errors.InvalidRequestError):
         status = 422 if isinstance(error, errors.MediaError) else 400
         code = "invalid_media" if isinstance(error, errors.MediaError) else "invalid_value"
         if isinstance(error, errors.PromptTooLongError):
             code = "context_length_exceeded"
         return ApiError(status, str(error), parameter=error.parameter, code=code)
-    again = {"retry-after": str(RETRY_AFTER_S)}
     if isinstance(error, errors.OverloadedError):
         return ApiError(429, str(error), "rate_limit_error", code="overloaded", headers=again)
     unavailable: dict[type[Exception], str] = {

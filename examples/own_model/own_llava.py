@@ -23,6 +23,7 @@ from transformers import LlavaForConditionalGeneration
 from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 from aioengine.models import (
     MultiModalEmbeddings,
+    SupportsMultiModal,
     TransformersModel,
     merge_multimodal_embeddings,
     register_model,
@@ -117,7 +118,7 @@ class YourProcessor(BaseMultiModalProcessor):
 
 @register_model(ARCHITECTURE)
 @MULTIMODAL_REGISTRY.register_processor(YourProcessor, info=YourInfo, dummy_inputs=YourDummyInputs)
-class YourModelForImage2Seq(TransformersModel):
+class YourModelForImage2Seq(TransformersModel, SupportsMultiModal):
     """Step 1. The decoder behind it is transformers', over the engine's paged attention."""
 
     @classmethod

@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
+from aioengine.errors import MediaError, MediaUnavailableError
 
 __all__ = ["fetch"]
 
@@ -78,7 +78,8 @@ async def fetch(
     found in a chat message), local paths. http(s) needs `config.fetcher` or, for the engine's own
     client, `config.allowed_hosts`. Nothing is decoded here, and no more than
     `config.max_bytes(modality)` is read. `threads`: how many may be used at once. Every failure is
-    a MediaError naming `parameter`; cancellation passes through.
+    a MediaError naming `parameter`, and a MediaUnavailableError where the same fetch may succeed
+    later; cancellation passes through.
     """
     order = _Order(config, parameter, modality, threads)
     if isinstance(item, PurePath):
@@ -247,7 +248,7 @@ async def _call_fetcher(
         async with asyncio.timeout(timeout_s):
             body = await fetcher(url)
     except TimeoutError as error:
-        raise MediaError(
+        raise MediaUnavailableError(
             f"{parameter} was not fetched within media.fetch_timeout_s ({timeout_s:g} s)",
             parameter=parameter,
         ) from error
@@ -261,7 +262,8 @@ async def _call_fetcher(
         raise error.for_parameter(parameter) from error
     # The fetcher is the application's: whatever it raises is this one item's failure.
     except Exception as error:
-        raise MediaError(
+        kind = MediaUnavailableError if isinstance(error, ConnectionError) else MediaError
+        raise kind(
             f"{parameter} could not be fetched: {type(error).__name__}", parameter=parameter
         ) from error
     if not isinstance(body, bytes | bytearray | memoryview):

@@ -13,6 +13,7 @@ importing this module without it raises ModuleNotFoundError. `media.fetch` impor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import io
 import re
@@ -32,7 +33,7 @@ import httpx
 from anyio.abc import ByteStream
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
+from aioengine.errors import MediaError, MediaUnavailableError
 
 __all__ = ["fetch_url"]
 
@@ -61,12 +62,18 @@ _NOT_PUBLIC = [
 _UNICAST = ip_network("2000::/3")
 _NAT64 = ip_network("64:ff9b::/96")
 
-# One text whether the name is unknown, an address is refused, nobody answers or the certificate is
-# wrong: what differs would draw a map of the network from inside.
+# Of the server, not of the request.
+_PASSING = {408, 425, 429}
+
+# One text whether the name is unknown, an address is refused or the certificate is wrong: what
+# differs would draw a map of the network from inside.
 _UNREACHABLE = (
     "its host could not be reached (all of its addresses must be public, and its certificate "
     "valid); for hosts inside your network pass media.fetcher"
 )
+# Only ever of addresses that are public.
+_NO_ANSWER = "its host did not answer, or the connection to it failed; try again later"
+_NO_RESOLVER = "its host could not be looked up for now; try again later"
 _NOT_A_URL = "it is not a plain http(s) URL: scheme://host[:port]/path, without user and password"
 _MOVED_WRONGLY = "it was redirected to what is not a plain http(s) URL"
 _CORRUPT = "its compressed body is corrupt or cut short"
@@ -82,6 +89,10 @@ _WRONG_ENTRY = (
 
 class _RefusedError(Exception):
     """Why a fetch ended; the text is safe to show."""
+
+
+class _FailedError(Exception):
+    """A fetch that may succeed later; the text says why, and is safe to show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,19 +127,23 @@ async def fetch_url(
 
     Raises MediaError, naming `parameter`, for everything that may not or cannot be fetched within
     `config.fetch_timeout_s` (all of it: resolving, connecting, redirects, the body) and `max_bytes`
-    (sent as well as decoded; `limit_name` is what the message calls it). The error has no cause and
-    nothing of the response but its status. Cancelling closes the connection.
+    (sent as well as decoded; `limit_name` is what the message calls it); MediaUnavailableError
+    where the host may answer another time. The error has no cause and nothing of the response but
+    its status. Cancelling closes the connection.
     """
     limit = _Limit(num_bytes=max_bytes, name=limit_name)
+    kind: type[MediaError] = MediaUnavailableError
     try:
         async with asyncio.timeout(config.fetch_timeout_s):
             return await _follow(url, config.allowed_hosts, limit)
     except TimeoutError:
         reason = f"it took longer than media.fetch_timeout_s ({config.fetch_timeout_s:g} s)"
+    except _FailedError as failure:
+        reason = str(failure)
     except _RefusedError as refusal:
-        reason = str(refusal)
+        kind, reason = MediaError, str(refusal)
     # Out here, so that the error does not drag a connection and its peer's address along.
-    raise MediaError(f"{parameter} could not be fetched: {reason}", parameter=parameter)
+    raise kind(f"{parameter} could not be fetched: {reason}", parameter=parameter)
 
 
 async def _follow(text: str, allowed_hosts: Sequence[str], limit: _Limit) -> bytes:
@@ -139,8 +154,10 @@ async def _follow(text: str, allowed_hosts: Sequence[str], limit: _Limit) -> byt
         stream = await _connect(target, await _public_addresses(target))
         try:
             answer = await _get(stream, target, limit)
-        except (anyio.BrokenResourceError, anyio.EndOfStream, h11.ProtocolError, OSError):
-            raise _RefusedError("the connection broke, or did not speak HTTP") from None
+        except (anyio.BrokenResourceError, anyio.EndOfStream, OSError):
+            raise _FailedError("the connection broke; try again later") from None
+        except h11.ProtocolError:
+            raise _RefusedError("what its server says is broken HTTP") from None
         finally:
             await anyio.aclose_forcefully(stream)
         if isinstance(answer, bytes):
@@ -230,7 +247,9 @@ async def _public_addresses(target: _Target) -> list[str]:
     else:
         try:
             found = await _lookup(target.host, target.port)
-        except (OSError, UnicodeError):
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+                raise _FailedError(_NO_RESOLVER) from None
             found = []
     if not found or not all(_is_public(address) for address in found):
         raise _RefusedError(_UNREACHABLE)
@@ -287,7 +306,7 @@ async def _connect(target: _Target, addresses: Sequence[str]) -> ByteStream:
     if target.url.scheme == "https":
         limiter = anyio.CapacityLimiter(1)  # not the application's threads
         context = await anyio.to_thread.run_sync(_ssl_context, limiter=limiter)
-    addresses = addresses[:MAX_ADDRESSES]
+    addresses, is_refused = addresses[:MAX_ADDRESSES], False
     for address in addresses:
         try:
             async with asyncio.timeout(None if address == addresses[-1] else ATTEMPT_S):
@@ -301,9 +320,11 @@ async def _connect(target: _Target, addresses: Sequence[str]) -> ByteStream:
                     tls_hostname=target.host,
                     tls_standard_compatible=False,
                 )
-        except (OSError, anyio.BrokenResourceError, anyio.EndOfStream, UnicodeError):
+        except (ssl.SSLError, UnicodeError):
+            is_refused = True  # or somebody else's, or no TLS
+        except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
             continue
-    raise _RefusedError(_UNREACHABLE)
+    raise _RefusedError(_UNREACHABLE) if is_refused else _FailedError(_NO_ANSWER)
 
 
 async def _get(stream: ByteStream, target: _Target, limit: _Limit) -> bytes | str:
@@ -318,8 +339,10 @@ async def _get(stream: ByteStream, target: _Target, limit: _Limit) -> bytes | st
             return place.decode()
         except ValueError:
             raise _RefusedError(_MOVED_WRONGLY) from None
-    if response.status_code not in (200, 203):
-        raise _RefusedError(f"the server answered with status {response.status_code}")
+    status = response.status_code
+    if status not in (200, 203):
+        kind = _FailedError if status >= 500 or status in _PASSING else _RefusedError
+        raise kind(f"the server answered with status {status}")
     for name, value in headers:
         if name == b"content-length":
             limit.check(int(value))
@@ -356,9 +379,18 @@ class _Exchange:
             try:
                 data = await self._stream.receive(PIECE_BYTES)
             except anyio.EndOfStream:
-                data = b""
+                return self._last_event()
             self._protocol.receive_data(data)
         return event
+
+    def _last_event(self) -> object:
+        """Return the message's end, if the stream may end here; raise EndOfStream if not."""
+        self._protocol.receive_data(b"")
+        with contextlib.suppress(h11.RemoteProtocolError):
+            event = self._protocol.next_event()
+            if isinstance(event, h11.EndOfMessage):
+                return event
+        raise anyio.EndOfStream
 
 
 class _Body:

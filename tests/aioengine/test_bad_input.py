@@ -20,6 +20,7 @@ from aioengine.errors import (
     AioEngineError,
     InvalidRequestError,
     MediaError,
+    MediaUnavailableError,
     PlaceholderMismatchError,
     PromptTooLongError,
     UnsupportedModalityError,
@@ -520,24 +521,24 @@ async def _mixed_up(url: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "fetcher",
+    ("fetcher", "kind"),
     [
-        _raise,
-        _hang,
-        _rubbish,
-        _no_bytes,
-        _mixed_up,
+        (_raise, MediaUnavailableError),
+        (_hang, MediaUnavailableError),
+        (_rubbish, MediaError),
+        (_no_bytes, MediaError),
+        (_mixed_up, MediaError),
     ],
 )
-async def test_a_fetcher_that_fails(folder: Path, fetcher: Any) -> None:
+async def test_a_fetcher_that_fails(folder: Path, fetcher: Any, kind: type[MediaError]) -> None:
     media = MediaConfig(fetcher=fetcher, fetch_timeout_s=0.05)
     async with running_engine(folder, media=media) as engine:
         expected = await engine.generate(GOOD_PROMPT, **GOOD)
         url = "https://example.com/a.png"
         good, first, second = await asyncio.gather(
             engine.generate(GOOD_PROMPT, **GOOD),
-            refused(engine, "<image>", MediaError, "images[0]", images=[url]),
-            refused(engine, "<image><image>", MediaError, "images[1]", images=[PNG, url]),
+            refused(engine, "<image>", kind, "images[0]", images=[url]),
+            refused(engine, "<image><image>", kind, "images[1]", images=[PNG, url]),
         )
         assert good.token_ids == expected.token_ids
         assert first is not second

@@ -224,6 +224,7 @@ async def test_names_of_completions_are_taken_too(folder: Path) -> None:
     [
         ("logit_bias", {"logit_bias": {10**6: 1.0}}),
         ("allowed_token_ids", {"allowed_token_ids": [3, 10**6]}),
+        ("stop_token_ids", {"stop_token_ids": [3, 10**6]}),
     ],
 )
 async def test_tokens_that_there_are_not(

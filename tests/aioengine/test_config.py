@@ -169,6 +169,20 @@ def test_stops_have_to_be_sequences(parameter: str) -> None:
         ("mm_processor_cache_dir", {"mm_processor_cache_dir": 5}),
         ("mm_processor_cache_dir_bytes", {"mm_processor_cache_dir_bytes": -1}),
         ("limit_mm_per_prompt['image']", {"limit_mm_per_prompt": {"image": -1}}),
+        ("limit_mm_per_prompt['image']", {"limit_mm_per_prompt": {"image": "2"}}),
+        ("limit_mm_per_prompt['image']", {"limit_mm_per_prompt": {"image": {"heigth": 9}}}),
+        ("limit_mm_per_prompt['audio']", {"limit_mm_per_prompt": {"audio": {"width": 9}}}),
+        (
+            "limit_mm_per_prompt['video']['num_frames']",
+            {"limit_mm_per_prompt": {"video": {"count": 0, "num_frames": 0}}},
+        ),
+        (
+            "limit_mm_per_prompt['image']['count']",
+            {"limit_mm_per_prompt": {"image": {"count": True}}},
+        ),
+        ("limit_mm_per_prompt", {"limit_mm_per_prompt": {"imgae": 1}}),
+        ("limit_mm_per_prompt", {"limit_mm_per_prompt": {7: 1}}),
+        ("limit_mm_per_prompt", {"limit_mm_per_prompt": ["image"]}),
         ("tensor_parallel_size", {"tensor_parallel_size": 2}),
     ],
 )
@@ -176,6 +190,13 @@ def test_bad_engine_options(parameter: str, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         AsyncEngine.from_pretrained("anything", **options)
     assert caught.value.parameter == parameter
+
+
+def test_a_wrong_limit_says_what_there_is() -> None:
+    with pytest.raises(InvalidRequestError, match="keyed by image, audio, video, not 'imgae'"):
+        EngineConfig(limit_mm_per_prompt={"imgae": 1})
+    with pytest.raises(InvalidRequestError, match="from count, width, height, not 'heigth'"):
+        EngineConfig(limit_mm_per_prompt={"image": {"heigth": 512}})
 
 
 def test_configurations_are_checked_when_made() -> None:

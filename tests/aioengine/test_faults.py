@@ -95,7 +95,7 @@ async def test_a_tokenizer_that_cannot_decode_ends_its_request_only(
 # ---- the encoder's output
 
 
-@pytest.mark.parametrize("wrong", ["width", "rank", "count", "kind"])
+@pytest.mark.parametrize("wrong", ["width", "rank", "count", "kind", "few"])
 async def test_encoder_output_of_any_wrong_shape_ends_its_requests_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
@@ -104,6 +104,7 @@ async def test_encoder_output_of_any_wrong_shape_ends_its_requests_only(
         "rank": [torch.zeros(NUM_IMAGE_TOKENS)],
         "count": [],
         "kind": [None],
+        "few": [torch.zeros(NUM_IMAGE_TOKENS - 1, 48)],
     }
     async with engine_for(folder) as engine:
         expected = await engine.generate(TEXT, GREEDY)
@@ -112,6 +113,7 @@ async def test_encoder_output_of_any_wrong_shape_ends_its_requests_only(
         with pytest.raises(MediaError) as caught:
             await engine.generate("<image>", GREEDY, images=[tiny_image(1)])
         assert caught.value.parameter == "images[0]"
+        assert ("select_token_id" in str(caught.value)) is (wrong == "few")
         assert (await engine.generate(TEXT, GREEDY)).token_ids == expected.token_ids
         assert engine.statistics().encoder_cache_entries == 0
 

@@ -17,10 +17,13 @@ import pytest
 import soundfile
 
 from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt
-from aioengine.errors import MediaError, UnsupportedModalityError
+from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
+from aioengine.processors import MULTIMODAL_REGISTRY
+from aioengine.profiling import largest_items
 from tests import media_family
 from tests.engines import greedy, running_engine
-from tests.media_family import SAMPLE_RATE, audio_rows, video_rows
+from tests.media_family import SAMPLE_RATE, SAMPLES_PER_ROW, audio_rows, video_rows
+from tests.processors.conftest import context_of
 from tests.tiny import save_tiny_llava, tiny_image
 
 HIDDEN = 48
@@ -185,6 +188,53 @@ async def test_bad_media_concern_nobody_else(
         )
         assert isinstance(refused, MediaError) and refused.parameter == parameter, refused
         assert other == expected
+
+
+SIZED = {
+    "image": {"width": 500, "height": 500},
+    "audio": {"count": 2, "length": 10 * SAMPLES_PER_ROW},
+    "video": {"num_frames": 4, "width": 8, "height": 6},
+}
+
+
+def test_dummies_keep_to_the_sizes_that_are_given(folder: Path) -> None:
+    """Larger ones than the model's own change nothing, and what is not named stays."""
+    context = context_of(folder, limit_mm_per_prompt=SIZED)
+    processor = MULTIMODAL_REGISTRY.create_processor(media_family.MediaFamily, context)
+    counts = {"image": 1, "audio": 2, "video": 1}
+    data = processor.dummy_inputs.get_dummy_processor_inputs(0, counts).mm_data
+    plain = MULTIMODAL_REGISTRY.create_processor(media_family.MediaFamily, context_of(folder))
+    usual = plain.dummy_inputs.get_dummy_processor_inputs(0, counts).mm_data
+    assert data["image"][0].size == usual["image"][0].size
+    assert [len(clip.samples) for clip in data["audio"]] == [10 * SAMPLES_PER_ROW] * 2
+    assert data["audio"][0].sample_rate == SAMPLE_RATE
+    assert data["video"][0].frames.shape == (4, 6, 8, 3)
+    assert data["video"][0].header.size == (8, 6) and data["video"][0].header.num_frames == 4
+    assert usual["video"][0].frames.shape == (32, 32, 48, 3)
+    rows = largest_items(plain, 0)
+    assert rows["audio"] == 40 and rows["video"] == 64
+    assert largest_items(processor, 0) == {"image": rows["image"], "audio": 10, "video": 8}
+    none = context_of(folder, limit_mm_per_prompt={"audio": {"count": 0, "length": 9}, "video": 0})
+    processor = MULTIMODAL_REGISTRY.create_processor(media_family.MediaFamily, none)
+    assert largest_items(processor, 0) == {"image": rows["image"]}
+
+
+def test_a_dummy_that_is_too_small_is_told_at_once(folder: Path) -> None:
+    context = context_of(folder, limit_mm_per_prompt={"audio": {"length": 3}})
+    processor = MULTIMODAL_REGISTRY.create_processor(media_family.MediaFamily, context)
+    with pytest.raises(ModelLoadError, match=r"limit_mm_per_prompt\['audio'\]"):
+        largest_items(processor, 0)
+
+
+async def test_what_is_larger_than_the_sizes_that_are_given_is_served(folder: Path) -> None:
+    """They say what memory is set aside for, as in vLLM, and not what may come."""
+    long = {"audios": [wav(samples(1))], "videos": [frames(2)]}
+    async with running_engine(folder) as engine:
+        expected = await tokens(engine, SOUND + FILM, **long)
+    async with running_engine(folder, limit_mm_per_prompt=SIZED) as engine:
+        assert await tokens(engine, SOUND + FILM, **long) == expected
+        with pytest.raises(UnsupportedModalityError, match="3 audio items"):
+            await engine.generate(SOUND * 3, greedy(2), audios=[wav(samples(1))] * 3)
 
 
 async def test_limits_are_by_modality(folder: Path) -> None:

@@ -51,7 +51,6 @@ EXTENSION_POINTS = {
         "ImageProcessorItems",
         "ImageSize",
         "MultiModalDataItems",
-        "MultiModalFeatureSpec",
         "MultiModalFieldConfig",
         "MultiModalKwargs",
         "MultiModalKwargsItem",
@@ -67,6 +66,7 @@ EXTENSION_POINTS = {
     "models": {
         "Attention",
         "AttentionType",
+        "DefinedModel",
         "MultiModalEmbeddings",
         "NestedTensors",
         "SupportsEncoderDecoder",

@@ -16,9 +16,11 @@ from starlette.routing import Mount
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.asgi import openai_app
+from aioengine.config import MediaConfig
 from aioengine.detokenizer import TokenTexts
 from tests.asgi.serving import openai_client, picture_part, serving
-from tests.engines import greedy, running_engine, settled, until
+from tests.engines import encoded, greedy, running_engine, settled, until
+from tests.tiny import tiny_image
 
 MODEL = "tiny-llava"
 TWO_PICTURES: list[Any] = [
@@ -304,6 +306,31 @@ async def test_bad_media(client: AsyncOpenAI, url: str, is_streamed: bool) -> No
         stream=is_streamed,
     )
     assert error.param == "messages[0].content[1]" and error.code == "invalid_media"
+
+
+async def test_media_whose_server_failed_for_now(folder: Path) -> None:
+    """Not a server's fault in a balancer's eyes, and worth another try in the client's."""
+    bodies: list[Exception | bytes] = [ConnectionError("secret"), encoded(tiny_image(1))]
+
+    async def fetcher(url: str) -> bytes:
+        body = bodies.pop(0)
+        if isinstance(body, Exception):
+            raise body
+        return body
+
+    part = {"type": "image_url", "image_url": {"url": "http://pictures.test/a.png"}}
+    messages = [{"role": "user", "content": [part]}]
+    async with running_engine(folder, media=MediaConfig(fetcher=fetcher)) as engine:
+        app = Starlette(routes=[Mount("/v1", openai_app(engine))])
+        async with serving(app) as url, openai_client(url) as client:
+            error = await refused(client, openai.APIStatusError, messages=messages)
+            assert (error.status_code, error.code) == (424, "media_unavailable")
+            assert error.param == "messages[0].content[0]"
+            assert int(error.response.headers["retry-after"]) > 0
+            assert error.response.headers["x-should-retry"] == "true"
+            assert await client.chat.completions.create(
+                model=folder.name, messages=messages, max_tokens=2
+            )
 
 
 async def test_names_of_media_are_not_taken_from_strangers(client: AsyncOpenAI) -> None:

@@ -78,7 +78,8 @@ def test_every_kind_of_value() -> None:
     options = parsed(
         *("--max-num-seqs", "3", "--dtype", "float32", "--gpu-memory-utilization", "0.5"),
         *("--kv-cache-bytes", "1.5GiB", "--no-enable-prefix-caching", "--trust-remote-code"),
-        *("--limit-mm-per-prompt", '{"image": 4}', "--mm-processor-cache-dir", "kept"),
+        *("--mm-processor-cache-dir", "kept"),
+        *("--limit-mm-per-prompt", '{"image": 4, "video": {"count": 1, "num_frames": 8}}'),
         *("--allowed-hosts", "a.example", "--allowed-hosts", "*.b.example"),
         *("--local-roots", "/srv", "--video-num-frames", "none", "--max-image-bytes", "2MB"),
         *("--stop", "one", "--stop", "two", "--stop-token-ids", "7", "--temperature", "0"),
@@ -91,7 +92,7 @@ def test_every_kind_of_value() -> None:
         kv_cache_bytes=3 << 29,
         enable_prefix_caching=False,
         trust_remote_code=True,
-        limit_mm_per_prompt={"image": 4},
+        limit_mm_per_prompt={"image": 4, "video": {"count": 1, "num_frames": 8}},
         mm_processor_cache_dir="kept",
         media=MediaConfig(
             allowed_hosts=["a.example", "*.b.example"],

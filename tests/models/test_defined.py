@@ -18,14 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import ModelLoadError
+from aioengine.models import SupportsMultiModal
 from aioengine.models.attention import Attention
 from aioengine.models.defined import DefinedModel
 from aioengine.models.loading import load_config
 from aioengine.models.registry import register_model
 from aioengine.models.weights import build_empty, copy_weights, load_defined
-from aioengine.processors.info import TextOnlyInfo
-from aioengine.processors.processor import TextOnlyProcessor
-from aioengine.processors.registry import MULTIMODAL_REGISTRY, TextOnlyDummyInputs
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 from tests.models.driver import Driver, Request
 from tests.tiny import draw_weights, tiny_tokenizer
 
@@ -114,7 +114,6 @@ class OwnInfo(TextOnlyInfo):
 class OwnModel(DefinedModel):
     definition: ClassVar[type[nn.Module]] = Own
     config_class = OwnConfig
-    supports_multimodal = False
 
 
 def own_config() -> OwnConfig:
@@ -324,6 +323,60 @@ def test_what_a_definition_cannot_be(folder: Path) -> None:
     config.quantization_config = {"bits": 4}
     with pytest.raises(ModelLoadError, match="quantized"):
         load_defined(Own, folder, hf_config=config, dtype=torch.float32, device="cpu")
+
+
+class Seeing(Own):
+    """Encodes and embeds media itself, by the guide's newer names."""
+
+    def embed_multimodal(self, **kwargs: Any) -> list[Tensor] | None:
+        pixels = kwargs.get("pixel_values")
+        if pixels is None:
+            return None
+        return [2 * each.flatten(0, -2) for each in pixels]
+
+    def embed_input_ids(
+        self, input_ids: Tensor, multimodal_embeddings: Any = None, is_multimodal: Any = None
+    ) -> Tensor:
+        if multimodal_embeddings is None:
+            embeds: Tensor = self.embed(input_ids)
+            return embeds
+        embeds = self.embed(input_ids.masked_fill(is_multimodal, 0))
+        return embeds.masked_scatter(is_multimodal[:, None], torch.cat(multimodal_embeddings) + 1)
+
+
+class SeeingModel(DefinedModel):
+    definition: ClassVar[type[nn.Module]] = Seeing
+    config_class = OwnConfig
+
+
+def test_a_definition_that_encodes_and_embeds_media_itself(folder: Path) -> None:
+    model = SeeingModel.load(folder, hf_config=own_config(), dtype=torch.float64, device="cpu")
+    assert isinstance(model.model, SupportsMultiModal)
+    pixels = [torch.rand(3, 1, WIDTH), torch.rand(3, 1, WIDTH)]
+    rows = model.encode("image", [{"pixel_values": each} for each in pixels])
+    for row, each in zip(rows, pixels, strict=True):
+        assert torch.equal(row, 2 * each.double().flatten(0, -2))
+    given_rows = torch.rand(2, WIDTH)
+    (passed,) = model.encode("image", [{"image_embeds": given_rows}])
+    assert torch.equal(passed, given_rows.double())
+    assert model.embed_multimodal() == []
+    ids = torch.tensor([1, 10**6, 10**6, 2])
+    mask = torch.tensor([False, True, True, False])
+    table = model.model.embed.weight
+    embeds = model.embed_input_ids(ids, [given_rows.double()], mask)
+    assert torch.equal(embeds, torch.stack([table[1], *(given_rows.double() + 1), table[2]]))
+    assert torch.equal(model.embed_input_ids(ids[[0, 3]]), table[[1, 2]])
+
+
+def test_a_definition_that_promises_more_than_it_does(folder: Path) -> None:
+    class Promising(Own, SupportsMultiModal):
+        pass
+
+    class PromisingModel(DefinedModel):
+        definition: ClassVar[type[nn.Module]] = Promising
+
+    with pytest.raises(ModelLoadError, match=r"abstract.*embed_multimodal"):
+        PromisingModel.probe(own_config())
 
 
 class OverLlama(nn.Module):

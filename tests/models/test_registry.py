@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from torch import nn
+from transformers import PreTrainedConfig
 
 import aioengine.models
 from aioengine.errors import ModelLoadError
-from aioengine.models import registry
+from aioengine.models import SupportsEncoderDecoder, SupportsMultiModal, registry
 from aioengine.models.adapter import TransformersModel
+from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.registry import known_architectures, register_model, resolve
 from aioengine.models.text import TextModel
 
 
 @pytest.fixture(autouse=True)
-def own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
+def own_classes() -> Iterator[None]:
+    """What a test registers goes with it; a shipped family that was imported stays known."""
+    before = dict(registry._CLASSES)
+    yield
+    shipped = {n: c for n, c in registry._CLASSES.items() if c.__module__.startswith("aioengine.")}
+    registry._CLASSES.clear()
+    registry._CLASSES.update({**shipped, **before})
 
 
 class Mine(TransformersModel):
@@ -38,6 +48,52 @@ def test_the_first_known_architecture_wins() -> None:
 def test_an_application_overrides_a_shipped_family() -> None:
     register_model("LlamaForCausalLM")(Mine)
     assert resolve(["LlamaForCausalLM"]) is Mine
+
+
+class AsTheGuideWritesIt(nn.Module, SupportsMultiModal):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "bases"),
+    [
+        (AsTheGuideWritesIt, "Module, SupportsMultiModal"),
+        (nn.Linear, "Module"),
+        (object, "nothing"),
+        (nn.Identity(), "nothing"),
+    ],
+)
+def test_what_the_engine_cannot_run_is_refused_at_once(model: Any, bases: str) -> None:
+    with pytest.raises(TypeError, match=f"inherits {bases}, and") as caught:
+        register_model("Unheard", "UnheardToo")(model)
+    text = str(caught.value)
+    assert "Unheard, UnheardToo" in text
+    for name in ("aioengine.models.TransformersModel", "aioengine.models.DefinedModel"):
+        assert name in text
+    assert not {"Unheard", "UnheardToo"} & set(known_architectures())
+
+
+def test_a_model_may_say_what_it_promises() -> None:
+    """Behind the class that keeps the promise; before it, nothing would."""
+
+    @register_model("Unheard")
+    class Seeing(TransformersModel, SupportsMultiModal):
+        pass
+
+    class Blind(SupportsMultiModal, TransformersModel):
+        pass
+
+    assert resolve(["Unheard"]) is Seeing
+    assert isinstance(Seeing.__new__(Seeing), SupportsMultiModal)
+    with pytest.raises(TypeError, match="abstract"):
+        Blind.__new__(Blind)
+
+
+def test_who_has_cross_attention() -> None:
+    model: Any = EncoderDecoderModel.__new__(EncoderDecoderModel)
+    model.hf_config = PreTrainedConfig(max_position_embeddings=7)
+    assert isinstance(model, SupportsEncoderDecoder)
+    assert not isinstance(Mine.__new__(Mine), SupportsEncoderDecoder)
 
 
 @pytest.mark.parametrize("architectures", [["Unheard"], [], None])

@@ -24,6 +24,7 @@ from aioengine.processors.items import (
     MultiModalDataItems,
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.profiling import largest_items
 from tests.parity.audio_families import (
     FAMILIES,
     RATE,
@@ -209,6 +210,20 @@ def test_rows_are_known_from_the_header(model: Model, loaded: tuple[Any, Any]) -
         assert placed.num_embeds <= processor.info.get_mm_max_tokens_per_item(1024, {})["audio"]
     with pytest.raises(MediaError, match="promised"):
         processor.verify_layout(layout, items_of(321), processor.process(items_of(321), {}), {})
+
+
+def test_memory_is_reserved_for_the_length_that_is_configured(model: Model) -> None:
+    """Be it shorter than the model's window, or as long as several."""
+    hf_config = hf.AutoConfig.from_pretrained(model.folder)
+    window = int(model.family.window_s * RATE)
+    for length in (window // 2, 10 * window):
+        limits = {"audio": {"length": length}}
+        context = load_context(model.folder, hf_config=hf_config, limit_mm_per_prompt=limits)
+        model_class = resolve(hf_config.architectures)
+        processor = MULTIMODAL_REGISTRY.create_processor(model_class, context)
+        layout = processor.layout(model.family.place, items_of(length), {})
+        (placed,) = layout.placeholders["audio"]
+        assert largest_items(processor, 1024) == {"audio": placed.num_embeds}
 
 
 def test_neighbours_in_a_batch_change_nothing(model: Model, loaded: tuple[Any, Any]) -> None:

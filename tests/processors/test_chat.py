@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
 from aioengine.processors.chat import ChatRenderer, _any_of
-from aioengine.processors.info import TextOnlyDummyInputs, TextOnlyInfo
 from aioengine.processors.items import (
     ImageHeader,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
 )
-from aioengine.processors.processor import TextOnlyProcessor
+from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 from tests.processors.conftest import context_of, make_tokenizer
 
 IMAGE = {"type": "image", "image": b"never looked at here"}

@@ -59,6 +59,8 @@ class GuideDummyInputs(BaseDummyInputsBuilder):
     ) -> ProcessorInputs:
         num_images = mm_counts.get("image", 0)
         image_token = self.info.get_hf_processor().image_token
+        hf_config = self.get_hf_config()  # as the guide writes it, and not on the info
+        assert hf_config is self.info.get_hf_config()
         width, height = self.info.get_image_size_with_most_features()
         images = self._get_dummy_images(width=width, height=height, num_images=num_images)
         return ProcessorInputs(prompt_text=image_token * num_images, mm_data={"image": images})

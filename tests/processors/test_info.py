@@ -20,8 +20,8 @@ from aioengine.processors.items import (
     ImageSize,
     MultiModalDataItems,
 )
-from aioengine.processors.processor import TextOnlyProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY, MultiModalRegistry
+from aioengine.processors.text_only import TextOnlyProcessor
 from tests.processors.conftest import context_of
 
 
@@ -35,7 +35,7 @@ def test_clones_share_nothing_that_threads_must_not_share(llava_folder: Path) ->
     assert clone.tokenizer is not context.tokenizer
     assert clone.hf_processor is not context.hf_processor
     assert clone.hf_config is context.hf_config
-    assert clone.limit_mm_per_prompt == {"image": 9}
+    assert clone.limit_mm_per_prompt == {"image": {"count": 9}}
 
 
 def test_a_loaded_processor_lends_its_tokenizer(llava_folder: Path) -> None:

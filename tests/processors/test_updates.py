@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import PlaceholderMismatchError
-from aioengine.processors.matching import Ranges, apply_updates
+from aioengine.processors.matching import Ranges, apply_updates, find_expanded
 from aioengine.processors.updates import (
     PromptIndexTargets,
     PromptInsertion,
@@ -120,9 +120,36 @@ def test_index_targets() -> None:
     assert run("", [insert(end, numbered)], image=1)[0] == "0"
     prefix = PromptIndexTargets.prefix("ab")
     assert run("abab", [insert(prefix, numbered)], image=2)[0] == "ab01ab"
-    assert run("abab", [replace(prefix, "X")], image=1)[0] == "Xab"
     with pytest.raises(PlaceholderMismatchError):
         run("babab", [insert(prefix, numbered)], image=1)
+
+
+@pytest.mark.parametrize("spelled", ["ab", ids("ab"), lambda index: ids("ab")])
+def test_index_targets_have_no_width(spelled: Any) -> None:
+    """A replacement there takes nothing away, be the target text, tokens or a function."""
+    start, end = PromptIndexTargets.start(), PromptIndexTargets.end()
+    numbered = lambda index: str(index)  # noqa: E731
+
+    def prefix(index: int) -> Any:
+        return PromptIndexTargets.prefix(spelled(index) if callable(spelled) else spelled)
+
+    target = prefix if callable(spelled) else prefix(0)
+    assert run("abab", [replace(target, "X")], image=1) == ("abXab", {"image": [whole(2, 1)]})
+    assert run("abab", [replace(target, numbered)], image=3)[0] == "ab012ab"
+    assert run("abab", [replace(start, numbered)], image=2)[0] == "01abab"
+    assert run("abab", [replace(end, numbered)], image=2)[0] == "abab01"
+    several = [replace(target, "1"), insert(target, "2", "video"), replace("c", "3", "audio")]
+    assert run("aba", several[:2], image=1, video=2)[0] == "ab122a"
+    assert run("abac", [several[2], several[0]], image=1, audio=1)[0] == "ab1a3"
+    with pytest.raises(PlaceholderMismatchError):
+        run("babab", [replace(target, "X")], image=1)
+
+
+def test_a_prefix_that_occurs_again() -> None:
+    update = replace(PromptIndexTargets.prefix([32000]), [91])
+    tokens, ranges = expand([32000] * 3, [update], {"image": 1})
+    assert tokens == [32000, 91, 32000, 32000]
+    assert (ranges["image"][0].offset, ranges["image"][0].length) == (1, 1)
 
 
 def test_alternatives_in_order() -> None:
@@ -199,3 +226,73 @@ def test_literals_are_no_placeholders() -> None:
     literals = [(2 * n, 2 * n + 2) for n in range(many)]
     tokens, _ = expand(ids("ab" * (many + 1)), updates[:1], {"image": 1}, literals)
     assert Letters().decode(tokens) == "ab" * many + "!"
+
+
+def again(tokens: list[int], updates: list[PromptUpdate], counts: Mapping[str, int]) -> Any:
+    """What is found in a prompt that is expanded already."""
+    places = {modality: range(count) for modality, count in counts.items()}
+    return find_expanded(tokens, resolve_updates(updates, places, Letters()), Letters())
+
+
+def test_a_content_inside_of_another_is_found_again() -> None:
+    """A video's frames are written as pictures are, and the video comes first."""
+    picture = PromptUpdateDetails(full="<...>", features="...")
+    video = PromptUpdateDetails.select_text("1<...>2<...>", "...")
+    updates = [replace("I", picture), replace("V", video, "video")]
+    for prompt in ("VI", "a Vb I", "VIIV", "IVa", "V"):
+        counts = {"image": prompt.count("I"), "video": prompt.count("V")}
+        tokens, ranges = expand(ids(prompt), updates, counts)
+        assert again(tokens, updates, counts) == ranges
+        assert again(ids(prompt), updates, counts) is None
+        assert again([*tokens, ord("I")], updates, counts) is None
+        assert again(tokens, updates, {**counts, "image": counts["image"] + 3}) is None
+
+
+def test_what_is_left_beside_a_content_is_not_joined() -> None:
+    """The text before and after one spells no placeholder."""
+    updates: list[PromptUpdate] = [replace("ab", "<.>")]
+    tokens, ranges = expand(ids("aabb"), updates, {"image": 1})
+    assert again(tokens, updates, {"image": 1}) == ranges
+
+
+texts = st.text("abc ", max_size=3)
+inner = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+
+
+@given(
+    pieces=st.lists(st.tuples(texts, st.sampled_from("IVA"), inner), max_size=7),
+    tail=texts,
+    order=st.permutations("IVA"),
+    opening=st.sampled_from(["", "["]),
+)
+def test_nested_contents_are_found_again(
+    pieces: list[tuple[str, str, list[int]]], tail: str, order: list[str], opening: str
+) -> None:
+    """Pictures, videos whose frames are pictures, and a third kind that holds both."""
+    sizes = {kind: [size for _, each, size in pieces if each == kind] for kind in "IVA"}
+
+    def picture(size: int) -> str:
+        return "<" + "." * size + ">"
+
+    def video(frames: list[int]) -> str:
+        return opening + "".join(map(picture, frames)) + "]"
+
+    def content(kind: str, size: list[int]) -> str:
+        if kind == "I":
+            return picture(size[0])
+        return video(size) if kind == "V" else "(" + video(size) + picture(size[0]) + ")"
+
+    updates: list[PromptUpdate] = [
+        replace(kind, lambda index, kind=kind: content(kind, sizes[kind][index]), kind)
+        for kind in order
+    ]
+    counts = {kind: len(sizes[kind]) for kind in order}
+    prompt = "".join(text + kind for text, kind, _ in pieces) + tail
+    tokens, ranges = expand(ids(prompt), updates, counts)
+    found = again(tokens, updates, counts)
+    if opening or not sizes["V"]:
+        assert found == ranges
+    elif found is not None:
+        # Without an opening, pictures before a video may be its frames: another reading, a whole
+        # one all the same.
+        assert [len(found[kind]) for kind in found] == [len(ranges[kind]) for kind in ranges]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, MediaConfig, RequestOutput
-from aioengine.errors import MediaError
+from aioengine.errors import MediaError, MediaUnavailableError
 from tests.engines import encoded, running_engine
 from tests.hostile import MIB, Attack, Tokens, bounded_memory, company, outcome, repel
 from tests.processors.media.servers import (
@@ -61,12 +61,12 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Names:
     return names
 
 
-def by_url(url: str) -> list[Attack]:
+def by_url(url: str, kind: type[MediaError] = MediaError) -> list[Attack]:
     """As an argument, and in a chat message."""
     part = {"type": "image_url", "image_url": {"url": url}}
     return [
-        Attack("<image>", MediaError, "images[0]", {"images": [url]}),
-        Attack([{"role": "user", "content": [part]}], MediaError, "messages[0].content[0]"),
+        Attack("<image>", kind, "images[0]", {"images": [url]}),
+        Attack([{"role": "user", "content": [part]}], kind, "messages[0].content[0]"),
     ]
 
 
@@ -101,9 +101,11 @@ async def test_servers_that_never_end(
             max_image_bytes=100_000,
             fetch_timeout_s=0.5 if respond is drips else 30,
         )
+        kind = MediaUnavailableError if respond is drips else MediaError
+        url = f"http://{NAME}:{server.port}/picture.png"
         async with running_engine(folder, media=media) as engine:
             with bounded_memory(64 * MIB):
-                await repel(engine, expected, by_url(f"http://{NAME}:{server.port}/picture.png"))
+                await repel(engine, expected, by_url(url, kind))
         await asyncio.wait_for(server.hung_up.wait(), 20)
 
 
@@ -116,8 +118,10 @@ async def test_redirects_inside(
     async with serve(moved(place)) as server, serve(b"") as inside:
         media = MediaConfig(allowed_hosts=(f"{NAME}:{server.port}", "*"))
         url = f"http://{NAME}:{server.port}/picture.png"
+        # Public for this test, and closed; all others are refused before they are dialled.
+        kind = MediaUnavailableError if place == PRIVATE[0] else MediaError
         async with running_engine(folder, media=media) as engine:
-            await repel(engine, expected, by_url(url))
+            await repel(engine, expected, by_url(url, kind))
         assert inside.num_connections == 0
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
+from aioengine.errors import MediaError, MediaUnavailableError
 from aioengine.processors.media.fetch import fetch
 
 CONFIG = MediaConfig()
@@ -209,9 +209,19 @@ async def test_a_failing_fetcher() -> None:
         await asyncio.Event().wait()
         return b""
 
+    async def busy(url: str) -> bytes:
+        raise MediaUnavailableError("url refused: try again")
+
+    async def broken(url: str) -> bytes:
+        raise ValueError("password=secret")
+
     await refuse("http://a/", MediaConfig(fetcher=mixes_up))
     error = await refuse("http://a/", MediaConfig(fetcher=fails))
     assert isinstance(error.__cause__, ConnectionError)
+    assert type(error) is MediaUnavailableError
+    assert type(await refuse("http://a/", MediaConfig(fetcher=broken))) is MediaError
+    with pytest.raises(MediaUnavailableError, match="try again"):
+        await get("http://a/", MediaConfig(fetcher=busy))
     assert "secret" not in str(error)
     assert "str" in str(await refuse("http://a/", MediaConfig(fetcher=wrong)))
     with pytest.raises(MediaError, match="not global") as caught:
@@ -219,6 +229,7 @@ async def test_a_failing_fetcher() -> None:
     assert caught.value.parameter == "images[2]"
     error = await refuse("http://a/", MediaConfig(fetcher=hangs, fetch_timeout_s=0.01))
     assert "fetch_timeout_s" in str(error)
+    assert type(error) is MediaUnavailableError
     assert isinstance(error.__cause__, TimeoutError)
 
 

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import gzip
 import shutil
+import socket
 import zlib
 from pathlib import Path
 
 import pytest
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
+from aioengine.errors import MediaError, MediaUnavailableError
 from tests.processors.media.servers import (
     BROKEN,
     CHUNKED,
@@ -68,10 +69,14 @@ async def get(url: str, config: MediaConfig, max_bytes: int = 100 * KIB) -> byte
     return await asyncio.create_task(fetching)
 
 
-async def refuse(url: str, config: MediaConfig, max_bytes: int = 100 * KIB) -> str:
+async def refuse(
+    url: str, config: MediaConfig, max_bytes: int = 100 * KIB, *, passes: bool | None = False
+) -> str:
+    """The text of the error, after which the same request may succeed later, or not."""
     with pytest.raises(MediaError) as caught:
         await get(url, config, max_bytes)
     error = caught.value
+    assert passes is None or type(error) is (MediaUnavailableError if passes else MediaError)
     assert error.parameter == "images[1]"
     assert str(error).startswith("images[1] could not be fetched: ")
     assert error.__cause__ is None and error.__context__ is None
@@ -120,11 +125,58 @@ async def test_bodies(loopback: Names, response: bytes) -> None:
 @on_both_loops
 async def test_broken_responses(loopback: Names, response: bytes) -> None:
     async with serve(response) as server:
-        text = await refuse(f"http://{NAME}:{server.port}/", config_for(server))
+        text = await refuse(f"http://{NAME}:{server.port}/", config_for(server), passes=None)
     assert any(word in text for word in ("broke", "corrupt", "encoding"))
 
 
-@pytest.mark.parametrize("status", [204, 206, 304, 400, 401, 404, 500])
+@pytest.mark.parametrize(
+    "response", [b"", b"HTTP/1.1 200 OK\r\n", answer(b"body")[:-1], answer(b"body")[:9]]
+)
+@on_both_loops
+async def test_a_connection_that_ends_early_may_be_whole_another_time(
+    loopback: Names, response: bytes
+) -> None:
+    async with serve(response) as server:
+        text = await refuse(f"http://{NAME}:{server.port}/", config_for(server), passes=True)
+    assert "the connection broke" in text
+
+
+@on_both_loops
+async def test_a_connection_that_is_reset(loopback: Names) -> None:
+    async def reset(reader: asyncio.StreamReader, writer: Writer) -> None:
+        writer.write(answer(b"begun", "Content-Length: 99", sized=False))
+        await writer.drain()
+        writer.transport.abort()
+
+    async with serve(reset) as server:
+        await refuse(f"http://{NAME}:{server.port}/", config_for(server), passes=True)
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 599])
+@on_both_loops
+async def test_statuses_that_may_pass(loopback: Names, status: int) -> None:
+    async with serve(answer(b"secret", status=f"{status} secret")) as server:
+        text = await refuse(f"http://{NAME}:{server.port}/", config_for(server), passes=True)
+    assert str(status) in text
+
+
+@on_both_loops
+async def test_a_resolver_that_is_out_of_order(
+    loopback: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that nobody knows is told as one whose address is refused, and not as this."""
+    config = config_for(hosts=("*",))
+    private = await refuse("http://10.0.0.1/", config)
+    for code, passes in ((socket.EAI_AGAIN, True), (socket.EAI_NONAME, False)):
+
+        async def fails(host: str, port: int, code: int = code) -> list[str]:
+            raise socket.gaierror(code, "secret")
+
+        monkeypatch.setattr(http, "_lookup", fails)
+        assert (await refuse(f"http://{NAME}/", config, passes=passes) == private) is not passes
+
+
+@pytest.mark.parametrize("status", [204, 206, 304, 400, 401, 403, 404, 410])
 @on_both_loops
 async def test_other_statuses(loopback: Names, status: int) -> None:
     body = b"" if status in (204, 304) else b"secret"
@@ -263,13 +315,15 @@ async def test_no_map_of_the_network(loopback: Names, certificates: Certificates
     async with serve(b"secret", reads=False) as server, serve(b"", tls=certificates.server) as tls:
         port = server.port
         config = config_for(hosts=(f"*:{port}", f"*:{tls.port}"))
-        loopback.answers = {"private.test": [["10.0.0.1"]], "unknown.test": [[]],
-                            "closed.test": [["127.0.0.2"]]}  # fmt: skip
+        loopback.answers = {"private.test": [["10.0.0.1"]], "unknown.test": [[]]}
         texts = {await refuse(f"http://{name}:{port}/", config) for name in loopback.answers}
         texts.add(await refuse(f"http://10.0.0.1:{port}/", config))
         texts.add(await refuse(f"https://{NAME}:{port}/", config))  # no TLS there
         texts.add(await refuse(f"https://{NAME}:{tls.port}/", config))  # nobody vouches for it
-    assert len(texts) == 1 and "media.fetcher" in texts.pop()
+        # What is public and closed may open, and says nothing about what is inside.
+        loopback.answers = {"closed.test": [["127.0.0.2"]]}
+        closed = await refuse(f"http://closed.test:{port}/", config, passes=True)
+    assert len(texts) == 1 and "media.fetcher" in texts.pop() and "later" in closed
 
 
 @on_both_loops
@@ -350,7 +404,8 @@ async def test_exactly_at_the_limit(loopback: Names) -> None:
 async def test_slow_servers(loopback: Names, respond: Respond, scheme: str) -> None:
     async with serve(respond, reads=False) as server:
         config = config_for(server, timeout_s=0.3)
-        text = await refuse(f"{scheme}://{NAME}:{server.port}/", config)
+        is_late = respond is until_hung_up or scheme == "http"
+        text = await refuse(f"{scheme}://{NAME}:{server.port}/", config, passes=is_late)
         assert "media.fetch_timeout_s (0.3 s)" in text or respond is drips
         await asyncio.wait_for(server.hung_up.wait(), 20)
 
@@ -362,7 +417,7 @@ async def test_a_slow_resolver(loopback: Names, monkeypatch: pytest.MonkeyPatch)
         return []
 
     monkeypatch.setattr(http, "_lookup", hangs)
-    text = await refuse(f"http://{NAME}/", config_for(hosts=("*",), timeout_s=0.05))
+    text = await refuse(f"http://{NAME}/", config_for(hosts=("*",), timeout_s=0.05), passes=True)
     assert "fetch_timeout_s" in text
 
 
