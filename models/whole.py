@@ -61,18 +61,24 @@ class WholePrompt:
 def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Tensor) -> Tensor:
     """Logits [n, vocab] at the positions `rows` of a prompt, by transformers' own forward.
 
-    `extra`: further arguments, [1, L] where they go by token. Raises whatever the module raises.
+    `extra`: further arguments, [1, L] where they go by token. Raises TypeError where the module
+    takes nothing of an item's, and whatever the module raises.
     """
     embeddings = module.get_input_embeddings().weight
     names = inspect.signature(module.forward).parameters
-    given: dict[str, Any] = {}
-    for modality in dict.fromkeys(item.modality for item in prompt.items):
-        given |= batch_items([i.features for i in prompt.items if i.modality == modality])
+    groups = [
+        batch_items([item.features for item in prompt.items if item.modality == modality])
+        for modality in dict.fromkeys(item.modality for item in prompt.items)
+    ]
     if prompt.encoder is not None:
-        given |= batch_items([prompt.encoder])
-    if "pixel_values_videos" in given and "pixel_values_videos" not in names:
-        given = frames_as_images(given)
-    given = {name: value for name, value in given.items() if name in names}
+        groups.append(batch_items([prompt.encoder]))
+    given: dict[str, Any] = {}
+    for group in groups:
+        is_renamed = "pixel_values_videos" in group and "pixel_values_videos" not in names
+        taken = frames_as_images(group) if is_renamed else group
+        if names.keys().isdisjoint([*taken, *extra]):
+            raise TypeError(f"forward of {type(module).__name__} takes none of {', '.join(taken)}")
+        given |= {name: value for name, value in taken.items() if name in names}
     ids = torch.tensor([prompt.token_ids])
     given["input_ids" if prompt.encoder is None else "decoder_input_ids"] = ids
     if prompt.items:
