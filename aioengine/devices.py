@@ -6,7 +6,7 @@ import asyncio
 from importlib import import_module
 from typing import Any
 
-from aioengine.garbage import collection_paused
+from aioengine.garbage import import_libraries
 from aioengine.streams.bridge import run_apart
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.cuda import CudaDevice, TorchDriver
@@ -27,6 +27,6 @@ async def open_device(name: str) -> Device:
 
 
 def _find_device(name: str) -> Any:
-    """The `torch.device`; imports torch, which takes seconds."""
-    with collection_paused():
-        return import_module("aioengine.sizing").find_device(name)
+    """The `torch.device`; imports the libraries, which takes seconds."""
+    import_libraries()
+    return import_module("aioengine.sizing").find_device(name)

@@ -204,8 +204,9 @@ async def test_closing_while_starting(folder: Path) -> None:
 async def test_two_who_close_wait_for_the_same_end(folder: Path) -> None:
     engine = engine_for(folder)
     await engine.start()
+    main = engine._main
     await asyncio.gather(engine.aclose(), engine.aclose())
-    assert engine._main is not None and engine._main.done()
+    assert main is not None and main.done()
     assert not engine._device._thread.is_alive()  # type: ignore[attr-defined]
 
 
