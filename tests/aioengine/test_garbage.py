@@ -20,6 +20,7 @@ MAX_COLLECTION_S = 0.020
 BEGIN = """
 import asyncio, gc, json, sys, threading, time, weakref
 from collections import defaultdict
+from types import MethodType
 
 longest = defaultdict(float)
 local = threading.local()
@@ -101,6 +102,11 @@ WEIGHTS = (
 def alive(weights):
     return sum(weight() is not None for weight in weights)
 
+kept = []
+
+def fail(runner, plan):
+    raise RuntimeError("the device is gone")
+
 async def load_and_close(die=False):
     engine = new_engine()
     await engine.start()
@@ -110,10 +116,12 @@ async def load_and_close(die=False):
     del model
     await engine.generate("Hello", SHORT)
     if die:
-        engine._parts.runner.step = None  # not callable
+        engine._parts.runner.step = MethodType(fail, engine._parts.runner)
         await asyncio.gather(engine.generate("Hello", SHORT), return_exceptions=True)
     await engine.aclose()
     assert engine.statistics().finished == 1
+    if die:
+        kept.append(engine)
     return weights
 
 async def main():
