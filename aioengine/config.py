@@ -156,6 +156,8 @@ class EngineConfig:
     """Whether weights are laid out for the CPU's kernels, and encoder layers of no use dropped."""
     quantization: str | None = None
     """"int8": the decoder's linear layers in 8 bits, on a CPU; implies packed_layers."""
+    thread_niceness: int = 0
+    """Added to the niceness of threads that decode and compute, on Linux: 0 to 19."""
     tensor_parallel_size: int = 1
     """Only 1 is built."""
     mm_encoder_tp_mode: str = "tensor"
@@ -188,6 +190,8 @@ class EngineConfig:
         require(isinstance(backend, str), "attention_backend", backend, "a name, or auto")
         packed = self.packed_layers
         require(isinstance(packed, bool), "packed_layers", packed, "True or False")
+        nice = self.thread_niceness
+        require(is_int(nice) and 0 <= nice <= 19, "thread_niceness", nice, "from 0 to 19")
         kind = self.quantization
         require(kind in QUANTIZATIONS, "quantization", kind, '"int8" or None')
         require(

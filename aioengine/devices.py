@@ -6,6 +6,7 @@ import asyncio
 from importlib import import_module
 from typing import Any
 
+from aioengine.config import EngineConfig
 from aioengine.garbage import import_libraries
 from aioengine.streams.bridge import run_apart
 from aioengine.streams.cpu import CpuDevice
@@ -15,14 +16,14 @@ from aioengine.streams.device import Device
 __all__ = ["open_device"]
 
 
-async def open_device(name: str) -> Device:
+async def open_device(config: EngineConfig) -> Device:
     """The queues of the device that the configuration means."""
     loop = asyncio.get_running_loop()
-    if name == "cpu":
-        return CpuDevice(loop)
-    device = await run_apart(_find_device, name)
+    if config.device == "cpu":
+        return CpuDevice(loop, niceness=config.thread_niceness)
+    device = await run_apart(_find_device, config.device)
     if device.type == "cpu":
-        return CpuDevice(loop)
+        return CpuDevice(loop, niceness=config.thread_niceness)
     return CudaDevice(loop, TorchDriver(device))
 
 

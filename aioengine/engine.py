@@ -134,7 +134,7 @@ class AsyncEngine:
     async def _open(self, reporter: Reporter) -> Loaded | None:
         """The device's queues and the model; None if the engine is closed meanwhile."""
         try:
-            self._device = await open_device(self.config.device)
+            self._device = await open_device(self.config)
             self._resources.push_async_callback(self._device.aclose)
             if self._closing is not None:
                 return None

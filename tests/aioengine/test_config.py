@@ -169,6 +169,9 @@ def test_stops_have_to_be_sequences(parameter: str) -> None:
         ("mm_processor_cache_dir", {"mm_processor_cache_dir": 5}),
         ("mm_processor_cache_dir_bytes", {"mm_processor_cache_dir_bytes": -1}),
         ("limit_mm_per_prompt['image']", {"limit_mm_per_prompt": {"image": -1}}),
+        ("thread_niceness", {"thread_niceness": -1}),
+        ("thread_niceness", {"thread_niceness": 20}),
+        ("thread_niceness", {"thread_niceness": 1.5}),
         ("tensor_parallel_size", {"tensor_parallel_size": 2}),
     ],
 )
