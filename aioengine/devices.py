@@ -1,19 +1,24 @@
-"""The device that a configuration means, and its queues."""
+"""The device that a configuration means, its queues, and the load of a model on it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioengine.config import EngineConfig
 from aioengine.garbage import import_libraries
+from aioengine.progress import Reporter, stage
 from aioengine.streams.bridge import run_apart
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
 
-__all__ = ["open_device"]
+if TYPE_CHECKING:
+    from aioengine.loading import Loaded
+
+__all__ = ["load_model", "open_device"]
 
 
 async def open_device(config: EngineConfig) -> Device:
@@ -31,3 +36,12 @@ def _find_device(name: str) -> Any:
     """The `torch.device`; imports the libraries, which takes seconds."""
     import_libraries()
     return import_module("aioengine.sizing").find_device(name)
+
+
+def load_model(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:
+    """Import the libraries and load the model. Blocks for seconds; raises as `loading.load`."""
+    with reporter.listens():
+        with stage("libraries"):
+            import_libraries()
+        loaded: Loaded = import_module("aioengine.loading").load(model, config)
+    return loaded

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.config import EngineConfig
 from aioengine.desk import Desk
-from aioengine.devices import open_device
+from aioengine.devices import load_model, open_device
 from aioengine.encoder import Encoder
 from aioengine.errors import (
     EngineClosedError,
@@ -29,12 +29,11 @@ from aioengine.errors import (
     ModelLoadError,
     RequestAbortedError,
 )
-from aioengine.garbage import import_libraries
 from aioengine.gate import Gate
 from aioengine.instruments import Instruments, StageSpan, heard_on, timed
 from aioengine.params import SamplingParams
 from aioengine.plan import StepPlan, StepResult
-from aioengine.progress import Reporter, stage
+from aioengine.progress import Reporter
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.scheduler import Scheduler
 from aioengine.snapshot import take_snapshot
@@ -113,6 +112,8 @@ class AsyncEngine:
                 reporter.report("workers", 0, 1)
                 await self._intake.media.start()
                 reporter.finish("workers")
+                if self._closing is not None:
+                    raise EngineClosedError("what it would serve with is gone")
                 started = self._gate.loop.create_future()
                 self._main = asyncio.create_task(self._serve(started), name="aioengine")
                 self._resources.push_async_callback(self._stop_serving)
@@ -139,7 +140,7 @@ class AsyncEngine:
             if self._closing is not None:
                 return None
             loaded: Loaded = await self._device.submit_step(
-                partial(_load, self.model, self.config, reporter)
+                partial(load_model, self.model, self.config, reporter)
             )
             return loaded if self._closing is None else None
         except EngineError:
@@ -439,11 +440,3 @@ class AsyncEngine:
         names = tuple(s.request_id for s in plan.sequences)
         self.instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
         self._desk.deliver(plan, result)
-
-
-def _load(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:
-    with reporter.listens():
-        with stage("libraries"):
-            import_libraries()
-        loaded: Loaded = import_module("aioengine.loading").load(model, config)
-    return loaded

@@ -94,4 +94,4 @@ class Gate:
         error = self.death
         while error is not None:
             traceback.clear_frames(error.__traceback__)
-            error = error.__context__
+            error = error.__cause__ or error.__context__
