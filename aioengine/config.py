@@ -169,6 +169,8 @@ class EngineConfig:
     What passes is not tried again with the same settings and versions."""
     quantization: str | None = None
     """"int8": the decoder's linear layers in 8 bits, on a CPU; implies packed_layers."""
+    thread_niceness: int = 0
+    """Added to the niceness of threads that decode and compute, on Linux: 0 to 19."""
     tensor_parallel_size: int = 1
     """Only 1 is built."""
     mm_encoder_tp_mode: str = "tensor"
@@ -203,6 +205,8 @@ class EngineConfig:
         require(isinstance(packed, bool), "packed_layers", packed, "True or False")
         checked = self.check_model
         require(isinstance(checked, bool), "check_model", checked, "True or False")
+        nice = self.thread_niceness
+        require(is_int(nice) and 0 <= nice <= 19, "thread_niceness", nice, "from 0 to 19")
         kind = self.quantization
         require(kind in QUANTIZATIONS, "quantization", kind, '"int8" or None')
         require(

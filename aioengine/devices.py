@@ -1,32 +1,47 @@
-"""The device that a configuration means, and its queues."""
+"""The device that a configuration means, its queues, and the load of a model on it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aioengine.garbage import collection_paused
+from aioengine.config import EngineConfig
+from aioengine.garbage import import_libraries
+from aioengine.progress import Reporter, stage
 from aioengine.streams.bridge import run_apart
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
 
-__all__ = ["open_device"]
+if TYPE_CHECKING:
+    from aioengine.loading import Loaded
+
+__all__ = ["load_model", "open_device"]
 
 
-async def open_device(name: str) -> Device:
+async def open_device(config: EngineConfig) -> Device:
     """The queues of the device that the configuration means."""
     loop = asyncio.get_running_loop()
-    if name == "cpu":
-        return CpuDevice(loop)
-    device = await run_apart(_find_device, name)
+    if config.device == "cpu":
+        return CpuDevice(loop, niceness=config.thread_niceness)
+    device = await run_apart(_find_device, config.device)
     if device.type == "cpu":
-        return CpuDevice(loop)
+        return CpuDevice(loop, niceness=config.thread_niceness)
     return CudaDevice(loop, TorchDriver(device))
 
 
 def _find_device(name: str) -> Any:
-    """The `torch.device`; imports torch, which takes seconds."""
-    with collection_paused():
-        return import_module("aioengine.sizing").find_device(name)
+    """The `torch.device`; imports the libraries, which takes seconds."""
+    import_libraries()
+    return import_module("aioengine.sizing").find_device(name)
+
+
+def load_model(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:
+    """Import the libraries and load the model. Blocks for seconds; raises as `loading.load`."""
+    with reporter.listens():
+        with stage("libraries"):
+            import_libraries()
+        loaded: Loaded = import_module("aioengine.loading").load(model, config)
+    return loaded

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.config import EngineConfig
 from aioengine.desk import Desk
-from aioengine.devices import open_device
+from aioengine.devices import load_model, open_device
 from aioengine.encoder import Encoder
 from aioengine.errors import (
     EngineClosedError,
@@ -29,12 +29,11 @@ from aioengine.errors import (
     ModelLoadError,
     RequestAbortedError,
 )
-from aioengine.garbage import collection_paused
 from aioengine.gate import Gate
 from aioengine.instruments import Instruments, StageSpan, heard_on, timed
 from aioengine.params import SamplingParams
 from aioengine.plan import StepPlan, StepResult
-from aioengine.progress import Reporter, stage
+from aioengine.progress import Reporter
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.scheduler import Scheduler
 from aioengine.snapshot import take_snapshot
@@ -71,6 +70,7 @@ class AsyncEngine:
         self._intake: Intake
         self._parts: Loaded
         self._desk: Desk | None = None
+        self._final: EngineStatistics | None = None  # once the engine is closed
 
     @classmethod
     def from_pretrained(
@@ -98,7 +98,7 @@ class AsyncEngine:
         """Load the model in a worker thread and begin to serve. Raises ModelLoadError.
 
         `progress` is called on the event loop as the load goes on; once it raises, no more. The
-        process's automatic garbage collection pauses during the load.
+        first engine of a process calls `gc.freeze()` once its libraries are imported.
         """
         if self._gate.loop is not None:
             raise EngineClosedError("an engine is started once; make a new one")
@@ -112,6 +112,8 @@ class AsyncEngine:
                 reporter.report("workers", 0, 1)
                 await self._intake.media.start()
                 reporter.finish("workers")
+                if self._closing is not None:
+                    raise EngineClosedError("what it would serve with is gone")
                 started = self._gate.loop.create_future()
                 self._main = asyncio.create_task(self._serve(started), name="aioengine")
                 self._resources.push_async_callback(self._stop_serving)
@@ -133,12 +135,12 @@ class AsyncEngine:
     async def _open(self, reporter: Reporter) -> Loaded | None:
         """The device's queues and the model; None if the engine is closed meanwhile."""
         try:
-            self._device = await open_device(self.config.device)
+            self._device = await open_device(self.config)
             self._resources.push_async_callback(self._device.aclose)
             if self._closing is not None:
                 return None
             loaded: Loaded = await self._device.submit_step(
-                partial(_load, self.model, self.config, reporter)
+                partial(load_model, self.model, self.config, reporter)
             )
             return loaded if self._closing is None else None
         except EngineError:
@@ -174,6 +176,15 @@ class AsyncEngine:
             owner=self._desk.owner,
             fail=self._desk.fail,
         )
+        self._resources.callback(self._release)
+
+    def _release(self) -> None:
+        """Drop the model and what leads back here: a cycle with frozen objects is never freed."""
+        if self._gate.was_open:
+            self._final = self.statistics()
+        self._desk = self._main = None
+        del self._parts, self._scheduler, self._intake, self._encoder
+        self._gate.clear_frames()
 
     @property
     def state(self) -> EngineState:
@@ -320,18 +331,22 @@ class AsyncEngine:
     async def reset_caches(self) -> None:
         """Forget all prefixes, encoder outputs and processed media that no live request holds."""
         self._check_open()
+        media = self._intake.media  # it may be closed meanwhile
         self._scheduler.pool.clear()
         evicted = self._scheduler.media.cache.clear()
         self._changed.set()
         if evicted:
             await asyncio.wait([self._encoder.drop(evicted)])
-        await self._intake.media.clear()
+        await media.clear()
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of all counters. Raises EngineClosedError before the first start."""
-        if not self._gate.was_open or self._desk is None:
+        if not self._gate.was_open:
             raise EngineClosedError("the engine has not been started")
         self._gate.check_loop()
+        if self._final is not None:
+            return self._final
+        assert self._desk is not None
         return take_snapshot(
             self._scheduler,
             self._intake.media.cache.statistics(),
@@ -375,6 +390,7 @@ class AsyncEngine:
             # Somebody may have cancelled every task of the loop.
             self._gate.close()
             await self._desk.fail_all(lambda: RequestAbortedError("the engine was stopped"))
+            del self._tasks
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
         """Run `work(*args)` in the engine's scope. What it raises is the engine's end."""
@@ -400,7 +416,7 @@ class AsyncEngine:
         return dead
 
     async def _step_loop(self) -> None:
-        scheduler, device, runner = self._scheduler, self._device, self._parts.runner
+        scheduler, device = self._scheduler, self._device
         in_flight: list[tuple[StepPlan, asyncio.Future[Any]]] = []
         while self._gate.death is None:
             self._changed.clear()
@@ -408,7 +424,7 @@ class AsyncEngine:
                 self._commit(*in_flight.pop(0))
             plan = scheduler.schedule() if len(in_flight) <= device.run_ahead else None
             if plan is not None:
-                handle = device.submit_step(partial(timed, runner.step, plan))
+                handle = device.submit_step(partial(timed, self._parts.runner.step, plan))
                 handle.add_done_callback(lambda _: self._changed.set())
                 in_flight.append((plan, handle))
                 if len(in_flight) <= device.run_ahead:
@@ -428,12 +444,3 @@ class AsyncEngine:
         names = tuple(s.request_id for s in plan.sequences)
         self.instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
         self._desk.deliver(plan, result)
-
-
-def _load(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:
-    with collection_paused(), reporter.listens():
-        with stage("libraries"):
-            loading = import_module("aioengine.loading")
-            import_module("aioengine.intake")  # so that nothing is left to import on the loop
-        loaded: Loaded = loading.load(model, config)
-    return loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 
 from aioengine.config import EngineConfig
 from aioengine.errors import (
@@ -87,3 +88,10 @@ class Gate:
                 f"{num_live} completions are live already, and at most {most} may be ({limits}); "
                 "try later"
             )
+
+    def clear_frames(self) -> None:
+        """Drop the local variables that the death's traceback holds: the model is among them."""
+        error = self.death
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__

@@ -322,6 +322,7 @@ def _describe_setup(
         "classes": [_locate(type(part)) for part in (front, front.info, front.dummy_inputs)],
         "path": [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)],
         "limit_s": limit_s,
+        "niceness": config.thread_niceness,
     }
 
 

@@ -144,11 +144,11 @@ def rebuild_error(described: dict[str, Any]) -> errors.AioEngineError:
 def main() -> None:
     """Serve the parent on standard input and output until it goes away."""
     receive, send = _take_channel()
-    step_back()
     _write_all(send, MAGIC)
     inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_listen, args=(receive, inbox), daemon=True).start()
     setup = inbox.get()
+    step_back(setup["niceness"])
     try:
         worker = _Worker(setup, int(sys.argv[1]))
     except Exception as error:

@@ -38,17 +38,20 @@ class Workers(Protocol):
 class ThreadWorkers:
     """As many threads as processors: a tokenizer or an HF processor is never used by two."""
 
-    def __init__(self, processors: Sequence[BaseMultiModalProcessor]) -> None:
+    def __init__(self, processors: Sequence[BaseMultiModalProcessor], niceness: int = 0) -> None:
         self._processors: SimpleQueue[BaseMultiModalProcessor] = SimpleQueue()
         for processor in processors:
             self._processors.put(processor)
         self._pool = ThreadPoolExecutor(
-            len(processors), thread_name_prefix="aioengine-media", initializer=self._begin
+            len(processors),
+            thread_name_prefix="aioengine-media",
+            initializer=self._begin,
+            initargs=(niceness,),
         )
 
     @staticmethod
-    def _begin() -> None:
-        step_back()
+    def _begin(niceness: int) -> None:
+        step_back(niceness)
         keep_to_one_thread()
 
     async def start(self) -> None:
@@ -96,4 +99,4 @@ def make_workers(
     """The workers that the configuration means. A model without media needs no processes."""
     if config.uses_processes and loaded.front.info.get_supported_mm_limits():
         return ProcessWorkers(ProcessorPool(model, config, loaded.front))
-    return ThreadWorkers(loaded.processors or [loaded.front])
+    return ThreadWorkers(loaded.processors or [loaded.front], config.thread_niceness)

@@ -73,7 +73,6 @@ def serve(mode: str, model: Path, port: int) -> None:
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         if mode == "engine":
             async with engine:
-                gc.freeze()
                 yield
         else:
             gc.freeze()

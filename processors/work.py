@@ -6,6 +6,7 @@ apart into plain values and bytes, and `rebuild` makes one of them that decodes 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from threadpoolctl import ThreadpoolController
 
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError, MediaError
@@ -48,6 +48,23 @@ __all__ = [
     "unpack_value",
     "work_item",
 ]
+
+
+def _import_controller() -> Any:
+    """Import threadpoolctl's class, and take back what the import does to the environment.
+
+    It allows Intel's OpenMP a second copy of itself in the process, which is the application's to
+    decide.
+    """
+    is_set = "KMP_DUPLICATE_LIB_OK" in os.environ
+    from threadpoolctl import ThreadpoolController
+
+    if not is_set:
+        os.environ.pop("KMP_DUPLICATE_LIB_OK", None)
+    return ThreadpoolController
+
+
+ThreadpoolController = _import_controller()
 
 BAND_PIXELS = 1 << 16
 """Of a picture that is turned into bytes at once, with the GIL held."""

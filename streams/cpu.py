@@ -22,13 +22,19 @@ class CpuDevice(QueuedDevice):
     gather_s = 0.05
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, max_streak: int = 4, linger_s: float = 0.005
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        niceness: int = 0,
+        max_streak: int = 4,
+        linger_s: float = 0.005,
     ) -> None:
-        """See `QueuedDevice`."""
+        """See `QueuedDevice`; `niceness` is added to the launch thread's."""
+        self._niceness = niceness
         super().__init__(loop, max_streak=max_streak, linger_s=linger_s)
 
     def _launch_all(self) -> None:
-        step_back()  # and so do the threads of OpenMP, which are started from here
+        step_back(self._niceness)  # and so do the threads of OpenMP, which are started from here
         while (job := self._next()) is not None:
             try:
                 result, error = read(job.function()), None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +78,6 @@ async def run_demo(options: argparse.Namespace) -> None:
     trace = TraceRecorder()
     begin = time.perf_counter()
     async with AsyncEngine.from_pretrained(options.model or demo_model()) as engine:
-        gc.freeze()  # as README advises: a full collection would walk all of torch
         console.print(f"loaded in {time.perf_counter() - begin:.2f} s")
         engine.instruments.listeners.append(trace)
         described = await _round(

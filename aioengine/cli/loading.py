@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -62,7 +61,6 @@ async def start(engine: AsyncEngine) -> None:
     begin = time.perf_counter()
     with _display(console) as show:
         await engine.start(progress=show)
-    gc.freeze()  # a full collection would walk all of torch
     took = time.perf_counter() - begin
     console.print(f"loaded in {took:.2f} s", highlight=False)
 

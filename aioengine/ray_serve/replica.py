@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
@@ -47,7 +46,6 @@ class EngineReplica:
             self._engine, model_names=model_names, api_key=api_key, max_body_bytes=max_body_bytes
         )
         self._app = Router([Mount("/v1", app)])
-        gc.freeze()  # a full collection of what torch has loaded would hold the loop
 
     async def respond(
         self, request: HttpRequest, *, route: Route | None = None

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from lag_probe import Lag, probe, settle, summary
+from lag_probe import Lag, probe, summary
 from protocol import Answer, Contender, read_pictures, serve
 
 KV_CACHE_BYTES = 2 << 30  # as the peers get
@@ -68,7 +68,6 @@ class OurEngine(Contender):
         await self.engine.reset_caches()
         running = [asyncio.create_task(self._stream(text)) for text in streams]
         await asyncio.sleep(0.5)
-        settle()
         lags: list[Lag] = []
         watch = asyncio.create_task(probe(lags))
         params = self.params(max_tokens)

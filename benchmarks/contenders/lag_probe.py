@@ -20,9 +20,9 @@ Lag = tuple[float, float]
 
 
 def settle() -> None:
-    """What our README advises those who own a process, done for every contender's.
+    """Help a peer's process: no collector walks what it has loaded, and the GIL is asked for soon.
 
-    No collector walks over all that was loaded, and who wants the interpreter's lock asks soon.
+    Ours does without.
     """
     gc.collect()
     gc.freeze()

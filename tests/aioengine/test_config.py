@@ -183,6 +183,9 @@ def test_stops_have_to_be_sequences(parameter: str) -> None:
         ("limit_mm_per_prompt", {"limit_mm_per_prompt": {"imgae": 1}}),
         ("limit_mm_per_prompt", {"limit_mm_per_prompt": {7: 1}}),
         ("limit_mm_per_prompt", {"limit_mm_per_prompt": ["image"]}),
+        ("thread_niceness", {"thread_niceness": -1}),
+        ("thread_niceness", {"thread_niceness": 20}),
+        ("thread_niceness", {"thread_niceness": 1.5}),
         ("tensor_parallel_size", {"tensor_parallel_size": 2}),
     ],
 )

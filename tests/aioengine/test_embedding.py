@@ -71,6 +71,79 @@ async def _start_and_use(folder: Path) -> tuple[int, ...]:
         return await use(engine)
 
 
+FIRST_START = """
+import asyncio, gc, locale, logging, multiprocessing, os, random, resource, signal, socket
+import sys, threading, warnings
+
+def settings():
+    mask = os.umask(0)
+    os.umask(mask)
+    root = logging.getLogger()
+    return {
+        "environment": dict(os.environ),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "filters": list(warnings.filters),
+        "warnings": warnings.showwarning,
+        "locale": locale.setlocale(locale.LC_ALL),
+        "logging": (root.level, list(root.handlers), root.manager.disable, logging.raiseExceptions),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "collector": (gc.isenabled(), gc.get_threshold(), list(gc.callbacks), gc.get_debug()),
+        "switch interval": sys.getswitchinterval(),
+        "recursion limit": sys.getrecursionlimit(),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook, sys.displayhook),
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "path": list(sys.path),
+        "finders": list(sys.meta_path),
+        "folder": (os.getcwd(), mask),
+        "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "socket timeout": socket.getdefaulttimeout(),
+        "random state": random.getstate(),
+        "loop policy": type(asyncio.get_event_loop_policy()),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+    }
+
+before = settings()
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+
+assert settings() == before
+
+async def main():
+    options = {"device": "cpu", "kv_cache_bytes": 32 << 20}
+    async with AsyncEngine.from_pretrained(demo_model(), **options) as engine:
+        parts = [{"type": "image", "image": demo_pictures()[0]}, {"type": "text", "text": "What?"}]
+        await engine.generate([{"role": "user", "content": parts}], SamplingParams(max_tokens=4))
+
+asyncio.run(main())
+after = settings()
+
+# What importing torch, transformers and what they import does, and nobody can spare a host:
+# torch._inductor names its cache folder for processes that it might start,
+after["environment"].pop("TORCHINDUCTOR_CACHE_DIR", None)
+# modules add filters for warnings of their own,
+assert after["filters"][-len(before["filters"]):] == before["filters"]
+after["filters"] = before["filters"]
+# and transformers finds modules under their former names.
+added = [finder for finder in after["finders"] if finder not in before["finders"]]
+assert all(type(finder).__module__.startswith("transformers.") for finder in added)
+after["finders"] = before["finders"]
+
+import torch
+
+assert torch.get_default_dtype() == torch.float32
+assert torch.is_grad_enabled()
+print(torch.get_num_threads(), [name for name in before if before[name] != after[name]])
+"""
+
+
+def test_a_first_start_leaves_the_process_as_it_was() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"):
+        environment.pop(name, None)  # as imports may have left them here
+    command = [sys.executable, "-c", FIRST_START]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "1 []"
+
+
 async def test_nothing_changes_while_it_runs(folder: Path) -> None:
     def settings() -> dict[str, Any]:
         return {

@@ -20,6 +20,7 @@ from aioengine.errors import (
     RequestAbortedError,
     WrongLoopError,
 )
+from aioengine.pipeline import MediaPipeline
 from tests.engines import until
 from tests.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
 
@@ -203,11 +204,26 @@ async def test_closing_while_starting(folder: Path) -> None:
         await engine.generate(TEXT, GREEDY)
 
 
+async def test_closing_while_workers_are_starting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(folder)
+
+    async def close(_: MediaPipeline) -> None:
+        await engine.aclose()
+
+    monkeypatch.setattr(MediaPipeline, "start", close)
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineClosedError, match="closed while it was starting"):
+            await engine.start()
+
+
 async def test_two_who_close_wait_for_the_same_end(folder: Path) -> None:
     engine = engine_for(folder)
     await engine.start()
+    main = engine._main
     await asyncio.gather(engine.aclose(), engine.aclose())
-    assert engine._main is not None and engine._main.done()
+    assert main is not None and main.done()
     assert not engine._device._thread.is_alive()  # type: ignore[attr-defined]
 
 

@@ -343,7 +343,7 @@ async def test_worker_processes_give_the_same(folder: Path) -> None:
     text = "<image> and <image>, <image> or <image>"
     async with running_engine(folder) as engine:
         expected = await engine.generate(text, greedy(8), images=images)
-    async with running_engine(folder, processor_workers="process:1") as engine:
+    async with running_engine(folder, processor_workers="process:1", thread_niceness=3) as engine:
         output, broken = await asyncio.gather(
             engine.generate(text, greedy(8), images=images),
             engine.generate(TEXT, greedy(8), images=[png(5)[:-40]]),
@@ -359,16 +359,19 @@ async def test_worker_processes_give_the_same(folder: Path) -> None:
         workers: Any = engine._intake.media._workers
         (process_id,) = workers._pool.process_ids
         if sys.platform == "linux":
-            assert niceness(process_id) > niceness(0)
+            assert niceness(process_id) == min(19, niceness(0) + 3)
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is the whole process's there")
-async def test_threads_of_workers_step_back(folder: Path) -> None:
-    async with running_engine(folder) as engine:
+@pytest.mark.parametrize("steps", [0, 3])
+async def test_threads_are_as_nice_as_configured(folder: Path, steps: int) -> None:
+    expected = min(19, niceness(0) + steps)
+    async with running_engine(folder, thread_niceness=steps) as engine:
         workers: Any = engine._intake.media._workers
-        assert await asyncio.wrap_future(workers._pool.submit(niceness, 0)) > niceness(0)
+        assert await asyncio.wrap_future(workers._pool.submit(niceness, 0)) == expected
+        assert await engine._device.submit_step(lambda: niceness(0)) == expected
 
 
 async def test_threads_of_workers_compute_alone(folder: Path) -> None:

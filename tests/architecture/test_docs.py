@@ -10,7 +10,7 @@ import pytest
 
 from tests.architecture.source import ROOT, files
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_EXAMPLE_LINES = 15
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import io
 import sys
 from collections.abc import Callable, Iterator
@@ -34,13 +33,6 @@ class Done:
 
 
 Command = Callable[..., Done]
-
-
-@pytest.fixture(autouse=True)
-def _thawed() -> Iterator[None]:
-    """A command owns its process and freezes what it has loaded; this process goes on."""
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

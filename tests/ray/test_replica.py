@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import pickle
 from collections.abc import AsyncIterator
@@ -32,7 +31,6 @@ async def replica(folder: Path, engine_config: EngineConfig) -> AsyncIterator[En
     """As Serve makes it, and as it lets go of it."""
     replica = EngineReplica.__new__(EngineReplica)
     await replica.__init__(folder, engine_config, model_names=["tiny"])
-    gc.unfreeze()  # this process is not its own
     yield replica
     closing = replica.__del__()
     if closing is not None:

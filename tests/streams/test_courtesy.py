@@ -1,4 +1,4 @@
-"""Threads that compute are nicer than the loop's, and nobody else's niceness changes."""
+"""Threads that compute are as nice as they are told, and nobody else's niceness changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from aioengine.streams.courtesy import STEPS, step_back
+from aioengine.streams.courtesy import step_back
 from aioengine.streams.cpu import CpuDevice
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is the process's there")
@@ -19,12 +19,12 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def in_thread(*steps: object) -> list[int]:
+def in_thread(*steps: int) -> list[int]:
     seen: list[int] = []
 
     def run() -> None:
-        for _ in steps:
-            step_back()
+        for step in steps:
+            step_back(step)
         seen.append(niceness())
         heir = threading.Thread(target=lambda: seen.append(niceness()))
         heir.start()
@@ -38,9 +38,9 @@ def in_thread(*steps: object) -> list[int]:
 
 def test_a_thread_and_its_heirs() -> None:
     before = niceness()
-    assert in_thread() == [before, before]
-    assert in_thread(1) == [min(19, before + STEPS)] * 2
-    assert in_thread(1, 2, 3) == [19, 19]
+    assert in_thread(0) == [before, before]
+    assert in_thread(4) == [min(19, before + 4)] * 2
+    assert in_thread(10, 10) == [19, 19]
     assert niceness() == before
 
 
@@ -50,13 +50,14 @@ def test_where_it_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "setpriority", refuse)
     before = niceness()
-    assert in_thread(1) == [before, before]
+    assert in_thread(4) == [before, before]
 
 
-async def test_the_cpu_device() -> None:
+@pytest.mark.parametrize("steps", [0, 4])
+async def test_the_cpu_device(steps: int) -> None:
     before = niceness()
-    device = CpuDevice(asyncio.get_running_loop())
-    assert await device.submit_step(niceness) == min(19, before + STEPS)
-    assert await device.submit_encode(niceness) == min(19, before + STEPS)
+    device = CpuDevice(asyncio.get_running_loop(), niceness=steps)
+    assert await device.submit_step(niceness) == min(19, before + steps)
+    assert await device.submit_encode(niceness) == min(19, before + steps)
     await device.aclose()
     assert niceness() == before
