@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from aioengine.cli.http_protocol import HttpBounds, protocol_factory
 from aioengine.engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.types import EngineState
@@ -63,8 +63,9 @@ class DrainingServer(uvicorn.Server):
         drain_timeout_s: float,
         log_level: str,
         announce: Callable[[], object],
+        bounds: HttpBounds | None = None,
     ) -> None:
-        super().__init__(_config(app, drain_timeout_s, log_level))
+        super().__init__(_config(app, drain_timeout_s, log_level, bounds or HttpBounds()))
         self._engine = engine
         self._drain_timeout_s = drain_timeout_s
         self._announce = announce
@@ -99,13 +100,13 @@ class DrainingServer(uvicorn.Server):
         await asyncio.wait([closing])
 
 
-def _config(app: Any, drain_timeout_s: float, log_level: str) -> uvicorn.Config:
+def _config(app: Any, drain_timeout_s: float, log_level: str, bounds: HttpBounds) -> uvicorn.Config:
     logging = copy.deepcopy(LOGGING_CONFIG)
     logging["loggers"]["aioengine"] = {**logging["loggers"]["uvicorn"], "level": log_level.upper()}
     return uvicorn.Config(
         app,
         loop="none",  # there is one already
-        http=HttpToolsProtocol,
+        http=protocol_factory(bounds),
         ws="none",
         lifespan="on",
         interface="asgi3",
