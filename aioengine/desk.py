@@ -25,7 +25,7 @@ __all__ = ["Desk"]
 
 
 class Desk:
-    """One engine's live requests. `counters`: "finished", "aborted" and "failed" ones."""
+    """One engine's live requests. `counters`: "finished", "aborted", "rejected" and "failed" ones."""
 
     def __init__(
         self,
@@ -187,4 +187,6 @@ class Desk:
 
 def _kind(error: BaseException) -> Kind:
     """How a request ends that ends with this error."""
-    return "aborted" if isinstance(error, RequestAbortedError) else "failed"
+    if isinstance(error, RequestAbortedError):
+        return "aborted"
+    return "rejected" if isinstance(error, InvalidRequestError) else "failed"

@@ -40,6 +40,8 @@ COMMON = SAMPLING | {
 }
 CHAT = COMMON | {"messages", "top_logprobs", "max_completion_tokens"}
 COMPLETION = COMMON | {"prompt", "best_of"}
+STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+"""Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
 TOKEN_ID = re.compile("[0-9]{1,10}")
 IGNORED = frozenset(
     {
@@ -127,9 +129,7 @@ def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | 
     if "logit_bias" in given:
         sampling["logit_bias"] = _read_bias(given["logit_bias"])
     structure = _read_structure(given)
-    stream_options = given.get("stream_options", {})
-    if not isinstance(stream_options, dict) or stream_options.keys() - {"include_usage"}:
-        raise _wrong("stream_options", "an object with include_usage")
+    is_streamed = _flag(given, "stream")
     model = given.get("model")
     if not isinstance(model, str | None):
         raise _wrong("model", "text")
@@ -145,9 +145,21 @@ def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | 
         params=params,
         model=model,
         aliases=aliases,
-        is_streamed=_flag(given, "stream"),
-        wants_usage=_flag(stream_options, "include_usage"),
+        is_streamed=is_streamed,
+        wants_usage=_wants_usage(given, is_streamed),
     )
+
+
+def _wants_usage(given: Mapping[str, Any], is_streamed: bool) -> bool:
+    options = given.get("stream_options")
+    if options is None:
+        return False
+    if not is_streamed:
+        raise _wrong("stream_options", "absent where stream is not true")
+    if not isinstance(options, dict) or options.keys() - {*STREAM_OPTIONS}:
+        raise _wrong("stream_options", f"an object with {' and '.join(STREAM_OPTIONS)} at most")
+    flags = {name: _flag(options, name, "stream_options.") for name in STREAM_OPTIONS}
+    return flags["include_usage"]
 
 
 def _known(body: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
@@ -246,10 +258,10 @@ def _in_words(error: Exception, aliases: Mapping[str, str]) -> Exception:
     return error.for_parameter(alias) if alias and isinstance(error, InvalidRequestError) else error
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def _flag(given: Mapping[str, Any], name: str, path: str = "") -> bool:
     value = given.get(name)
     if not isinstance(value, bool | None):
-        raise _wrong(name, "true or false")
+        raise _wrong(path + name, "true or false")
     return bool(value)
 
 

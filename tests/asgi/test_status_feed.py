@@ -85,7 +85,7 @@ def test_requests_by_stage() -> None:
     live(board, "waits", "submitted", "admitted")
     live(board, "computes", "submitted", "admitted", at=101.0)
     live(board, "generates", "submitted", "admitted", "token", "token")
-    for end in ("finished", "aborted", "failed"):
+    for end in ("finished", "aborted", "rejected", "failed"):
         live(board, end, "submitted", "admitted", end)
     shown = snapshot(board, 110.0, waiting=2)  # the one in intake counts as waiting
     assert shown["stages"] == {"intake": 1, "waiting": 1, "prefill": 1, "decode": 1}

@@ -27,6 +27,7 @@ from tests.cli.conftest import SIZES, Command
 from tests.engines import DEADLINE_S, encoded, other_tasks, running_engine, until
 from tests.tiny import tiny_image
 
+OWN = ("aioengine.cli.server", "aioengine.cli.http_protocol")
 KEY = {"authorization": "Bearer secret"}
 
 
@@ -275,7 +276,7 @@ def test_what_is_not_installed(
     command: Command, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in list(sys.modules):
-        if module.startswith(("aioengine.asgi", "aioengine.cli.server", "uvicorn.protocols")):
+        if module.startswith(("aioengine.asgi", *OWN, "uvicorn.protocols")):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     done = command("serve", folder)
