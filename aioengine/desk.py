@@ -25,7 +25,7 @@ __all__ = ["Desk"]
 
 
 class Desk:
-    """One engine's live requests. `counters`: "finished", "aborted", "rejected" and "failed" ones."""
+    """One engine's live requests. `counters`: those "finished", "aborted", "rejected", "failed"."""
 
     def __init__(
         self,

@@ -60,8 +60,8 @@ class RequestEvent:
 
     "submitted" comes on the caller's task, inside `stream()`; "admitted" when the request is laid
     out and queued; "token" for each token of completion `index`; the last of a request is
-    "finished" with its `output`, or "aborted", "rejected" (the caller's mistake) or "failed" with its
-    `error`.
+    "finished" with its `output`, or "aborted", "rejected" (the caller's mistake) or "failed" with
+    its `error`.
     """
 
     kind: Kind

@@ -40,6 +40,12 @@ COMMON = SAMPLING | {
 }
 CHAT = COMMON | {"messages", "top_logprobs", "max_completion_tokens"}
 COMPLETION = COMMON | {"prompt", "best_of"}
+MEDIA_PARTS = {
+    "image_url": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 """Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
 TOKEN_ID = re.compile("[0-9]{1,10}")
@@ -187,16 +193,30 @@ def _read_message(message: Any, index: int) -> Any:
     content = message.get("content")
     if isinstance(content, list) and len(content) > MAX_PARTS:
         raise _wrong(f"messages[{index}].content", f"of {MAX_PARTS} parts at most")
-    for number, part in enumerate(content if isinstance(content, list) else ()):
+    parts = content if isinstance(content, list) else []
+    for number, part in enumerate(parts):
         # A name of the caller's own would be taken at its word, whoever else uses it.
         if isinstance(part, dict) and "uuid" in part:
             path = f"messages[{index}].content[{number}].uuid"
             raise InvalidRequestError(f"{path} is taken in the process only", parameter=path)
+        parts[number] = _with_bytes(part)
     return {
         name: value
         for name, value in message.items()
         if name in ("role", "content") or value not in (None, [])
     }
+
+
+def _with_bytes(part: Any) -> Any:
+    """A part whose base64 was decoded as the body was read, as one that holds the bytes."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in MEDIA_PARTS:
+        return part
+    item = part.get(kind)
+    if isinstance(item, dict) and (kind != "input_audio" or isinstance(item.get("format"), str)):
+        item = item.get("data" if kind == "input_audio" else "url")
+    modality = MEDIA_PARTS[kind]
+    return {"type": modality, modality: item} if isinstance(item, bytes) else part
 
 
 def _prompts(given: Any) -> Sequence[str | list[int]]:

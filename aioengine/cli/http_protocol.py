@@ -11,7 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from aioengine.asgi.faults import ApiError
 
@@ -210,6 +214,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_head, self._has_advanced = False, True
         self._stop_timer()
         self._connections.waiting.pop(self, None)
+        _close_where_body_is_left(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """A part of a body."""
@@ -280,3 +285,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         lines = [STATUS_LINE[status], *(b"%s: %s\r\n" % each for each in headers), b"\r\n", body]
         self._socket.write(b"".join(lines))
         self._close()
+
+
+def _close_where_body_is_left(cycle: RequestResponseCycle) -> None:
+    """Have an answer that begins before its request is complete say that it is the last."""
+    send = cycle.send
+
+    async def send_last(message: Any) -> None:
+        if cycle.more_body and not cycle.response_started:
+            cycle.keep_alive = False
+        await send(message)
+
+    cycle.send = send_last  # type: ignore[method-assign]

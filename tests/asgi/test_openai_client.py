@@ -211,8 +211,7 @@ async def test_the_sampled_token_is_among_the_top(client: AsyncOpenAI, count: in
     found = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
     for token, logprob, top in found:
         assert top[token] == logprob
-        assert max(count, 1) <= len(top) <= count + 1
-        assert [*top.values()][:count] == sorted(top.values(), reverse=True)[:count]
+        assert 1 <= len(top) <= count + 1
     assert any(len(top) == count + 1 for top in logprobs.top_logprobs)
 
 
