@@ -16,7 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine.asgi.answers import ChatAnswer, TextAnswer
 from aioengine.asgi.exchange import Reply
-from aioengine.asgi.faults import RETRY_AFTER_S, ApiError, api_error, error_response
+from aioengine.asgi.faults import (
+    RETRY_AFTER_S,
+    ApiError,
+    api_error,
+    error_response,
+    forget_frames,
+)
 from aioengine.asgi.generation import Generation
 from aioengine.asgi.origins import guards
 from aioengine.asgi.protocol import read_chat, read_completion
@@ -169,7 +175,8 @@ class _Endpoint:
             if scope["method"] == "POST":
                 self._service.engine.check_room(1)  # before a body is read
             await self._handle(scope, body, reply)
-        except ClientDisconnect:
+        except ClientDisconnect as error:
+            forget_frames(error)
             if not reply.has_begun:
                 # Nobody reads it; but some hosts' middleware waits for a response.
                 with suppress(ClientDisconnect):
@@ -178,6 +185,7 @@ class _Endpoint:
             if reply.has_begun or isinstance(error, HTTPException):
                 raise  # Starlette's own are for the application's handler
             found = api_error(error)
+            forget_frames(error)
             if found.status == 408 and scope.get("http_version", "").startswith("1"):
                 # The rest may never come. A client that is quick to send should have the answer
                 # first, which a server that closes at once takes from it.

@@ -15,6 +15,7 @@ import json
 import mmap
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -30,8 +31,10 @@ __all__ = ["BodyBudget", "BoundedBody", "parse_object", "read_object"]
 
 LONG = 1 << 16
 """Bytes of a string that is cut out; of a body that is not read on the loop."""
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Bytes of one that are decoded at once."""
+PAUSE_S = 0.0005
+"""Between pieces, about as long as one takes: else a loop waits 5 ms for the GIL each time."""
 MAX_REST = 1 << 20
 """Bytes of a body without its long strings: 3 ms of parsing for text, 20 ms for token ids."""
 MAX_CONTAINERS = 1 << 16
@@ -290,7 +293,7 @@ class _Long:
         end = len(self._body) if end is None else end
         while start < end:
             if not self._begin <= start < self._begin + len(self._window):
-                self._begin, self._window = start, bytes(self._body[start : start + PIECE])
+                self._begin, self._window = start, self._read(start, start + PIECE)
             place = self._window.find(letter, start - self._begin, end - self._begin)
             if place >= 0:
                 return self._begin + place
@@ -355,7 +358,7 @@ class _Long:
     def _pieces(self, start: int, end: int) -> Iterator[bytes]:
         """The string without its escapes, in pieces that cut none of these."""
         while start < end:
-            piece = bytes(self._body[start : min(start + PIECE, end)])
+            piece = self._read(start, min(start + PIECE, end))
             cut = piece.find(b"\\", len(piece) - 5) if start + len(piece) < end else -1
             piece = piece[:cut] if cut > 0 else piece
             start += len(piece)
@@ -363,6 +366,10 @@ class _Long:
                 for escape, letter in ESCAPES:
                     piece = piece.replace(escape, letter)
             yield piece
+
+    def _read(self, start: int, end: int) -> bytes:
+        time.sleep(PAUSE_S)
+        return bytes(self._body[start:end])
 
     def _forget(self, start: int, end: int) -> None:
         """Give the memory of what is read back to the system."""

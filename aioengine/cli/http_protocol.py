@@ -26,6 +26,8 @@ except ImportError:  # Windows
 
 __all__ = ["BoundedHttpProtocol", "HttpBounds", "protocol_factory"]
 
+DROP_EVERY_S = 0.005
+"""Between reads of what is ignored."""
 PIECES = 4
 """Of `max_head_bytes`: so much is parsed at a time, and a head may begin anywhere in it."""
 
@@ -174,9 +176,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse it, piece by piece; what follows a request that has to wait, waits too."""
-        if not self._ignores_input:
-            self._unread = b"".join((self._unread, data)) if self._unread else data
-            self._parse()
+        if self._ignores_input:
+            # Not at full speed: a loop reads from one socket many times before it goes on.
+            self._socket.pause_reading()
+            self.loop.call_later(DROP_EVERY_S, self._drop_more)
+            return
+        self._unread = b"".join((self._unread, data)) if self._unread else data
+        self._parse()
+
+    def _drop_more(self) -> None:
+        if not self._socket.is_closing():
+            self._socket.resume_reading()
 
     def _parse(self) -> None:
         while self._unread and not self.pipeline and not self._is_closing():

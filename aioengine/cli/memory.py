@@ -1,29 +1,41 @@
-"""Memory that a burst of large requests has left to the allocator, given back to the system."""
+"""Memory that a burst of large requests has left behind, given back to the system."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aioengine.asgi.body import BodyBudget
 
-__all__ = ["BurstWatch", "find_trim"]
+__all__ = ["BurstWatch", "give_back_memory"]
 
 BURST_BYTES = 32 << 20
 """Of bodies, by which they have to fall for a burst to be over."""
-DELAY_S = 1.0
-"""After which what has ended holds nothing any more."""
+DELAY_S = 0.5
+"""After which what has ended holds nothing any more, but in cycles."""
 
 
-def find_trim() -> Callable[[], None] | None:
-    """glibc's `malloc_trim`, which lets go of the GIL; None for other allocators."""
+def give_back_memory() -> None:
+    """Collect garbage, and have glibc give back what is free, which lets go of the GIL.
+
+    For a process of our own, in which what was loaded is frozen: there is little to walk through.
+    Requests that end early leave their media in cycles of errors and frames.
+    """
+    gc.collect()
+    trim = _find_trim()
+    if trim is not None:
+        trim(0)
+
+
+def _find_trim() -> Callable[[int], int] | None:
     try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another allocator
         return None
-    return lambda: trim(0)
+    return trim
 
 
 class BurstWatch:

@@ -18,7 +18,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from aioengine.asgi.body import BodyBudget
 from aioengine.cli.http_protocol import HttpBounds, protocol_factory
-from aioengine.cli.memory import BurstWatch, find_trim
+from aioengine.cli.memory import BurstWatch, give_back_memory
 from aioengine.engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.streams.bridge import run_apart
@@ -57,7 +57,7 @@ class DrainingServer(uvicorn.Server):
 
     The first signal closes the port and drains the engine: requests have `drain_timeout_s` seconds
     to finish. The second ends them at once. `announce` is called when the port is open. After a
-    burst of `bodies`, the memory that the allocator keeps is given back.
+    burst of `bodies`, the memory that it has left behind is given back.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class DrainingServer(uvicorn.Server):
         self._drain_timeout_s = drain_timeout_s
         self._announce = announce
         self._watch = None if bodies is None else BurstWatch(bodies)
-        self._trim = find_trim()
         self._trimming: asyncio.Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -97,13 +96,10 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; asked ten times a second."""
-        if self._watch is not None and self._watch.is_over(time.monotonic()):
-            self._give_back_memory()
+        is_idle = self._trimming is None or self._trimming.done()
+        if is_idle and self._watch is not None and self._watch.is_over(time.monotonic()):
+            self._trimming = asyncio.ensure_future(run_apart(give_back_memory))
         return await super().on_tick(counter) or self._engine.state is EngineState.DEAD
-
-    def _give_back_memory(self) -> None:
-        if self._trim is not None and (self._trimming is None or self._trimming.done()):
-            self._trimming = asyncio.ensure_future(run_apart(self._trim))
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
         """Close the port and the engine, side by side: responses end as their requests do."""

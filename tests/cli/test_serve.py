@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 
 from aioengine import AsyncEngine, EngineState, MediaConfig
 from aioengine.asgi import service_app
-from aioengine.cli.memory import BURST_BYTES, find_trim
+from aioengine.cli.memory import BURST_BYTES, give_back_memory
 from aioengine.cli.server import DrainingServer, bind
 from aioengine.errors import EngineClosedError, InvalidRequestError
 from tests.cli.conftest import SIZES, Command
@@ -300,7 +301,7 @@ def served_with(
             found.update(options, config=engine.config)
             raise InvalidRequestError("enough", parameter="test")
 
-        monkeypatch.setattr("aioengine.asgi.service_app", make)
+        monkeypatch.setattr(import_module("aioengine.asgi"), "service_app", make)
         assert command("serve", folder, *arguments).err == "aioengine: enough\n"
         return found
 
@@ -377,10 +378,11 @@ async def test_memory_is_given_back_after_a_burst(
 ) -> None:
     """Once it is over, and off the loop."""
     trimmed: list[str] = []
-    monkeypatch.setattr(
-        "aioengine.cli.server.find_trim",
-        lambda: lambda: trimmed.append(threading.current_thread().name),
-    )
+
+    def trim() -> None:
+        trimmed.append(threading.current_thread().name)
+
+    monkeypatch.setattr(sys.modules[DrainingServer.__module__], "give_back_memory", trim)
     monkeypatch.setattr("aioengine.cli.memory.DELAY_S", 0)
     async with running_engine(folder) as engine:
         app = service_app(engine)
@@ -397,10 +399,18 @@ async def test_memory_is_given_back_after_a_burst(
     assert trimmed[0].startswith("aioengine-apart")
 
 
-def test_the_allocator_gives_memory_back() -> None:
-    trim = find_trim()
-    assert trim is not None, "the tests run on glibc"
-    trim()
+def test_memory_that_is_free_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    cycle: list[Any] = [bytes(50_000) for _ in range(2000)]  # none is large enough for a map
+    cycle.append(cycle)
+    kept = bytes(50_000)  # at the end of the heap
+    before = resident()
+    del cycle
+    give_back_memory()
+    assert before - resident() > 50 << 20
+    assert kept
 
 
 @pytest.mark.parametrize("given", [("--api-key", ""), ("--api-key", " "), ()])
