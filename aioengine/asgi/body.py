@@ -58,7 +58,6 @@ MESSAGES = "messages"
 MAX_KEY = MAX_DATA_HEAD = 256
 
 Read = TypeVar("Read")
-Text = TypeVar("Text", str, bytes)
 
 
 class BodyBudget:
@@ -123,7 +122,7 @@ class BoundedBody:
 
     @property
     def parsing(self) -> asyncio.Lock:
-        """Held while a large body is parsed."""
+        """Lock that is held while a large body is parsed."""
         return asyncio.Lock() if self._budget is None else self._budget.parsing
 
     async def __call__(self) -> Message:
@@ -204,11 +203,11 @@ class _Pages:
             self._pages = grown
 
     def view(self) -> memoryview:
-        """What there is."""
+        """Show what has been added."""
         return memoryview(self._pages)[: self.num_bytes]
 
     def take(self) -> memoryview:
-        """What there is; the only reference to it is the caller's from now on."""
+        """Hand over what has been added: the only reference to it is the caller's from now on."""
         view = self.view()
         del self._pages
         return view
@@ -288,20 +287,19 @@ class _Long:
         self._begin = 0
         """Of the window, in the body."""
 
-    def find(self, letter: bytes, start: int, end: int | None = None) -> int:
-        """Where the letter stands first; -1: nowhere."""
-        end = len(self._body) if end is None else end
-        while start < end:
+    def find(self, letter: bytes, start: int) -> int:
+        """Find the first such letter from `start` on; -1: there is none."""
+        while start < len(self._body):
             if not self._begin <= start < self._begin + len(self._window):
                 self._begin, self._window = start, self._read(start, start + PIECE)
-            place = self._window.find(letter, start - self._begin, end - self._begin)
+            place = self._window.find(letter, start - self._begin)
             if place >= 0:
                 return self._begin + place
             start = self._begin + len(self._window)
         return -1
 
     def closing(self, opening: int) -> int:
-        """Where the string that begins with the quote at `opening` has its other quote, or -1."""
+        """Find the quote that ends the string begun by the one at `opening`; -1: there is none."""
         body, start = self._body, opening + 1
         while (closing := self.find(b'"', start)) >= 0:
             if body[closing - 1] != ord("\\"):
@@ -316,7 +314,7 @@ class _Long:
         return -1
 
     def text(self, start: int, end: int) -> str | bytes | None:
-        """The string between two quotes; None if it has escapes other than those of base64.
+        """Read the string between two quotes; None if it has other escapes than those of base64.
 
         Raises ValueError for what is no UTF-8.
         """
@@ -334,7 +332,7 @@ class _Long:
         return "".join(texts)
 
     def _media(self, start: int, end: int) -> bytes | None:
-        """What a media item's base64 says; None for what is none."""
+        """Decode a media item's base64; None for anything else."""
         key = MEDIA_KEY.search(bytes(self._body[max(0, start - 1 - MAX_KEY) : start - 1]))
         head = DATA_URL.match(bytes(self._body[start : start + MAX_DATA_HEAD]))
         if key is None or (head is None) != (key[1] == b"data"):
@@ -356,7 +354,7 @@ class _Long:
         return b"".join(decoded)  # which lets go of the GIL
 
     def _pieces(self, start: int, end: int) -> Iterator[bytes]:
-        """The string without its escapes, in pieces that cut none of these."""
+        """Read the string without its escapes, in pieces that cut none of these."""
         while start < end:
             piece = self._read(start, min(start + PIECE, end))
             cut = piece.find(b"\\", len(piece) - 5) if start + len(piece) < end else -1

@@ -23,12 +23,13 @@ SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 def guards(
-    trusted_hosts: Sequence[str] | None, allowed_origins: Sequence[str] | None
+    trusted_hosts: str | Sequence[str] | None, allowed_origins: str | Sequence[str] | None
 ) -> list[Middleware]:
     """The middleware that refuses, outermost first; none for what is None.
 
     Raises InvalidRequestError for what is no origin.
     """
+    trusted_hosts, allowed_origins = _listed(trusted_hosts), _listed(allowed_origins)
     found = []
     for origin in allowed_origins or ():
         rule = "like https://app.example, without a path, or *"
@@ -48,6 +49,10 @@ def guards(
     if allowed_origins is not None:
         found.append(Middleware(_OriginGuard, allowed=allowed_origins))
     return found
+
+
+def _listed(given: str | Sequence[str] | None) -> Sequence[str] | None:
+    return [given] if isinstance(given, str) else given
 
 
 def is_loopback(host: str) -> bool:

@@ -24,6 +24,7 @@ MAX_COMPLETIONS = 1024
 """Of all its prompts."""
 MAX_MESSAGES = MAX_PARTS = 4096
 MAX_TOP_LOGPROBS = 20
+MAX_SALT_CHARACTERS = 1024
 
 SAMPLING = frozenset(
     {
@@ -237,6 +238,9 @@ def _prompts(given: Any) -> Sequence[str | list[int]]:
 
 
 def _prompt_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    salt = given.get("cache_salt", "")
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARACTERS:
+        raise _wrong("cache_salt", f"text of {MAX_SALT_CHARACTERS} characters at most")
     return {name: given[name] for name in ("cache_salt", "mm_processor_kwargs") if name in given}
 
 

@@ -41,10 +41,10 @@ class ServiceOptions(TypedDict, total=False):
     """Of all requests under way: 256 MiB, and never less than one body may have."""
     body_timeout_s: float
     """For a body to arrive in: 60 s."""
-    trusted_hosts: Sequence[str] | None
+    trusted_hosts: str | Sequence[str] | None
     """Hosts that requests may name: `"localhost"`, `"*.a.example"`, `"loopback"` for all names of
     the loopback addresses. None: any."""
-    allowed_origins: Sequence[str] | None
+    allowed_origins: str | Sequence[str] | None
     """Other origins whose pages may send requests and read the answers (`"https://a.example"`, or
     `"*"`). None: the host decides who may."""
 

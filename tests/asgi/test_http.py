@@ -191,7 +191,7 @@ async def test_media_that_is_refused_is_let_go_of(engine: AsyncEngine, is_stream
         assert sent[0]["status"] == 422
         await settled(engine)
         async with asyncio.timeout(DEADLINE_S):  # the other one may just be looked at in a thread
-            while await asyncio.to_thread(is_held):
+            while await asyncio.to_thread(is_held):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()

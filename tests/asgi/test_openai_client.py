@@ -288,6 +288,8 @@ async def refused(client: AsyncOpenAI, error: type[openai.APIStatusError], **bod
         ),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"mm_processor_kwargs": 3}}, "mm_processor_kwargs"),
+        ({"extra_body": {"cache_salt": {"a": 1}}}, "cache_salt"),
+        ({"extra_body": {"cache_salt": "a" * 1025}}, "cache_salt"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"response_format": schema_format({"multipleOf": 12345677})}, "response_format"),
