@@ -107,18 +107,17 @@ class BoundedBody:
         timeout_s: float,
         budget: BodyBudget | None = None,
     ) -> None:
-        self.num_announced = 0
-        """The length that the client gives, if it gives one."""
         self._receive = receive
         self._max_bytes = max_bytes
         self._budget = budget
         self._num_bytes = 0
         self._num_taken = 0
+        self._num_announced = 0
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._is_complete = False
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and len(value) < 20:
-                self.num_announced = int(value)
+                self._num_announced = int(value)
 
     @property
     def parsing(self) -> asyncio.Lock:
@@ -128,7 +127,7 @@ class BoundedBody:
     async def __call__(self) -> Message:
         if self._is_complete:
             return await self._receive()
-        self._admit(self.num_announced)
+        self.admit()
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
@@ -139,6 +138,14 @@ class BoundedBody:
             self._admit(self._num_bytes)
             self._is_complete = not message.get("more_body", False)
         return message
+
+    def admit(self) -> int:
+        """Let in a body of the length that the client gives, and return it; 0: it gives none.
+
+        Raises ApiError for one that is too long, or for which there is no room.
+        """
+        self._admit(self._num_announced)
+        return self._num_announced
 
     def _admit(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
@@ -165,7 +172,7 @@ async def read_object(receive: BoundedBody, read: Callable[[dict[str, Any]], Rea
     Base64 where media stand is `bytes` in a large one. Raises ApiError, ClientDisconnect, and what
     `read` raises.
     """
-    pages = _Pages(receive.num_announced)
+    pages = _Pages(receive.admit())
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -341,11 +348,12 @@ class _Long:
         rest = b""
         try:
             for piece in self._pieces(start if head is None else start + head.end(), end):
-                whole = len(rest + piece) // 4 * 4
+                data = rest + piece
+                whole = len(data) // 4 * 4
                 if whole and len(decoded[-1]) % 3:
                     return None  # padding before the end
-                decoded.append(binascii.a2b_base64((rest + piece)[:whole], strict_mode=True))
-                rest = (rest + piece)[whole:]
+                decoded.append(binascii.a2b_base64(data[:whole], strict_mode=True))
+                rest = data[whole:]
         except ValueError:
             return None
         if rest:

@@ -33,8 +33,9 @@ PIECES = 4
 
 
 def _max_connections() -> int:
-    """1,024, or half of the files that the process may have open."""
-    return 1024 if getrlimit is None else min(1024, getrlimit(RLIMIT_NOFILE)[0] // 2)
+    """Allow 1,024, or half of the files that the process may have open."""
+    most = -1 if getrlimit is None else getrlimit(RLIMIT_NOFILE)[0]
+    return 1024 if most < 0 else min(1024, most // 2)  # below 0: any number
 
 
 @dataclass(frozen=True, kw_only=True)

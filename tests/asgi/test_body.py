@@ -146,6 +146,13 @@ async def test_too_many_bytes() -> None:
     assert caught.value.status == 413
 
 
+@pytest.mark.parametrize("length", [b"101", b"9" * 12, b"9" * 19])
+async def test_a_length_that_is_too_large_takes_no_memory(length: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        await read_object(bounded(Client(), headers=[(b"content-length", length)]), dict)
+    assert caught.value.status == 413
+
+
 async def test_a_body_that_does_not_come() -> None:
     with pytest.raises(ApiError) as caught:
         await read_object(bounded(Client(b"{", ends=False), seconds=0.01), dict)

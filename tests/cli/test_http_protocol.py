@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -209,6 +210,16 @@ async def test_where_all_have_requests_under_way_the_new_one_is_refused() -> Non
         server.app.release.set()
         assert [(await client.answer())[0] for client in busy] == [200, 200]
         assert (await (await server.connect(GET)).answer())[0] == 200
+
+
+@pytest.mark.parametrize(("files", "expected"), [(256, 128), (20_000, 1024), (-1, 1024)])
+def test_connections_leave_room_for_files(
+    files: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules[HttpBounds.__module__], "getrlimit", lambda _: (files, files), raising=True
+    )
+    assert HttpBounds().max_connections == expected
 
 
 async def test_what_is_no_http_stays_a_400() -> None:
