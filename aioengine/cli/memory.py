@@ -21,7 +21,7 @@ DELAY_S = 0.5
 def give_back_memory() -> None:
     """Collect garbage, and have glibc give back what is free, which lets go of the GIL.
 
-    For a process of our own, in which what was loaded is frozen: there is little to walk through.
+    For a process of our own, whose libraries are frozen, so that there is little to walk through.
     Requests that end early leave their media in cycles of errors and frames.
     """
     gc.collect()
