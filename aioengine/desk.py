@@ -29,7 +29,7 @@ ENDED_AT_ONCE = 64
 
 
 class Desk:
-    """One engine's live requests. `counters`: "finished", "aborted" and "failed" ones."""
+    """One engine's live requests. `counters`: those "finished", "aborted", "rejected", "failed"."""
 
     def __init__(
         self,
@@ -203,4 +203,6 @@ class Desk:
 
 def _kind(error: BaseException) -> Kind:
     """How a request ends that ends with this error."""
-    return "aborted" if isinstance(error, RequestAbortedError) else "failed"
+    if isinstance(error, RequestAbortedError):
+        return "aborted"
+    return "rejected" if isinstance(error, InvalidRequestError) else "failed"

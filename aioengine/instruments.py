@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Heard = TypeVar("Heard")
-Kind = Literal["submitted", "admitted", "token", "finished", "aborted", "failed"]
+Kind = Literal["submitted", "admitted", "token", "finished", "aborted", "rejected", "failed"]
 
 STAGES = ("fetch", "decode", "process", "encode", "step")
 
@@ -60,7 +60,8 @@ class RequestEvent:
 
     "submitted" comes on the caller's task, inside `stream()`; "admitted" when the request is laid
     out and queued; "token" for each token of completion `index`; the last of a request is
-    "finished" with its `output`, or "aborted" or "failed" with its `error`.
+    "finished" with its `output`, or "aborted", "rejected" (the caller's mistake) or "failed" with
+    its `error`.
     """
 
     kind: Kind

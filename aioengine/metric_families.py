@@ -11,7 +11,7 @@ from aioengine.types import EngineState, EngineStatistics
 
 __all__ = ["FIGURES", "HISTOGRAMS", "Figure", "Histogram", "Reading", "Values"]
 
-OUTCOMES = ("finished", "aborted", "failed")
+OUTCOMES = ("finished", "aborted", "rejected", "failed")
 
 SECONDS = tuple(m * s for s in (0.001, 0.01, 0.1, 1, 10, 100) for m in (1, 2.5, 5))
 """1 ms to 500 s: from a cached prompt on a small model to a long answer on a busy one. Three steps

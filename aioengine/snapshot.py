@@ -23,13 +23,14 @@ def take_snapshot(
     in_intake: int,
     encoder_items_run: int,
 ) -> EngineStatistics:
-    """`endings` counts "finished", "aborted" and "failed"; `in_intake`: requests not admitted."""
+    """`endings` counts requests by how they ended; `in_intake`: those not admitted."""
     counters, pool, cache = scheduler.counters, scheduler.pool, scheduler.media.cache
     return EngineStatistics(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting + in_intake,
         finished=endings["finished"],
         aborted=endings["aborted"],
+        rejected=endings["rejected"],
         failed=endings["failed"],
         preemptions=counters["preemptions"],
         kv_blocks_total=pool.num_blocks,

@@ -151,10 +151,11 @@ class RequestTracer:
             span.set_attribute("aioengine.time_to_first_token", waited)
         if event.output is not None:
             span.set_attributes(_usage(event.output))
-        if event.kind == "failed":
+        if event.kind in ("rejected", "failed"):
             kind = type(event.error).__name__  # its text may hold anything
             span.set_attribute("error.type", kind)
-            span.set_status(StatusCode.ERROR, kind)
+            if event.kind == "failed":
+                span.set_status(StatusCode.ERROR, kind)
         span.end(traced.clock(event.time))
 
     def _hear_span(self, span: StageSpan) -> None:

@@ -298,14 +298,16 @@ class EngineStatistics:
     `kv_blocks_free` is what a new request could get: unused blocks plus cached, unreferenced ones;
     at rest it equals `kv_blocks_total`. Bytes are bytes; tokens are prompt tokens. `running` and
     `waiting` count completions (a request of `n` has so many, once it is laid out), `finished`,
-    `aborted` and `failed` count requests; `encoder_cache_waits` counts items for which there was no
-    room at first.
+    `aborted`, `rejected` and `failed` count requests: `rejected` ended with an InvalidRequestError,
+    the caller's mistake, `failed` with the engine's. What is refused before its stream is made is
+    not counted. `encoder_cache_waits` counts items for which there was no room at first.
     """
 
     running: int
     waiting: int
     finished: int
     aborted: int
+    rejected: int
     failed: int
     preemptions: int
     kv_blocks_total: int

@@ -174,7 +174,7 @@ class TextAnswer(Answer):
             chosen.append(_finite(found[0].logprob))
             named = [(text, _finite(each.logprob)) for text, each in zip(texts, found, strict=True)]
             best = _most_probable(zip(found, named, strict=True), self._num_logprobs)
-            top.append(dict(best))
+            top.append(dict([*best, named[0]]))  # the sampled token is always among them
             offsets.append(self._offsets[index])
             token_id = next(iter(position))
             if not self._texts.is_special(token_id):

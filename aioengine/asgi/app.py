@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any, Unpack
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,10 +16,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine.asgi.answers import ChatAnswer, TextAnswer
 from aioengine.asgi.exchange import Reply
-from aioengine.asgi.faults import RETRY_AFTER_S, ApiError, api_error, error_response
+from aioengine.asgi.faults import (
+    RETRY_AFTER_S,
+    ApiError,
+    api_error,
+    error_response,
+    forget_frames,
+)
 from aioengine.asgi.generation import Generation
+from aioengine.asgi.origins import guards
 from aioengine.asgi.protocol import read_chat, read_completion
-from aioengine.asgi.service import Service
+from aioengine.asgi.service import Service, ServiceOptions
 from aioengine.asgi.status import StatusPage
 from aioengine.asgi.transcription import Transcription
 from aioengine.engine import AsyncEngine
@@ -27,49 +35,33 @@ from aioengine.types import EngineState
 
 __all__ = ["openai_app", "service_app"]
 
-MAX_BODY_BYTES = 64 << 20
-BODY_TIMEOUT_S = 60.0
 CLIENT_LEFT = 499
 
-Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+Handler = Callable[[Scope, Any, Send], Awaitable[None]]
+"""Its second argument is a BoundedBody."""
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-def openai_app(
-    engine: AsyncEngine,
-    *,
-    model_names: Sequence[str] | None = None,
-    api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    body_timeout_s: float = BODY_TIMEOUT_S,
-) -> Starlette:
+def openai_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
     """OpenAI's API for one engine, to be mounted in an application: `app.mount("/v1", ...)`.
 
     Serves chat/completions, completions, audio/transcriptions, models, health and metrics. The
     host's lifespan starts and closes the engine; where the app is served by itself, its own does,
-    if nobody has started the engine before. `model_names`: under which the engine is asked for;
-    None: the model's own. `api_key`: wanted for all but health, as a bearer token. A body has
-    `max_body_bytes` at most, and so many seconds. Raises InvalidRequestError for an empty key.
+    if nobody has started the engine before. `options`: see ServiceOptions. Raises
+    InvalidRequestError for an empty key.
     """
-    service = _service(engine, model_names, api_key, max_body_bytes, body_timeout_s)
+    service, middleware = _service(engine, options)
     routes = _openai_routes(service, Metrics(engine, model_name=service.model_names[0]))
-    return _application(routes, _lifespan(engine))
+    return _application(routes, service, middleware)
 
 
-def service_app(
-    engine: AsyncEngine,
-    *,
-    model_names: Sequence[str] | None = None,
-    api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    body_timeout_s: float = BODY_TIMEOUT_S,
-) -> Starlette:
+def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
     """What `python -m aioengine serve` serves: the same below /v1, beside a status page at /.
 
     Arguments as in `openai_app`. A browser that has no key asks its user: any name, and the key as
     the password.
     """
-    service = _service(engine, model_names, api_key, max_body_bytes, body_timeout_s)
+    service, middleware = _service(engine, options)
     name = service.model_names[0]
     metrics, page = Metrics(engine, model_name=name), StatusPage(engine, name)
     routes: list[BaseRoute] = [
@@ -77,32 +69,26 @@ def service_app(
         *_probes(service, metrics),
         Mount("/v1", routes=_openai_routes(service, metrics)),
     ]
-    return _application(routes, _lifespan(engine))
+    return _application(routes, service, middleware)
 
 
-def _service(
-    engine: AsyncEngine,
-    model_names: Sequence[str] | None,
-    api_key: str | None,
-    max_body_bytes: int,
-    body_timeout_s: float,
-) -> Service:
-    return Service(
-        engine,
-        model_names=[model_names] if isinstance(model_names, str) else model_names or (),
-        api_key=api_key,
-        max_body_bytes=max_body_bytes,
-        body_timeout_s=body_timeout_s,
-    )
+def _service(engine: AsyncEngine, options: ServiceOptions) -> tuple[Service, list[Middleware]]:
+    own: dict[str, Any] = dict(options)
+    middleware = guards(own.pop("trusted_hosts", None), own.pop("allowed_origins", None))
+    return Service(engine, **own), middleware
 
 
-def _application(routes: Sequence[BaseRoute], lifespan: Lifespan) -> Starlette:
-    return Starlette(
+def _application(
+    routes: Sequence[BaseRoute], service: Service, middleware: Sequence[Middleware]
+) -> Starlette:
+    app = Starlette(
         routes=routes,
-        lifespan=lifespan,
-        middleware=[Middleware(_SlashTaker)],
+        lifespan=_lifespan(service.engine),
+        middleware=[*middleware, Middleware(_SlashTaker)],
         exception_handlers={HTTPException: _http_error},
     )
+    app.state.bodies = service.budget
+    return app
 
 
 class _SlashTaker:
@@ -176,18 +162,21 @@ def _guarded(service: Service, route: Route) -> Route:
 
 
 class _Endpoint:
-    """An ASGI app for those who have the key, with bounded bodies, whose errors are OpenAI's."""
+    """An ASGI app for those who have a key, with bounded bodies, whose errors are OpenAI's."""
 
     def __init__(self, service: Service, handle: Handler) -> None:
         self._service = service
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+        reply, body = Reply(send), self._service.bounded(scope, receive)
         try:
-            self._service.check_key(scope)
-            await self._handle(scope, self._service.bounded(scope, receive), reply)
-        except ClientDisconnect:
+            self._service.keys.check(scope)
+            if scope["method"] == "POST":
+                self._service.engine.check_room(1)  # before a body is read
+            await self._handle(scope, body, reply)
+        except ClientDisconnect as error:
+            forget_frames(error)
             if not reply.has_begun:
                 # Nobody reads it; but some hosts' middleware waits for a response.
                 with suppress(ClientDisconnect):
@@ -195,7 +184,15 @@ class _Endpoint:
         except Exception as error:
             if reply.has_begun or isinstance(error, HTTPException):
                 raise  # Starlette's own are for the application's handler
-            await error_response(api_error(error))(scope, receive, reply)
+            found = api_error(error)
+            forget_frames(error)
+            if found.status == 408 and scope.get("http_version", "").startswith("1"):
+                # The rest may never come. A client that is quick to send should have the answer
+                # first, which a server that closes at once takes from it.
+                found.headers = {**found.headers, "connection": "close"}
+            await error_response(found)(scope, receive, reply)
+        finally:
+            body.close()
 
 
 class _Models:

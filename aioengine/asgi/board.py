@@ -228,7 +228,7 @@ def printable(text: str) -> str:
 
 
 def _requests(statistics: EngineStatistics) -> dict[str, int]:
-    names = ("running", "waiting", "finished", "aborted", "failed", "preemptions")
+    names = ("running", "waiting", "finished", "aborted", "rejected", "failed", "preemptions")
     return {name: getattr(statistics, name) for name in names}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
-from aioengine.asgi.faults import ApiError, api_error
+from aioengine.asgi.faults import ApiError, api_error, forget_frames
 
 __all__ = ["EventStream", "Reply", "attend", "failures_in"]
 
@@ -83,6 +83,7 @@ async def failures_in(
         own = translate(error)
         if events.has_begun:
             await events.fail(api_error(own))
+            forget_frames(error)
         elif own is error:
             raise
         else:

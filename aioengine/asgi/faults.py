@@ -6,13 +6,14 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any
 
 from starlette.responses import Response
 
 from aioengine import errors
 
-__all__ = ["ApiError", "api_error", "error_response"]
+__all__ = ["ApiError", "api_error", "error_response", "forget_frames"]
 
 RETRY_AFTER_S = 1
 """Of what is over soon: a queue moves on, an engine comes up or another one is asked."""
@@ -68,6 +69,22 @@ def api_error(error: Exception) -> ApiError:
     logger.error("a request failed", exc_info=error)
     message = str(error) if isinstance(error, errors.AioEngineError) else "internal error"
     return ApiError(500, message, "server_error", code="internal_error")
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames that an error has passed, which hold the request's body in a cycle."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        found = left.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        clear_frames(found.__traceback__)
+        found.__traceback__ = None
+        left += found.__cause__, found.__context__
+        if isinstance(found, BaseExceptionGroup):
+            left += found.exceptions
 
 
 def error_response(error: ApiError) -> Response:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.answers import Answer
-from aioengine.asgi.body import LONG, read_object
+from aioengine.asgi.body import LONG, BoundedBody, read_object
 from aioengine.asgi.exchange import EventStream, attend, failures_in
 from aioengine.asgi.protocol import Ask
 from aioengine.asgi.service import Service
@@ -35,7 +35,7 @@ class Generation:
         self._read = read
         self._answer = answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """Answer one POST request. Raises what goes wrong before the answer has begun."""
         ask = await read_object(receive, self._read)
         answer = self._answer(
@@ -55,6 +55,7 @@ class Generation:
         async with failures_in(events, ask.in_its_words), AsyncExitStack() as stack:
             streams = []
             for number, prompt in enumerate(ask.prompts):
+                prompt = self._service.salted(scope, prompt)
                 name = answer.id if len(ask.prompts) == 1 else f"{answer.id}-{number}"
                 stream = engine.stream(prompt, ask.params, request_id=name)
                 stack.callback(stream.close)

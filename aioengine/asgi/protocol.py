@@ -24,6 +24,7 @@ MAX_COMPLETIONS = 1024
 """Of all its prompts."""
 MAX_MESSAGES = MAX_PARTS = 4096
 MAX_TOP_LOGPROBS = 20
+MAX_SALT_CHARACTERS = 1024
 
 SAMPLING = frozenset(
     {
@@ -40,6 +41,14 @@ COMMON = SAMPLING | {
 }
 CHAT = COMMON | {"messages", "top_logprobs", "max_completion_tokens"}
 COMPLETION = COMMON | {"prompt", "best_of"}
+MEDIA_PARTS = {
+    "image_url": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
+STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+"""Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
 TOKEN_ID = re.compile("[0-9]{1,10}")
 IGNORED = frozenset(
     {
@@ -127,9 +136,7 @@ def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | 
     if "logit_bias" in given:
         sampling["logit_bias"] = _read_bias(given["logit_bias"])
     structure = _read_structure(given)
-    stream_options = given.get("stream_options", {})
-    if not isinstance(stream_options, dict) or stream_options.keys() - {"include_usage"}:
-        raise _wrong("stream_options", "an object with include_usage")
+    is_streamed = _flag(given, "stream")
     model = given.get("model")
     if not isinstance(model, str | None):
         raise _wrong("model", "text")
@@ -145,9 +152,21 @@ def _ask(given: Mapping[str, Any], prompts: tuple[Prompt, ...], logprobs: int | 
         params=params,
         model=model,
         aliases=aliases,
-        is_streamed=_flag(given, "stream"),
-        wants_usage=_flag(stream_options, "include_usage"),
+        is_streamed=is_streamed,
+        wants_usage=_wants_usage(given, is_streamed),
     )
+
+
+def _wants_usage(given: Mapping[str, Any], is_streamed: bool) -> bool:
+    options = given.get("stream_options")
+    if options is None:
+        return False
+    if not is_streamed:
+        raise _wrong("stream_options", "absent where stream is not true")
+    if not isinstance(options, dict) or options.keys() - {*STREAM_OPTIONS}:
+        raise _wrong("stream_options", f"an object with {' and '.join(STREAM_OPTIONS)} at most")
+    flags = {name: _flag(options, name, "stream_options.") for name in STREAM_OPTIONS}
+    return flags["include_usage"]
 
 
 def _known(body: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
@@ -175,16 +194,30 @@ def _read_message(message: Any, index: int) -> Any:
     content = message.get("content")
     if isinstance(content, list) and len(content) > MAX_PARTS:
         raise _wrong(f"messages[{index}].content", f"of {MAX_PARTS} parts at most")
-    for number, part in enumerate(content if isinstance(content, list) else ()):
+    parts = content if isinstance(content, list) else []
+    for number, part in enumerate(parts):
         # A name of the caller's own would be taken at its word, whoever else uses it.
         if isinstance(part, dict) and "uuid" in part:
             path = f"messages[{index}].content[{number}].uuid"
             raise InvalidRequestError(f"{path} is taken in the process only", parameter=path)
+        parts[number] = _with_bytes(part)
     return {
         name: value
         for name, value in message.items()
         if name in ("role", "content") or value not in (None, [])
     }
+
+
+def _with_bytes(part: Any) -> Any:
+    """A part whose base64 was decoded as the body was read, as one that holds the bytes."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in MEDIA_PARTS:
+        return part
+    item = part.get(kind)
+    if isinstance(item, dict) and (kind != "input_audio" or isinstance(item.get("format"), str)):
+        item = item.get("data" if kind == "input_audio" else "url")
+    modality = MEDIA_PARTS[kind]
+    return {"type": modality, modality: item} if isinstance(item, bytes) else part
 
 
 def _prompts(given: Any) -> Sequence[str | list[int]]:
@@ -205,6 +238,9 @@ def _prompts(given: Any) -> Sequence[str | list[int]]:
 
 
 def _prompt_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    salt = given.get("cache_salt", "")
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARACTERS:
+        raise _wrong("cache_salt", f"text of {MAX_SALT_CHARACTERS} characters at most")
     return {name: given[name] for name in ("cache_salt", "mm_processor_kwargs") if name in given}
 
 
@@ -246,10 +282,10 @@ def _in_words(error: Exception, aliases: Mapping[str, str]) -> Exception:
     return error.for_parameter(alias) if alias and isinstance(error, InvalidRequestError) else error
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def _flag(given: Mapping[str, Any], name: str, path: str = "") -> bool:
     value = given.get(name)
     if not isinstance(value, bool | None):
-        raise _wrong(name, "true or false")
+        raise _wrong(path + name, "true or false")
     return bool(value)
 
 

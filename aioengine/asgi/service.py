@@ -1,44 +1,76 @@
-"""What all endpoints of one engine share: its name, its limits, its metrics and its key."""
+"""What all endpoints of one engine share: its names, its limits and its keys."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
-from base64 import b64decode
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import TypedDict
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from aioengine.asgi.body import BoundedBody
+from aioengine.asgi.body import BodyBudget, BoundedBody
 from aioengine.asgi.faults import ApiError
-from aioengine.checks import require, shown
+from aioengine.asgi.keys import ApiKeys, CacheSalt, Keys
+from aioengine.checks import is_int, require, shown
 from aioengine.detokenizer import TokenTexts
 from aioengine.engine import AsyncEngine
 from aioengine.model_name import model_name
+from aioengine.types import Prompt
 
-__all__ = ["Service"]
+__all__ = ["Service", "ServiceOptions"]
+
+MAX_BODY_BYTES = 64 << 20
+MAX_BODIES_BYTES = 256 << 20
+BODY_TIMEOUT_S = 60.0
+
+
+class ServiceOptions(TypedDict, total=False):
+    """How an engine is served."""
+
+    model_names: str | Sequence[str] | None
+    """Names under which clients ask for the model; None: the model's own."""
+    api_key: ApiKeys
+    """Wanted for all but health, as a bearer token: one key, several, or name -> key."""
+    cache_salt: CacheSalt | None
+    """From an ASGI scope to the salt of what its requests leave in caches; None: one per key."""
+    max_body_bytes: int
+    """Of one request: 64 MiB."""
+    max_bodies_bytes: int
+    """Of all requests under way: 256 MiB, and never less than one body may have."""
+    body_timeout_s: float
+    """For a body to arrive in: 60 s."""
+    trusted_hosts: str | Sequence[str] | None
+    """Hosts that requests may name: `"localhost"`, `"*.a.example"`, `"loopback"` for all names of
+    the loopback addresses. None: any."""
+    allowed_origins: str | Sequence[str] | None
+    """Other origins whose pages may send requests and read the answers (`"https://a.example"`, or
+    `"*"`). None: the host decides who may."""
 
 
 class Service:
-    """One engine, as it is served."""
+    """One engine, as it is served. Raises InvalidRequestError for an empty key."""
 
     def __init__(
         self,
         engine: AsyncEngine,
         *,
-        model_names: Sequence[str],
-        api_key: str | None,
-        max_body_bytes: int,
-        body_timeout_s: float,
+        model_names: str | Sequence[str] | None = None,
+        api_key: ApiKeys = None,
+        cache_salt: CacheSalt | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_bodies_bytes: int = MAX_BODIES_BYTES,
+        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self.engine = engine
-        self.model_names = tuple(model_names) or (model_name(engine.model),)
+        names = [model_names] if isinstance(model_names, str) else model_names
+        self.model_names = tuple(names or ()) or (model_name(engine.model),)
         self.created = int(time.time())
-        require(api_key != "", "api_key", "nothing", "text, or None for no key at all")
-        self._key = None if api_key is None else _digest(api_key.encode())
+        self.keys = Keys(api_key, cache_salt)
+        for name, size in (("body", max_body_bytes), ("bodies", max_bodies_bytes)):
+            require(is_int(size) and size > 0, f"max_{name}_bytes", size, "positive")
+        self.budget = BodyBudget(max(max_body_bytes, max_bodies_bytes))
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
 
@@ -49,7 +81,8 @@ class Service:
 
     def bounded(self, scope: Scope, receive: Receive) -> BoundedBody:
         """`receive` with the limits on request bodies."""
-        return BoundedBody(scope, receive, self._max_body_bytes, self._body_timeout_s)
+        budget = self.budget if scope["method"] == "POST" else None
+        return BoundedBody(scope, receive, self._max_body_bytes, self._body_timeout_s, budget)
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer. Raises ApiError for a model that is not here."""
@@ -64,33 +97,6 @@ class Service:
             )
         return name
 
-    def check_key(self, scope: Scope) -> None:
-        """Raise ApiError without the key: as a bearer token, or as the password that a browser asks
-        for. Compared in constant time, whatever the lengths."""
-        if self._key is None:
-            return
-        given = _credentials(Headers(scope=scope).get("authorization", ""))
-        if not hmac.compare_digest(_digest(given), self._key):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong",
-                "authentication_error",
-                code="invalid_api_key",
-                headers={"www-authenticate": 'Bearer, Basic realm="aioengine"'},
-            )
-
-
-def _credentials(authorization: str) -> bytes:
-    scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip().encode("latin-1")  # the bytes as they came
-    if scheme.lower() == "basic":
-        try:
-            return b64decode(value, validate=True).partition(b":")[2]
-        except ValueError:
-            return b""
-    return b""
-
-
-def _digest(secret: bytes) -> bytes:
-    return hashlib.sha256(secret).digest()
+    def salted(self, scope: Scope, prompt: Prompt) -> Prompt:
+        """The prompt with the cache salt of whoever asks."""
+        return replace(prompt, cache_salt=self.keys.salt(scope, prompt.cache_salt))

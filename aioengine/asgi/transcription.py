@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -82,6 +82,7 @@ class Transcription:
             message = "the model does not write down speech; ask it in a chat"
             raise ApiError(400, message, parameter="model")
         token_ids = processor.create_transcription_prompt(ask.language, ask.context)
+        prompt = self._service.salted(scope, Prompt(token_ids=token_ids))
         windows, seconds = await run_apart(
             _windows,
             ask.data,
@@ -89,7 +90,7 @@ class Transcription:
             *processor.get_audio_window(),
         )
         events = EventStream(send)
-        hearing = _Hearing(engine, token_ids, ask.params, windows)
+        hearing = _Hearing(engine, prompt, ask.params, windows)
         async with failures_in(events, _about_the_file), hearing:
             if ask.is_streamed:
                 await _stream_text(hearing, events, seconds)
@@ -104,12 +105,12 @@ class _Hearing:
     def __init__(
         self,
         engine: AsyncEngine,
-        token_ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         windows: Sequence[Any],
     ) -> None:
         self._engine = engine
-        self._token_ids = token_ids
+        self._prompt = prompt
         self._params = params
         self._windows = deque(windows)
         self._streams: deque[TokenStream] = deque()
@@ -127,7 +128,7 @@ class _Hearing:
         while self._windows or self._streams:
             while self._windows and len(self._streams) < self._num_at_once:
                 window = self._windows.popleft()
-                prompt = Prompt(token_ids=self._token_ids, media={"audio": [window]})
+                prompt = replace(self._prompt, media={"audio": [window]})
                 self._streams.append(self._engine.stream(prompt, self._params))
             yield self._streams[0]
             self._streams.popleft().close()

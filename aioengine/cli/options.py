@@ -80,9 +80,14 @@ def new_parser(
     return parser
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of EngineConfig and MediaConfig that text can say."""
-    _add_fields(parser.add_argument_group("engine"), EngineConfig, NOT_BUILT)
+def add_engine_flags(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, str] | None = None
+) -> None:
+    """A flag for each field of EngineConfig and MediaConfig that text can say.
+
+    `defaults`: what a command says of fields for which it has a default of its own.
+    """
+    _add_fields(parser.add_argument_group("engine"), EngineConfig, NOT_BUILT, defaults)
     _add_fields(parser.add_argument_group("media"), MediaConfig, ())
 
 

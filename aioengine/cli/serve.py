@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from importlib import import_module
 from typing import Any
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, EngineConfig
 from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import Commands, add_engine_flags, new_parser, parse_bytes
 from aioengine.errors import EngineDeadError, InvalidRequestError
@@ -19,7 +20,9 @@ __all__ = ["add_parser", "run"]
 
 API_KEY = "AIOENGINE_API_KEY"
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-LOOPBACK = ("127.", "localhost", "::1")
+KEY_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
+QUEUED_PER_SEQ = 16
+"""Completions that may wait for each that may run, where nothing else is said."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -37,8 +40,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--api-key",
-        metavar="KEY",
-        help=f"asked of clients; better set as {API_KEY}, which lists of processes do not show",
+        action="append",
+        metavar="[NAME=]KEY",
+        help="asked of clients; may be given again, one for each; better set as "
+        f"{API_KEY}, with spaces between several, which lists of processes do not show",
     )
     parser.add_argument(
         "--served-model-name",
@@ -55,6 +60,29 @@ def add_parser(commands: Commands) -> None:
         help="of one request (default: 64MiB)",
     )
     parser.add_argument(
+        "--max-bodies-bytes",
+        type=parse_bytes,
+        default=256 << 20,
+        metavar="SIZE",
+        help="of all requests under way (default: 256MiB)",
+    )
+    parser.add_argument(
+        "--trusted-hosts",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="that requests may name in their Host header, such as api.example or *.example; may "
+        "be given again (default: on a loopback address its own names, else any)",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="whose web pages may send requests and read answers, such as https://app.example, or "
+        "*; may be given again (default: none but the server's own)",
+    )
+    parser.add_argument(
         "--drain-timeout",
         type=_seconds,
         default=30.0,
@@ -62,7 +90,7 @@ def add_parser(commands: Commands) -> None:
         help="for requests to finish in, once the server is told to stop (default: 30)",
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: info)")
-    add_engine_flags(parser)
+    add_engine_flags(parser, {"max_queued_requests": f"{QUEUED_PER_SEQ} x max_num_seqs"})
     parser.set_defaults(run=run)
 
 
@@ -85,9 +113,24 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
     asgi, server = _import("aioengine.asgi"), _import("aioengine.cli.server")
-    engine, api_key = new_engine(options), _api_key(options)
+    if "max_queued_requests" not in options:
+        num_seqs = getattr(options, "max_num_seqs", EngineConfig.max_num_seqs)
+        options.max_queued_requests = QUEUED_PER_SEQ * num_seqs
+    engine, api_keys = new_engine(options), _api_keys(options)
+    is_local = _import("aioengine.asgi.origins").is_loopback(options.host)
+    trusted = options.trusted_hosts and ["loopback", *options.trusted_hosts]
+    app = asgi.service_app(  # before the engine starts: its status page shows all there was
+        engine,
+        model_names=options.served_model_name,
+        api_key=api_keys,
+        max_body_bytes=options.max_body_bytes,
+        max_bodies_bytes=options.max_bodies_bytes,
+        trusted_hosts=trusted or (["loopback"] if is_local else None),
+        allowed_origins=options.allowed_origins,
+    )
     with server.bind(options.host, options.port) as bound, new_runner() as runner:
-        runner.run(_serve(options, engine, asgi, server, api_key, bound))
+        is_open = api_keys is None and not is_local
+        runner.run(_serve(options, engine, app, server, bound, is_open))
     return 0
 
 
@@ -102,39 +145,46 @@ def _import(name: str) -> Any:
         ) from error
 
 
-def _api_key(options: argparse.Namespace) -> str | None:
-    key: str | None = options.api_key
-    if key is None:
-        key = os.environ.get(API_KEY)
-    if key is not None and not key.strip():
-        raise InvalidRequestError(
-            f"the API key is empty; leave out --api-key, and unset {API_KEY}, to serve without one",
-            parameter="api_key",
-        )
-    return key
+def _api_keys(options: argparse.Namespace) -> dict[str, str] | None:
+    """Name -> key; one without a name has its number for that."""
+    given: list[str] | None = options.api_key
+    if given is None and API_KEY in os.environ:
+        given = os.environ[API_KEY].split() or [""]
+    if given is None:
+        return None
+    keys: dict[str, str] = {}
+    for number, text in enumerate(given, 1):
+        name, _, key = text.partition("=")
+        if not KEY_NAME.fullmatch(name) or not key.strip("="):  # base64 may end with some
+            name, key = str(number), text
+        if not key.strip():
+            raise InvalidRequestError(
+                f"the API key is empty; leave out --api-key, and unset {API_KEY}, to serve without "
+                "one",
+                parameter="api_key",
+            )
+        if name in keys:
+            raise InvalidRequestError(
+                f"two API keys have the name {name!r}; give each its own", parameter="api_key"
+            )
+        keys[name] = key
+    return keys
 
 
 async def _serve(
     options: argparse.Namespace,
     engine: AsyncEngine,
-    asgi: Any,
+    app: Any,
     server: Any,
-    api_key: str | None,
     bound: Any,
+    is_open: bool,
 ) -> None:
-    app = asgi.service_app(  # before the engine starts: its status page shows all there was
-        engine,
-        model_names=options.served_model_name,
-        api_key=api_key,
-        max_body_bytes=options.max_body_bytes,
-    )
-
     def announce() -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"http://{host}:{bound.getsockname()[1]}"
         sys.stdout.write(f"API          {url}/v1\nstatus page  {url}/\n")
         sys.stdout.flush()
-        if api_key is None and not options.host.startswith(LOOPBACK):
+        if is_open:
             sys.stderr.write(f"Whoever can reach this address can use it: {API_KEY} is not set.\n")
 
     async with started(engine):
@@ -144,6 +194,7 @@ async def _serve(
             drain_timeout_s=options.drain_timeout,
             log_level=options.log_level,
             announce=announce,
+            bodies=app.state.bodies,
         ).serve([bound])
         if engine.state is EngineState.DEAD:
             raise EngineDeadError("the engine has died; start the server anew")

@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from aioengine.asgi.body import BodyBudget
+from aioengine.cli.http_protocol import HttpBounds, protocol_factory
+from aioengine.cli.memory import BurstWatch, give_back_memory
 from aioengine.engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
+from aioengine.streams.bridge import run_apart
 from aioengine.types import EngineState
 
 __all__ = ["DrainingServer", "bind"]
@@ -52,7 +56,8 @@ class DrainingServer(uvicorn.Server):
     """Serves `app` until a signal comes, or its engine dies.
 
     The first signal closes the port and drains the engine: requests have `drain_timeout_s` seconds
-    to finish. The second ends them at once. `announce` is called when the port is open.
+    to finish. The second ends them at once. `announce` is called when the port is open. After a
+    burst of `bodies`, the memory that it has left behind is given back.
     """
 
     def __init__(
@@ -63,11 +68,15 @@ class DrainingServer(uvicorn.Server):
         drain_timeout_s: float,
         log_level: str,
         announce: Callable[[], object],
+        bounds: HttpBounds | None = None,
+        bodies: BodyBudget | None = None,
     ) -> None:
-        super().__init__(_config(app, drain_timeout_s, log_level))
+        super().__init__(_config(app, drain_timeout_s, log_level, bounds or HttpBounds()))
         self._engine = engine
         self._drain_timeout_s = drain_timeout_s
         self._announce = announce
+        self._watch = None if bodies is None else BurstWatch(bodies)
+        self._trimming: asyncio.Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come. In place of uvicorn's own, which would raise it again at the end: a
@@ -87,6 +96,9 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; asked ten times a second."""
+        is_idle = self._trimming is None or self._trimming.done()
+        if is_idle and self._watch is not None and self._watch.is_over(time.monotonic()):
+            self._trimming = asyncio.ensure_future(run_apart(give_back_memory))
         return await super().on_tick(counter) or self._engine.state is EngineState.DEAD
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
@@ -99,13 +111,13 @@ class DrainingServer(uvicorn.Server):
         await asyncio.wait([closing])
 
 
-def _config(app: Any, drain_timeout_s: float, log_level: str) -> uvicorn.Config:
+def _config(app: Any, drain_timeout_s: float, log_level: str, bounds: HttpBounds) -> uvicorn.Config:
     logging = copy.deepcopy(LOGGING_CONFIG)
     logging["loggers"]["aioengine"] = {**logging["loggers"]["uvicorn"], "level": log_level.upper()}
     return uvicorn.Config(
         app,
         loop="none",  # there is one already
-        http=HttpToolsProtocol,
+        http=protocol_factory(bounds),
         ws="none",
         lifespan="on",
         interface="asgi3",

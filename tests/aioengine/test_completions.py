@@ -216,7 +216,7 @@ async def test_names_of_completions_are_taken_too(folder: Path) -> None:
         async with engine.stream("Tell", params(1, max_tokens=200), request_id="b#1"):
             with pytest.raises(InvalidRequestError, match="in use"):
                 await engine.generate("Tell", params(2), request_id="b")
-        assert engine.statistics().failed == 1
+        assert engine.statistics().rejected == 1
 
 
 @pytest.mark.parametrize(

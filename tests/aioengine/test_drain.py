@@ -109,7 +109,7 @@ async def test_watchers_see_a_life(folder: Path) -> None:
     assert kinds == ["submitted", "admitted", *["token"] * 10, "finished"]
     assert sorted(event.index for event in seen if event.kind == "token")[:10] == [0] * 5 + [1] * 5
     assert seen[kinds.index("finished")].output is output
-    assert [event.kind for event in seen if event.request_id == "bad"] == ["submitted", "failed"]
+    assert [event.kind for event in seen if event.request_id == "bad"] == ["submitted", "rejected"]
     last = [event for event in seen if event.request_id == "gone"][-1]
     assert last.kind == "aborted" and isinstance(last.error, errors.RequestAbortedError)
     assert [event.time for event in seen] == sorted(event.time for event in seen)

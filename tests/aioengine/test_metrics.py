@@ -82,7 +82,7 @@ def bookkeeping(metrics: Metrics) -> dict[str, Any]:
 
 
 async def load(engine: AsyncEngine) -> list[RequestOutput]:
-    """Requests of every kind: text, pictures new and known, two completions, failed, aborted."""
+    """Requests of every kind: text, pictures new and known, two completions, rejected, aborted."""
     outputs = await asyncio.gather(
         engine.generate("a text", greedy(6)),
         *(engine.generate(PROMPT, greedy(5), images=[tiny_image(i % 2)]) for i in range(4)),
@@ -115,7 +115,8 @@ async def test_figures_are_the_engines_own(folder: Path) -> None:
             assert scrape("stage_duration_seconds_sum", stage=stage) == measured.total_s
         assert scrape("engine_state", state="running") == 1
         assert sum(scrape("engine_state", state=state) for state in EngineState) == 1
-        assert statistics.failed == statistics.aborted == 1 < statistics.encoder_cache_hits
+        assert statistics.rejected == statistics.aborted == 1 < statistics.encoder_cache_hits
+        assert statistics.failed == 0, "the caller's mistake is not the engine's"
         assert statistics.stages["encode"].count
 
 

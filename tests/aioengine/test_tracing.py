@@ -180,7 +180,7 @@ async def test_requests_that_end_badly(folder: Path, collected: Collected) -> No
     async with running_engine(folder) as engine:
         tracer = trace_requests(engine, collected.provider)
         with pytest.raises(errors.MediaError):
-            await engine.generate(PROMPT, images=[b"secret"], request_id="failed")
+            await engine.generate(PROMPT, images=[b"secret"], request_id="rejected")
         async with engine.stream("a", greedy(200), request_id="aborted") as stream:
             await stream.receive()
         with pytest.raises(errors.RequestAbortedError):
@@ -189,12 +189,12 @@ async def test_requests_that_end_badly(folder: Path, collected: Collected) -> No
                 await stream.result()
         await settled(engine)
         assert not tracer._live
-    failed = collected.request("failed")
-    assert failed.status.status_code is StatusCode.ERROR
-    assert failed.status.description == about(failed)["error.type"] == "MediaError"
-    assert about(failed)["aioengine.outcome"] == "failed"
-    assert not collected.children(failed).keys() & {"prefill", "decode"}
-    assert not failed.events
+    rejected = collected.request("rejected")
+    assert rejected.status.status_code is StatusCode.UNSET
+    assert about(rejected)["error.type"] == "MediaError"
+    assert about(rejected)["aioengine.outcome"] == "rejected"
+    assert not collected.children(rejected).keys() & {"prefill", "decode"}
+    assert not rejected.events
     aborted = collected.request("aborted")
     assert aborted.status.status_code is StatusCode.UNSET
     assert about(aborted)["aioengine.outcome"] == "aborted"
@@ -239,6 +239,9 @@ async def test_late_work_is_nobodys(folder: Path, collected: Collected) -> None:
     first, second = [span for span in collected.spans if span.name == "aioengine.request"]
     assert not collected.children(first)
     assert collected.children(second).keys() == {"encode", "prefill"}
+    assert second.status.status_code is StatusCode.ERROR
+    assert second.status.description == about(second)["error.type"] == "EngineError"
+    assert about(second)["aioengine.outcome"] == "failed"
     start, end = times(second)
     assert end - start == 2_000_000_000
     for name, (began, ended) in {"encode": (0.5, 1.0), "prefill": (0.25, 2.0)}.items():

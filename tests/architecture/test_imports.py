@@ -113,11 +113,15 @@ def test_rooms_import_few_distributions(folder: str, allowed: set[str]) -> None:
 
 
 def test_nothing_dangerous_is_imported() -> None:
-    """No unpickling, no child processes, no signal handlers, no work at interpreter exit."""
+    """No unpickling, no child processes, no signal handlers, no work at interpreter exit.
+
+    ctypes only where `serve`, in a process of its own, calls the allocator.
+    """
     refused = {"pickle", "shelve", "marshal", "dill", "joblib", "cloudpickle"}
     refused |= {"subprocess", "multiprocessing", "signal", "atexit", "ctypes"}
     for path in files():
-        assert not top_level_imports(path) & refused, path.name
+        own = {"ctypes"} if path.match("cli/memory.py") else set()
+        assert not top_level_imports(path) & refused - own, path.name
 
 
 def _calls(path: Path) -> list[tuple[str, ast.Call]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 
 from aioengine.asgi import body as module
-from aioengine.asgi.body import LONG, MAX_REST, BoundedBody, parse_object, read_object
+from aioengine.asgi.body import LONG, MAX_REST, BodyBudget, BoundedBody, parse_object, read_object
 from aioengine.asgi.faults import ApiError
 
 LETTERS = st.sampled_from(['"', "\\", "a", "é", "\n", "{", "\0", "/"])
@@ -26,12 +27,15 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(value=st.dictionaries(KEYS, VALUES, max_size=4), ascii_only=st.booleans())
 def test_any_object_is_read_as_json_reads_it(value: dict[str, Any], ascii_only: bool) -> None:
     data = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assume(len(data) < MAX_REST)  # beyond it, long strings with escapes are refused
     assert parse_object(data) == value
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=60), padding=st.booleans())
 def test_what_json_refuses_is_refused(data: bytes, padding: bool) -> None:
     text = b'{"a": "' + data + (b"x" * LONG if padding else b"") + b'"}'
@@ -83,9 +87,9 @@ def test_what_looks_like_a_mark_is_text(monkeypatch: pytest.MonkeyPatch) -> None
     marks = []
     cut = module._cut
 
-    def spy(body: bytes, mark: str) -> Any:
+    def spy(body: bytes, mark: str, *options: Any) -> Any:
         marks.append(mark)
-        return cut(body, mark)
+        return cut(body, mark, *options)
 
     monkeypatch.setattr(module, "_cut", spy)
     text = json.dumps({"a": "\0" * 8 + "0", "b": "x" * LONG * 2}).encode()
@@ -138,7 +142,14 @@ async def test_too_many_bytes() -> None:
         await read_object(bounded(Client(b"x" * 60, b"x" * 60, ends=False)), dict)
     assert caught.value.status == 413
     with pytest.raises(ApiError) as caught:
-        bounded(Client(), headers=[(b"content-length", b"101")])
+        await bounded(Client(), headers=[(b"content-length", b"101")])()
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("length", [b"101", b"9" * 12, b"9" * 19])
+async def test_a_length_that_is_too_large_takes_no_memory(length: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        await read_object(bounded(Client(), headers=[(b"content-length", length)]), dict)
     assert caught.value.status == 413
 
 
@@ -146,6 +157,101 @@ async def test_a_body_that_does_not_come() -> None:
     with pytest.raises(ApiError) as caught:
         await read_object(bounded(Client(b"{", ends=False), seconds=0.01), dict)
     assert caught.value.status == 408
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_budget_is_for_all_bodies(is_announced: bool) -> None:
+    """It is taken before they come, where their lengths are known, and given back at the end."""
+    budget = BodyBudget(5 * LONG)
+
+    def body(size: int, *pieces: bytes) -> BoundedBody:
+        headers = [(b"content-length", str(size).encode())] if is_announced else []
+        client = Client(*(pieces or [b"x" * size]), ends=False)
+        return BoundedBody({"headers": headers}, client, 9 * LONG, 30, budget)
+
+    small, first, second = body(LONG), body(3 * LONG), body(4 * LONG)
+    await small()
+    assert budget.num_bytes == 0, "small ones are let in, whatever the large ones do"
+    await first()
+    assert budget.num_bytes == 2 * LONG
+    await second()
+    assert budget.num_bytes == budget.peak_bytes == 5 * LONG
+    third = body(LONG + 1)
+    with pytest.raises(ApiError) as caught:
+        await third()
+    assert caught.value.status == 429 and caught.value.headers["retry-after"]
+    await body(LONG)()
+    first.close()
+    first.close()
+    third.close()
+    assert budget.num_bytes == 3 * LONG
+    third = body(LONG + 1)
+    await third()
+    for each in (second, third, small):
+        each.close()
+    assert (budget.num_bytes, budget.peak_bytes) == (0, 5 * LONG)
+
+
+DATA = bytes(range(256)) * 1024
+URL = f"data:image/png;base64,{base64.b64encode(DATA).decode()}"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+        {"type": "image_url", "image_url": URL},
+        {"image": URL, "type": "image"},
+        {"type": "input_audio", "input_audio": {"data": URL.partition(",")[2], "format": "wav"}},
+    ],
+    ids=["a URL", "bare", "of the other form", "a recording"],
+)
+@pytest.mark.parametrize("escape", ["/", r"\/", "\\u002F"])
+@pytest.mark.parametrize("layout", [(",", ":"), (" , ", "\n:\t")])
+async def test_base64_of_media_is_decoded(part: Any, escape: str, layout: Any) -> None:
+    wanted = {"messages": [{"role": "user", "content": [part, "x" * LONG * 2, part]}]}
+    body = json.dumps(wanted, separators=layout).replace("/", escape).encode()
+    pieces = [body[start : start + 99_999] for start in range(0, len(body), 99_999)]
+    for headers in ([(b"content-length", str(len(body)).encode())], []):
+        read = await read_object(bounded(Client(*pieces), headers=headers, most=1 << 30), dict)
+        content = read["messages"][0]["content"]
+        assert content[1] == "x" * LONG * 2
+        for found in (content[0], content[2]):
+            (item,) = (value for name, value in found.items() if name != "type")
+            if isinstance(item, dict):
+                assert item.keys() == part[part["type"]].keys()
+                item = item.get("url", item.get("data"))
+            assert item == DATA
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        URL[:-1],
+        URL + "AAAA",
+        URL[:-100] + "=" + URL[-100:],
+        URL[:-100] + "\u00e9" + URL[-100:],
+        URL.replace(";base64", ""),
+        "https://" + "a" * LONG,
+        "é" * LONG,
+    ],
+    ids=["cut", "padded", "padding inside", "a letter", "not in base64", "a long URL", "letters"],
+)
+async def test_what_is_no_base64_stays_text(url: str) -> None:
+    wanted = {"messages": [{"image_url": {"url": url}}], "text": "x" * LONG}
+    for ascii_only in (True, False):
+        body = json.dumps(wanted, ensure_ascii=ascii_only).encode()
+        assert await read_object(bounded(Client(body), most=1 << 30), dict) == wanted
+
+
+async def test_base64_elsewhere_is_text_or_refused() -> None:
+    texts = {"messages": [{"content": URL}], "prompt": URL, URL: URL}
+    body = json.dumps(texts).encode()
+    assert await read_object(bounded(Client(body), most=1 << 30), dict) == texts
+    body = json.dumps({"messages": [], "response_format": {"url": URL}}).encode()
+    with pytest.raises(ApiError) as caught:
+        await read_object(bounded(Client(body), most=1 << 30), dict)
+    assert caught.value.status == 400 and "messages" in caught.value.message
 
 
 async def test_a_client_that_leaves_before_its_body_is_there() -> None:

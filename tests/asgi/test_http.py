@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -161,6 +162,39 @@ async def test_a_body_of_many_megabytes(engine: AsyncEngine) -> None:
         assert len(body) > 12_000_000
         response = await client.post(CHAT, content=body)
         assert response.json()["choices"][0]["message"]["content"] == expected.text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_media_that_is_refused_is_let_go_of(engine: AsyncEngine, is_streamed: bool) -> None:
+    """At once, and not when somebody collects garbage: it may be most of a server's memory."""
+    item = {"url": f"data:image/png;base64,{base64.b64encode(bytes(3 << 20)).decode()}"}
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": item}] * 2}
+    body = json.dumps({**ASK, "messages": [message], "stream": is_streamed}).encode()
+    parts, sent = [body], []
+
+    async def receive() -> Any:
+        if not parts:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": parts.pop(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    def is_held() -> bool:
+        found = (gc.get_referents(each) for each in gc.get_objects())
+        return any(type(one) is bytes and len(one) == 3 << 20 for each in found for one in each)
+
+    gc.collect()
+    gc.disable()
+    try:
+        await mounted(engine)(scope_of(body), receive, send)
+        assert sent[0]["status"] == 422
+        await settled(engine)
+        async with asyncio.timeout(DEADLINE_S):  # the other one may just be looked at in a thread
+            while await asyncio.to_thread(is_held):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 def scope_of(body: bytes) -> dict[str, Any]:

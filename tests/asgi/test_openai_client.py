@@ -71,7 +71,7 @@ async def test_chat_streamed(engine: AsyncEngine, client: AsyncOpenAI) -> None:
         model=MODEL,
         messages=TWO_PICTURES,
         stream=True,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True, "include_obfuscation": False},
         **GREEDY,
     )
     chunks = [chunk async for chunk in stream]
@@ -201,6 +201,22 @@ async def test_text_completions(engine: AsyncEngine, client: AsyncOpenAI) -> Non
     assert by_ids.choices[0].text == expected[0].text
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_the_sampled_token_is_among_the_top(client: AsyncOpenAI, count: int) -> None:
+    """However improbable it was."""
+    answer = await client.completions.create(
+        model=MODEL, prompt="a", logprobs=count, max_tokens=20, temperature=2, seed=1
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs and logprobs.tokens
+    assert logprobs.token_logprobs is not None
+    found = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    for token, logprob, top in found:
+        assert top[token] == logprob
+        assert 1 <= len(top) <= count + 1
+    assert any(len(top) == count + 1 for top in logprobs.top_logprobs)
+
+
 async def test_text_completions_streamed(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     prompts = ["The quick", "What is in the picture?", "a"]
     expected = [(await engine.generate(p, greedy(8))).text for p in prompts]
@@ -260,6 +276,13 @@ async def refused(client: AsyncOpenAI, error: type[openai.APIStatusError], **bod
         ({"top_logprobs": 3}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {}, "stream": False}, "stream_options"),
+        ({"stream_options": {"include_all": True}, "stream": True}, "stream_options"),
+        (
+            {"stream_options": {"include_obfuscation": 1}, "stream": True},
+            "stream_options.include_obfuscation",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
@@ -267,6 +290,8 @@ async def refused(client: AsyncOpenAI, error: type[openai.APIStatusError], **bod
         ),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"mm_processor_kwargs": 3}}, "mm_processor_kwargs"),
+        ({"extra_body": {"cache_salt": {"a": 1}}}, "cache_salt"),
+        ({"extra_body": {"cache_salt": "a" * 1025}}, "cache_salt"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"response_format": schema_format({"multipleOf": 12345677})}, "response_format"),

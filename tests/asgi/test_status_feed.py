@@ -85,7 +85,7 @@ def test_requests_by_stage() -> None:
     live(board, "waits", "submitted", "admitted")
     live(board, "computes", "submitted", "admitted", at=101.0)
     live(board, "generates", "submitted", "admitted", "token", "token")
-    for end in ("finished", "aborted", "failed"):
+    for end in ("finished", "aborted", "rejected", "failed"):
         live(board, end, "submitted", "admitted", end)
     shown = snapshot(board, 110.0, waiting=2)  # the one in intake counts as waiting
     assert shown["stages"] == {"intake": 1, "waiting": 1, "prefill": 1, "decode": 1}
@@ -95,6 +95,8 @@ def test_requests_by_stage() -> None:
     assert shown["oldest"][2] == {"id": "computes", "stage": "prefill", "age_s": 9.0, "tokens": 0}
     assert shown["oldest"][3]["tokens"] == 2
     assert shown["uptime_s"] == 20.0
+    ended = snapshot(board, 110.0, rejected=3, failed=1)["requests"]
+    assert (ended["rejected"], ended["failed"]) == (3, 1), "told apart by who is to blame"
     # A preempted request waits again, though it has tokens.
     assert snapshot(board, 110.0, waiting=9)["stages"]["waiting"] == 2
 

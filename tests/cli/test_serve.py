@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ import pytest
 
 from aioengine import AsyncEngine, EngineState, MediaConfig
 from aioengine.asgi import service_app
+from aioengine.cli.memory import BURST_BYTES, give_back_memory
 from aioengine.cli.server import DrainingServer, bind
 from aioengine.errors import EngineClosedError, InvalidRequestError
 from tests.cli.conftest import SIZES, Command
 from tests.engines import DEADLINE_S, encoded, other_tasks, running_engine, until
 from tests.tiny import tiny_image
 
+OWN = ("aioengine.cli.server", "aioengine.cli.http_protocol")
 KEY = {"authorization": "Bearer secret"}
 
 
@@ -46,8 +50,9 @@ def _logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_from_a_shell(folder: Path) -> None:
     """A process of its own, told to stop in the middle of a stream."""
     serve = [sys.executable, "-m", "aioengine", "serve", str(folder), "--port", "0"]
+    # However slow the machine is: the stream ends by itself, and the drain after it.
     process = subprocess.Popen(
-        [*serve, "--served-model-name", "tiny", *SIZES],
+        [*serve, "--served-model-name", "tiny", "--drain-timeout", "1e6", *SIZES],
         env={**os.environ, "AIOENGINE_API_KEY": "secret", "PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -275,12 +280,137 @@ def test_what_is_not_installed(
     command: Command, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in list(sys.modules):
-        if module.startswith(("aioengine.asgi", "aioengine.cli.server", "uvicorn.protocols")):
+        if module.startswith(("aioengine.asgi", *OWN, "uvicorn.protocols")):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     done = command("serve", folder)
     assert (done.status, done.out) == (1, "")
     assert done.err == f'aioengine: serve needs {name}: pip install "aioengine[serve]"\n'
+
+
+@pytest.fixture
+def served_with(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """What `aioengine serve` makes of its arguments: the application's options, and "config"."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def make(engine: AsyncEngine, **options: Any) -> Any:
+            found.update(options, config=engine.config)
+            raise InvalidRequestError("enough", parameter="test")
+
+        monkeypatch.setattr(import_module("aioengine.asgi"), "service_app", make)
+        assert command("serve", folder, *arguments).err == "aioengine: enough\n"
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "expected"),
+    [
+        ((), None, None),
+        (("one",), None, {"1": "one"}),
+        (("one", "two"), "other", {"1": "one", "2": "two"}),
+        (("me=one", "you=two", "three"), None, {"me": "one", "you": "two", "3": "three"}),
+        (("b25l==", "me=dHdv==", "=", "a b=c"), None, {
+            "1": "b25l==", "me": "dHdv==", "3": "=", "4": "a b=c",
+        }),
+        ((), "one", {"1": "one"}),
+        ((), " me=one\n you=two  three", {"me": "one", "you": "two", "3": "three"}),
+    ],
+)  # fmt: skip
+def test_keys(
+    served_with: Callable[..., dict[str, Any]],
+    flags: tuple[str, ...],
+    variable: str | None,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("AIOENGINE_API_KEY", variable)
+    assert served_with(*(f"--api-key={key}" for key in flags))["api_key"] == expected
+
+
+def test_two_keys_of_one_name(command: Command, folder: Path) -> None:
+    done = command("serve", folder, "--api-key", "me=one", "--api-key", "me=two")
+    assert done.err == "aioengine: two API keys have the name 'me'; give each its own\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), 16 * 64),
+        (("--max-num-seqs", "4"), 64),
+        (("--max-num-seqs", "4", "--max-queued-requests", "3"), 3),
+        (("--max-queued-requests", "none"), None),
+    ],
+)
+def test_the_queue_is_bounded(
+    served_with: Callable[..., dict[str, Any]], flags: tuple[str, ...], expected: int | None
+) -> None:
+    assert served_with(*flags)["config"].max_queued_requests == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), ["loopback"]),
+        (("--host", "localhost"), ["loopback"]),
+        (("--host", "::1", "--trusted-hosts", "a.example"), ["loopback", "a.example"]),
+        (("--host", "0.0.0.0"), None),
+        (("--host", "0.0.0.0", "--trusted-hosts", "a.example"), ["loopback", "a.example"]),
+    ],
+)
+def test_hosts_that_requests_may_name(
+    served_with: Callable[..., dict[str, Any]], flags: tuple[str, ...], expected: Any
+) -> None:
+    found = served_with(*flags)
+    assert found["trusted_hosts"] == expected
+    assert found["allowed_origins"] == []
+    assert served_with("--allowed-origins", "https://a.example")["allowed_origins"]
+
+
+async def test_memory_is_given_back_after_a_burst(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is over, and off the loop."""
+    trimmed: list[str] = []
+
+    def trim() -> None:
+        trimmed.append(threading.current_thread().name)
+
+    monkeypatch.setattr(sys.modules[DrainingServer.__module__], "give_back_memory", trim)
+    monkeypatch.setattr("aioengine.cli.memory.DELAY_S", 0)
+    async with running_engine(folder) as engine:
+        app = service_app(engine)
+        options: Any = {"drain_timeout_s": 0, "log_level": "critical", "announce": bool}
+        server = DrainingServer(app, engine, bodies=app.state.bodies, **options)
+        for num_bytes, num_trims in ((BURST_BYTES - 1, 0), (BURST_BYTES, 1), (0, 1)):
+            app.state.bodies.take(num_bytes)
+            await server.on_tick(0)
+            app.state.bodies.give_back(num_bytes)
+            await server.on_tick(0)
+            if server._trimming is not None:
+                await server._trimming
+            assert len(trimmed) == num_trims
+    assert trimmed[0].startswith("aioengine-apart")
+
+
+def test_memory_that_is_free_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    cycle: list[Any] = [bytes(50_000) for _ in range(2000)]  # none is large enough for a map
+    cycle.append(cycle)
+    kept = bytes(50_000)  # at the end of the heap
+    before = resident()
+    del cycle
+    give_back_memory()
+    assert before - resident() > 50 << 20
+    assert kept
 
 
 @pytest.mark.parametrize("given", [("--api-key", ""), ("--api-key", " "), ()])

@@ -1,0 +1,91 @@
+"""API keys, and the cache salts that keep their owners apart."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from base64 import b64decode
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from aioengine.asgi.faults import ApiError
+from aioengine.checks import require
+
+__all__ = ["KEY_NAME", "ApiKeys", "CacheSalt", "Keys"]
+
+ApiKeys = str | Sequence[str] | Mapping[str, str] | None
+"""One key, several, or several by the names of their owners; None: no key is asked for."""
+CacheSalt = Callable[[Scope], str | None]
+"""The salt of an ASGI scope's requests; None: as for a request without one."""
+KEY_NAME = "aioengine.key_name"
+"""Where the scope of a request has the name of its key; "" for one without a name."""
+
+
+class Keys:
+    """The keys of one service. Raises InvalidRequestError for an empty one."""
+
+    def __init__(self, given: ApiKeys, cache_salt: CacheSalt | None = None) -> None:
+        if isinstance(given, str):
+            given = [given]
+        named = given.items() if isinstance(given, Mapping) else (("", key) for key in given or ())
+        self._names = {_digest(key.encode()): name for name, key in named}
+        require(_digest(b"") not in self._names, "api_key", "nothing", "text, or None for no key")
+        require(given is None or len(self._names) > 0, "api_key", "no key", "at least one, or None")
+        self._cache_salt = cache_salt
+
+    def check(self, scope: Scope) -> None:
+        """Raise ApiError without a key: as a bearer token, or as the password of a browser's user.
+
+        Compared in constant time with all keys, whatever the lengths. Puts the key's name into the
+        scope.
+        """
+        if not self._names:
+            return
+        given = self._given(scope)
+        found = [name for key, name in self._names.items() if hmac.compare_digest(key, given)]
+        if not found:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong",
+                "authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": 'Bearer, Basic realm="aioengine"'},
+            )
+        scope[KEY_NAME] = found[0]
+
+    def salt(self, scope: Scope, own: str | None) -> str | None:
+        """The cache salt of a request whose own field says `own`.
+
+        That is combined with the host's, or else with one of the key, and can only narrow what is
+        shared.
+        """
+        if self._cache_salt is not None:
+            hosts = self._cache_salt(scope)
+        elif self._names:
+            # Of the digest, so that nothing which keeps or shows the salt has the key.
+            hosts = _digest(b"aioengine cache salt" + self._given(scope)).hex()
+        else:
+            return own
+        return None if hosts is None and own is None else json.dumps([hosts, own])
+
+    def _given(self, scope: Scope) -> bytes:
+        return _digest(_credentials(Headers(scope=scope).get("authorization", "")))
+
+
+def _credentials(authorization: str) -> bytes:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode("latin-1")  # the bytes as they came
+    if scheme.lower() == "basic":
+        try:
+            return b64decode(value, validate=True).partition(b":")[2]
+        except ValueError:
+            return b""
+    return b""
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()

@@ -1,0 +1,134 @@
+"""Refusal of requests that somebody else's web page makes in a browser, by Host and Origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from aioengine.asgi.faults import ApiError, error_response
+from aioengine.checks import require
+
+__all__ = ["guards", "is_loopback"]
+
+LOOPBACK = "loopback"
+"""Stands for all names of this machine's loopback addresses."""
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
+SAFE = ("GET", "HEAD", "OPTIONS")
+
+
+def guards(
+    trusted_hosts: str | Sequence[str] | None, allowed_origins: str | Sequence[str] | None
+) -> list[Middleware]:
+    """The middleware that refuses, outermost first; none for what is None.
+
+    Raises InvalidRequestError for what is no origin.
+    """
+    trusted_hosts, allowed_origins = _listed(trusted_hosts), _listed(allowed_origins)
+    found = []
+    for origin in allowed_origins or ():
+        rule = "like https://app.example, without a path, or *"
+        require(ORIGIN.fullmatch(origin) is not None, "allowed_origins", origin, rule)
+    if trusted_hosts is not None:
+        found.append(Middleware(_HostGuard, trusted=trusted_hosts))
+    if allowed_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    if allowed_origins is not None:
+        found.append(Middleware(_OriginGuard, allowed=allowed_origins))
+    return found
+
+
+def _listed(given: str | Sequence[str] | None) -> Sequence[str] | None:
+    return [given] if isinstance(given, str) else given
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address, without a port, is this machine's own."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _HostGuard:
+    """Refuses requests for other hosts, which a page reaches by a name that leads here."""
+
+    def __init__(self, app: ASGIApp, trusted: Sequence[str]) -> None:
+        self._app = app
+        self._trusted = [name.lower() for name in trusted]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = Headers(scope=scope).getlist("host") or [""]
+            if not all(self._is_trusted(_without_port(host)) for host in hosts):
+                error = ApiError(
+                    421,
+                    "the Host header names a host that is not served here; name it in "
+                    "trusted_hosts (--trusted-hosts)",
+                    code="untrusted_host",
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_trusted(self, host: str) -> bool:
+        return any(
+            trusted in ("*", host)
+            or (trusted == LOOPBACK and is_loopback(host))
+            or (trusted.startswith("*.") and host.endswith(trusted[1:]))
+            for trusted in self._trusted
+        )
+
+
+class _OriginGuard:
+    """Refuses what pages of other sites send.
+
+    A browser asks nobody before it sends a plain POST; and it adds the password that it was told.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = [origin.lower() for origin in allowed]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in SAFE and self._is_foreign(scope):
+            error = ApiError(
+                403,
+                "pages of this origin may not send requests here; name it in allowed_origins "
+                "(--allowed-origins)",
+                code="foreign_origin",
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_foreign(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "").lower()
+        if "*" in self._allowed or origin in self._allowed:
+            return False
+        site = headers.get("sec-fetch-site")
+        if site is not None:  # another port of the same host is "same-site", and another's
+            return site not in ("same-origin", "none")
+        # An older browser, or one that was led here by plain HTTP; a program sends neither header.
+        return bool(origin) and origin.partition("://")[2] != headers.get("host", "").lower()
+
+
+def _without_port(host: str) -> str:
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")

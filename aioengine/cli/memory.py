@@ -1,0 +1,57 @@
+"""Memory that a burst of large requests has left behind, given back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioengine.asgi.body import BodyBudget
+
+__all__ = ["BurstWatch", "give_back_memory"]
+
+BURST_BYTES = 32 << 20
+"""Of bodies, by which they have to fall for a burst to be over."""
+DELAY_S = 0.5
+"""After which what has ended holds nothing any more, but in cycles."""
+
+
+def give_back_memory() -> None:
+    """Collect garbage, and have glibc give back what is free, which lets go of the GIL.
+
+    For a process of our own, whose libraries are frozen, so that there is little to walk through.
+    Requests that end early leave their media in cycles of errors and frames.
+    """
+    gc.collect()
+    trim = _find_trim()
+    if trim is not None:
+        trim(0)
+
+
+def _find_trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another allocator
+        return None
+    return trim
+
+
+class BurstWatch:
+    """A watch over the bodies under way, for the end of a burst. Times in seconds."""
+
+    def __init__(self, bodies: BodyBudget) -> None:
+        self._bodies = bodies
+        self._due: float | None = None
+
+    def is_over(self, now: float) -> bool:
+        """Whether a burst has just ended; true once for each."""
+        bodies = self._bodies
+        if bodies.peak_bytes - bodies.num_bytes >= BURST_BYTES:
+            bodies.peak_bytes = bodies.num_bytes
+            self._due = now + DELAY_S
+        if self._due is None or now < self._due:
+            return False
+        self._due = None
+        return True
