@@ -7,22 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from aioengine.errors import InvalidRequestError
 from aioengine.models.interfaces import PromptMedia
 from aioengine.models.whole import WholePrompt
 from aioengine.processors.encdec import EncDecMultiModalProcessor, Halves
-from aioengine.processors.items import (
-    PROCESSOR_ITEMS,
-    AudioClip,
-    ImageSize,
-    MultiModalDataItems,
-    VideoClip,
-    VideoHeader,
-)
+from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems, noise_item
 from aioengine.processors.processor import BaseMultiModalProcessor
 
 __all__ = ["LONG", "UNEQUAL", "TrialPrompt", "make_prompts", "shortened"]
@@ -35,9 +26,6 @@ UNEQUAL = 3
 """By how much the second prompt is shorter, where only one could be made."""
 LEAST_TEXT = 2
 """Tokens behind a media span: one that a chunk ends with, and one for the decode step."""
-IMAGE_SIZE = ImageSize(72, 56)
-NUM_FRAMES = 4
-AUDIO_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +116,9 @@ def _text_prompt(front: BaseMultiModalProcessor, tokens: tuple[int, ...]) -> Tri
 def _media_prompt(
     front: BaseMultiModalProcessor, modality: str, tokens: tuple[int, ...]
 ) -> TrialPrompt:
-    items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality]([_noise(front, modality)])})
+    rate = front.info.get_sample_rate() if modality == "audio" else 0
+    item = noise_item(modality, sample_rate=rate)
+    items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality]([item])})
     outputs = front.process(items, front.options_for({}, {modality: 1}))
     if isinstance(front, EncDecMultiModalProcessor):
         halves = front.layout_halves(Halves(), items, {}, outputs)
@@ -156,17 +146,3 @@ def _fitted(prompt: TrialPrompt, max_len: int | None) -> TrialPrompt | None:
 def shortened(prompt: TrialPrompt, length: int) -> TrialPrompt:
     token_ids = prompt.whole.token_ids[:length]
     return replace(prompt, whole=replace(prompt.whole, token_ids=token_ids))
-
-
-def _noise(front: BaseMultiModalProcessor, modality: str) -> Any:
-    """A small decoded item, no two parts of which are equal."""
-    generator = np.random.default_rng(0)
-    width, height = IMAGE_SIZE
-    if modality == "audio":
-        rate = front.info.get_sample_rate()
-        samples = generator.uniform(-0.5, 0.5, int(rate * AUDIO_S)).astype(np.float32)
-        return AudioClip(samples, rate)
-    frames = generator.integers(0, 256, (NUM_FRAMES, height, width, 3), dtype=np.uint8)
-    if modality == "video":
-        return VideoClip(frames, VideoHeader(IMAGE_SIZE, tuple(range(NUM_FRAMES)), NUM_FRAMES, 2.0))
-    return Image.fromarray(frames[0])

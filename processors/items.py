@@ -25,6 +25,7 @@ __all__ = [
     "VideoClip",
     "VideoHeader",
     "VideoProcessorItems",
+    "noise_item",
 ]
 
 ItemT = TypeVar("ItemT")
@@ -294,3 +295,19 @@ PROCESSOR_ITEMS: Mapping[str, Callable[[Sequence[Any]], ModalityDataItems[Any]]]
     "video": VideoProcessorItems,
 }
 """Modality -> what holds its items."""
+
+
+def noise_item(modality: str, *, sample_rate: int = 0) -> Any:
+    """A small decoded item, no two parts of which are alike.
+
+    An image of 72 x 56 pixels, a video of four such frames, or half a second at `sample_rate` (Hz).
+    """
+    generator = np.random.default_rng(0)
+    if modality == "audio":
+        samples = generator.uniform(-0.5, 0.5, sample_rate // 2).astype(np.float32)
+        return AudioClip(samples, sample_rate)
+    size, count = ImageSize(72, 56), 4
+    frames = generator.integers(0, 256, (count, size.height, size.width, 3), dtype=np.uint8)
+    if modality == "image":
+        return Image.fromarray(frames[0])
+    return VideoClip(frames, VideoHeader(size, tuple(range(count)), count, fps=2.0))
