@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis  # noqa: F401 - before an engine freezes what is there: it asks for referrers
 import pytest
 import torch
 
