@@ -77,9 +77,10 @@ The names are those of vLLM's model guide; what is other here:
   `PromptUpdateDetails.select_token_id(full, token_id, features=...)`.
 - `_get_dummy_images`, `_get_dummy_audios` and `_get_dummy_videos` keep to `limit_mm_per_prompt`
   ([`media.md`](media.md)).
-- A model is tried at its first load against its own module ([`model-check.md`](decisions/model-check.md)):
-  `TransformersModel.reference_logits` says how that is run over one whole prompt. Override it where
-  transformers' forward wants more than what the encoder takes.
+- A model is tried at its first load against its own module
+  ([`model-check.md`](decisions/model-check.md)): `TransformersModel.reference_logits` says how that
+  is run over one whole prompt. Override it where transformers' forward wants more than what the
+  encoder takes.
 - What goes wrong in a processor's own code is in the log, by its place and without what it says,
   which may hold a user's data: a `MediaError` tells its kind alone. On the engine's own dummies it
   is a `ModelLoadError`, with the error itself as `__cause__`.
