@@ -23,7 +23,12 @@ from tests.lines import CallbackLines, num_lines
 from tests.tiny import save_tiny_llava, tiny_image
 
 FEW, MANY = 100, 1000
-SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_bytes": 32 << 20}
+SIZES = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "kv_cache_bytes": 32 << 20,
+    "max_model_len": 1024,
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +45,9 @@ async def submit(engine: AsyncEngine, first: int, end: int) -> list[TokenStream]
         if number % 2:
             text = "Tell me " * (10 * (number % 4 == 1)) + "<image> is it?"
             picture = tiny_image(number, width=8, height=8)
-            streams.append(engine.stream(text, greedy(200), images=[picture]))
+            streams.append(engine.stream(text, greedy(900), images=[picture]))
         else:
-            streams.append(engine.stream([5 + number % 200, 20], greedy(200)))
+            streams.append(engine.stream([5 + number % 200, 20], greedy(900)))
         await asyncio.sleep(0)
     desk = engine._desk
     assert desk is not None
@@ -57,7 +62,7 @@ def costs(engine: AsyncEngine, board: StatusBoard) -> dict[str, int]:
     desk, opened, now = engine._desk, [], engine.statistics()
     assert desk is not None
     calls: dict[str, Callable[[], object]] = {
-        "stream": lambda: opened.append(engine.stream([5, 20], greedy(200), request_id="one")),
+        "stream": lambda: opened.append(engine.stream([5, 20], greedy(900), request_id="one")),
         "abort": lambda: desk.abort("one", "enough"),
         "check_room": lambda: engine.check_room(1),
         "statistics": engine.statistics,
@@ -90,7 +95,7 @@ async def test_no_callback_of_the_loop_grows(folder: Path) -> None:
     """Submission, intake, steps, media, and the end of all at once."""
     most: list[dict[str, int]] = []
     for count in (FEW, MANY):
-        engine = AsyncEngine.from_pretrained(folder, device="cpu", max_model_len=512, **SIZES)
+        engine = AsyncEngine.from_pretrained(folder, device="cpu", **SIZES)
         async with engine:
             spans = Spans(engine, "encode")
             with CallbackLines() as lines:
