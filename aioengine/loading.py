@@ -35,7 +35,7 @@ from aioengine.runner import Runner
 from aioengine.sizing import ModelSizes, find_device, resolve_limits
 from aioengine.structured import Grammars
 from aioengine.trial import Trial
-from aioengine.verdicts import is_kept, keep, verdict_name
+from aioengine.verdicts import is_kept, keep, settings_of, verdict_name
 
 __all__ = ["Loaded", "load"]
 
@@ -111,7 +111,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             device=device,
             revision=config.revision,
         )
-        model = _load_model(model_class, hf_config, config, front, read, backend, device)
+        name = _verdict_name(model_class, hf_config, config, device, path)
+        model = _load_model(model_class, hf_config, config, front, read, backend, name)
     with stage("memory"):
         sizes = _sizes(model, front, config)
         measure = partial(measure_activations, model, front, backend=backend)
@@ -144,17 +145,18 @@ def _load_model(
     front: BaseMultiModalProcessor,
     read: Callable[[], Any],
     backend: AttentionBackend,
-    device: torch.device,
+    name: str | None,
 ) -> TransformersModel:
     """The model around the module that `read` loads, packed, and tried unless it has been before.
+
+    `name`: of the verdict on it; None: every load is tried.
 
     Rounding can send a token to other experts, now and then; so what fails a trial has another one,
     with other prompts. Raises ModelLoadError.
     """
     specs = model_class.probe(hf_config)
     is_quantized = config.quantization is not None
-    name = _verdict_name(model_class, hf_config, config, device)
-    is_tried = not config.check_model or is_kept(name)
+    is_tried = not config.check_model or (name is not None and is_kept(name))
     fault = ""
     for seed in range(TRIALS):
         module = read()
@@ -178,7 +180,8 @@ def _load_model(
         found = trial.find_fault(model, block_size=config.block_size, backend=backend)
         if found is None:
             logger.info("the model computes what its own module does%s", trial.reservations)
-            keep(name)
+            if name is not None and trial.is_thorough:
+                keep(name)
             return model
         fault = found
         del model, trial
@@ -189,15 +192,20 @@ def _load_model(
 
 
 def _verdict_name(
-    model_class: type[TransformersModel], hf_config: Any, config: EngineConfig, device: torch.device
-) -> str:
+    model_class: type[TransformersModel],
+    hf_config: Any,
+    config: EngineConfig,
+    device: torch.device,
+    path: str | os.PathLike[str],
+) -> str | None:
     names = ("attention_backend", "packed_layers", "quantization", "block_size", "max_model_len")
-    settings = {name: getattr(config, name) for name in (*names, "mm_processor_kwargs")}
+    media = ("mm_processor_kwargs", "limit_mm_per_prompt")
+    settings = {name: getattr(config, name) for name in (*names, *media)}
     chip = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
     dtype = str(_dtype(config.dtype, hf_config))
-    return verdict_name(model_class, hf_config, [settings, dtype, chip])
+    return verdict_name(model_class, hf_config, [settings, dtype, chip, settings_of(path)])
 
 
 def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:

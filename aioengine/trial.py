@@ -67,6 +67,11 @@ class Reference:
     noise: Tensor
 
     @property
+    def rows(self) -> list[int]:
+        """The last position of each chunk."""
+        return [end - 1 for start, end in self.chunks if start < end]
+
+    @property
     def chunks(self) -> list[tuple[int, int]]:
         """The positions [start, end) of each step."""
         return list(pairwise(self.bounds))
@@ -122,16 +127,40 @@ class Trial:
         taken = [each.prompt for each in self._cut]
         rest = [prompt for prompt in long if prompt not in taken]
         self._whole, refused = _refer_all(refer, [*short, *rest])
-        self._unseen += refused
         references = [*self._whole, *self._cut]
+        # A model that takes media only has nothing to say to text alone.
+        takes_media = any(each.prompt.modality != "text" for each in references)
+        self._unseen += [each for each in refused if not (takes_media and each.startswith("text "))]
+        self._is_function = self._answers_alike(shell)
         tried = max((each.bounds[-1] for each in references), default=0)
         windows = {spec.window for spec in specs if spec.window is not None}
-        self._unseen += [f"a window of {each} tokens" for each in sorted(windows) if each >= tried]
+        self._windows = [f"a window of {each} tokens" for each in sorted(windows) if each >= tried]
+
+    def _answers_alike(self, shell: TransformersModel) -> bool:
+        """Whether the module still says of a prompt what it said: it has seen others since.
+
+        Else it keeps something between calls, and noise would measure that.
+        """
+        first = next(iter(self._whole), None)
+        if first is None:
+            return True
+        with torch.no_grad():
+            again = shell.reference_logits(first.prompt.whole, first.rows).to(torch.float64)
+        least = max(LEAST_NOISE, torch.finfo(shell.dtype).eps)
+        return bool((_distances(again, first.logits) <= least).all())
+
+    @property
+    def is_thorough(self) -> bool:
+        """Whether all that the model takes was compared; windows may be longer than prompts."""
+        return bool(self._whole or self._cut) and not self._unseen
 
     @property
     def reservations(self) -> str:
         """What of the model the trial does not show, for a log's line; empty if it shows all."""
-        return f", as far as was seen; not seen: {'; '.join(self._unseen)}" if self._unseen else ""
+        unseen = [*self._unseen, *self._windows]
+        if not (self._whole or self._cut):
+            unseen.append("any prompt")
+        return f", as far as was seen; not seen: {'; '.join(unseen)}" if unseen else ""
 
     def compare(
         self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
@@ -167,6 +196,8 @@ class Trial:
 
         Raises ModelLoadError where the model cannot compute a prompt that its module could.
         """
+        if not self._is_function:
+            return "the module answers a prompt otherwise after other prompts, so it keeps state"
         compared = self.compare(model, block_size=block_size, backend=backend)
         seen = [each for each in compared if each.tolerance <= BLIND]
         blind = {each.what for each in compared} - {each.what for each in seen}
@@ -216,7 +247,7 @@ def _refer_all(
     return found, refused
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode, what a module keeps of a call could not be used outside
 def _refer(shell: TransformersModel, prompt: TrialPrompt, *, is_quantized: bool) -> Reference:
     """The reference for one prompt, by a module that is as it was loaded."""
     whole = prompt.whole
@@ -271,7 +302,13 @@ def _run(
     for number, reference in enumerate(references):
         _encode(runner, reference, str(number))
     found: list[list[Tensor]] = [[] for _ in references]
-    for step, chunks in enumerate(zip(*(each.chunks for each in references), strict=True)):
+    # Every other prompt begins a step later: one decodes while another's second chunk runs.
+    nothing = (0, 0)
+    staggered = [
+        [nothing, *each.chunks] if number % 2 else [*each.chunks, nothing]
+        for number, each in enumerate(references)
+    ]
+    for step, chunks in enumerate(zip(*staggered, strict=True)):
         parts = [(number, *chunk) for number, chunk in enumerate(chunks) if chunk[0] < chunk[1]]
         if parts:
             plan = StepPlan(step, tuple(tables.sequence(*part) for part in parts))

@@ -19,19 +19,38 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_kept", "keep", "verdict_name"]
+__all__ = ["is_kept", "keep", "settings_of", "verdict_name"]
 
 VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pillow")
+PROCESSING = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "tokenizer_config.json",
+)  # fmt: skip
 UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Entries of a config that do not say what is computed."""
 
 
-def verdict_name(model_class: type[Any], hf_config: Any, settings: Any) -> str:
-    """The name of the verdict on a model; `settings` is JSON that says how it is run."""
+def verdict_name(model_class: type[Any], hf_config: Any, settings: Any) -> str | None:
+    """The name of the verdict on a model; `settings` is JSON that says how it is run.
+
+    None for what cannot be told apart by name: code of a checkpoint, and classes without a file.
+    """
+    files = _files_of(model_class)
+    if files is None or getattr(hf_config, "auto_map", None):
+        return None
     config = {n: value for n, value in hf_config.to_dict().items() if n not in UNIMPORTANT}
-    facts = [config, settings, _environment(), _files_of(model_class)]
+    facts = [config, settings, _environment(), files]
     said = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(said.encode()).hexdigest()
+
+
+def settings_of(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
+    """The processing files of a local folder, by name and digest; none for a hub id."""
+    found = []
+    for name in PROCESSING:
+        with suppress(OSError):
+            found.append((name, hashlib.sha256((Path(path) / name).read_bytes()).hexdigest()))
+    return found
 
 
 def is_kept(name: str) -> bool:
@@ -64,13 +83,16 @@ def _environment() -> list[Any]:
     return [sys.version, platform.machine(), versions, stamps]
 
 
-def _files_of(model_class: type[Any]) -> list[Any]:
-    """The classes that a model's is made of, with their files' sizes and times."""
+def _files_of(model_class: type[Any]) -> list[Any] | None:
+    """The classes that a model's is made of, with their files' sizes and times; None where one has
+    no file."""
     found = []
     for each in model_class.__mro__:
         file = getattr(sys.modules.get(each.__module__), "__file__", None)
         if file is not None:
             found.append((each.__module__, each.__qualname__, *_stamp(Path(file))))
+        elif each.__module__ not in sys.builtin_module_names:
+            return None
     return found
 
 

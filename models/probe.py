@@ -131,7 +131,6 @@ def probe_layers(
         raise
     # Whatever a model's own code raises here, the answer is the same: it does not run flattened.
     except Exception as error:
-        _refuse_state(decoder, [call.spec.name for call in calls])  # which may be the reason
         raise ModelLoadError(
             f"{type(decoder).__name__} cannot be run on a flattened batch: {error}"
         ) from error

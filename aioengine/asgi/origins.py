@@ -19,6 +19,7 @@ __all__ = ["guards", "is_loopback"]
 LOOPBACK = "loopback"
 """Stands for all names of this machine's loopback addresses."""
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
+HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -72,7 +73,11 @@ class _HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            hosts = Headers(scope=scope).getlist("host") or [""]
+            hosts = Headers(scope=scope).getlist("host")
+            # A probe of HTTP/1.0 may name none; a browser always does.
+            is_probe = scope.get("http_version") == "1.0" and scope["method"] in SAFE
+            if not hosts and not is_probe:
+                hosts = [""]
             if not all(self._is_trusted(_without_port(host)) for host in hosts):
                 error = ApiError(
                     421,
@@ -128,7 +133,6 @@ class _OriginGuard:
 
 
 def _without_port(host: str) -> str:
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".")
+    """The name or address of a Host header; empty for what is none."""
+    found = HOST.fullmatch(host.strip().lower())
+    return "" if found is None else (found[1] or found[2]).rstrip(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,72 @@ async def test_state_that_no_cache_shows_is_refused(llama: Path) -> None:
     await refusal(llama)
 
 
+class Remembers(nn.Module):
+    """A layer that adds the mean of what it saw in the call before."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.inner(hidden if self.seen is None else hidden + self.seen / 10)
+        self.seen = out.mean((0, 1)).detach()
+        return out
+
+
+async def test_a_module_that_remembers_is_refused(llama: Path) -> None:
+    class Keeps(TextModel):
+        @classmethod
+        def load_module(cls, path: Any, **options: Any) -> Any:
+            module = super().load_module(path, **options)
+            layer = module.model.layers[2]
+            layer.mlp = Remembers(layer.mlp)
+            return module
+
+    register_model("LlamaForCausalLM")(Keeps)
+    with pytest.raises(ModelLoadError, match="after other prompts, so it keeps state"):
+        await start(llama)
+
+
+async def test_a_mistake_beside_a_prefill_is_refused(llama: Path) -> None:
+    class MixedOnly(TextModel):
+        """Positions are off where one sequence decodes and another prefills."""
+
+        def positions_for(
+            self, starts: Sequence[int], ends: Sequence[int], prompts: Any = None
+        ) -> Tensor:
+            sizes = {end - start > 1 for start, end in zip(starts, ends, strict=True)}
+            return super().positions_for(starts, ends, prompts) + int(len(sizes) == 2)
+
+    register_model("LlamaForCausalLM")(MixedOnly)
+    await refusal(llama)
+
+
+async def test_a_module_that_caches_what_it_computes_is_tried(llama: Path) -> None:
+    """In bfloat16, as CTRL does with its positions: what it keeps has to be usable later."""
+
+    class Caches(TextModel):
+        @classmethod
+        def load_module(cls, path: Any, **options: Any) -> Any:
+            module = super().load_module(path, **options)
+            norm = module.model.norm
+            scale, plain = torch.ones(norm.weight.shape[0]), norm.forward
+
+            def forward(hidden: Tensor) -> Tensor:
+                nonlocal scale
+                scale = scale.to(hidden.dtype)
+                scale += 0  # in place
+                out: Tensor = plain(hidden) * scale
+                return out
+
+            norm.forward = forward
+            return module
+
+    register_model("LlamaForCausalLM")(Caches)
+    await start(llama, dtype="bfloat16", packed_layers=False)
+
+
 async def test_a_window_off_by_one_is_refused(gemma: Path) -> None:
     class WiderWindow(Gemma3):
         def patch(self) -> None:
@@ -270,6 +337,32 @@ async def test_a_class_that_has_changed_is_tried(llama: Path, trials: Callable[[
     register_model("LlamaForCausalLM")(Other)
     await start(llama)
     assert trials() == 2 * first
+
+
+async def test_what_was_not_seen_is_not_kept(llava: Path) -> None:
+    class Shifted(Llava):
+        def encode(self, modality: str, items: Any) -> list[Tensor]:
+            return [rows.roll(1, 0) for rows in super().encode(modality, items)]
+
+    register_model("LlavaForConditionalGeneration")(Shifted)
+    await start(llava, limit_mm_per_prompt={"image": 0})
+    await start(llava, max_model_len=16)
+    await refusal(llava)
+
+
+async def test_other_processing_is_tried(
+    llava: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aioengine")
+    folder = tmp_path / "model"
+    shutil.copytree(llava, folder)
+    await start(folder)
+    await start(folder)
+    assert caplog.text.count("computes what its own module does") == 1
+    file = folder / "processor_config.json"
+    file.write_text(file.read_text() + " ")
+    await start(folder)
+    assert caplog.text.count("computes what its own module does") == 2
 
 
 async def test_what_is_refused_is_not_kept(llama: Path) -> None:

@@ -137,6 +137,17 @@ async def test_a_recording_is_a_keys_own_too(tmp_path: Path) -> None:
 # ---- pages of others
 
 
+async def test_a_probe_of_http_1_0_names_no_host(engine: AsyncEngine) -> None:
+    async with serving(service_app(engine, trusted_hosts=["loopback"])) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for version, status in ((b"1.0", b"200"), (b"1.1", b"421")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /health HTTP/%s\r\nConnection: close\r\n\r\n" % version)
+            answer = await asyncio.wait_for(reader.readline(), DEADLINE_S)
+            writer.close()
+            assert answer.split()[1] == status
+
+
 @pytest.mark.parametrize(
     ("host", "is_served"),
     [
@@ -145,6 +156,8 @@ async def test_a_recording_is_a_keys_own_too(tmp_path: Path) -> None:
         ("x.wild.example", True),
         ("evil.example", False), ("evil.example:8000", False), ("127.0.0.1.evil.example", False),
         ("localhost.evil.example", False), ("128.0.0.1", False), ("[::2]", False), ("", False),
+        ("[::1]evil.example", False), ("[localhost]evil.example", False),
+        ("localhost:8.evil", False),
         ("0.0.0.0", False), ("2130706433", False), ("wild.example", False),
         ("notapi.example", False), ("api.example.evil", False),
     ],
