@@ -1,10 +1,11 @@
 """A short trial of a freshly loaded model against its own module, run whole.
 
 Unequal prompts, one with a media span for each modality that the model takes, go through the
-engine's own steps: two chunks each, then one decode step. The logits of these must agree with those
-of the module's own forward over each whole prompt, taken before anything of it was rerouted, fused,
-packed or quantized. What a model may be off by is measured on the model itself: its own logits once
-more, with rounding noise on every product with weights (`with_rounding_noise`).
+engine's own steps: two chunks each, then one decode step, every other prompt a step later. The
+logits of these must agree with those of the module's own forward over each whole prompt, taken
+before anything of it was rerouted, fused, packed or quantized. What a model may be off by is
+measured on the model itself: its own logits once more, with rounding noise on every product with
+weights (`with_rounding_noise`).
 """
 
 from __future__ import annotations
@@ -65,11 +66,6 @@ class Reference:
     bounds: tuple[int, ...]
     logits: Tensor
     noise: Tensor
-
-    @property
-    def rows(self) -> list[int]:
-        """The last position of each chunk."""
-        return [end - 1 for start, end in self.chunks if start < end]
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -145,7 +141,9 @@ class Trial:
         if first is None:
             return True
         with torch.no_grad():
-            again = shell.reference_logits(first.prompt.whole, first.rows).to(torch.float64)
+            again = shell.reference_logits(first.prompt.whole, _rows(first.bounds)).to(
+                torch.float64
+            )
         least = max(LEAST_NOISE, torch.finfo(shell.dtype).eps)
         return bool((_distances(again, first.logits) <= least).all())
 
@@ -256,12 +254,17 @@ def _refer(shell: TransformersModel, prompt: TrialPrompt, *, is_quantized: bool)
         inputs = shell.prompt_inputs(whole.token_ids[:-1], whole.items)
     length = len(whole.token_ids)
     bounds = (0, _find_cut(whole, inputs), length - 1, length)
-    rows = [end - 1 for start, end in pairwise(bounds) if start < end]
+    rows = _rows(bounds)
     logits = shell.reference_logits(whole, rows).to(torch.float64)
     size = max(torch.finfo(shell.dtype).eps, torch.finfo(torch.float32).eps)
     with with_rounding_noise(shell.model, QUANTIZED_NOISE if is_quantized else size):
         moved = shell.reference_logits(whole, rows).to(torch.float64)
     return Reference(prompt, inputs, bounds, logits, _distances(moved, logits))
+
+
+def _rows(bounds: Sequence[int]) -> list[int]:
+    """The last position of each chunk between these bounds."""
+    return [end - 1 for start, end in pairwise(bounds) if start < end]
 
 
 def _find_cut(whole: WholePrompt, inputs: PromptInputs | None) -> int:

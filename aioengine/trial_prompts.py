@@ -144,5 +144,6 @@ def _fitted(prompt: TrialPrompt, max_len: int | None) -> TrialPrompt | None:
 
 
 def shortened(prompt: TrialPrompt, length: int) -> TrialPrompt:
+    """The prompt's first `length` tokens, with its media."""
     token_ids = prompt.whole.token_ids[:length]
     return replace(prompt, whole=replace(prompt.whole, token_ids=token_ids))
