@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -28,6 +29,8 @@ __all__ = ["BoundedHttpProtocol", "HttpBounds", "protocol_factory"]
 
 DROP_EVERY_S = 0.005
 """Between reads of what is ignored."""
+FRAMING = (b"content-length", b"transfer-encoding")
+"""Headers that say where a body ends."""
 PIECES = 4
 """Of `max_head_bytes`: so much is parsed at a time, and a head may begin anywhere in it."""
 
@@ -197,9 +200,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             unread, size = memoryview(self._unread), min(most // PIECES, most - self._num_bytes)
             piece, self._unread = unread[:size], unread[size:]
             self._has_advanced = False
-            super().data_received(piece)  # type: ignore[arg-type]
+            self._feed(piece)
             if not self._ignores_input:
                 self._count(len(piece))
+
+    def _feed(self, piece: bytes | memoryview) -> None:
+        self._unset_keepalive_if_required()
+        while piece:
+            try:
+                self.parser.feed_data(piece)
+                return
+            except HttpParserUpgrade as upgrade:
+                piece = piece[upgrade.args[0] :]
+                self._ignore_upgrade()
+            except HttpParserError:
+                self._refuse(400, "Invalid HTTP request received.")
+                return
+
+    def _ignore_upgrade(self) -> None:
+        """Go on in HTTP/1.1, as a server does that does not speak what the client asks for.
+
+        The parser takes what follows that head (the JDK's HttpClient asks for HTTP/2 in every first
+        request) for another protocol; a new one reads the body, and the requests after it.
+        """
+        framing = [each for each in self.headers if each[0] in FRAMING]
+        lines = (b"%s: %s\r\n" % each for each in framing)
+        self.parser = HttpRequestParser(_BehindHead(self))
+        self.parser.feed_data(b"".join((b"POST / HTTP/1.1\r\n", *lines, b"\r\n")))
 
     def _count(self, num_bytes: int) -> None:
         """Count a piece; if there was progress in it, what follows that may be all of it."""
@@ -233,7 +260,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._has_advanced = True
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
+        """A request is complete; a head that asks for another protocol is only said to be."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._is_head, self._has_begun, self._has_advanced = True, False, True
         self._num_bytes = 0
@@ -271,10 +300,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self.cycle is None or self.cycle.response_complete:
             self.drop()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP."""
-        self._refuse(400, msg)
-
     def _refuse(self, status: int, message: str) -> None:
         """Answer, and close the connection; where an answer is under way, close it after that."""
         self._stop_reading()
@@ -308,3 +333,25 @@ def _close_where_body_is_left(cycle: RequestResponseCycle) -> None:
         await send(message)
 
     cycle.send = send_last  # type: ignore[method-assign]
+
+
+class _BehindHead:
+    """What a protocol hears of a parser once a first head is complete."""
+
+    def __init__(self, protocol: BoundedHttpProtocol) -> None:
+        self._protocol = protocol
+        self._is_head = True
+
+    def on_headers_complete(self) -> None:
+        if not self._is_head:
+            self._protocol.on_headers_complete()
+        self._is_head = False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        heard = getattr(self._protocol, name)
+
+        def hear(*args: Any) -> None:
+            if not self._is_head:
+                heard(*args)
+
+        return hear

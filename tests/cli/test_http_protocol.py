@@ -315,3 +315,44 @@ async def test_a_body_that_nobody_reads_ends_the_connection() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 while True:
                     await client.send(b"x" * 100_000)
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+"""As the JDK's HttpClient asks for HTTP/2, in every first request of a connection."""
+ASKING = {
+    "length": HEAD + UPGRADE + b"Content-Length: 5\r\n\r\nhello",
+    "chunked": HEAD + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "no body": GET[:-2] + UPGRADE + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("name", ASKING)
+async def test_a_wish_for_another_protocol_is_ignored(name: str, size: int) -> None:
+    sent = ASKING[name] + ASKING["length"].replace(b"hello", b"again") + GET
+    async with serve() as server:
+        client = await server.connect()
+        for start in range(0, len(sent), size):
+            await client.send(sent[start : start + size])
+            await asyncio.sleep(0)
+        bodies = [(await client.answer())[2] for _ in range(3)]
+        assert bodies == [
+            b"/one " if name == "no body" else b"/echo hello",
+            b"/echo again",
+            b"/one ",
+        ]
+
+
+async def test_the_bounds_hold_behind_a_wish_for_another_protocol() -> None:
+    async with serve(head_timeout_s=0.1) as server:
+        client = await server.connect(ASKING["length"])
+        assert (await client.answer())[2] == b"/echo hello"
+        await client.send(GET[:-2] + b"X: " + b"a" * (1 << 17))
+        await refused(client, 431)
+        client = await server.connect(ASKING["length"] + GET[:-2])
+        assert (await client.answer())[2] == b"/echo hello"
+        await refused(client, 408)
+        client = await server.connect(ASKING["length"])
+        assert (await client.answer())[2] == b"/echo hello"
+        await client.send(b"\0\0\0\0\r\n\r\n")
+        await refused(client, 400)
