@@ -48,6 +48,8 @@ BLIND = 0.7
 """A tolerance from which on nothing can be told: two unrelated outputs are 1.4 apart."""
 MASKED = -1e30
 """Below it a logit is not one: its token is never next."""
+HEAVY_BYTES = 64 << 20
+"""Of layers that are like others: from which on no prompt goes through all of them."""
 QUANTIZED_NOISE = 0.02
 """What a product with weights of 8 bits is off by, as a part of itself."""
 
@@ -113,16 +115,17 @@ class Trial:
             seed,
         )
         refer = partial(_refer, shell, is_quantized=is_quantized)
-        long = [prompt for prompt in prompts if prompt.is_long]
-        short = [prompt for prompt in prompts if not prompt.is_long]
-        self._spared = _spared(module, shell.decoder(), specs, long)
+        self._spared = _spared(module, shell.decoder(), specs)
+        is_heavy = _num_bytes(module, self._spared) > HEAVY_BYTES
+        if not is_heavy and all(len(prompt.whole.token_ids) <= LONG for prompt in prompts):
+            self._spared = _spared_by_encoders(module, shell.decoder(), specs)
         self._cut: list[Reference] = []
-        if long:
+        if is_heavy or any(prompt.is_long for prompt in prompts):
             with without_layers(module, self._spared):
-                self._cut, _ = _refer_all(refer, [*long, *short])
-        taken = [each.prompt for each in self._cut]
-        rest = [prompt for prompt in long if prompt not in taken]
-        self._whole, refused = _refer_all(refer, [*short, *rest])
+                longest_first = sorted(prompts, key=lambda prompt: not prompt.is_long)
+                self._cut, _ = _refer_all(refer, longest_first)
+        done = [each.prompt for each in self._cut if is_heavy or each.prompt.is_long]
+        self._whole, refused = _refer_all(refer, [each for each in prompts if each not in done])
         references = [*self._whole, *self._cut]
         # A model that takes media only has nothing to say to text alone.
         takes_media = any(each.prompt.modality != "text" for each in references)
@@ -137,10 +140,11 @@ class Trial:
 
         Else it keeps something between calls, and noise would measure that.
         """
-        first = next(iter(self._whole), None)
+        first = next(iter([*self._whole, *self._cut]), None)
         if first is None:
             return True
-        with torch.no_grad():
+        spared = () if self._whole else self._spared
+        with torch.no_grad(), without_layers(shell.model, spared):
             again = shell.reference_logits(first.prompt.whole, _rows(first.bounds)).to(
                 torch.float64
             )
@@ -209,22 +213,33 @@ class Trial:
         )
 
 
-def _spared(
-    module: nn.Module,
-    decoder: nn.Module,
-    specs: Sequence[LayerSpec],
-    long: Sequence[TrialPrompt],
-) -> list[str]:
-    """The layers that long prompts do without: none of a decoder that has few tokens."""
-    paths = {id(each): path for path, each in module.named_modules()}
-    inside = {spec.name: paths[id(decoder.get_submodule(spec.name))] for spec in specs}
-    if not any(len(prompt.whole.token_ids) > LONG for prompt in long):
-        return spare_layers(module, {}, needed=inside.values())
+def _spared(module: nn.Module, decoder: nn.Module, specs: Sequence[LayerSpec]) -> list[str]:
+    """The layers that a trial of few layers does without."""
+    inside = _paths(module, decoder, specs)
     alike = {inside[spec.name]: replace(spec, name="", shares=None) for spec in specs}
     sources = {inside[spec.shares] for spec in specs if spec.shares is not None}
     sharing = {inside[spec.name] for spec in specs if spec.shares is not None}
     kinds = {path: (spec, path in sharing, path in sources) for path, spec in alike.items()}
     return spare_layers(module, kinds, needed=sources)
+
+
+def _spared_by_encoders(
+    module: nn.Module, decoder: nn.Module, specs: Sequence[LayerSpec]
+) -> list[str]:
+    """The same of encoders only: a decoder that has few tokens, and is small, is run whole."""
+    return spare_layers(module, {}, needed=_paths(module, decoder, specs).values())
+
+
+def _paths(module: nn.Module, decoder: nn.Module, specs: Sequence[LayerSpec]) -> dict[str, str]:
+    """Name of an attention layer -> its path in `module`."""
+    paths = {id(each): path for path, each in module.named_modules()}
+    return {spec.name: paths[id(decoder.get_submodule(spec.name))] for spec in specs}
+
+
+def _num_bytes(module: nn.Module, paths: Sequence[str]) -> int:
+    """Of the weights of these layers."""
+    layers = map(module.get_submodule, paths)
+    return sum(weight.nbytes for layer in layers for weight in layer.parameters())
 
 
 def _refer_all(

@@ -109,7 +109,7 @@ def spare_layers(
             continue
         stacks.append(path)
         layers = [f"{path}.{index}" for index in range(len(module))]
-        signatures = [_signature(root.get_submodule(layer), layer, kinds) for layer in layers]
+        signatures = _signatures(module, layers, kinds)
         kept = {layers[signatures.index(each)] for each in signatures} | {layers[-1]}
         kept |= {layer for layer in layers if any(each.startswith(f"{layer}.") for each in needed)}
         found += [layer for layer in layers if layer not in kept]
@@ -124,11 +124,35 @@ def _is_stack(root: nn.Module, path: str, module: nn.Module) -> TypeGuard[nn.Mod
     return len(module) > 2 and len(module) in [getattr(config, name, None) for name in _COUNTS]
 
 
-def _signature(layer: nn.Module, path: str, kinds: Mapping[str, Hashable]) -> Hashable:
-    shapes = [(name, tuple(each.shape)) for name, each in layer.named_parameters()]
-    types = [(name, type(each).__name__) for name, each in layer.named_modules()]
-    inside = [kinds[name] for name in kinds if name.startswith(f"{path}.")]
-    return tuple(shapes), tuple(types), tuple(inside)
+def _signatures(
+    stack: nn.ModuleList, paths: Sequence[str], kinds: Mapping[str, Hashable]
+) -> list[Hashable]:
+    """What tells each layer of a stack from others, but for its place in the stack."""
+    settings = [_settings(layer) for layer in stack]
+    places = {
+        name
+        for name in settings[0]
+        if all(each.get(name) == place for place, each in enumerate(settings))
+    }
+    return [
+        (
+            tuple((name, tuple(each.shape)) for name, each in layer.named_parameters()),
+            tuple((name, type(each)) for name, each in layer.named_modules()),
+            frozenset((name, value) for name, value in mine.items() if name not in places),
+            tuple(kinds[name] for name in kinds if name.startswith(f"{path}.")),
+        )
+        for layer, mine, path in zip(stack, settings, paths, strict=True)
+    ]
+
+
+def _settings(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """The numbers and names that a layer's modules were made with."""
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, trial
 from aioengine.errors import ModelLoadError
 from aioengine.kernels import reference
 from aioengine.models import register_model, registry
@@ -57,6 +58,13 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma")
     save(FAMILIES["gemma3"], folder)
     return folder
+
+
+@pytest.fixture(params=["whole", "few layers"])
+def _any_depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of all layers, and of a few of each kind, as of a large model."""
+    if request.param == "few layers":
+        monkeypatch.setattr(trial, "HEAVY_BYTES", -1)
 
 
 async def refusal(folder: Path, **options: Any) -> str:
@@ -115,6 +123,7 @@ async def test_a_mutant_of_a_decoder_is_refused(
     assert mutant.__name__ in text and "check_model=False" in text and "with text" in text
 
 
+@pytest.mark.usefixtures("_any_depth")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("shift", [-1, 1])
 async def test_a_mask_off_by_one_is_refused(
@@ -146,6 +155,7 @@ class TokenShift(nn.Module):
         return out
 
 
+@pytest.mark.usefixtures("_any_depth")
 async def test_state_that_no_cache_shows_is_refused(llama: Path) -> None:
     class Shifts(TextModel):
         @classmethod
@@ -173,6 +183,7 @@ class Remembers(nn.Module):
         return out
 
 
+@pytest.mark.usefixtures("_any_depth")
 async def test_a_module_that_remembers_is_refused(llama: Path) -> None:
     class Keeps(TextModel):
         @classmethod
@@ -187,6 +198,7 @@ async def test_a_module_that_remembers_is_refused(llama: Path) -> None:
         await start(llama)
 
 
+@pytest.mark.usefixtures("_any_depth")
 async def test_a_mistake_beside_a_prefill_is_refused(llama: Path) -> None:
     class MixedOnly(TextModel):
         """Positions are off where one sequence decodes and another prefills."""
@@ -201,6 +213,7 @@ async def test_a_mistake_beside_a_prefill_is_refused(llama: Path) -> None:
     await refusal(llama)
 
 
+@pytest.mark.usefixtures("_any_depth")
 async def test_a_module_that_caches_what_it_computes_is_tried(llama: Path) -> None:
     """In bfloat16, as CTRL does with its positions: what it keeps has to be usable later."""
 
@@ -246,6 +259,7 @@ async def test_a_window_off_by_one_is_refused(gemma: Path) -> None:
     await refusal(gemma, dtype="float32")
 
 
+@pytest.mark.usefixtures("_any_depth")
 async def test_an_image_whose_tokens_do_not_see_each_other_is_refused(gemma: Path) -> None:
     class Causal(Gemma3):
         def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> None:
@@ -255,6 +269,7 @@ async def test_an_image_whose_tokens_do_not_see_each_other_is_refused(gemma: Pat
     assert "with image" in await refusal(gemma, dtype="float32")
 
 
+@pytest.mark.usefixtures("_any_depth")
 async def test_encoder_rows_in_other_places_are_refused(llava: Path) -> None:
     class Shifted(Llava):
         def encode(self, modality: str, items: Any) -> list[Tensor]:
@@ -414,6 +429,7 @@ async def test_one_flip_of_an_expert_is_not_a_refusal(
     assert len(calls) == 2
 
 
+@pytest.mark.usefixtures("_any_depth")
 async def test_an_engine_answers_after_its_trial_as_without(llava: Path) -> None:
     answers = []
     for is_tried in (True, False):
@@ -422,3 +438,30 @@ async def test_an_engine_answers_after_its_trial_as_without(llava: Path) -> None
             output = await engine.generate(text, greedy(6), images=images)
             answers.append((output.token_ids, engine.statistics().kv_blocks_free))
     assert answers[0] == answers[1]
+
+
+async def test_a_large_model_is_tried_by_a_few_layers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are alike; a layer with a setting of its own is never left out."""
+    monkeypatch.setattr(trial, "HEAVY_BYTES", -1)
+
+    class Counts(TextModel):
+        calls: list[int]
+
+        @classmethod
+        def load_module(cls, path: Any, **options: Any) -> Any:
+            module = super().load_module(path, **options)
+            module.model.layers[3].self_attn.own_setting = True
+            cls.calls = [0] * len(module.model.layers)
+            for place, layer in enumerate(module.model.layers):
+                layer.mlp.register_forward_pre_hook(partial(cls.count, place))
+            return module
+
+        @classmethod
+        def count(cls, place: int, *_: Any) -> None:
+            cls.calls[place] += 1
+
+    register_model("LlamaForCausalLM")(Counts)
+    await start(llama, packed_layers=False)
+    assert [bool(count) for count in Counts.calls] == [True, False, False, True, False, True]

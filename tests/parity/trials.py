@@ -1,6 +1,6 @@
 """Trials of right models: how much of their tolerance they use, over families, dtypes and seeds.
 
-    PYTHONPATH=. HF_HUB_OFFLINE=1 .venv/bin/python -m tests.parity.trials [--loads 1000]
+    PYTHONPATH=. HF_HUB_OFFLINE=1 .venv/bin/python -m tests.parity.trials [--loads N] [--few-layers]
 
 Each load draws the weights of a family's tiny model anew, narrow or wide, and loads it as an engine
 does, packed and fused, in a dtype of its turn. The last line is JSON: how many were refused (none
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from aioengine import trial
 from aioengine.kernels.attention import select_backend
 from aioengine.models.checkpoint import read_config
 from aioengine.models.registry import resolve
@@ -105,7 +106,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--loads", type=int, default=1000)
     parser.add_argument("--one", choices=makers())
+    parser.add_argument("--few-layers", action="store_true", help="as of large models")
     arguments = parser.parse_args()
+    if arguments.few_layers:
+        trial.HEAVY_BYTES = -1
     torch.set_num_threads(1)
     chosen = {n: make for n, make in makers().items() if arguments.one in (None, n)}
     loads = failed = 0
