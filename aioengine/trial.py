@@ -136,13 +136,14 @@ class Trial:
         self._windows = [f"a window of {each} tokens" for each in sorted(windows) if each >= tried]
 
     def _answers_alike(self, shell: TransformersModel) -> bool:
-        """Whether the module still says of a prompt what it said: it has seen others since.
+        """Whether the module still says of a short prompt what it said: it has seen others since.
 
         Else it keeps something between calls, and noise would measure that.
         """
-        first = next(iter([*self._whole, *self._cut]), None)
-        if first is None:
+        references = self._whole or self._cut
+        if not references:
             return True
+        first = min(references, key=lambda each: each.bounds[-1])
         spared = () if self._whole else self._spared
         with torch.no_grad(), without_layers(shell.model, spared):
             again = shell.reference_logits(first.prompt.whole, _rows(first.bounds)).to(
