@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aioengine.config import EngineConfig
 from aioengine.garbage import import_libraries
@@ -43,5 +43,5 @@ def load_model(model: str | os.PathLike[str], config: EngineConfig, reporter: Re
     with reporter.listens():
         with stage("libraries"):
             import_libraries()
-        loaded: Loaded = import_module("aioengine.loading").load(model, config)
-    return loaded
+        # In no variable: what a library catches while it is imported, and keeps, holds this frame.
+        return cast("Loaded", import_module("aioengine.loading").load(model, config))

@@ -68,8 +68,10 @@ def keep(name: str) -> None:
 
 
 def _folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "aioengine" / "trials"
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():  # to be ignored, says the XDG Base Directory Specification
+        root = Path.home() / ".cache"
+    return root / "aioengine" / "trials"
 
 
 @cache

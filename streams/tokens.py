@@ -58,8 +58,13 @@ class _Mailbox:
             if not waiter.done():
                 waiter.set_result(None)
 
+    def end(self) -> None:
+        """The stream has ended, and lets go of the engine: its reader may keep it for long."""
+        self.close_request = _do_nothing
+        self.wake_all()
+
     def wake_all(self) -> None:
-        """The stream has ended."""
+        """Wake whoever waits for anything."""
         self.wake_readers()
         for waiter in self.result_waiters:
             if not waiter.done():
@@ -75,6 +80,10 @@ class _Mailbox:
             running = None
         if running is not self.loop:
             raise WrongLoopError("a stream is read and closed on the event loop that opened it")
+
+
+def _do_nothing() -> None:
+    pass
 
 
 async def _wait(waiters: set[asyncio.Future[None]]) -> None:
@@ -110,13 +119,13 @@ class TokenSink:
         """The request has ended well."""
         if not self._mailbox.has_ended:
             self._mailbox.output = output
-            self._mailbox.wake_all()
+            self._mailbox.end()
 
     def fail(self, error: BaseException) -> None:
         """The request has ended with an error."""
         if not self._mailbox.has_ended:
             self._mailbox.error = error
-            self._mailbox.wake_all()
+            self._mailbox.end()
 
 
 class TokenStream:
@@ -193,7 +202,7 @@ class TokenStream:
         if not box.has_ended:
             box.is_closed = True
             box.close_request()
-            box.wake_all()
+            box.end()
         box.pending.clear()
 
     async def aclose(self) -> None:

@@ -260,8 +260,11 @@ async def _call_fetcher(
         raise MediaError(f"{parameter} could not be fetched", parameter=parameter) from error
     except MediaError as error:
         raise error.for_parameter(parameter) from error
-    # The fetcher is the application's: whatever it raises is this one item's failure.
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):  # the process ends, or this coroutine
+        raise
+    # The fetcher is the application's: whatever else it raises is this one item's failure. Some
+    # libraries' own errors are no Exception, and would end the engine's task group.
+    except BaseException as error:
         kind = MediaUnavailableError if isinstance(error, ConnectionError) else MediaError
         raise kind(
             f"{parameter} could not be fetched: {type(error).__name__}", parameter=parameter

@@ -520,6 +520,20 @@ async def _mixed_up(url: str) -> bytes:
     raise asyncio.CancelledError
 
 
+class _Outcome(BaseException):
+    """As the errors of some libraries, which `except Exception` is not to catch."""
+
+
+async def _no_exception(url: str) -> bytes:
+    raise _Outcome
+
+
+async def _no_exception_in_a_group(url: str) -> bytes:
+    async with asyncio.TaskGroup() as tasks:
+        await tasks.create_task(_no_exception(url))
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("fetcher", "kind"),
     [
@@ -528,6 +542,8 @@ async def _mixed_up(url: str) -> bytes:
         (_rubbish, MediaError),
         (_no_bytes, MediaError),
         (_mixed_up, MediaError),
+        (_no_exception, MediaError),
+        (_no_exception_in_a_group, MediaError),
     ],
 )
 async def test_a_fetcher_that_fails(folder: Path, fetcher: Any, kind: type[MediaError]) -> None:

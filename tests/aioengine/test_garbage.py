@@ -7,12 +7,15 @@ import json
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from aioengine import garbage
+from aioengine import EngineConfig, devices, garbage
+from aioengine.progress import Reporter
 
 MAX_COLLECTION_S = 0.020
 """Thread CPU time of one collection. A full one over torch and transformers takes 0.2 s."""
@@ -102,7 +105,7 @@ WEIGHTS = (
 def alive(weights):
     return sum(weight() is not None for weight in weights)
 
-kept = []
+kept, streams = [], []  # a host may keep either
 
 def fail(runner, plan):
     raise RuntimeError("the device is gone")
@@ -114,7 +117,8 @@ async def load_and_close(die=False):
     weights = [weakref.ref(weight) for weight in model.parameters()]
     assert alive(weights) > 100
     del model
-    await engine.generate("Hello", SHORT)
+    streams.append(engine.stream("Hello", SHORT))
+    await streams[-1].result()
     if die:
         engine._parts.runner.step = MethodType(fail, engine._parts.runner)
         await asyncio.gather(engine.generate("Hello", SHORT), return_exceptions=True)
@@ -163,6 +167,26 @@ def test_a_closed_engine_lets_go_of_its_model() -> None:
     found = printed(WEIGHTS)
     assert (found["closed"], found["dead"]) == (0, 0)
     assert found["grown"] < 100
+
+
+def test_what_a_library_catches_and_keeps_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[ImportError] = []
+
+    def import_libraries() -> None:
+        try:
+            raise ImportError("an extra that is not there")
+        except ImportError as error:
+            kept.append(error)
+
+    model: set[int] = set()
+    gone = weakref.ref(model)
+    loading = SimpleNamespace(load=lambda *_: models.pop())
+    models = [model]
+    del model
+    monkeypatch.setattr(devices, "import_libraries", import_libraries)
+    monkeypatch.setattr(devices, "import_module", lambda name: loading)
+    devices.load_model("", EngineConfig(), Reporter(None))
+    assert kept and gone() is None
 
 
 # ---- the host's settings

@@ -397,6 +397,17 @@ async def test_where_nothing_can_be_written_every_start_has_its_trial(
     assert trials() == 2 * first > 0
 
 
+async def test_nothing_is_kept_in_a_folder_that_is_relative(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    await start(llama)
+    assert not (tmp_path / "caches").exists()
+    assert any((tmp_path / "home/.cache/aioengine/trials").iterdir())
+
+
 # ---- what is not seen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -275,3 +276,18 @@ async def test_a_reader_who_gives_up_entering_ends_the_request(
     with pytest.raises(asyncio.CancelledError):
         await entering
     assert closings.count == 1
+
+
+@pytest.mark.parametrize("how", ["finish", "fail", "close"])
+async def test_an_ended_stream_that_is_kept_keeps_nothing_of_the_engine(how: str) -> None:
+    engine = Closings()
+    gone = weakref.ref(engine)
+    sink, stream = open_stream("r", engine)
+    del engine
+    if how == "close":
+        stream.close()
+    else:
+        sink.fail(MediaError("broken")) if how == "fail" else sink.finish(output())
+    assert gone() is None
+    stream.close()
+    assert stream.statistics().is_closed == (how == "close")
