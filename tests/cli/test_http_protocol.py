@@ -7,13 +7,15 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aioengine.asgi import service_app
 from aioengine.cli.http_protocol import HttpBounds, protocol_factory
 from tests.asgi.serving import serving
-from tests.engines import DEADLINE_S, until
+from tests.engines import DEADLINE_S, running_engine, until
 
 GET = b"GET /one HTTP/1.1\r\nHost: a\r\n\r\n"
 HEAD = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
@@ -315,3 +317,19 @@ async def test_a_body_that_nobody_reads_ends_the_connection() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 while True:
                     await client.send(b"x" * 100_000)
+
+
+@pytest.mark.parametrize(("length", "status"), [(2000, 413), (900, 408)])
+async def test_a_body_that_is_refused_ends_the_connection(
+    folder: Path, length: int, status: int
+) -> None:
+    """For its length before it comes, or for its time."""
+    http: Any = protocol_factory(HttpBounds(linger_s=DEADLINE_S))
+    async with running_engine(folder) as engine:
+        app = service_app(engine, max_body_bytes=1000, body_timeout_s=0.05)
+        async with serving(app, http=http) as url:
+            server = Server(App(), url)
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+            client = await server.connect(head % length + b"{")
+            await refused(client, status)
+            server.close()
