@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -234,6 +235,21 @@ async def test_tokens_that_there_are_not(
         with pytest.raises(InvalidRequestError) as caught:
             await engine.generate(Prompt(text="Tell me"), params(1, **options))
         assert caught.value.parameter == parameter
+
+
+async def test_the_first_token_that_there_is_not(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    size = config["text_config"]["vocab_size"]
+    async with running_engine(folder) as engine:
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token_id in (size - 1, size):
+                value: Any = {token_id: 0.0} if name == "logit_bias" else [3, token_id]
+                answer = engine.generate("Tell me", params(1, max_tokens=1, **{name: value}))
+                if token_id < size:
+                    await answer
+                    continue
+                with pytest.raises(InvalidRequestError, match=f"{name} .* {size}, .* {size - 1};"):
+                    await answer
 
 
 async def test_a_name_that_an_ended_completion_gave_back(folder: Path) -> None:

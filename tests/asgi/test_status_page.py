@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine import AsyncEngine, SamplingParams, demo_model
 from aioengine.asgi.status import StatusPage
+from aioengine.errors import MediaError
 from aioengine.instruments import STAGES
 from tests.asgi.serving import serving
 from tests.engines import DEADLINE_S, greedy
@@ -287,6 +288,16 @@ async def shoot(browser: Browser) -> None:
     await asyncio.sleep(12)
     await asyncio.to_thread(browser.driver.save_screenshot, str(SCREENSHOT))
     assert SCREENSHOT.stat().st_size < MAX_SCREENSHOT_BYTES
+
+
+async def test_ends_are_told_apart_by_blame(engine: AsyncEngine, browser: Browser) -> None:
+    says = "return document.getElementById('finished').textContent.includes(arguments[0])"
+    async with shown(engine, browser):
+        await browser.until(says, "none failed")
+        with pytest.raises(MediaError):
+            await engine.generate("<image> a", images=[b"no picture"])
+        await browser.until(says, "1 rejected")
+        assert not await browser.run(says, "failed")
 
 
 async def test_timeline_pauses_and_tells(

@@ -115,6 +115,9 @@ async def test_a_host_decides_who_shares(engine: AsyncEngine) -> None:
         assert names == ["a", "b"]
         for own in (None, "blue", '["blue", null]', '["blue",null]'):
             assert not await cached(client, key("one"), cache_salt=own)
+        # Nor do the two parts run together.
+        assert not await cached(client, key("one") | {"x-tenant": "b"}, cache_salt="lue")
+        assert not await cached(client, key("one") | {"x-tenant": "bl"}, cache_salt="ue")
 
 
 async def test_a_recording_is_a_keys_own_too(tmp_path: Path) -> None:
@@ -244,6 +247,16 @@ def test_what_is_no_origin(folder: Path, origin: str) -> None:
 
 def encode(body: Any) -> bytes:
     return json.dumps(body).encode()
+
+
+def test_the_budget_where_nothing_is_said(folder: Path) -> None:
+    def budget(**options: Any) -> int:
+        app = openai_app(AsyncEngine.from_pretrained(folder), **options)
+        return int(app.state.bodies.max_bytes)
+
+    assert budget() == 256 << 20
+    assert budget(max_bodies_bytes=100, max_body_bytes=50) == 100
+    assert budget(max_bodies_bytes=50, max_body_bytes=100) == 100, "one body fits"
 
 
 async def refuse_reading() -> Any:

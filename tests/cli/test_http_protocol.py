@@ -7,13 +7,15 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aioengine.asgi import service_app
 from aioengine.cli.http_protocol import HttpBounds, protocol_factory
 from tests.asgi.serving import serving
-from tests.engines import DEADLINE_S, until
+from tests.engines import DEADLINE_S, running_engine, until
 
 GET = b"GET /one HTTP/1.1\r\nHost: a\r\n\r\n"
 HEAD = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
@@ -336,11 +338,8 @@ async def test_a_wish_for_another_protocol_is_ignored(name: str, size: int) -> N
             await client.send(sent[start : start + size])
             await asyncio.sleep(0)
         bodies = [(await client.answer())[2] for _ in range(3)]
-        assert bodies == [
-            b"/one " if name == "no body" else b"/echo hello",
-            b"/echo again",
-            b"/one ",
-        ]
+        first = b"/one " if name == "no body" else b"/echo hello"
+        assert bodies == [first, b"/echo again", b"/one "]
 
 
 async def test_the_bounds_hold_behind_a_wish_for_another_protocol() -> None:
@@ -356,3 +355,19 @@ async def test_the_bounds_hold_behind_a_wish_for_another_protocol() -> None:
         assert (await client.answer())[2] == b"/echo hello"
         await client.send(b"\0\0\0\0\r\n\r\n")
         await refused(client, 400)
+
+
+@pytest.mark.parametrize(("length", "status"), [(2000, 413), (900, 408)])
+async def test_a_body_that_is_refused_ends_the_connection(
+    folder: Path, length: int, status: int
+) -> None:
+    """For its length before it comes, or for its time."""
+    http: Any = protocol_factory(HttpBounds(linger_s=DEADLINE_S))
+    async with running_engine(folder) as engine:
+        app = service_app(engine, max_body_bytes=1000, body_timeout_s=0.05)
+        async with serving(app, http=http) as url:
+            server = Server(App(), url)
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+            client = await server.connect(head % length + b"{")
+            await refused(client, status)
+            server.close()

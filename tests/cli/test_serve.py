@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ import pytest
 
 from aioengine import AsyncEngine, EngineState, MediaConfig
 from aioengine.asgi import service_app
+from aioengine.cli.http_protocol import HttpBounds
 from aioengine.cli.memory import BURST_BYTES, give_back_memory
 from aioengine.cli.server import DrainingServer, bind
 from aioengine.errors import EngineClosedError, InvalidRequestError
@@ -352,6 +354,26 @@ def test_the_queue_is_bounded(
     served_with: Callable[..., dict[str, Any]], flags: tuple[str, ...], expected: int | None
 ) -> None:
     assert served_with(*flags)["config"].max_queued_requests == expected
+
+
+def test_bodies_are_bounded(served_with: Callable[..., dict[str, Any]]) -> None:
+    found = served_with()
+    assert (found["max_body_bytes"], found["max_bodies_bytes"]) == (64 << 20, 256 << 20)
+    found = served_with("--max-body-bytes", "1MiB", "--max-bodies-bytes", "3MiB")
+    assert (found["max_body_bytes"], found["max_bodies_bytes"]) == (1 << 20, 3 << 20)
+
+
+async def test_heads_are_bounded(folder: Path) -> None:
+    """By what the server itself is made with, at 64 KiB, 10 s and 1,024 connections."""
+    bounds = HttpBounds()
+    assert (bounds.max_head_bytes, bounds.head_timeout_s) == (64 << 10, 10)
+    assert bounds.max_connections == min(1024, getrlimit(RLIMIT_NOFILE)[0] // 2)
+    async with served(folder) as (server, _, url):
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+            for size, status in ((60 << 10, 200), (70 << 10, 431)):
+                found = await client.get(f"{url}/health", headers={"x": "a" * size})
+                assert found.status_code == status
+        server.should_exit = True
 
 
 @pytest.mark.parametrize(
