@@ -304,8 +304,10 @@ async def test_refusals_do_not_repeat_what_was_sent(engine: AsyncEngine) -> None
 def test_the_log_does_not_repeat_what_was_sent(caplog: pytest.LogCaptureFixture) -> None:
     """An error from anywhere may hold a prompt in its text; its kind and its place are enough."""
 
+    prompt = "words of a prompt"
+
     def fail() -> None:
-        raise EngineError("an error of the engine") from ValueError("words of a prompt")
+        raise EngineError("an error of the engine") from ValueError(prompt)
 
     with pytest.raises(EngineError) as caught:
         fail()
