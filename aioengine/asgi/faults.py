@@ -66,7 +66,7 @@ def api_error(error: Exception) -> ApiError:
     for kind, code in unavailable.items():
         if isinstance(error, kind):
             return ApiError(503, str(error), "service_unavailable_error", code=code, headers=again)
-    logger.error("a request failed", exc_info=error)
+    logger.error("a request failed\n%s", errors.trace_of(error))  # its text may hold payload
     message = str(error) if isinstance(error, errors.AioEngineError) else "internal error"
     return ApiError(500, message, "server_error", code="internal_error")
 

@@ -30,10 +30,17 @@ class Keys:
     def __init__(self, given: ApiKeys, cache_salt: CacheSalt | None = None) -> None:
         if isinstance(given, str):
             given = [given]
-        named = given.items() if isinstance(given, Mapping) else (("", key) for key in given or ())
+        pairs = given.items() if isinstance(given, Mapping) else (("", key) for key in given or ())
+        named = list(pairs)
+        for _, key in named:
+            require(bool(key), "api_key", "nothing", "text, or None for no key")
+            is_sendable = key.isprintable() and key == key.strip()
+            rule = "printable text without spaces around it"  # the key itself is not shown
+            require(is_sendable, "api_key", "what no header can say", rule)
         self._names = {_digest(key.encode()): name for name, key in named}
-        require(_digest(b"") not in self._names, "api_key", "nothing", "text, or None for no key")
-        require(given is None or len(self._names) > 0, "api_key", "no key", "at least one, or None")
+        is_repeated = isinstance(given, Mapping) and len(self._names) < len(named)
+        require(not is_repeated, "api_key", "one key under two names", "a key of its own for each")
+        require(given is None or len(named) > 0, "api_key", "no key", "at least one, or None")
         self._cache_salt = cache_salt
 
     def check(self, scope: Scope) -> None:

@@ -19,6 +19,7 @@ __all__ = ["guards", "is_loopback"]
 LOOPBACK = "loopback"
 """Stands for all names of this machine's loopback addresses."""
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
+TRUSTED = re.compile(r"\*|(\*\.)?[^\s:/@\[\]*]+")
 HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")
 SAFE = ("GET", "HEAD", "OPTIONS")
 
@@ -35,6 +36,9 @@ def guards(
     for origin in allowed_origins or ():
         rule = "like https://app.example, without a path, or *"
         require(ORIGIN.fullmatch(origin) is not None, "allowed_origins", origin, rule)
+    for host in trusted_hosts or ():
+        rule = "like api.example, *.example or [::1], without a scheme or a port, or *, or loopback"
+        require(_is_host(host), "trusted_hosts", host, rule)
     if trusted_hosts is not None:
         found.append(Middleware(_HostGuard, trusted=trusted_hosts))
     if allowed_origins:
@@ -69,7 +73,7 @@ class _HostGuard:
 
     def __init__(self, app: ASGIApp, trusted: Sequence[str]) -> None:
         self._app = app
-        self._trusted = [name.lower() for name in trusted]
+        self._trusted = [name.lower().strip("[]") for name in trusted]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -130,6 +134,18 @@ class _OriginGuard:
             return site not in ("same-origin", "none")
         # An older browser, or one that was led here by plain HTTP; a program sends neither header.
         return bool(origin) and origin.partition("://")[2] != headers.get("host", "").lower()
+
+
+def _is_host(name: str) -> bool:
+    return TRUSTED.fullmatch(name) is not None or _is_address(name.strip("[]"))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _without_port(host: str) -> str:

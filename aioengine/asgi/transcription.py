@@ -39,6 +39,7 @@ FORMATS = ("json", "text")
 MAX_FIELD_BYTES = 1 << 16
 AT_ONCE = 8
 """Windows of one recording."""
+MULTIPART = re.compile(r"\s*multipart/form-data\s*(;|$)", re.IGNORECASE)
 UTF8 = re.compile(r"^(?!.*charset)|charset=[\"']?utf-?8", re.IGNORECASE)
 
 Number = TypeVar("Number")
@@ -66,7 +67,12 @@ class Transcription:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST request. Raises what goes wrong before the answer has begun."""
         request = Request(scope, receive)
-        if not UTF8.search(request.headers.get("content-type", "")):
+        content_type = request.headers.get("content-type", "")
+        if not MULTIPART.match(content_type):
+            # An URL-encoded form is parsed byte by byte on the loop, and has no files.
+            message = "file must be a recording's file, in a form that is multipart/form-data"
+            raise ApiError(400, message, parameter="file", code="invalid_value")
+        if not UTF8.search(content_type):
             raise ApiError(415, "the form must be in UTF-8")
         async with request.form(
             max_files=1, max_fields=len(FIELDS), max_part_size=MAX_FIELD_BYTES

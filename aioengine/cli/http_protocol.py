@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,17 +51,27 @@ class HttpBounds:
     head_timeout_s: float = 10.0
     """For a complete head, from the connection's opening or the next request's first byte."""
     max_connections: int = field(default_factory=_max_connections)
-    """Open at once. At the bound, the one that has waited longest for a head makes room."""
+    """Open at once. At the bound, the one that has waited longest for a head makes room; else the
+    one that has not read its answer for longest."""
     linger_s: float = 2.0
     """For a client that is still sending to read its answer, before the connection is closed."""
 
 
 class _Connections:
-    """The open connections of one server; `waiting`: those without a complete head, in order."""
+    """The open connections of one server.
+
+    `waiting`: those without a complete head; `stalled`: those whose answers nobody reads, beyond
+    what the system takes of them. The one that has been so for longest comes first.
+    """
 
     def __init__(self) -> None:
         self.num_open = 0
         self.waiting: dict[BoundedHttpProtocol, None] = {}
+        self.stalled: dict[BoundedHttpProtocol, None] = {}
+
+    def next_to_go(self) -> BoundedHttpProtocol | None:
+        """Name the connection that makes room for another; None: all have work under way."""
+        return next(iter(self.waiting or self.stalled), None)
 
 
 def protocol_factory(bounds: HttpBounds) -> Any:
@@ -122,8 +133,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         proxy: Any = _Transport(transport, self._close, self._is_closing)
         super().connection_made(proxy)
         connections, most = self._connections, self._bounds.max_connections
-        while connections.num_open >= most and connections.waiting:
-            next(iter(connections.waiting)).drop()
+        while connections.num_open >= most and (oldest := connections.next_to_go()) is not None:
+            oldest.drop()
         is_full = connections.num_open >= most
         self._is_counted = True
         connections.num_open += 1
@@ -143,9 +154,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._leave()
         self._socket.abort()
 
+    def pause_writing(self) -> None:
+        """The client does not read what is written."""
+        self._connections.stalled[self] = None
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._connections.stalled.pop(self, None)
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """End the connection as the server stops, after the answer that is under way.
+
+        A request whose body is incomplete comes too late, and may take long.
+        """
+        cycle = self.cycle
+        if cycle is None or self.pipeline or not cycle.more_body or cycle.response_started:
+            super().shutdown()
+        else:
+            self._refuse(503, "the server is stopping")
+
     def _leave(self) -> None:
         self._stop_reading()
         self._connections.waiting.pop(self, None)
+        self._connections.stalled.pop(self, None)
         self._connections.num_open -= self._is_counted
         self._is_counted = False
 
@@ -248,6 +281,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A head is complete."""
+        _take_authority(self.url, self.headers)
         super().on_headers_complete()
         self._is_head, self._has_advanced = False, True
         self._stop_timer()
@@ -321,6 +355,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         lines = [STATUS_LINE[status], *(b"%s: %s\r\n" % each for each in headers), b"\r\n", body]
         self._socket.write(b"".join(lines))
         self._close()
+
+
+def _take_authority(target: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Put the host of an absolute target in the place of the Host header, as RFC 9112 has it."""
+    if target.startswith((b"/", b"*")):
+        return
+    authority = re.match(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)", target)
+    if authority is not None:
+        headers[:] = [each for each in headers if each[0] != b"host"]
+        headers.append((b"host", authority[1]))
 
 
 def _close_where_body_is_left(cycle: RequestResponseCycle) -> None:

@@ -27,7 +27,8 @@ from starlette.routing import Mount
 
 from aioengine import AsyncEngine, EngineState
 from aioengine.asgi import openai_app, service_app
-from aioengine.errors import InvalidRequestError
+from aioengine.asgi.faults import api_error
+from aioengine.errors import EngineError, InvalidRequestError
 from tests.asgi.serving import picture_part, serving
 from tests.engines import DEADLINE_S, encoded, greedy, running_engine, settled, until
 
@@ -298,6 +299,21 @@ async def test_refusals_do_not_repeat_what_was_sent(engine: AsyncEngine) -> None
             response = await client.post(CHAT, content=json.dumps(body, ensure_ascii=False))
             assert response.status_code in (400, 404), response.text[:200]
             assert len(response.text) < 10_000
+
+
+def test_the_log_does_not_repeat_what_was_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """An error from anywhere may hold a prompt in its text; its kind and its place are enough."""
+
+    prompt = "words of a prompt"
+
+    def fail() -> None:
+        raise EngineError("an error of the engine") from ValueError(prompt)
+
+    with pytest.raises(EngineError) as caught:
+        fail()
+    assert api_error(caught.value).status == 500
+    assert "words of a prompt" not in caplog.text
+    assert "in fail" in caplog.text and "EngineError" in caplog.text
 
 
 def test_an_empty_key_is_no_key(folder: Path) -> None:

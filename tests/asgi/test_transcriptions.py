@@ -173,6 +173,24 @@ async def test_refusals(engine: AsyncEngine, client: AsyncOpenAI, listener: Path
     assert refused.value.param == "file"
 
 
+async def test_a_form_without_files_is_refused_unread(engine: AsyncEngine) -> None:
+    """60 MiB of ampersands would be read byte by byte on the loop."""
+
+    async def refuse_reading() -> Any:
+        raise AssertionError("the body was read")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/x-www-form-urlencoded")]
+    scope = {"type": "http", "method": "POST", "path": "/audio/transcriptions", "headers": headers}
+    await openai_app(engine)({**scope, "http_version": "1.1"}, refuse_reading, send)
+    assert sent[0]["status"] == 400
+    assert b"multipart/form-data" in sent[1]["body"]
+
+
 async def test_a_client_that_leaves(
     engine: AsyncEngine, client: AsyncOpenAI, listener: Path
 ) -> None:

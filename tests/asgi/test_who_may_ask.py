@@ -68,6 +68,16 @@ def test_an_empty_key_is_no_key(folder: Path, keys: Any) -> None:
         openai_app(AsyncEngine.from_pretrained(folder), api_key=keys)
 
 
+@pytest.mark.parametrize(
+    "key", [" one", "one ", "a\nb", "a\0b", "\udcff", {"a": "one", "b": "one"}]
+)
+def test_a_key_that_nobody_could_use_is_refused_and_not_shown(folder: Path, key: Any) -> None:
+    """As is one with two names, of which only one could count."""
+    with pytest.raises(InvalidRequestError, match="api_key") as caught:
+        openai_app(AsyncEngine.from_pretrained(folder), api_key=key)
+    assert not isinstance(key, str) or key.strip() not in str(caught.value)
+
+
 # ---- what the cache tells
 
 
@@ -174,6 +184,23 @@ async def test_hosts(engine: AsyncEngine, host: str, is_served: bool) -> None:
             if not is_served:
                 assert response.json()["error"]["code"] == "untrusted_host"
                 assert "trusted" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "localhost:8000", "http://a.example", "a.example/", "*a.example", "[a.example]", "a b"],
+)
+def test_what_is_no_host(folder: Path, host: str) -> None:
+    """It would never be met, and everybody refused."""
+    with pytest.raises(InvalidRequestError, match="trusted_hosts"):
+        service_app(AsyncEngine.from_pretrained(folder), trusted_hosts=["loopback", host])
+
+
+async def test_addresses_of_ip_6_in_brackets_or_not(engine: AsyncEngine) -> None:
+    for trusted in ("2001:db8::1", "[2001:DB8::1]"):
+        async with client_of(service_app(engine, trusted_hosts=trusted)) as client:
+            response = await client.get("/health", headers={"host": "[2001:db8::1]:8000"})
+            assert response.status_code == 200
 
 
 FOREIGN = "https://evil.example"

@@ -18,26 +18,34 @@ from tests.asgi.serving import serving
 from tests.engines import DEADLINE_S, running_engine, until
 
 GET = b"GET /one HTTP/1.1\r\nHost: a\r\n\r\n"
+LARGE = GET.replace(b"/one", b"/large")
 HEAD = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 class App:
-    """Answers with path and body; `/held` waits for `release`, `/early` reads no body."""
+    """Answers with path and body; `/held` waits for `release`, `/early` reads no body, `/large`
+    has megabytes to say."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
         self.num_live = 0
         self.num_left = 0
+        self.hosts: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_live += 1
+        self.hosts = [value for name, value in scope["headers"] if name == b"host"]
         body = b"" if scope["path"] == "/early" else await self._body(receive)
         if scope["path"] == "/held":
             await self.release.wait()
         found = scope["path"].encode() + b" " + body
-        headers = [(b"content-length", b"%d" % len(found))]
+        num_before = 64 if scope["path"] == "/large" else 0
+        piece = b"x" * (1 << 20)
+        headers = [(b"content-length", b"%d" % (num_before * len(piece) + len(found)))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(num_before):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": found})
         self.num_live -= 1
 
@@ -98,10 +106,10 @@ class Server:
 
 
 @asynccontextmanager
-async def serve(**bounds: Any) -> AsyncIterator[Server]:
+async def serve(*, send_buffer: int = 0, **bounds: Any) -> AsyncIterator[Server]:
     app = App()
     http: Any = protocol_factory(HttpBounds(**{"linger_s": 0.1, **bounds}))
-    async with serving(app, http=http) as url:
+    async with serving(app, send_buffer=send_buffer, http=http) as url:
         server = Server(app, url)
         try:
             yield server
@@ -212,6 +220,25 @@ async def test_where_all_have_requests_under_way_the_new_one_is_refused() -> Non
         server.app.release.set()
         assert [(await client.answer())[0] for client in busy] == [200, 200]
         assert (await (await server.connect(GET)).answer())[0] == 200
+
+
+async def test_who_does_not_read_makes_room() -> None:
+    """A client need not even have a key to have answers written that it never reads."""
+    async with serve(send_buffer=4096, max_connections=2) as server:
+        for _ in range(2):
+            await server.connect(LARGE)
+        async with asyncio.timeout(DEADLINE_S):
+            while (await (await server.connect(GET)).answer())[0] == 503:
+                """Their answers still fit into the system's buffers."""
+
+
+@pytest.mark.parametrize("target", [b"http://a.example", b"HTTPS://a.example:81"])
+async def test_the_host_of_an_absolute_target_is_the_one_that_counts(target: bytes) -> None:
+    async with serve() as server:
+        await (await server.connect(GET.replace(b"/one", target + b"/one"))).answer()
+        assert server.app.hosts == [target.partition(b"://")[2]]
+        await (await server.connect(GET)).answer()
+        assert server.app.hosts == [b"a"]
 
 
 @pytest.mark.parametrize(("files", "expected"), [(256, 128), (20_000, 1024), (-1, 1024)])

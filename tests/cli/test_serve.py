@@ -175,6 +175,20 @@ async def test_while_it_drains_it_takes_nothing_new_and_finishes_the_old(folder:
     assert answer.json()["usage"]["completion_tokens"] > 0
 
 
+async def test_a_body_that_is_still_coming_is_too_late(folder: Path) -> None:
+    """It would keep the server for a minute, and be refused then."""
+    async with served(folder) as (server, _, url):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 100"), "it is read"
+        await reader.readline()
+        server.handle_exit(signal.SIGTERM, None)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+        writer.close()
+
+
 async def test_a_dead_engine_ends_the_server(folder: Path) -> None:
     async with served(folder) as (_, engine, _):
         engine._die(RuntimeError("the device is gone"))
