@@ -102,7 +102,7 @@ def test_ground_floor_needs_the_standard_library_only() -> None:
             {
                 *("torch", "transformers", "anyio", "cachetools", "rich", "matplotlib", "uvloop"),
                 *("llguidance", "numpy"),
-                *("starlette", "uvicorn", "prometheus_client", "opentelemetry", "ray"),
+                *("starlette", "uvicorn", "httptools", "prometheus_client", "opentelemetry", "ray"),
             },
         ),
     ],

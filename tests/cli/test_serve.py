@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib import import_module
@@ -25,7 +24,6 @@ import pytest
 from aioengine import AsyncEngine, EngineState, MediaConfig
 from aioengine.asgi import service_app
 from aioengine.cli.http_protocol import HttpBounds
-from aioengine.cli.memory import BURST_BYTES, give_back_memory
 from aioengine.cli.server import DrainingServer, bind
 from aioengine.errors import EngineClosedError, InvalidRequestError
 from tests.cli.conftest import SIZES, Command
@@ -407,46 +405,6 @@ def test_hosts_that_requests_may_name(
     assert found["trusted_hosts"] == expected
     assert found["allowed_origins"] == []
     assert served_with("--allowed-origins", "https://a.example")["allowed_origins"]
-
-
-async def test_memory_is_given_back_after_a_burst(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once it is over, and off the loop."""
-    trimmed: list[str] = []
-
-    def trim() -> None:
-        trimmed.append(threading.current_thread().name)
-
-    monkeypatch.setattr(sys.modules[DrainingServer.__module__], "give_back_memory", trim)
-    monkeypatch.setattr("aioengine.cli.memory.DELAY_S", 0)
-    async with running_engine(folder) as engine:
-        app = service_app(engine)
-        options: Any = {"drain_timeout_s": 0, "log_level": "critical", "announce": bool}
-        server = DrainingServer(app, engine, bodies=app.state.bodies, **options)
-        for num_bytes, num_trims in ((BURST_BYTES - 1, 0), (BURST_BYTES, 1), (0, 1)):
-            app.state.bodies.take(num_bytes)
-            await server.on_tick(0)
-            app.state.bodies.give_back(num_bytes)
-            await server.on_tick(0)
-            if server._trimming is not None:
-                await server._trimming
-            assert len(trimmed) == num_trims
-    assert trimmed[0].startswith("aioengine-apart")
-
-
-def test_memory_that_is_free_goes_back_to_the_system() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    cycle: list[Any] = [bytes(50_000) for _ in range(2000)]  # none is large enough for a map
-    cycle.append(cycle)
-    kept = bytes(50_000)  # at the end of the heap
-    before = resident()
-    del cycle
-    give_back_memory()
-    assert before - resident() > 50 << 20
-    assert kept
 
 
 @pytest.mark.parametrize("given", [("--api-key", ""), ("--api-key", " "), ()])
