@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,19 @@ class Done:
 
 
 Command = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server owns its process and sets up its logging; this process goes on."""
+    names = ("aioengine", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(each.level, each.propagate, each.handlers[:]) for each in loggers]
+    monkeypatch.delenv("AIOENGINE_API_KEY", raising=False)
+    yield
+    for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        each.setLevel(level)
+        each.propagate, each.handlers = propagate, handlers
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import logging
 import os
 import signal
 import socket
@@ -32,19 +31,6 @@ from tests.tiny import tiny_image
 
 OWN = ("aioengine.cli.server", "aioengine.cli.http_protocol")
 KEY = {"authorization": "Bearer secret"}
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server owns its process and sets up its logging; this process goes on."""
-    names = ("aioengine", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(each.level, each.propagate, each.handlers[:]) for each in loggers]
-    monkeypatch.delenv("AIOENGINE_API_KEY", raising=False)
-    yield
-    for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        each.setLevel(level)
-        each.propagate, each.handlers = propagate, handlers
 
 
 def test_from_a_shell(folder: Path) -> None:
