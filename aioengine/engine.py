@@ -271,7 +271,8 @@ class AsyncEngine:
         """The whole output for one prompt. Cancelling the awaiting task ends the request.
 
         `prompt`: text, token ids, chat messages or a `Prompt`; `images` fill its placeholders in
-        order. A smaller `priority` goes first, always. Raises the errors of `aioengine.errors`.
+        order. A smaller `priority` goes first, always: a steady flow of these keeps others waiting.
+        Raises the errors of `aioengine.errors`.
         """
         stream = self.stream(
             prompt,

@@ -244,22 +244,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.parser.feed_data(piece)
                 return
             except HttpParserUpgrade as upgrade:
-                piece = piece[upgrade.args[0] :]
-                self._ignore_upgrade()
+                piece = self._head_without_upgrade() + piece[upgrade.args[0] :]
             except HttpParserError:
                 self._refuse(400, "Invalid HTTP request received.")
                 return
 
-    def _ignore_upgrade(self) -> None:
-        """Go on in HTTP/1.1, as a server does that does not speak what the client asks for.
+    def _head_without_upgrade(self) -> bytes:
+        """Have a new parser read what follows, and return a head for it that ends as this one did.
 
-        The parser takes what follows that head (the JDK's HttpClient asks for HTTP/2 in every first
-        request) for another protocol; a new one reads the body, and the requests after it.
+        A server that does not speak what the client asks for goes on in HTTP/1.1. The old parser
+        takes what follows (the JDK's HttpClient asks for HTTP/2 in every first request) for another
+        protocol.
         """
-        framing = [each for each in self.headers if each[0] in FRAMING]
-        lines = (b"%s: %s\r\n" % each for each in framing)
         self.parser = HttpRequestParser(_BehindHead(self))
-        self.parser.feed_data(b"".join((b"POST / HTTP/1.1\r\n", *lines, b"\r\n")))
+        framing = [b"%s: %s\r\n" % each for each in self.headers if each[0] in FRAMING]
+        return b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n"))
 
     def _count(self, num_bytes: int) -> None:
         """Count a piece; if there was progress in it, what follows that may be all of it."""

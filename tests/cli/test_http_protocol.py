@@ -382,6 +382,9 @@ async def test_the_bounds_hold_behind_a_wish_for_another_protocol() -> None:
         assert (await client.answer())[2] == b"/echo hello"
         await client.send(b"\0\0\0\0\r\n\r\n")
         await refused(client, 400)
+        for framing in (b"Transfer-Encoding: gzip", b"Transfer-Encoding: chunked, gzip"):
+            client = await server.connect(HEAD + UPGRADE + framing + b"\r\n\r\nhello")
+            await refused(client, 400)
 
 
 @pytest.mark.parametrize(("length", "status"), [(2000, 413), (900, 408)])
