@@ -1,8 +1,6 @@
 """`python -m aioengine`."""
 
-import sys
-
-from aioengine.cli import main
+from aioengine.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

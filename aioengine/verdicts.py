@@ -64,7 +64,8 @@ def keep(name: str) -> None:
     """Keep that a trial of this name has been passed; done in silence where it cannot be."""
     with suppress(OSError, RuntimeError):
         _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        (_folder() / name).touch()
+        # A link that somebody left there is not followed to a file of another name.
+        os.close(os.open(_folder() / name, os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
 
 
 def _folder() -> Path:

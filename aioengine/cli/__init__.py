@@ -6,13 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from aioengine import __version__
 from aioengine.cli import bench, chat, demo, generate, serve
 from aioengine.cli.options import CommandParser
 from aioengine.errors import AioEngineError
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 """What a shell reports of a program that SIGINT or SIGPIPE has ended."""
@@ -33,6 +35,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return status
+
+
+def run() -> NoReturn:
+    """Run `main` as this process.
+
+    After an interrupt the process leaves without waiting: a load cannot be stopped, and its threads
+    would be waited for, or abort the process from native code that finds the interpreter gone.
+    """
+    try:
+        status = main()
+    except KeyboardInterrupt:  # a further one, while the first was dealt with
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _parser() -> argparse.ArgumentParser:

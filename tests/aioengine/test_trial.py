@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aioengine import AsyncEngine, trial
+from aioengine import AsyncEngine, trial, verdicts
 from aioengine.errors import ModelLoadError
 from aioengine.kernels import reference
 from aioengine.models import register_model, registry
@@ -476,3 +476,14 @@ async def test_a_large_model_is_tried_by_a_few_layers(
     register_model("LlamaForCausalLM")(Counts)
     await start(llama, packed_layers=False)
     assert [bool(count) for count in Counts.calls] == [True, False, False, True, False, True]
+
+
+def test_a_link_in_place_of_a_verdict_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    verdicts.keep("a")
+    assert verdicts.is_kept("a")
+    (tmp_path / "aioengine" / "trials" / "b").symlink_to(tmp_path / "made")
+    verdicts.keep("b")
+    assert not (tmp_path / "made").exists()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 import aioengine
-from aioengine import AsyncEngine, EngineConfig, MediaConfig, SamplingParams
+from aioengine import AsyncEngine, EngineConfig, MediaConfig, SamplingParams, demo_model
 from aioengine.cli import options as options_module
 from aioengine.cli.options import (
     CommandParser,
@@ -229,3 +231,32 @@ def test_as_a_module_without_loading_torch() -> None:
         [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == [f"aioengine {aioengine.__version__}", "[]"]
+
+
+def test_interrupts_during_a_load_leave_at_once_and_quietly() -> None:
+    code = (
+        "import sys, threading, aioengine.engine\n"
+        "from aioengine.cli import run\n"
+        "def stuck(*_):\n"
+        "    print('loading', flush=True)\n"
+        "    threading.Event().wait()\n"
+        "aioengine.engine.load_model = stuck\n"
+        "sys.argv = ['aioengine', 'generate', sys.argv[1], 'a prompt']\n"
+        "run()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(demo_model())],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "loading\n"
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        assert process.stderr.read() == ""
+    assert process.returncode == 130
