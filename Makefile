@@ -36,6 +36,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/count_rooms.py
 
 # The pictures of Pillow's own tests. Without a package registry the tests that need them are skipped.
 $(PICTURES): | $(STAMP)
