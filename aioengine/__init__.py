@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import MediaConfig as MediaConfig
     from aioengine.engine import AsyncEngine as AsyncEngine
-    from aioengine.params import SamplingParams as SamplingParams
-    from aioengine.params import StructuredOutputs as StructuredOutputs
     from aioengine.samples import demo_model as demo_model
     from aioengine.samples import demo_pictures as demo_pictures
+    from aioengine.sampling_params import SamplingParams as SamplingParams
+    from aioengine.sampling_params import StructuredOutputs as StructuredOutputs
     from aioengine.streams.tokens import TokenStream as TokenStream
     from aioengine.types import CompletionOutput as CompletionOutput
     from aioengine.types import Delta as Delta
@@ -45,8 +45,8 @@ _HOMES = {
     "MediaConfig": "aioengine.config",
     "Prompt": "aioengine.types",
     "RequestOutput": "aioengine.types",
-    "SamplingParams": "aioengine.params",
-    "StructuredOutputs": "aioengine.params",
+    "SamplingParams": "aioengine.sampling_params",
+    "StructuredOutputs": "aioengine.sampling_params",
     "TokenStream": "aioengine.streams.tokens",
     "demo_model": "aioengine.samples",
     "demo_pictures": "aioengine.samples",

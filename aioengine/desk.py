@@ -12,10 +12,10 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from aioengine.core.plan import SequencePlan, StepPlan, StepResult
+from aioengine.core.scheduler import Scheduler
 from aioengine.errors import InvalidRequestError, RequestAbortedError, typed
 from aioengine.instruments import Instruments, Kind, RequestEvent
-from aioengine.plan import SequencePlan, StepPlan, StepResult
-from aioengine.scheduler import Scheduler
 from aioengine.ticket import Ticket
 from aioengine.types import Prompt
 

@@ -35,7 +35,7 @@ async def open_device(config: EngineConfig) -> Device:
 def _find_device(name: str) -> Any:
     """The `torch.device`; imports the libraries, which takes seconds."""
     import_libraries()
-    return import_module("aioengine.sizing").find_device(name)
+    return import_module("aioengine.execution.memory_budget").find_device(name)
 
 
 def load_model(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aioengine.core.plan import EncodePlan, MediaPlan
+from aioengine.core.scheduler import Scheduler
 from aioengine.errors import EngineError, InvalidRequestError, MediaError
 from aioengine.instruments import Instruments, StageSpan, timed
-from aioengine.plan import EncodePlan, MediaPlan
-from aioengine.scheduler import Scheduler
 from aioengine.streams.device import Device
 from aioengine.ticket import EncoderInput, MediaInput, Ticket
 
 if TYPE_CHECKING:
+    from aioengine.execution.model_runner import Runner
     from aioengine.pipeline import MediaPipeline
-    from aioengine.runner import Runner
 
 __all__ = ["Encoder"]
 

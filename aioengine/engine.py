@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.config import EngineConfig
+from aioengine.core.plan import StepPlan, StepResult
+from aioengine.core.scheduler import Scheduler
 from aioengine.desk import Desk
 from aioengine.devices import load_model, open_device
 from aioengine.encoder import Encoder
@@ -31,11 +33,9 @@ from aioengine.errors import (
 )
 from aioengine.gate import Gate
 from aioengine.instruments import Instruments, StageSpan, heard_on, timed
-from aioengine.params import SamplingParams
-from aioengine.plan import StepPlan, StepResult
 from aioengine.progress import Reporter
 from aioengine.prompts import PromptLike, check_arguments, read_prompt
-from aioengine.scheduler import Scheduler
+from aioengine.sampling_params import SamplingParams
 from aioengine.snapshot import take_snapshot
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream

@@ -16,15 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from aioengine.config import EngineConfig
+from aioengine.core.block_hash import cross_digests, extend_digests
+from aioengine.core.request import Item, Request
 from aioengine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.encoder_input import encoder_input
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
 from aioengine.loading import Loaded
 from aioengine.models.interfaces import PromptMedia
-from aioengine.params import SamplingParams, StructuredOutputs
 from aioengine.pipeline import MediaPipeline
-from aioengine.prefix import cross_digests, extend_digests
 from aioengine.processors.chat import ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import (
@@ -35,9 +35,9 @@ from aioengine.processors.encdec import (
 )
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
 from aioengine.prompts import HALVES, count_least
-from aioengine.request import Item, Request
-from aioengine.sampler import Constraint
-from aioengine.sampling import SamplingContext
+from aioengine.sampling.sampler import Constraint
+from aioengine.sampling.sampling_metadata import SamplingContext
+from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.streams.bridge import run_apart, run_in
 from aioengine.ticket import Completion, MediaInput, Ticket
 from aioengine.types import Prompt, Span

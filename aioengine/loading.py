@@ -15,27 +15,27 @@ from typing import Any
 import torch
 
 from aioengine.config import EngineConfig
+from aioengine.core.plan import Limits
 from aioengine.errors import ModelLoadError
+from aioengine.execution.load_trial import Trial
+from aioengine.execution.memory_budget import ModelSizes, find_device, resolve_limits
+from aioengine.execution.memory_profiler import largest_items, measure_activations
+from aioengine.execution.model_runner import Runner
+from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.int8 import can_quantize
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.checkpoint import check_files, read_config
 from aioengine.models.interfaces import SupportsEncoderDecoder
 from aioengine.models.registry import resolve
-from aioengine.plan import Limits
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.faults import check_placeholders
 from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.media.open import load_readers
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.profiling import largest_items, measure_activations
 from aioengine.progress import stage
-from aioengine.runner import Runner
-from aioengine.sizing import ModelSizes, find_device, resolve_limits
-from aioengine.structured import Grammars
-from aioengine.trial import Trial
-from aioengine.verdicts import is_kept, keep, settings_of, verdict_name
+from aioengine.sampling.structured_output import Grammars
 
 __all__ = ["Loaded", "load"]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
-from aioengine.params import SamplingParams
 from aioengine.processors.options import copy_options
+from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt
 
 __all__ = ["PromptLike", "check_arguments", "count_least", "read_prompt"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from aioengine.scheduler import Scheduler
+from aioengine.core.scheduler import Scheduler
 from aioengine.types import EngineStatistics, StageStatistics
 
 if TYPE_CHECKING:

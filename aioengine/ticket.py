@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from aioengine.core.plan import Advance
+from aioengine.core.request import Request
 from aioengine.detokenizer import Detokenizer
-from aioengine.params import SamplingParams
-from aioengine.plan import Advance
-from aioengine.request import Request
+from aioengine.sampling_params import SamplingParams
 from aioengine.streams.tokens import TokenSink
 from aioengine.types import (
     CompletionOutput,
@@ -28,7 +28,7 @@ from aioengine.types import (
 
 if TYPE_CHECKING:
     from aioengine.processors.processor import Layout
-    from aioengine.prompt_logprobs import PromptLogprobs, ScoreColumns
+    from aioengine.sampling.prompt_logprobs import PromptLogprobs, ScoreColumns
 
 __all__ = ["Completion", "MediaInput", "Ticket"]
 

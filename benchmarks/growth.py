@@ -29,13 +29,13 @@ import torch
 from make_model import make_model
 from transformers import AutoConfig
 
+from aioengine.core.plan import Limits, SequencePlan, StepPlan
+from aioengine.core.request import Item, Request, StopRule
+from aioengine.core.scheduler import Scheduler
+from aioengine.execution.memory_budget import ENCODER_STEPS
+from aioengine.execution.model_runner import Runner
 from aioengine.models.registry import resolve
-from aioengine.plan import Limits, SequencePlan, StepPlan
-from aioengine.request import Item, Request, StopRule
-from aioengine.runner import Runner
-from aioengine.sampler import Sampling
-from aioengine.scheduler import Scheduler
-from aioengine.sizing import ENCODER_STEPS
+from aioengine.sampling.sampler import Sampling
 from aioengine.types import Span
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)

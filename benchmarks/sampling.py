@@ -24,11 +24,11 @@ from growth import BLOCK_SIZE, decode_plan
 from make_model import make_model
 from transformers import AutoConfig
 
-from aioengine.adjustments import Adjustments
+from aioengine.core.plan import Limits
+from aioengine.execution.model_runner import Runner
 from aioengine.models.registry import resolve
-from aioengine.plan import Limits
-from aioengine.runner import Runner
-from aioengine.sampler import Sampler, Sampling
+from aioengine.sampling.logits_processors import Adjustments
+from aioengine.sampling.sampler import Sampler, Sampling
 
 CONTEXT, HISTORY = 300, 100
 

@@ -167,8 +167,8 @@ class TransformersModel:
     def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
         """Logits [n, vocab] at the positions `rows` of a whole prompt, by the module's own forward.
 
-        Called on what `around` gives, for the trial at load (`aioengine.trial`). Override it where
-        transformers' forward wants more than what the encoder takes.
+        Called on what `around` gives, for the trial at load (`execution/load_trial`). Override it
+        where transformers' forward wants more than what the encoder takes.
         """
         return run_whole(self.model, prompt, rows)
 

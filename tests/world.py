@@ -10,10 +10,10 @@ import hashlib
 import itertools
 from dataclasses import dataclass, field
 
-from aioengine.media_queue import BATCHES_AHEAD
-from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
-from aioengine.request import Item, Request, StopRule
-from aioengine.scheduler import Scheduler
+from aioengine.core.media_scheduler import BATCHES_AHEAD
+from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan
+from aioengine.core.request import Item, Request, StopRule
+from aioengine.core.scheduler import Scheduler
 from aioengine.types import FinishReason, Span
 
 VOCABULARY = 11

@@ -13,7 +13,7 @@ from typing import Any
 
 from aioengine.checks import shown
 from aioengine.errors import InvalidRequestError
-from aioengine.params import SamplingParams, StructuredOutputs
+from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
 
 __all__ = ["Ask", "read_chat", "read_completion"]

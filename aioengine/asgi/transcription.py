@@ -24,8 +24,8 @@ from aioengine.asgi.service import Service
 from aioengine.config import MediaConfig
 from aioengine.engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
-from aioengine.params import SamplingParams
 from aioengine.processors.speech import SupportsTranscription, cut_windows
+from aioengine.sampling_params import SamplingParams
 from aioengine.streams.bridge import run_apart
 from aioengine.streams.tokens import TokenStream
 from aioengine.types import Prompt

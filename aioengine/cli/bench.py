@@ -22,7 +22,7 @@ from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import Commands, add_engine_flags, new_parser
 from aioengine.cli.report import Record, Report, make_report, show_report
 from aioengine.errors import AioEngineError
-from aioengine.params import SamplingParams
+from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt
 
 __all__ = ["add_parser", "run"]

@@ -36,7 +36,7 @@ from aioengine.cli.prompts import (
     takes_messages,
 )
 from aioengine.errors import InvalidRequestError
-from aioengine.params import SamplingParams
+from aioengine.sampling_params import SamplingParams
 from aioengine.types import RequestOutput
 
 __all__ = ["add_parser", "run"]

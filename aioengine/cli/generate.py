@@ -26,8 +26,8 @@ from aioengine.cli.prompts import (
     takes_messages,
 )
 from aioengine.errors import InvalidRequestError
-from aioengine.params import SamplingParams
 from aioengine.prompts import PromptLike
+from aioengine.sampling_params import SamplingParams
 from aioengine.types import RequestOutput
 
 __all__ = ["add_parser", "run"]

@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from aioengine.config import EngineConfig, MediaConfig
-from aioengine.params import SamplingParams
+from aioengine.sampling_params import SamplingParams
 
 __all__ = [
     "MAX_TOKENS",

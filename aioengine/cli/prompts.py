@@ -17,7 +17,7 @@ from aioengine.cli.options import (
     media_item,
 )
 from aioengine.errors import InvalidRequestError
-from aioengine.params import SamplingParams
+from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt, RequestOutput
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from aioengine.asgi import openai_app
 from aioengine.config import EngineConfig
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDeadError
-from aioengine.params import SamplingParams
 from aioengine.prompts import PromptLike
 from aioengine.ray_serve.calls import HttpRequest, Route, answer
+from aioengine.sampling_params import SamplingParams
 from aioengine.types import Delta, EngineState, EngineStatistics, RequestOutput
 
 __all__ = ["EngineReplica"]

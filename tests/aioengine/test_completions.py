@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, FinishReason, Prompt, SamplingParams
+from aioengine.core.plan import StepPlan, StepResult
 from aioengine.errors import InvalidRequestError, OverloadedError, RequestAbortedError
 from aioengine.instruments import StageSpan
-from aioengine.plan import StepPlan, StepResult
 from tests.engines import running_engine
 from tests.tiny import save_tiny_llava, tiny_image
 

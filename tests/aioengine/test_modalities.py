@@ -18,8 +18,8 @@ import soundfile
 
 from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
+from aioengine.execution.memory_profiler import largest_items
 from aioengine.processors import MULTIMODAL_REGISTRY
-from aioengine.profiling import largest_items
 from tests import media_family
 from tests.engines import greedy, running_engine
 from tests.media_family import SAMPLE_RATE, SAMPLES_PER_ROW, audio_rows, video_rows

@@ -31,8 +31,8 @@ def test_no_model_is_named_outside_models() -> None:
     [
         ("config", "EngineConfig"),
         ("config", "MediaConfig"),
-        ("params", "SamplingParams"),
-        ("params", "StructuredOutputs"),
+        ("sampling_params", "SamplingParams"),
+        ("sampling_params", "StructuredOutputs"),
     ],
 )
 def test_every_setting_says_what_it_means(module: str, name: str) -> None:

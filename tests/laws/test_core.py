@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioengine.plan import Limits
+from aioengine.core.plan import Limits
 from tests.world import PICTURES, RECORDINGS, Picture, World, expected_output, make_request
 
 BLOCK_SIZE = 4

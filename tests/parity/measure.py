@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.runner import Runner
+from aioengine.execution.model_runner import Runner
 from tests.parity.measured_rows import ROWS, SAME, Ask, Row
 
 FILE = Path(__file__).parents[2] / "docs" / "parity.json"

@@ -14,6 +14,7 @@ import transformers as hf
 
 from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt, SamplingParams
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
+from aioengine.execution.memory_profiler import largest_items
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.registry import resolve
 from aioengine.processors.info import load_context
@@ -24,7 +25,6 @@ from aioengine.processors.items import (
     MultiModalDataItems,
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.profiling import largest_items
 from tests.parity.audio_families import (
     FAMILIES,
     RATE,

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from aioengine import trial
+from aioengine.execution import load_trial
+from aioengine.execution.load_trial import BLIND, Comparison, Trial
 from aioengine.kernels.attention import select_backend
 from aioengine.models.checkpoint import read_config
 from aioengine.models.registry import resolve
 from aioengine.processors.info import load_context
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.trial import BLIND, Comparison, Trial
 from tests.parity import test_encdec, test_text_families
 from tests.parity.families import FAMILIES, TEXT, save, vocabulary
 from tests.parity.listener_families import save_listener, tokenizer_for
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--few-layers", action="store_true", help="as of large models")
     arguments = parser.parse_args()
     if arguments.few_layers:
-        trial.HEAVY_BYTES = -1
+        load_trial.HEAVY_BYTES = -1
     torch.set_num_threads(1)
     chosen = {n: make for n, make in makers().items() if arguments.one in (None, n)}
     loads = failed = 0

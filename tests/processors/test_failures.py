@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from aioengine.errors import EngineError, MediaError, ModelLoadError, trace_of, typed
+from aioengine.execution.memory_profiler import apply_dummy, largest_items
 from aioengine.processors import (
     BaseMultiModalProcessor,
     ImageProcessorItems,
@@ -19,7 +20,6 @@ from aioengine.processors import (
     ProcessorInputs,
 )
 from aioengine.processors.processor import logger
-from aioengine.profiling import apply_dummy, largest_items
 from tests.processors.conftest import context_of
 from tests.processors.test_guide import GuideDummyInputs, GuideInfo, GuideProcessor
 

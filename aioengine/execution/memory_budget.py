@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from aioengine.config import EngineConfig
+from aioengine.core.plan import Limits
 from aioengine.errors import ModelLoadError
-from aioengine.host_memory import available_bytes
-from aioengine.plan import Limits
+from aioengine.execution.host_memory import available_bytes
 from aioengine.types import KVGroup
 
 __all__ = ["ModelSizes", "find_device", "resolve_limits"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.plan import UNSAMPLED, RowSlice
+from aioengine.core.plan import UNSAMPLED, RowSlice
 from aioengine.types import FinishReason, Span
 
 __all__ = ["Item", "KnownPrefix", "Request", "StopRule"]

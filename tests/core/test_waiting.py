@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from aioengine.plan import Limits, MediaPlan, StepPlan
-from aioengine.request import Item, Request
-from aioengine.scheduler import Scheduler
+from aioengine.core.plan import Limits, MediaPlan, StepPlan
+from aioengine.core.request import Item, Request
+from aioengine.core.scheduler import Scheduler
+from aioengine.core.waiting import WaitingRequests, insert, remove, take_turns
 from aioengine.types import Span
-from aioengine.waiting import WaitingRequests, insert, remove, take_turns
 from tests.lines import num_lines
 from tests.world import PICTURES, Picture, make_request
 

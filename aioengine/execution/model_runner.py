@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
 from aioengine.errors import InvalidRequestError, MediaError
 from aioengine.kernels.attention import (
     AttentionBackend,
@@ -23,11 +24,10 @@ from aioengine.kernels.attention import (
 )
 from aioengine.kernels.pool import empty_pool
 from aioengine.kernels.transfer import to_device, to_host, upload
-from aioengine.logprobs import Scores, score
 from aioengine.models.adapter import TransformersModel
-from aioengine.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
-from aioengine.prompt_logprobs import ScoreColumns
-from aioengine.sampler import Sampler
+from aioengine.sampling.logprobs import Scores, score
+from aioengine.sampling.prompt_logprobs import ScoreColumns
+from aioengine.sampling.sampler import Sampler
 from aioengine.types import Launched, TokenLogprobs
 
 __all__ = ["Runner"]

@@ -19,7 +19,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from aioengine.adjustments import Adjuster, Adjustments
+from aioengine.sampling.logits_processors import Adjuster, Adjustments
 
 VOCAB = 24
 EOS = 5

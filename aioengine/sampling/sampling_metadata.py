@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.adjustments import Adjustments
+from aioengine.core.request import StopRule
 from aioengine.errors import InvalidRequestError
-from aioengine.params import SamplingParams
-from aioengine.request import StopRule
-from aioengine.sampler import Constraint, Sampling
+from aioengine.sampling.logits_processors import Adjustments
+from aioengine.sampling.sampler import Constraint, Sampling
+from aioengine.sampling_params import SamplingParams
 
 __all__ = ["SamplingContext"]
 

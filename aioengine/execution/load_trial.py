@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aioengine.core.plan import EncodePlan, Limits, RowSlice, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
+from aioengine.execution.model_runner import Runner
+from aioengine.execution.trial_prompts import LONG, UNEQUAL, TrialPrompt, make_prompts, shortened
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.adapter import TransformersModel
 from aioengine.models.interfaces import PromptInputs
@@ -33,10 +36,7 @@ from aioengine.models.whole import (
     with_rounding_noise,
     without_layers,
 )
-from aioengine.plan import EncodePlan, Limits, RowSlice, SequencePlan, StepPlan
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.runner import Runner
-from aioengine.trial_prompts import LONG, UNEQUAL, TrialPrompt, make_prompts, shortened
 
 __all__ = ["Comparison", "Trial"]
 

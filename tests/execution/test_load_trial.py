@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aioengine import AsyncEngine, trial, verdicts
+from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
+from aioengine.execution import load_trial, trial_verdicts
 from aioengine.kernels import reference
 from aioengine.models import register_model, registry
 from aioengine.models.attention import attach_slot, slot_of
@@ -64,7 +65,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _any_depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of all layers, and of a few of each kind, as of a large model."""
     if request.param == "few layers":
-        monkeypatch.setattr(trial, "HEAVY_BYTES", -1)
+        monkeypatch.setattr(load_trial, "HEAVY_BYTES", -1)
 
 
 async def refusal(folder: Path, **options: Any) -> str:
@@ -455,7 +456,7 @@ async def test_a_large_model_is_tried_by_a_few_layers(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that are alike; a layer with a setting of its own is never left out."""
-    monkeypatch.setattr(trial, "HEAVY_BYTES", -1)
+    monkeypatch.setattr(load_trial, "HEAVY_BYTES", -1)
 
     class Counts(TextModel):
         calls: list[int]
@@ -482,8 +483,8 @@ def test_a_link_in_place_of_a_verdict_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    verdicts.keep("a")
-    assert verdicts.is_kept("a")
+    trial_verdicts.keep("a")
+    assert trial_verdicts.is_kept("a")
     (tmp_path / "aioengine" / "trials" / "b").symlink_to(tmp_path / "made")
-    verdicts.keep("b")
+    trial_verdicts.keep("b")
     assert not (tmp_path / "made").exists()

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aioengine.adjustments import Adjuster, Adjustments
 from aioengine.kernels.transfer import upload
-from aioengine.logprobs import CHUNK_NUMBERS, Scores, score
+from aioengine.sampling.logits_processors import Adjuster, Adjustments
+from aioengine.sampling.logprobs import CHUNK_NUMBERS, Scores, score
 
 __all__ = ["Constraint", "Sampled", "Sampler", "Sampling", "choose", "uniform"]
 

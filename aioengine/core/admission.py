@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine import errors
-from aioengine.plan import Limits
-from aioengine.request import Item, Request
+from aioengine.core.plan import Limits
+from aioengine.core.request import Item, Request
 from aioengine.types import Span
 
 __all__ = ["refuse_impossible", "whole_ranges"]

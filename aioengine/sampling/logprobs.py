@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.transfer import to_host
-from aioengine.prompt_logprobs import ScoreColumns
+from aioengine.sampling.prompt_logprobs import ScoreColumns
 from aioengine.types import Logprob, TokenLogprobs
 
 __all__ = ["CHUNK_NUMBERS", "Scores", "score"]

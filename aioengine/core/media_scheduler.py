@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
-from aioengine.encoder_cache import EncoderCache
-from aioengine.plan import EncodePlan, Limits, MediaPlan
-from aioengine.request import Item, Request
+from aioengine.core.encoder_cache import EncoderCache
+from aioengine.core.plan import EncodePlan, Limits, MediaPlan
+from aioengine.core.request import Item, Request
 
 __all__ = ["BATCHES_AHEAD", "MediaQueue"]
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine import AsyncEngine, EngineConfig, SamplingParams, loading, sizing
+from aioengine import AsyncEngine, EngineConfig, SamplingParams, loading
+from aioengine.core.plan import Limits
 from aioengine.errors import ModelLoadError
-from aioengine.host_memory import available_bytes
-from aioengine.plan import Limits
-from aioengine.profiling import measure_activations
-from aioengine.sizing import ModelSizes, resolve_limits
+from aioengine.execution import memory_budget
+from aioengine.execution.host_memory import available_bytes
+from aioengine.execution.memory_budget import ModelSizes, resolve_limits
+from aioengine.execution.memory_profiler import measure_activations
 from aioengine.types import KVGroup
 from tests.engines import running_engine
 from tests.tiny import save_tiny_llava, tiny_image
@@ -43,7 +44,7 @@ def resolve(free: int, needed: int = 0, rows: int = 100, **options: Any) -> tupl
         max_item_rows=rows,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "_free_bytes", lambda config, device: free)
+        patch.setattr(memory_budget, "_free_bytes", lambda config, device: free)
         limits = resolve_limits(EngineConfig(**options), model, CPU, measure)
     return limits, calls
 
@@ -121,7 +122,7 @@ def test_a_peak_is_seen() -> None:
     """In a process of its own: this one may have that much from the allocator already."""
     code = """
 import torch
-from aioengine.profiling import peak_bytes
+from aioengine.execution.memory_profiler import peak_bytes
 print(peak_bytes(torch.device("cpu"), lambda: float(torch.ones(1 << 24).sum())))
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
@@ -138,8 +139,8 @@ async def test_an_engine_in_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
         return measured[-1]
 
     monkeypatch.setattr(loading, "measure_activations", measure)
-    monkeypatch.setattr(sizing, "available_bytes", lambda: 400 * MIB)
-    monkeypatch.setattr(sizing, "PLENTY", 10**6)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: 400 * MIB)
+    monkeypatch.setattr(memory_budget, "PLENTY", 10**6)
     sizes = {"kv_cache_bytes": None, "max_num_batched_tokens": 64}
     async with running_engine(tmp_path, **sizes) as engine:
         image = tiny_image(1)
@@ -148,7 +149,7 @@ async def test_an_engine_in_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
         assert statistics.encoder_items_run == 1, "what was tried at the start is not counted"
         assert statistics.encoder_cache_entries == 1
     assert len(measured) == 1 and measured[0] < 100 * MIB
-    monkeypatch.setattr(sizing, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: 1000)
     with pytest.raises(ModelLoadError, match="KV cache"):
         await AsyncEngine.from_pretrained(tmp_path, device="cpu").start()
 

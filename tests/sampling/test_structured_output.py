@@ -20,9 +20,9 @@ from aioengine import (
     SamplingParams,
     StructuredOutputs,
     intake,
-    structured,
 )
 from aioengine.errors import InvalidRequestError, OverloadedError
+from aioengine.sampling import structured_output
 from tests.engines import running_engine, until
 from tests.tiny import save_tiny_llava, tiny_image
 
@@ -314,8 +314,8 @@ async def test_an_ambiguous_grammar_is_ended_before_it_costs_much(engine: AsyncE
 async def test_masks_that_take_long_end_their_request(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured, "MASK_EXTRA_S", 0.0)
-    monkeypatch.setattr(structured, "MASK_TOKEN_S", 1e-9)
+    monkeypatch.setattr(structured_output, "MASK_EXTRA_S", 0.0)
+    monkeypatch.setattr(structured_output, "MASK_TOKEN_S", 1e-9)
     with pytest.raises(InvalidRequestError, match="takes too long to find"):
         await engine.generate("Write: ", params(StructuredOutputs(regex="[a-z ]+")))
 
@@ -324,7 +324,7 @@ async def test_a_budget_of_states_is_each_completion_s_own(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random texts that follow one schema would fill one lexer's states together."""
-    monkeypatch.setitem(structured.LIMITS, "max_lexer_states", 1500)
+    monkeypatch.setitem(structured_output.LIMITS, "max_lexer_states", 1500)
     schema = {"type": "array", "items": {"type": "string", "maxLength": 500}, "minItems": 2}
     wanted = [
         params(StructuredOutputs(json=schema), max_tokens=40, seed=seed, temperature=30.0, n=2)
@@ -346,10 +346,10 @@ async def test_a_compilation_that_does_not_end(
         return compile_plain(grammar)
 
     monkeypatch.setattr(grammars, "_matcher", compile_slowly)
-    monkeypatch.setattr(structured, "MAX_COMPILE_S", 0.05)
+    monkeypatch.setattr(structured_output, "MAX_COMPILE_S", 0.05)
     monkeypatch.setattr(intake, "GRAMMAR_LOOK_S", 0.02)
     try:
-        for number in range(structured.MAX_ABANDONED):
+        for number in range(structured_output.MAX_ABANDONED):
             bad = params(StructuredOutputs(choice=[f"hostile{number}"]))
             refused, good = await asyncio.gather(
                 engine.generate("Write: ", bad),
@@ -371,7 +371,7 @@ async def test_a_compilation_that_does_not_end(
 async def test_live_constraints_have_a_limit(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured, "MAX_LIVE", 3)
+    monkeypatch.setattr(structured_output, "MAX_LIVE", 3)
     choice = StructuredOutputs(choice=["yes", "no"])
     with pytest.raises(OverloadedError, match="live already"):
         await engine.generate("Write: ", params(choice, n=4))

@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aioengine.adjustments import Adjustments
+from aioengine.core.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
+from aioengine.execution.model_runner import Runner
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.adapter import TransformersModel
-from aioengine.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor, MultiModalInputs
-from aioengine.runner import Runner
-from aioengine.sampler import Sampling
+from aioengine.sampling.logits_processors import Adjustments
+from aioengine.sampling.sampler import Sampling
 
 __all__ = ["apply_dummy", "largest_items", "measure_activations", "peak_bytes"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from aioengine.request import Request
+from aioengine.core.request import Request
 
 __all__ = ["cross_digests", "extend_digests"]
 

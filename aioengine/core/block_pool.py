@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from aioengine.prefix import cross_digests, extend_digests
-from aioengine.request import KnownPrefix, Request
+from aioengine.core.block_hash import cross_digests, extend_digests
+from aioengine.core.request import KnownPrefix, Request
 
 __all__ = ["BlockPool"]
 

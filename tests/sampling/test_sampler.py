@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from aioengine.adjustments import Adjustments
-from aioengine.sampler import Sampler, Sampling, choose, uniform
+from aioengine.sampling.logits_processors import Adjustments
+from aioengine.sampling.sampler import Sampler, Sampling, choose, uniform
 
 VOCAB = 40
 NUM_DRAWS = 20_000

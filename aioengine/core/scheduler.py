@@ -14,12 +14,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from aioengine.admission import refuse_impossible, whole_ranges
-from aioengine.block_pool import BlockPool
-from aioengine.media_queue import MediaQueue
-from aioengine.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
-from aioengine.request import Item, Request
-from aioengine.waiting import WaitingRequests, insert, remove, take_turns
+from aioengine.core.admission import refuse_impossible, whole_ranges
+from aioengine.core.block_pool import BlockPool
+from aioengine.core.media_scheduler import MediaQueue
+from aioengine.core.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
+from aioengine.core.request import Item, Request
+from aioengine.core.waiting import WaitingRequests, insert, remove, take_turns
 
 __all__ = ["Scheduler"]
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from aioengine.core.plan import Limits
 from aioengine.errors import InvalidRequestError, MediaError, PromptTooLongError
-from aioengine.plan import Limits
 from tests.world import PICTURES, Picture, World, expected_output, make_request
 
 A, B, C, D, E = PICTURES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aioengine.block_pool import BlockPool
-from aioengine.prefix import extend_digests
-from aioengine.request import Request
+from aioengine.core.block_hash import extend_digests
+from aioengine.core.block_pool import BlockPool
+from aioengine.core.request import Request
 from tests.world import PICTURES, Picture, make_request
 
 A, B, C, D, E = PICTURES

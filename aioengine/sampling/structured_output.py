@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, OverloadedError
-from aioengine.params import StructuredOutputs
+from aioengine.sampling_params import StructuredOutputs
 
 __all__ = ["Constraint", "Grammars"]
 

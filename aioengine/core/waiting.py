@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from aioengine.request import Request
+from aioengine.core.request import Request
 
 __all__ = ["WaitingRequests", "insert", "remove", "take_turns"]
 

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters as numbers, adjustments, grammars, draws, log probabilities."""
