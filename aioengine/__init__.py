@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from aioengine import errors as errors
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import MediaConfig as MediaConfig
-    from aioengine.engine import AsyncEngine as AsyncEngine
-    from aioengine.samples import demo_model as demo_model
-    from aioengine.samples import demo_pictures as demo_pictures
+    from aioengine.demo_assets import demo_model as demo_model
+    from aioengine.demo_assets import demo_pictures as demo_pictures
+    from aioengine.engine.async_engine import AsyncEngine as AsyncEngine
     from aioengine.sampling_params import SamplingParams as SamplingParams
     from aioengine.sampling_params import StructuredOutputs as StructuredOutputs
     from aioengine.streams.tokens import TokenStream as TokenStream
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncEngine": "aioengine.engine",
+    "AsyncEngine": "aioengine.engine.async_engine",
     "CompletionOutput": "aioengine.types",
     "Delta": "aioengine.types",
     "Embeddings": "aioengine.types",
@@ -48,8 +48,8 @@ _HOMES = {
     "SamplingParams": "aioengine.sampling_params",
     "StructuredOutputs": "aioengine.sampling_params",
     "TokenStream": "aioengine.streams.tokens",
-    "demo_model": "aioengine.samples",
-    "demo_pictures": "aioengine.samples",
+    "demo_model": "aioengine.demo_assets",
+    "demo_pictures": "aioengine.demo_assets",
 }
 
 __all__ = ["__version__", "errors", *_HOMES]

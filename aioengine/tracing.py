@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from aioengine.engine import AsyncEngine
+    from aioengine.engine.async_engine import AsyncEngine
 
 __all__ = ["RequestTracer", "trace_requests"]
 

@@ -33,7 +33,7 @@ from aioengine.core.plan import Limits, SequencePlan, StepPlan
 from aioengine.core.request import Item, Request, StopRule
 from aioengine.core.scheduler import Scheduler
 from aioengine.execution.memory_budget import ENCODER_STEPS
-from aioengine.execution.model_runner import Runner
+from aioengine.execution.model_runner import ModelRunner
 from aioengine.models.registry import resolve
 from aioengine.sampling.sampler import Sampling
 from aioengine.types import Span
@@ -91,7 +91,7 @@ def measure_steps(args: argparse.Namespace) -> tuple[Curve, Curve]:
             folder, hf_config=config, dtype=dtype, device=torch.device("cpu")
         )
         model.pack()
-    runner = Runner(model, limits)
+    runner = ModelRunner(model, limits)
     for cache in itertools.chain.from_iterable(model._caches):
         cache.fill_(0.01)  # pages that nobody has written are all one, in the CPU's cache
 

@@ -33,9 +33,9 @@ from make_model import make_model
 from PIL import Image
 
 from aioengine import AsyncEngine, Embeddings, SamplingParams
+from aioengine.engine.request_state import MediaInput, RequestState
 from aioengine.processors.inputs import MultiModalKwargs
 from aioengine.processors.work import Worked, WorkItem
-from aioengine.ticket import MediaInput, Ticket
 
 SIZE = (1920, 1080)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -102,7 +102,7 @@ async def throughput(
     engine: AsyncEngine, pictures: Pictures, num_images: int, num_prompts: int, rounds: int
 ) -> dict[str, float]:
     """Requests per second: inline, cold and cached. In turns, medians."""
-    workers: Any = engine._intake.media._workers
+    workers: Any = engine._input_processor.media._workers
     own = workers.work
     found: dict[str, list[float]] = {"inline": [], "cold": [], "cached": []}
     for _ in range(rounds):
@@ -122,14 +122,14 @@ async def throughput(
 
 async def features_s(engine: AsyncEngine, data: bytes) -> float:
     """From a picture's bytes to what the encoder is given."""
-    pipeline = engine._intake.media
-    ticket: Any = Ticket.__new__(Ticket)
-    ticket.request_id, ticket.layout, ticket.mm_processor_kwargs = "features", None, {}
-    ticket.has_ended = False
-    ticket.media = [MediaInput("image", 0, data, "images[0]", True)]
+    pipeline = engine._input_processor.media
+    state: Any = RequestState.__new__(RequestState)
+    state.request_id, state.layout, state.mm_processor_kwargs = "features", None, {}
+    state.has_ended = False
+    state.media = [MediaInput("image", 0, data, "images[0]", True)]
     begin = time.perf_counter()
-    await pipeline.identify(ticket, None)
-    await pipeline.features(ticket, ticket.media[0])
+    await pipeline.identify(state, None)
+    await pipeline.features(state, state.media[0])
     return time.perf_counter() - begin
 
 

@@ -102,8 +102,8 @@ async def fill(engine: AsyncEngine, live: int, times: Times) -> list[TokenStream
     for number in range(live):
         streams.append(timed(times, "stream()", partial(open_stream, engine, number)))
         await asyncio.sleep(0)
-    assert engine._desk is not None
-    while engine._desk.num_in_intake:  # noqa: ASYNC110 - there is no event to wait for
+    assert engine._tracker is not None
+    while engine._tracker.num_preparing:  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.01)
     return streams
 

@@ -27,7 +27,7 @@ from make_model import make_model
 from opentelemetry.sdk.trace import TracerProvider
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.desk import Desk
+from aioengine.engine.request_tracker import RequestTracker
 from aioengine.instruments import StageSpan
 from aioengine.metrics import Metrics
 from aioengine.tracing import trace_requests
@@ -48,7 +48,7 @@ def attach(engine: AsyncEngine, mode: str, provider: TracerProvider) -> list[Any
 
 
 class Request:
-    """As much of a ticket as its events need."""
+    """As much of a state as its events need."""
 
     def __init__(self, name: str) -> None:
         self.request_id = name
@@ -58,25 +58,25 @@ def event_costs(engine: AsyncEngine, mode: str, provider: TracerProvider) -> dic
     """Microseconds for a token and for the record of a step."""
     hooks = attach(engine, mode, provider)
     nothing: Any = None
-    desk = Desk(nothing, nothing, engine.instruments, forget=nothing, changed=nothing)
-    tickets: list[Any] = [Request(str(index)) for index in range(NUM_LIVE)]
-    for ticket in tickets:
-        desk._note("submitted", ticket)
-        desk._note("admitted", ticket)
+    tracker = RequestTracker(nothing, nothing, engine.instruments, forget=nothing, changed=nothing)
+    states: list[Any] = [Request(str(index)) for index in range(NUM_LIVE)]
+    for state in states:
+        tracker._note("submitted", state)
+        tracker._note("admitted", state)
     found = {}
     begin = time.thread_time()
     for _ in range(NUM_EVENTS // NUM_LIVE):
-        for ticket in tickets:
-            desk._note("token", ticket, index=0)
+        for state in states:
+            tracker._note("token", state, index=0)
     found["token_us"] = (time.thread_time() - begin) / NUM_EVENTS * 1e6
-    step = StageSpan("step", 0.0, 0.01, tuple(ticket.request_id for ticket in tickets))
+    step = StageSpan("step", 0.0, 0.01, tuple(state.request_id for state in states))
     engine.instruments.record(step)  # the first one ends their time in the queue
     begin = time.thread_time()
     for _ in range(NUM_EVENTS):
         engine.instruments.record(step)
     found["step_us"] = (time.thread_time() - begin) / NUM_EVENTS * 1e6
-    for ticket in tickets:
-        desk._note("aborted", ticket)
+    for state in states:
+        tracker._note("aborted", state)
     for hook in hooks:
         hook.close()
     return found

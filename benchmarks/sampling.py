@@ -25,7 +25,7 @@ from make_model import make_model
 from transformers import AutoConfig
 
 from aioengine.core.plan import Limits
-from aioengine.execution.model_runner import Runner
+from aioengine.execution.model_runner import ModelRunner
 from aioengine.models.registry import resolve
 from aioengine.sampling.logits_processors import Adjustments
 from aioengine.sampling.sampler import Sampler, Sampling
@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         block_size=BLOCK_SIZE,
         num_blocks=width * args.count,
     )
-    runner = Runner(model, limits)
+    runner = ModelRunner(model, limits)
     make = kinds(args.vocab)
     samplings = [make[i % len(make)](i) for i in range(args.count)]
     masks = [s.constraint and s.constraint.mask((), 0) for s in samplings]

@@ -22,7 +22,7 @@ PACKAGE = str(Path(aioengine.__file__).parent)
 ROOMS = ("processors", "models", "kernels", "streams")
 MAX_HELD_S = 0.050
 """CPU time that one callback of ours may take on the loop's thread. Generous: machines differ, and
-the exact bound is the business of tests/aioengine/test_loop_free.py."""
+the exact bound is the business of tests/engine/test_loop_free.py."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

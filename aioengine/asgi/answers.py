@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from aioengine.detokenizer import TokenTexts
+from aioengine.engine.detokenizer import TokenTexts
 from aioengine.types import CompletionOutput, Delta, RequestOutput, TokenLogprobs, Usage
 
 __all__ = ["Answer", "ChatAnswer", "TextAnswer"]

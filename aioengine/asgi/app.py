@@ -29,7 +29,7 @@ from aioengine.asgi.protocol import read_chat, read_completion
 from aioengine.asgi.service import Service, ServiceOptions
 from aioengine.asgi.status import StatusPage
 from aioengine.asgi.transcription import Transcription
-from aioengine.engine import AsyncEngine
+from aioengine.engine.async_engine import AsyncEngine
 from aioengine.metrics import Metrics
 from aioengine.types import EngineState
 

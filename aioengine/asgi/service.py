@@ -14,8 +14,8 @@ from aioengine.asgi.body import BodyBudget, BoundedBody
 from aioengine.asgi.faults import ApiError
 from aioengine.asgi.keys import ApiKeys, CacheSalt, Keys
 from aioengine.checks import is_int, require, shown
-from aioengine.detokenizer import TokenTexts
-from aioengine.engine import AsyncEngine
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.detokenizer import TokenTexts
 from aioengine.model_name import model_name
 from aioengine.types import Prompt
 

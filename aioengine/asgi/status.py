@@ -23,10 +23,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.board import StatusBoard
-from aioengine.engine import AsyncEngine
+from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import EngineError
 from aioengine.instruments import TraceRecorder
-from aioengine.loop_lag import LoopLag
+from aioengine.metrics.loop_lag import LoopLag
 from aioengine.model_name import model_name
 from aioengine.streams.bridge import run_apart
 from aioengine.types import EngineState, EngineStatistics

@@ -22,7 +22,7 @@ from aioengine.asgi.exchange import EventStream, attend, failures_in
 from aioengine.asgi.faults import ApiError
 from aioengine.asgi.service import Service
 from aioengine.config import MediaConfig
-from aioengine.engine import AsyncEngine
+from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.processors.speech import SupportsTranscription, cut_windows
 from aioengine.sampling_params import SamplingParams

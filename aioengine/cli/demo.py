@@ -17,9 +17,9 @@ from rich.table import Table
 from aioengine import AsyncEngine, SamplingParams, errors
 from aioengine.cli.loading import new_runner
 from aioengine.cli.options import Commands
+from aioengine.cli.timeline import draw_timeline
+from aioengine.demo_assets import demo_model, demo_pictures
 from aioengine.instruments import StageSpan, TraceRecorder
-from aioengine.samples import demo_model, demo_pictures
-from aioengine.timeline import draw_timeline
 from aioengine.types import EngineStatistics, RequestOutput
 
 __all__ = ["add_parser", "run"]

@@ -25,8 +25,8 @@ from aioengine.cli.prompts import (
     summary,
     takes_messages,
 )
+from aioengine.engine.prompts import PromptLike
 from aioengine.errors import InvalidRequestError
-from aioengine.prompts import PromptLike
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import RequestOutput
 

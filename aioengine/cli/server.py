@@ -19,7 +19,7 @@ from uvicorn.config import LOGGING_CONFIG
 from aioengine.asgi.body import BodyBudget
 from aioengine.cli.http_protocol import HttpBounds, protocol_factory
 from aioengine.cli.memory import BurstWatch, give_back_memory
-from aioengine.engine import AsyncEngine
+from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.streams.bridge import run_apart
 from aioengine.types import EngineState

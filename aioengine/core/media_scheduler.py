@@ -19,7 +19,7 @@ from aioengine.core.encoder_cache import EncoderCache
 from aioengine.core.plan import EncodePlan, Limits, MediaPlan
 from aioengine.core.request import Item, Request
 
-__all__ = ["BATCHES_AHEAD", "MediaQueue"]
+__all__ = ["BATCHES_AHEAD", "MediaScheduler"]
 
 Need = tuple[Request, Item]
 
@@ -29,7 +29,7 @@ BATCHES_AHEAD = 4
 """Of `max_num_seqs` waiting requests each: one looks no further for media to ask for."""
 
 
-class MediaQueue:
+class MediaScheduler:
     """The life of media keys: asked for, decoded, encoded (then the encoder cache's business)."""
 
     def __init__(self, limits: Limits) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from aioengine.core.admission import refuse_impossible, whole_ranges
 from aioengine.core.block_pool import BlockPool
-from aioengine.core.media_scheduler import MediaQueue
+from aioengine.core.media_scheduler import MediaScheduler
 from aioengine.core.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
 from aioengine.core.request import Item, Request
 from aioengine.core.waiting import WaitingRequests, insert, remove, take_turns
@@ -53,7 +53,7 @@ class Scheduler:
         longest = self.pool.blocks_for(limits.max_model_len) * limits.num_groups
         longest += self.pool.blocks_for(limits.max_encoder_len) * limits.num_cross_groups
         assert longest <= limits.num_blocks
-        self.media = MediaQueue(limits)
+        self.media = MediaScheduler(limits)
         self.counters: Counter[str] = Counter()
         self._live: dict[str, Request] = {}
         self._running: list[Request] = []  # by seniority

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from aioengine.core.plan import EncodePlan, Limits, RowSlice, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
-from aioengine.execution.model_runner import Runner
+from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_prompts import LONG, UNEQUAL, TrialPrompt, make_prompts, shortened
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.adapter import TransformersModel
@@ -317,7 +317,7 @@ def _run(
     if not references:
         return []
     tables = _Tables(model, references, block_size)
-    runner = Runner(model, tables.limits, backend)
+    runner = ModelRunner(model, tables.limits, backend)
     for number, reference in enumerate(references):
         _encode(runner, reference, str(number))
     found: list[list[Tensor]] = [[] for _ in references]
@@ -336,7 +336,7 @@ def _run(
     return [torch.stack(rows) for rows in found]
 
 
-def _encode(runner: Runner, reference: Reference, name: str) -> None:
+def _encode(runner: ModelRunner, reference: Reference, name: str) -> None:
     """Have the encoder's rows of a prompt made; raises what goes wrong."""
     prompt, whole = reference.prompt, reference.prompt.whole
     work: list[tuple[int, Any]] = [(item.span.num_rows, item.features) for item in whole.items]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aioengine.core.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
-from aioengine.execution.model_runner import Runner
+from aioengine.execution.model_runner import ModelRunner
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.adapter import TransformersModel
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
@@ -48,7 +48,7 @@ def measure_activations(
     """
     is_cpu = model.device.type == "cpu"
     num_blocks = (limits.num_groups + limits.num_cross_groups) * 4
-    runner = Runner(model, replace(limits, num_blocks=num_blocks), backend)
+    runner = ModelRunner(model, replace(limits, num_blocks=num_blocks), backend)
     if limits.max_encoder_len:
         size = (limits.max_encoder_len, model.row_size)
         runner.keep(WRITTEN, torch.zeros(size, dtype=model.dtype, device=model.device))
@@ -156,9 +156,9 @@ def _resident(name: str) -> int:
 
 def _worst_encodes(
     processor: BaseMultiModalProcessor, limits: Limits
-) -> list[Callable[[Runner], object]]:
+) -> list[Callable[[ModelRunner], object]]:
     """Encoder runs over as many of the largest items of each modality as one may have."""
-    runs: list[Callable[[Runner], object]] = []
+    runs: list[Callable[[ModelRunner], object]] = []
     # What cross-attention reads is encoded with the text around it.
     text = {"input_ids": torch.zeros(limits.max_encoder_len, dtype=torch.int64)}
     if limits.max_encoder_len and not processor.info.get_supported_mm_limits():
@@ -174,7 +174,7 @@ def _worst_encodes(
     return runs
 
 
-def _encode(modality: str, items: Sequence[Mapping[str, Tensor]], runner: Runner) -> None:
+def _encode(modality: str, items: Sequence[Mapping[str, Tensor]], runner: ModelRunner) -> None:
     keys = tuple(str(number) for number in range(len(items)))
     # The rows' number is not known here: what does not match is kept nowhere, and that is fine.
     outcomes = runner.encode(EncodePlan(modality, keys, (0,) * len(keys), ()), items)

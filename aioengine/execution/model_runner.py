@@ -30,7 +30,7 @@ from aioengine.sampling.prompt_logprobs import ScoreColumns
 from aioengine.sampling.sampler import Sampler
 from aioengine.types import Launched, TokenLogprobs
 
-__all__ = ["Runner"]
+__all__ = ["ModelRunner"]
 
 Features = Mapping[str, Tensor]
 
@@ -38,7 +38,7 @@ SCORED_ROWS = 256
 """Prompt positions whose logits are in memory at a time."""
 
 
-class Runner:
+class ModelRunner:
     """One engine's hands on the device."""
 
     def __init__(

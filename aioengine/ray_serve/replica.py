@@ -12,9 +12,9 @@ from starlette.types import Message
 
 from aioengine.asgi import openai_app
 from aioengine.config import EngineConfig
-from aioengine.engine import AsyncEngine
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.prompts import PromptLike
 from aioengine.errors import EngineClosedError, EngineDeadError
-from aioengine.prompts import PromptLike
 from aioengine.ray_serve.calls import HttpRequest, Route, answer
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import Delta, EngineState, EngineStatistics, RequestOutput

@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from aioengine.asgi import openai_app
-from tests.aioengine.test_modalities import frames, mkv, samples, save_media_family, wav
 from tests.asgi.serving import openai_client, picture_part, serving
+from tests.engine.test_modalities import frames, mkv, samples, save_media_family, wav
 from tests.engines import greedy, running_engine
 
 TEMPLATE = (

@@ -17,7 +17,7 @@ from starlette.routing import Mount
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.asgi import openai_app
 from aioengine.config import MediaConfig
-from aioengine.detokenizer import TokenTexts
+from aioengine.engine.detokenizer import TokenTexts
 from tests.asgi.serving import openai_client, picture_part, serving
 from tests.engines import encoded, greedy, running_engine, settled, until
 from tests.tiny import tiny_image

@@ -14,7 +14,7 @@ import pytest
 
 from aioengine import AsyncEngine, Prompt, SamplingParams
 from aioengine.cli import main
-from aioengine.prompts import PromptLike
+from aioengine.engine.prompts import PromptLike
 from tests.cli.conftest import SIZES, Command, Expect
 from tests.parity import test_encdec as encdec
 from tests.parity.audio_families import sound, wav

@@ -235,12 +235,12 @@ def test_as_a_module_without_loading_torch() -> None:
 
 def test_interrupts_during_a_load_leave_at_once_and_quietly() -> None:
     code = (
-        "import sys, threading, aioengine.engine\n"
+        "import sys, threading, aioengine.engine.async_engine\n"
         "from aioengine.cli import run\n"
         "def stuck(*_):\n"
         "    print('loading', flush=True)\n"
         "    threading.Event().wait()\n"
-        "aioengine.engine.load_model = stuck\n"
+        "aioengine.engine.async_engine.load_model = stuck\n"
         "sys.argv = ['aioengine', 'generate', sys.argv[1], 'a prompt']\n"
         "run()"
     )

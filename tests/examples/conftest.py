@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import samples
+from aioengine import demo_assets
 from tests.tiny import save_tiny_llava, tiny_image
 
-SHIPPED = samples.ASSETS
+SHIPPED = demo_assets.ASSETS
 
 
 def skip_unless_shipped() -> None:
     """The weights and the pictures come with the repository once they are trained and rendered."""
-    if not (SHIPPED / "demo_llava" / "model.safetensors").exists() or not samples.demo_pictures():
+    has_model = (SHIPPED / "demo_llava" / "model.safetensors").exists()
+    if not has_model or not demo_assets.demo_pictures():
         pytest.skip("the demo model and its pictures are not in aioengine/assets")
 
 
@@ -36,5 +37,5 @@ def assets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> P
         skip_unless_shipped()
         return SHIPPED
     folder: Path = request.getfixturevalue("tiny_assets")
-    monkeypatch.setattr(samples, "ASSETS", folder)
+    monkeypatch.setattr(demo_assets, "ASSETS", folder)
     return folder

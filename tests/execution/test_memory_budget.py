@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine import AsyncEngine, EngineConfig, SamplingParams, loading
+from aioengine import AsyncEngine, EngineConfig, SamplingParams
 from aioengine.core.plan import Limits
+from aioengine.engine import loader
 from aioengine.errors import ModelLoadError
 from aioengine.execution import memory_budget
 from aioengine.execution.host_memory import available_bytes
@@ -138,7 +139,7 @@ async def test_an_engine_in_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
         measured.append(measure_activations(*args, **kwargs))
         return measured[-1]
 
-    monkeypatch.setattr(loading, "measure_activations", measure)
+    monkeypatch.setattr(loader, "measure_activations", measure)
     monkeypatch.setattr(memory_budget, "available_bytes", lambda: 400 * MIB)
     monkeypatch.setattr(memory_budget, "PLENTY", 10**6)
     sizes = {"kv_cache_bytes": None, "max_num_batched_tokens": 64}

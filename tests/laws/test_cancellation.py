@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aioengine import AsyncEngine, MediaConfig, RequestOutput, SamplingParams
-from aioengine import intake as intake_module
+from aioengine.engine import input_processor as intake_module
 from aioengine.streams.bridge import run_in
 from tests.tiny import save_tiny_llava, tiny_image
 
@@ -64,11 +64,11 @@ class Points:
         self.number = -1
         self.after = False
         self.strike: Callable[[], object] = lambda: None
-        device, intake = engine._device, engine._intake
+        device, input_processor = engine._device, engine._input_processor
         monkeypatch.setattr(device, "submit_step", self._watch_future(device.submit_step))
         monkeypatch.setattr(device, "submit_encode", self._watch_future(device.submit_encode))
         monkeypatch.setattr(intake_module, "run_in", self._watch_coroutine(run_in))
-        pipeline = intake.media
+        pipeline = input_processor.media
         monkeypatch.setattr(pipeline, "_fetch", self._watch_coroutine(pipeline._fetch))
         monkeypatch.setattr(pipeline, "_read", self._watch_coroutine(pipeline._read))
         workers = pipeline._workers
@@ -121,11 +121,14 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     assert (now.running, now.waiting) == (0, 0)
     assert now.kv_blocks_free == now.kv_blocks_total
     assert now.encoder_cache_referenced == 0
-    assert engine._desk is not None and not engine._desk.tickets
-    assert not engine._encoder._features and not engine._encoder._jobs
+    assert engine._tracker is not None and not engine._tracker.states
+    assert not engine._encoder_jobs._features and not engine._encoder_jobs._jobs
     assert not engine._scheduler.media._users and not engine._scheduler.media._decoded
-    assert not engine._intake.media._fetches._jobs and not engine._intake.media._works._jobs
-    assert engine._intake.media.held.num_bytes == 0
+    assert (
+        not engine._input_processor.media._fetches._jobs
+        and not engine._input_processor.media._works._jobs
+    )
+    assert engine._input_processor.media.held.num_bytes == 0
     engine._scheduler.pool.check()
     engine._scheduler.media.cache.check()
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.execution.model_runner import Runner
+from aioengine.execution.model_runner import ModelRunner
 from tests.parity.measured_rows import ROWS, SAME, Ask, Row
 
 FILE = Path(__file__).parents[2] / "docs" / "parity.json"
@@ -189,7 +189,7 @@ def taught(answers: Mapping[str, Reference]) -> Iterator[Mapping[str, list[Tenso
     By request id, as the answers are.
     """
     found: dict[str, list[Tensor]] = defaultdict(list)
-    step = Runner.step
+    step = ModelRunner.step
 
     def noting(runner: Any, plan: Any) -> Any:
         names = [(s.request_id, s.output_index) for s in plan.sequences if s.samples]
@@ -208,7 +208,7 @@ def taught(answers: Mapping[str, Reference]) -> Iterator[Mapping[str, list[Tenso
         with patch.object(runner.model, "compute_logits", compute_logits):
             return step(runner, plan)
 
-    with patch.object(Runner, "step", noting):
+    with patch.object(ModelRunner, "step", noting):
         yield found
 
 

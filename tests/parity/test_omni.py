@@ -17,7 +17,7 @@ from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.interfaces import PromptMedia
 from aioengine.models.omni import OmniThinker
 from aioengine.types import Span
-from tests.aioengine.test_modalities import mkv
+from tests.engine.test_modalities import mkv
 from tests.parity.audio_families import RATE, Case, expect, sound, wav
 from tests.parity.families import MAX_TOKENS
 from tests.parity.omni_family import AUDIO, IMAGE, VIDEO, make_whole, save_thinker
@@ -199,7 +199,7 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
         async with engine_for(model.folder) as engine:
             await engine.generate(text, PARAMS, **media)
             (rows,) = engine._parts.runner._rows.values()
-            (features,) = engine._intake.media.cache._items.values()
+            (features,) = engine._input_processor.media.cache._items.values()
             return Embeddings(rows, **{name: features[name] for name in extras if name in features})
 
     picture = await encode(IMAGE, images=PICTURES[:1])

@@ -1,0 +1,341 @@
+"""From a caller's prompt to a request that can be scheduled.
+
+Layout first: a request's media are fetched and measured by their headers (pipeline.py), the prompt
+is laid out, and the request is admitted; decoding and processing follow when the scheduler asks for
+an item. Text waits for its own thread only, so that a prompt without media never queues behind
+pictures, and nothing but bookkeeping runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from aioengine.config import EngineConfig
+from aioengine.core.block_hash import cross_digests, extend_digests
+from aioengine.core.request import Item, Request
+from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
+from aioengine.engine.encoder_input import encoder_input
+from aioengine.engine.loader import Loaded
+from aioengine.engine.prompts import HALVES, count_least
+from aioengine.engine.request_state import CompletionState, MediaInput, RequestState
+from aioengine.errors import InvalidRequestError, PromptTooLongError
+from aioengine.instruments import Instruments
+from aioengine.media_pipeline.pipeline import MediaPipeline
+from aioengine.models.interfaces import PromptMedia
+from aioengine.processors.chat import ChatRenderer
+from aioengine.processors.embeddings import make_items
+from aioengine.processors.encdec import (
+    EncDecLayout,
+    EncDecMultiModalProcessor,
+    Halves,
+    half_name,
+)
+from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
+from aioengine.sampling.sampler import Constraint
+from aioengine.sampling.sampling_metadata import SamplingContext
+from aioengine.sampling_params import SamplingParams, StructuredOutputs
+from aioengine.streams.bridge import run_apart, run_in
+from aioengine.types import Prompt, Span
+
+__all__ = ["InputProcessor"]
+
+Result = TypeVar("Result")
+
+GRAMMAR_LOOK_S = 1.0
+"""How often one who waits for a grammar looks whether the one being compiled takes too long."""
+MARGIN_TOKENS = 1024
+"""By so many a prompt may exceed the limit before it is laid out, which could make it shorter."""
+
+
+class InputProcessor:
+    """One engine's front door. Its coroutines run in the engine's tasks."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        config: EngineConfig,
+        model: str | os.PathLike[str],
+        instruments: Instruments,
+    ) -> None:
+        self.media = MediaPipeline(loaded, config, model, instruments)
+        self._loaded = loaded
+        self._config = config
+        self._renderer: ChatRenderer | None = None
+        self._sampling = SamplingContext(
+            loaded.front.info.get_tokenizer(),
+            loaded.runner.model.vocab_size,
+            loaded.limits.max_model_len,
+            loaded.eos_token_ids,
+            loaded.suppress,
+            loaded.begin_suppress,
+        )
+        self._decoder = fast_tokenizer(loaded.home.info.get_tokenizer())
+        self._front = ThreadPoolExecutor(1, thread_name_prefix="aioengine-front")
+
+    async def aclose(self) -> None:
+        """Drop what is queued and wait for what is being worked on."""
+        await self.media.aclose()
+        self._loaded.grammars.close()
+        self._front.shutdown(wait=False, cancel_futures=True)
+        await run_apart(self._front.shutdown)
+
+    # ---- a request
+
+    async def prepare(self, state: RequestState, prompt: Prompt) -> list[CompletionState]:
+        """Everything before admission. Raises the request's error."""
+        self._check_halves(prompt)
+        halves = Halves(
+            prompt=prompt.token_ids if prompt.text is None else prompt.text,
+            encoder=_either(prompt.encoder_text, prompt.encoder_token_ids),
+            decoder=_either(prompt.decoder_text, prompt.decoder_token_ids),
+        )
+        if prompt.messages is not None:
+            halves = Halves(prompt=await run_in(self._front, self._render, state, prompt))
+        else:
+            self._refuse_hopeless(prompt)
+            state.media = _list_media(prompt)
+        state.mm_processor_kwargs = dict(prompt.mm_processor_kwargs)
+        outputs: ItemsByModality = {}
+        if len(state.media) >= self._loaded.limits.max_model_len:
+            raise _too_long(len(state.media), self._loaded.limits.max_model_len)
+        if state.media:
+            outputs = await self.media.identify(state, prompt.cache_salt)
+            state.stamp("fetched")
+        structure = state.params.structured_outputs
+        constraints: Sequence[Constraint] = ()
+        if structure is not None:
+            constraints = await self._compile(structure, state.params.n)
+        return await run_in(
+            self._front, self._lay_out, state, halves, outputs, prompt.cache_salt, constraints
+        )
+
+    def _check_halves(self, prompt: Prompt) -> None:
+        """Refuse what does not go with the kind of the model."""
+        if isinstance(self._loaded.front, EncDecMultiModalProcessor):
+            if prompt.messages is not None:
+                raise InvalidRequestError(
+                    "an encoder-decoder model takes no chat messages; give text", parameter="prompt"
+                )
+            return
+        if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
+            raise InvalidRequestError(
+                "a prompt has one of text, token_ids and messages; media alone say nothing",
+                parameter="prompt",
+            )
+        for name in HALVES:
+            if getattr(prompt, name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is for encoder-decoder models; give text", parameter=name
+                )
+
+    async def _compile(self, structure: StructuredOutputs, count: int) -> Sequence[Constraint]:
+        grammars = self._loaded.grammars
+        compiled = asyncio.wrap_future(grammars.submit(structure, count))
+        try:
+            while not compiled.done():
+                await asyncio.wait([compiled], timeout=GRAMMAR_LOOK_S)
+                grammars.relieve()
+            return compiled.result()
+        finally:
+            compiled.cancel()
+
+    def _refuse_hopeless(self, prompt: Prompt) -> None:
+        """Refuse what no tokenizer could make short enough, before one spends minutes on it."""
+        limits = self._loaded.limits
+        most = max(limits.max_model_len, limits.max_encoder_len)
+        characters, others = count_least(prompt)
+        num_tokens = max(characters // self._loaded.longest_token, others)
+        if num_tokens >= most + MARGIN_TOKENS:
+            raise _too_long(num_tokens, most)
+
+    def _render(self, state: RequestState, prompt: Prompt) -> list[int]:
+        self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self._loaded.front)
+        chat = self._renderer.render(list(prompt.messages or ()))
+        state.media = [
+            MediaInput(modality, index, media.item, media.parameter, media.trusted, media.uuid)
+            for modality, items in chat.media.items()
+            for index, media in enumerate(items)
+        ]
+        state.literals = chat.literals
+        return chat.token_ids
+
+    def _lay_out(
+        self,
+        state: RequestState,
+        halves: Halves,
+        outputs: ItemsByModality,
+        cache_salt: str | None,
+        constraints: Sequence[Constraint],
+    ) -> list[CompletionState]:
+        """Expand the placeholders and make the core's requests."""
+        front = self._loaded.front
+        items = make_items(
+            ((media.modality, media.parameter, media.header) for media in state.media),
+            front.info.get_hidden_size,
+        )
+        options = state.mm_processor_kwargs
+        encoder: Item | None = None
+        core_items: list[Item] = []
+        if isinstance(front, EncDecMultiModalProcessor):
+            halved = front.layout_halves(halves, items, options, outputs)
+            state.layout = halved
+            prompt_token_ids = tuple(halved.decoder_token_ids)
+            encoder, inputs = self._encoder_item(state, halved, halves, cache_salt), None
+        else:
+            prompt = () if halves.prompt is None else halves.prompt
+            state.layout = front.layout(prompt, items, options, outputs, state.literals)
+            prompt_token_ids = tuple(state.layout.token_ids)
+            core_items = self._items(state, state.layout)
+            prompt_media = [
+                PromptMedia(
+                    media.modality,
+                    item.span,
+                    outputs[media.modality][media.index] if outputs else {},
+                )
+                for media, item in zip(state.media, core_items, strict=True)
+            ]
+            core_items.sort(key=lambda item: item.span.offset)
+            prompt_media.sort(key=lambda item: item.span.offset)
+            inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
+        self._check_ids(prompt_token_ids, core_items, half_name("decoder", halves.decoder))
+        known = {
+            "prompt_token_ids": prompt_token_ids,
+            "items": tuple(core_items),
+            "encoder": encoder,
+            "inputs": inputs,
+            "bidirectional": () if inputs is None else inputs.bidirectional,
+            "cache_salt": cache_salt,
+        }
+        return self._completions(state, known, constraints)
+
+    def _completions(
+        self, state: RequestState, known: Mapping[str, Any], constraints: Sequence[Constraint]
+    ) -> list[CompletionState]:
+        """A request to the core for each completion; `known`: what they have in common."""
+        params = state.params
+        samplings = self._sampling.samplings(params, known["prompt_token_ids"], constraints)
+        caching = self._config.enable_prefix_caching
+        private_salt = secrets.token_bytes(16) if params.n > 1 and not caching else None
+        leader: Request | None = None
+        completions = []
+        for index, sampling in enumerate(samplings):
+            request = Request(
+                request_id=f"{state.request_id}#{index}" if index else state.request_id,
+                **known,
+                stop=self._sampling.stop_rule(params),
+                priority=state.priority,
+                private_salt=private_salt,
+                reads_prefix=sampling.prompt_logprobs is None,
+                sampling=sampling,
+                awaits_tokens=sampling.constraint is not None,
+                leader=leader,
+            )
+            if leader is not None:
+                request.digests = list(leader.digests)
+                request.cross_digests = leader.cross_digests
+            elif caching or private_salt is not None:
+                # A long prompt takes a while to hash: here, not on the loop.
+                extend_digests(request, self._loaded.limits.block_size)
+                cross_digests(request, self._loaded.limits.block_size)
+            leader = leader or request
+            completions.append(
+                CompletionState(index, request, params, self._detokenizer(request, params))
+            )
+        return completions
+
+    def _items(self, state: RequestState, layout: Layout) -> list[Item]:
+        """The request's media as the core sees them, in their own order."""
+        found = []
+        for media in state.media:
+            span = layout.placeholders[media.modality][media.index].to_span()
+            num_bytes = span.num_rows * self._loaded.row_bytes
+            found.append(Item(media.key, media.modality, span, num_bytes, media.parameter))
+        return found
+
+    def _encoder_item(
+        self, state: RequestState, layout: EncDecLayout, halves: Halves, cache_salt: str | None
+    ) -> Item:
+        """What cross-attention reads, as one item."""
+        num_rows = len(layout.token_ids)
+        parameter = half_name("encoder", halves.encoder)
+        if not num_rows:
+            raise InvalidRequestError(
+                "there is nothing for the encoder to read; give it a token at least",
+                parameter=parameter,
+            )
+        inside = self._items(state, layout)
+        self._check_ids(layout.token_ids, inside, parameter)
+        state.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
+        model_id = self._loaded.front.info.model_id
+        media = encoder_input(state, layout, model_id, parameter, cache_salt)
+        state.media.append(media)
+        num_bytes = num_rows * self._loaded.row_bytes
+        name = parameter if state.num_encoder_tokens else media.parameter
+        return Item(media.key, media.modality, Span(0, num_rows), num_bytes, name)
+
+    def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
+        if not params.detokenize:
+            return None
+        return Detokenizer(
+            self._decoder,
+            request.prompt_token_ids,
+            stop=params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def _check_ids(self, token_ids: Sequence[int], items: Sequence[Item], parameter: str) -> None:
+        """Ids beyond the embedding table may stand only where encoder rows come."""
+        table = self._loaded.num_embeddings
+        if max(token_ids, default=0) < table:
+            return
+        covered = {
+            position + i
+            for item in items
+            for position, _, count in item.span.row_runs(0, len(token_ids))
+            for i in range(count)
+        }
+        for position, token_id in enumerate(token_ids):
+            if token_id >= table and position not in covered:
+                raise InvalidRequestError(
+                    f"the prompt has the token id {token_id}, but the model embeds only {table}",
+                    parameter=parameter,
+                    value=token_id,
+                )
+
+
+def _too_long(num_tokens: int, most: int) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"prompt has {num_tokens} tokens or more, but {most} are the most; shorten the prompt, or "
+        f"raise max_model_len (and kv_cache_bytes) if that is what sets the limit",
+        parameter="prompt",
+        value=num_tokens,
+    )
+
+
+def _either(text: str | None, token_ids: Sequence[int] | None) -> TextOrTokens | None:
+    return token_ids if text is None else text
+
+
+def _list_media(prompt: Prompt) -> list[MediaInput]:
+    media = []
+    for modality, items in prompt.media.items():
+        uuids: Sequence[str | None] = prompt.uuids.get(modality) or [None] * len(items)
+        if len(uuids) != len(items):
+            raise InvalidRequestError(
+                f"uuids[{modality!r}] has {len(uuids)} entries for {len(items)} items",
+                parameter="uuids",
+                value=len(uuids),
+            )
+        for index, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
+            name = f"{modality}s[{index}]"
+            media.append(MediaInput(modality, index, item, name, True, uuid))
+    return media

@@ -1,0 +1,300 @@
+"""From a folder to a running model: everything that needs torch before the first request.
+
+Runs on the device's launch thread. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from aioengine.config import EngineConfig
+from aioengine.core.plan import Limits
+from aioengine.errors import ModelLoadError
+from aioengine.execution.load_trial import Trial
+from aioengine.execution.memory_budget import ModelSizes, find_device, resolve_limits
+from aioengine.execution.memory_profiler import largest_items, measure_activations
+from aioengine.execution.model_runner import ModelRunner
+from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
+from aioengine.kernels.attention import AttentionBackend, select_backend
+from aioengine.kernels.int8 import can_quantize
+from aioengine.models.adapter import TransformersModel
+from aioengine.models.checkpoint import check_files, read_config
+from aioengine.models.interfaces import SupportsEncoderDecoder
+from aioengine.models.registry import resolve
+from aioengine.processors.encdec import EncDecMultiModalProcessor
+from aioengine.processors.faults import check_placeholders
+from aioengine.processors.info import ProcessingContext, load_context
+from aioengine.processors.media.open import load_readers
+from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
+from aioengine.progress import stage
+from aioengine.sampling.structured_output import Grammars
+
+__all__ = ["Loaded", "load"]
+
+TRIALS = 3
+"""Of a model that does not compute what its module does, before it is refused."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine is made of.
+
+    Tokenizers and HF processors must not be shared between threads, so there are several:
+    `processors` for the media threads (none, if media have processes of their own), `front` for the
+    thread that tokenises and lays out, `home` for the event loop's own thread, which detokenises
+    and lends it to the application.
+    `suppress`, `begin_suppress`: tokens that the generation config forbids, always or at first;
+    `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
+    `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
+    compiles structured outputs for the model's vocabulary.
+    """
+
+    runner: ModelRunner
+    limits: Limits
+    front: BaseMultiModalProcessor
+    home: BaseMultiModalProcessor
+    processors: tuple[BaseMultiModalProcessor, ...]
+    eos_token_ids: frozenset[int]
+    suppress: tuple[int, ...]
+    begin_suppress: tuple[int, ...]
+    row_bytes: int
+    num_embeddings: int
+    longest_token: int
+    grammars: Grammars
+
+
+def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
+    """Load weights, tokenizer and processors. Blocks for seconds.
+
+    What is wrong with the files is found first, before anything that takes long.
+    Raises ModelLoadError, and whatever else a checkpoint can make transformers raise.
+    """
+    with stage("processor"):
+        hf_config = read_config(
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        model_class = resolve(hf_config.architectures).chosen_for(hf_config)
+        check_files(path, hf_config, revision=config.revision)
+        device = find_device(config.device)
+        context = load_context(
+            path,
+            hf_config=hf_config,
+            info=MULTIMODAL_REGISTRY.find_info(model_class),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            limit_mm_per_prompt=config.limit_mm_per_prompt,
+            mm_processor_kwargs=config.mm_processor_kwargs,
+        )
+        front = _front(model_class, context)
+        taken = front.info.get_allowed_mm_limits()
+        load_readers([name for name, limit in taken.items() if limit != 0], config.media)
+    dtype = _dtype(config.dtype, hf_config)
+    if config.quantization is not None:
+        _check_quantization(device, dtype)
+    backend = _attention_backend(config.attention_backend, device)
+    with stage("weights"):
+        read = partial(
+            model_class.load_module,
+            path,
+            hf_config=hf_config,
+            dtype=dtype,
+            device=device,
+            revision=config.revision,
+        )
+        name = _verdict_name(model_class, hf_config, config, device, path)
+        model = _load_model(model_class, hf_config, config, front, read, backend, name)
+    with stage("memory"):
+        sizes = _sizes(model, front, config)
+        measure = partial(measure_activations, model, front, backend=backend)
+        limits = resolve_limits(config, sizes, device, measure)
+        runner = ModelRunner(model, limits, backend)
+    eos_token_ids = _eos_token_ids(model)
+    return Loaded(
+        runner=runner,
+        limits=limits,
+        front=front,
+        home=_clone(model_class, context),
+        processors=tuple(
+            _clone(model_class, context)
+            for _ in range(0 if config.uses_processes else config.num_processor_workers)
+        ),
+        eos_token_ids=eos_token_ids,
+        suppress=_token_ids(model, "suppress_tokens"),
+        begin_suppress=_token_ids(model, "begin_suppress_tokens"),
+        row_bytes=model.row_size * model.dtype.itemsize,
+        num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
+        longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
+        grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
+    )
+
+
+def _load_model(
+    model_class: type[TransformersModel],
+    hf_config: Any,
+    config: EngineConfig,
+    front: BaseMultiModalProcessor,
+    read: Callable[[], Any],
+    backend: AttentionBackend,
+    name: str | None,
+) -> TransformersModel:
+    """The model around the module that `read` loads, packed, and tried unless it has been before.
+
+    `name`: of the verdict on it; None: every load is tried.
+
+    Rounding can send a token to other experts, now and then; so what fails a trial has another one,
+    with other prompts. Raises ModelLoadError.
+    """
+    specs = model_class.probe(hf_config)
+    is_quantized = config.quantization is not None
+    is_tried = not config.check_model or (name is not None and is_kept(name))
+    fault = ""
+    for seed in range(TRIALS):
+        module = read()
+        trial = None
+        if not is_tried:
+            trial = Trial(
+                model_class,
+                module,
+                specs,
+                front,
+                max_model_len=config.max_model_len,
+                is_quantized=is_quantized,
+                seed=seed,
+            )
+        model = model_class(module, specs=specs, max_model_len=config.max_model_len)
+        del module
+        if config.packed_layers or is_quantized:
+            model.pack(quantize=is_quantized)
+        if trial is None:
+            return model
+        found = trial.find_fault(model, block_size=config.block_size, backend=backend)
+        if found is None:
+            logger.info("the model computes what its own module does%s", trial.reservations)
+            if name is not None and trial.is_thorough:
+                keep(name)
+            return model
+        fault = found
+        del model, trial
+    raise ModelLoadError(
+        f"{model_class.__name__} does not compute what the checkpoint's own module does: {fault}. "
+        "Run this model with transformers, or set check_model=False to use it all the same"
+    )
+
+
+def _verdict_name(
+    model_class: type[TransformersModel],
+    hf_config: Any,
+    config: EngineConfig,
+    device: torch.device,
+    path: str | os.PathLike[str],
+) -> str | None:
+    names = ("attention_backend", "packed_layers", "quantization", "block_size", "max_model_len")
+    media = ("mm_processor_kwargs", "limit_mm_per_prompt")
+    settings = {name: getattr(config, name) for name in (*names, *media)}
+    chip = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    dtype = str(_dtype(config.dtype, hf_config))
+    return verdict_name(model_class, hf_config, [settings, dtype, chip, settings_of(path)])
+
+
+def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:
+    """Before weights are read."""
+    if device.type != "cpu" or not can_quantize(dtype):
+        raise ModelLoadError(
+            f"quantization 'int8' does not run on {device.type} in {dtype} here: it needs a CPU "
+            "with an exact 8-bit product, and float32, bfloat16 or float16; leave quantization out"
+        )
+
+
+def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
+    """Made before weights are read: a name may be wrong."""
+    try:
+        return select_backend(name, device)
+    except (ValueError, RuntimeError) as error:
+        raise ModelLoadError(
+            f"attention_backend {name!r:.40} does not run here: {error}"
+        ) from error
+
+
+def _front(
+    model_class: type[TransformersModel], context: ProcessingContext
+) -> BaseMultiModalProcessor:
+    """The first processor, on which the checkpoint is found fit."""
+    check_placeholders(MULTIMODAL_REGISTRY.find_info(model_class)(context))
+    front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
+    if isinstance(front, EncDecMultiModalProcessor):
+        _check_start(front)
+    return front
+
+
+def _sizes(
+    model: TransformersModel, front: BaseMultiModalProcessor, config: EngineConfig
+) -> ModelSizes:
+    max_encoder_len = model.max_encoder_len if isinstance(model, SupportsEncoderDecoder) else 0
+    return ModelSizes(
+        kv_groups=model.kv_groups,
+        itemsize=model.dtype.itemsize,
+        row_size=model.row_size,
+        max_position_embeddings=model.max_position_embeddings,
+        max_item_rows=max_encoder_len
+        or max(largest_items(front, config.max_model_len or 0).values(), default=0),
+        max_encoder_len=max_encoder_len,
+    )
+
+
+def _clone(
+    model_class: type[TransformersModel], context: ProcessingContext
+) -> BaseMultiModalProcessor:
+    return MULTIMODAL_REGISTRY.create_processor(model_class, context.clone())
+
+
+def _dtype(name: str, hf_config: Any) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    for config in (hf_config, hf_config.get_text_config()):
+        found = getattr(config, "dtype", None)
+        if isinstance(found, str):
+            found = getattr(torch, found, None)
+        if isinstance(found, torch.dtype):
+            return found
+    return torch.float32
+
+
+def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
+    for config in (model.model.generation_config, model.text_config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()
+
+
+def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:
+    """A list of the generation config, without what lies beyond the vocabulary."""
+    found = getattr(model.model.generation_config, name, None) or ()
+    if not isinstance(found, list | tuple):
+        raise ModelLoadError(f"{name} in generation_config.json must be a list of token ids")
+    return tuple(sorted({int(i) for i in found if 0 <= i < model.vocab_size}))
+
+
+def _check_start(front: EncDecMultiModalProcessor) -> None:
+    """That the decoder has tokens to begin with, before a request asks for them."""
+    config = front.info.get_hf_config().get_text_config(decoder=True)
+    known = max(len(front.info.get_tokenizer()), int(config.vocab_size))
+    outside = [i for i in front.default_decoder_prompt() if not 0 <= i < known]
+    if outside:
+        raise ModelLoadError(
+            f"the decoder is to begin with the token {outside[0]}, but there are {known}; mend "
+            "decoder_start_token_id and the forced tokens in generation_config.json"
+        )

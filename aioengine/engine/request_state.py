@@ -1,0 +1,227 @@
+"""One request as its caller sees it: the stream it feeds, its completions so far, its times.
+
+A request of n completions is n requests to the scheduler, which share all that they can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aioengine.core.plan import Advance
+from aioengine.core.request import Request
+from aioengine.engine.detokenizer import Detokenizer
+from aioengine.sampling_params import SamplingParams
+from aioengine.streams.tokens import TokenSink
+from aioengine.types import (
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    RequestOutput,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from aioengine.processors.processor import Layout
+    from aioengine.sampling.prompt_logprobs import PromptLogprobs, ScoreColumns
+
+__all__ = ["CompletionState", "MediaInput", "RequestState"]
+
+
+@dataclass(slots=True)
+class MediaInput:
+    """One media item of a request, from the caller's object to its place in the prompt.
+
+    `source` is what is decoded (a `MediaSource`), or the item itself where it needs no decoding;
+    `header` is what the layout reads of it; `index` counts within the modality; `is_held`: whether
+    the request holds the item's features.
+    """
+
+    modality: str
+    index: int
+    item: Any
+    parameter: str
+    trusted: bool
+    uuid: str | None = None
+    source: Any = None
+    header: Any = None
+    key: str = ""
+    is_held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """What an encoder-decoder model's encoder reads: features of its own, and those of media."""
+
+    features: Mapping[str, Any]
+    media: tuple[MediaInput, ...]
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a medium is an object of the caller's own, which may be broken meanwhile."""
+        return any(getattr(media.source, "may_change", False) for media in self.media)
+
+
+@dataclass(slots=True)
+class CompletionState:
+    """One of a request's completions, as it grows."""
+
+    index: int
+    request: Request
+    params: SamplingParams
+    detokenizer: Detokenizer | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def take(self, advance: Advance, logprobs: TokenLogprobs | None) -> Delta:
+        """What one accepted token adds."""
+        reason = advance.finish_reason
+        text, stop = self._text(advance, reason)
+        self.stop_reason = advance.stop_reason
+        if stop is not None:
+            reason, self.stop_reason = FinishReason.STOP, stop
+        self.finish_reason = reason
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        return Delta(
+            self.index,
+            text,
+            (advance.token_id,),
+            logprobs=None if logprobs is None else (logprobs,),
+            finish_reason=reason,
+        )
+
+    def output(self) -> CompletionOutput:
+        """All of it."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=tuple(self.request.output_token_ids),
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _text(self, advance: Advance, reason: FinishReason | None) -> tuple[str, str | None]:
+        """The new text, and the stop string that ended it."""
+        if self.detokenizer is None:
+            return "", None
+        ends_in_token = reason is FinishReason.STOP and not self.params.include_stop_str_in_output
+        text, stop = "", None
+        if not ends_in_token:
+            piece = self.detokenizer.add(advance.token_id)
+            text, stop = piece.text, piece.stop
+        if reason is not None and stop is None:
+            text += self.detokenizer.flush().text
+        return text, stop
+
+
+class RequestState:
+    """A live request on the engine's floor. Ends exactly once: `finish` or `fail`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        sink: TokenSink,
+        params: SamplingParams,
+        *,
+        priority: int,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.priority = priority
+        self.media: list[MediaInput] = []
+        self.literals: list[tuple[int, int]] = []
+        """Token ranges of the prompt in which nothing is a placeholder."""
+        self.layout: Layout | None = None
+        self.num_encoder_tokens = 0
+        """Of text that an encoder reads for cross-attention."""
+        self.mm_processor_kwargs: dict[str, Any] = {}
+        self.options_digest = b""
+        """Of the engine's and the request's together."""
+        self.completions: dict[str, CompletionState] = {}
+        """By the scheduler's name for each."""
+        self.preparation: asyncio.Task[None] | None = None
+        self.has_ended = False
+        self.output: RequestOutput | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._sink = sink
+        self._submitted = time.perf_counter()
+        self._times: dict[str, float] = {}
+
+    def stamp(self, stage: str) -> None:
+        """Note that the stage is complete, as far as one knows now."""
+        self._times[stage] = time.perf_counter() - self._submitted
+
+    def admit(self) -> None:
+        """The scheduler has taken all completions."""
+        self.stamp("admitted")
+        self._sink.admit()
+
+    def media_with(self, key: str) -> MediaInput:
+        """The first of its items with this content key."""
+        return next(media for media in self.media if media.key == key)
+
+    def note_prompt(self, first: int, scores: ScoreColumns) -> None:
+        """Log probabilities of prompt tokens, from position `first` on."""
+        if self._prompt_logprobs is None:
+            length = len(next(iter(self.completions.values())).request.prompt_token_ids)
+            self._prompt_logprobs = scores.blank(length)
+        self._prompt_logprobs.put(first, scores)
+
+    def deliver(self, advance: Advance, logprobs: TokenLogprobs | None) -> bool:
+        """Turn an accepted token into a delta. Returns whether its completion has ended."""
+        self._times.setdefault("first_token", time.perf_counter() - self._submitted)
+        completion = self.completions[advance.request_id]
+        delta = completion.take(advance, logprobs)
+        self._sink.push(delta)
+        if all(c.finish_reason is not None for c in self.completions.values()):
+            self._finish()
+        return delta.finish_reason is not None
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        assert not self.has_ended
+        self.has_ended = True
+        self._sink.fail(error)
+
+    def _finish(self) -> None:
+        """End well."""
+        assert not self.has_ended
+        self.has_ended = True
+        self.stamp("finished")
+        completions = list(self.completions.values())
+        request = completions[0].request
+        num_items = len(request.all_items)
+        usage = Usage(
+            prompt_tokens=len(request.prompt_token_ids) + self.num_encoder_tokens,
+            completion_tokens=sum(len(c.request.output_token_ids) for c in completions),
+            cached_tokens=request.num_cached_tokens,
+            encoder_items=num_items,
+            encoder_cached_items=num_items - len(request.encoded_keys),
+        )
+        self.output = RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[completion.output() for completion in completions],
+            usage=usage,
+            timings=Timings(**self._times),
+            prompt_logprobs=self._prompt_scores(request),
+        )
+        self._sink.finish(self.output)
+
+    def _prompt_scores(self, request: Request) -> Sequence[TokenLogprobs | None] | None:
+        """None where they were not asked for. Where encoder rows stand there are none."""
+        found, length = self._prompt_logprobs, len(request.prompt_token_ids)
+        if self.params.prompt_logprobs is None or found is None:
+            return None if self.params.prompt_logprobs is None else (None,) * length
+        for item in request.items:
+            for position, _, count in item.span.row_runs(0, length):
+                found.hide(position, count)
+        return found

@@ -1,0 +1,1 @@
+"""Media on their way to the encoder: fetched, identified, decoded and processed."""
