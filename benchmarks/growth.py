@@ -34,7 +34,7 @@ from aioengine.core.request import Item, Request, StopRule
 from aioengine.core.scheduler import Scheduler
 from aioengine.execution.memory_budget import ENCODER_STEPS
 from aioengine.execution.model_runner import ModelRunner
-from aioengine.models.registry import resolve
+from aioengine.models.runtime.registry import resolve
 from aioengine.sampling.sampler import Sampling
 from aioengine.types import Span
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aioengine.kernels.int8 import dynamic, weight_only
 from aioengine.kernels.linear import Way, pack_linear
-from aioengine.models.packed import pack_layers
+from aioengine.models.fusion.packed_linear import pack_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT, IN = 2816, 1024

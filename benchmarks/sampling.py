@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from aioengine.core.plan import Limits
 from aioengine.execution.model_runner import ModelRunner
-from aioengine.models.registry import resolve
+from aioengine.models.runtime.registry import resolve
 from aioengine.sampling.logits_processors import Adjustments
 from aioengine.sampling.sampler import Sampler, Sampling
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aioengine.models.encdec import EncoderDecoderModel
-from aioengine.models.registry import known_architectures, resolve
+from aioengine.models.runtime.registry import known_architectures, resolve
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.text_only import TextOnlyProcessor
 

@@ -13,32 +13,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioengine.models.adapter import TransformersModel as TransformersModel
-    from aioengine.models.attention import Attention as Attention
-    from aioengine.models.attention import AttentionType as AttentionType
-    from aioengine.models.defined import DefinedModel as DefinedModel
-    from aioengine.models.interfaces import MultiModalEmbeddings as MultiModalEmbeddings
-    from aioengine.models.interfaces import NestedTensors as NestedTensors
-    from aioengine.models.interfaces import SupportsEncoderDecoder as SupportsEncoderDecoder
-    from aioengine.models.interfaces import SupportsMultiModal as SupportsMultiModal
-    from aioengine.models.interfaces import (
+    from aioengine.models.runtime.attention import Attention as Attention
+    from aioengine.models.runtime.attention import AttentionType as AttentionType
+    from aioengine.models.runtime.defined_model import DefinedModel as DefinedModel
+    from aioengine.models.runtime.interfaces import MultiModalEmbeddings as MultiModalEmbeddings
+    from aioengine.models.runtime.interfaces import NestedTensors as NestedTensors
+    from aioengine.models.runtime.interfaces import SupportsEncoderDecoder as SupportsEncoderDecoder
+    from aioengine.models.runtime.interfaces import SupportsMultiModal as SupportsMultiModal
+    from aioengine.models.runtime.interfaces import (
         merge_multimodal_embeddings as merge_multimodal_embeddings,
     )
-    from aioengine.models.registry import register_model as register_model
-    from aioengine.models.registry import resolve as resolve
+    from aioengine.models.runtime.registry import register_model as register_model
+    from aioengine.models.runtime.registry import resolve as resolve
+    from aioengine.models.runtime.transformers_model import TransformersModel as TransformersModel
 
 _HOMES = {
-    "Attention": "aioengine.models.attention",
-    "AttentionType": "aioengine.models.attention",
-    "DefinedModel": "aioengine.models.defined",
-    "MultiModalEmbeddings": "aioengine.models.interfaces",
-    "NestedTensors": "aioengine.models.interfaces",
-    "SupportsEncoderDecoder": "aioengine.models.interfaces",
-    "SupportsMultiModal": "aioengine.models.interfaces",
-    "TransformersModel": "aioengine.models.adapter",
-    "merge_multimodal_embeddings": "aioengine.models.interfaces",
-    "register_model": "aioengine.models.registry",
-    "resolve": "aioengine.models.registry",
+    "Attention": "aioengine.models.runtime.attention",
+    "AttentionType": "aioengine.models.runtime.attention",
+    "DefinedModel": "aioengine.models.runtime.defined_model",
+    "MultiModalEmbeddings": "aioengine.models.runtime.interfaces",
+    "NestedTensors": "aioengine.models.runtime.interfaces",
+    "SupportsEncoderDecoder": "aioengine.models.runtime.interfaces",
+    "SupportsMultiModal": "aioengine.models.runtime.interfaces",
+    "TransformersModel": "aioengine.models.runtime.transformers_model",
+    "merge_multimodal_embeddings": "aioengine.models.runtime.interfaces",
+    "register_model": "aioengine.models.runtime.registry",
+    "resolve": "aioengine.models.runtime.registry",
 }
 
 __all__ = list(_HOMES)

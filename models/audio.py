@@ -16,10 +16,10 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequestError
 from aioengine.kernels.transfer import to_device
-from aioengine.models import encoding
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.interfaces import MultiModalEmbeddings
-from aioengine.models.registry import register_model
+from aioengine.models.runtime import encoding
+from aioengine.models.runtime.interfaces import MultiModalEmbeddings
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs

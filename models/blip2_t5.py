@@ -18,7 +18,7 @@ from aioengine.models.blip2 import (
     Blip2ProcessingInfo,
 )
 from aioengine.models.encdec_media import PictureReader
-from aioengine.models.loading import find_class
+from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.t5 import T5
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.inputs import MultiModalKwargsItem

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aioengine.models.generic import GenericModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from aioengine.models import encoding
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.attention import StepHolder
-from aioengine.models.interfaces import MultiModalEmbeddings
-from aioengine.models.probe import NUM_PROBE_ROWS
+from aioengine.models.runtime import encoding
+from aioengine.models.runtime.attention import StepHolder
+from aioengine.models.runtime.interfaces import MultiModalEmbeddings
+from aioengine.models.runtime.probe import NUM_PROBE_ROWS
+from aioengine.models.runtime.transformers_model import TransformersModel
 
 __all__ = ["EncoderDecoderModel", "PlacedEmbedding"]
 

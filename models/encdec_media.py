@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aioengine.errors import EngineError
 from aioengine.models.encdec import EncoderDecoderModel
-from aioengine.models.interfaces import merge_multimodal_embeddings
+from aioengine.models.runtime.interfaces import merge_multimodal_embeddings
 
 __all__ = ["PictureReader"]
 

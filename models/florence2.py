@@ -19,8 +19,8 @@ from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.bart import Bart
 from aioengine.models.encdec import EncoderDecoderModel
 from aioengine.models.encdec_media import PictureReader
-from aioengine.models.loading import find_class
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.hf_loading import find_class
+from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, ProcessorInputs

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalityError
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf import merge_image_options
 from aioengine.processors.info import (

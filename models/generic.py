@@ -6,8 +6,8 @@ Their HF processor says what each item becomes in the text, and their model has 
 
 from __future__ import annotations
 
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY

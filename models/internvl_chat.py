@@ -21,10 +21,10 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTr
 from transformers.utils import cached_file
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.defined import DefinedModel
-from aioengine.models.registry import register_model
-from aioengine.models.weights import copy_weights
+from aioengine.models.runtime.defined_model import DefinedModel
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.runtime.weights import copy_weights
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo

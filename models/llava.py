@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models.adapter import TransformersModel
 from aioengine.models.generic import GenericModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from aioengine.errors import InvalidRequestError
 from aioengine.models.generic import GenericModel
-from aioengine.models.interfaces import PromptMedia
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.models.runtime.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.audio import count_audio_rows
-from aioengine.models.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.mrope import MRopeModel
-from aioengine.models.probe import LayerSpec
-from aioengine.models.registry import register_model
-from aioengine.models.whole import WholePrompt, run_whole
+from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
+from aioengine.models.runtime.probe import LayerSpec
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import (
     CONTRACTS,

@@ -22,11 +22,11 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from aioengine.errors import ModelLoadError, UnsupportedModalityError
 from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.transfer import to_device
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.blocks import Gemma3
-from aioengine.models.interfaces import MultiModalEmbeddings, PromptMedia
-from aioengine.models.probe import LayerSpec, probe_layers
-from aioengine.models.registry import register_model
+from aioengine.models.bidirectional import Gemma3
+from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
+from aioengine.models.runtime.probe import LayerSpec, probe_layers
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.info import ProcessingContext

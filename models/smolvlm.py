@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioengine.models.generic import GenericModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.attention import LayerSlot, attach_slot
 from aioengine.models.encdec import EncoderDecoderModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.attention import LayerSlot, attach_slot
+from aioengine.models.runtime.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo

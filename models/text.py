@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
 
 __all__ = ["GptOss", "TextModel"]
 

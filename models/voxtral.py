@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models import encoding
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.interfaces import MultiModalEmbeddings
-from aioengine.models.registry import register_model
-from aioengine.models.whole import WholePrompt, run_whole
+from aioengine.models.runtime import encoding
+from aioengine.models.runtime.interfaces import MultiModalEmbeddings
+from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,

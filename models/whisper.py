@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.encdec import EncoderDecoderModel
-from aioengine.models.registry import register_model
+from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor, forced_tokens
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs

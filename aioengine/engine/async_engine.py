@@ -36,7 +36,7 @@ from aioengine.errors import (
     RequestAbortedError,
 )
 from aioengine.instruments import Instruments, StageSpan, heard_on, timed
-from aioengine.progress import Reporter
+from aioengine.models.runtime.load_progress import Reporter
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aioengine.config import EngineConfig
 from aioengine.engine.garbage import import_libraries
-from aioengine.progress import Reporter, stage
+from aioengine.models.runtime.load_progress import Reporter, stage
 from aioengine.streams.bridge import run_apart
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.cuda import CudaDevice, TorchDriver

@@ -26,7 +26,7 @@ from aioengine.engine.request_state import CompletionState, MediaInput, RequestS
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
 from aioengine.media_pipeline.pipeline import MediaPipeline
-from aioengine.models.interfaces import PromptMedia
+from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.processors.chat import ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import (

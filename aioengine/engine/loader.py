@@ -24,17 +24,17 @@ from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.int8 import can_quantize
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.checkpoint import check_files, read_config
-from aioengine.models.interfaces import SupportsEncoderDecoder
-from aioengine.models.registry import resolve
+from aioengine.models.runtime.checkpoint import check_files, read_config
+from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
+from aioengine.models.runtime.load_progress import stage
+from aioengine.models.runtime.registry import resolve
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.faults import check_placeholders
 from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.media.open import load_readers
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.progress import stage
 from aioengine.sampling.structured_output import Grammars
 
 __all__ = ["Loaded", "load"]

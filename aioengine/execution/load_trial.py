@@ -25,12 +25,12 @@ from aioengine.errors import ModelLoadError
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_prompts import LONG, UNEQUAL, TrialPrompt, make_prompts, shortened
 from aioengine.kernels.attention import AttentionBackend
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.interfaces import PromptInputs
-from aioengine.models.loading import pin_rotary
-from aioengine.models.probe import LayerSpec
-from aioengine.models.straight import layer_by_layer
-from aioengine.models.whole import (
+from aioengine.models.fusion.fused_decoder import layer_by_layer
+from aioengine.models.runtime.hf_loading import pin_rotary
+from aioengine.models.runtime.interfaces import PromptInputs
+from aioengine.models.runtime.probe import LayerSpec
+from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.runtime.whole_pass import (
     WholePrompt,
     spare_layers,
     with_rounding_noise,

@@ -18,7 +18,7 @@ from aioengine.core.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.kernels.attention import AttentionBackend
-from aioengine.models.adapter import TransformersModel
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor, MultiModalInputs
 from aioengine.sampling.logits_processors import Adjustments

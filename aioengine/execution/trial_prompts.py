@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from aioengine.errors import InvalidRequestError
-from aioengine.models.interfaces import PromptMedia
-from aioengine.models.whole import WholePrompt
+from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.models.runtime.whole_pass import WholePrompt
 from aioengine.processors.encdec import EncDecMultiModalProcessor, Halves
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems, noise_item
 from aioengine.processors.processor import BaseMultiModalProcessor

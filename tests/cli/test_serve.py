@@ -179,8 +179,8 @@ async def test_a_dead_engine_ends_the_server(folder: Path) -> None:
 
 
 def num_live(engine: AsyncEngine) -> int:
-    assert engine._desk is not None
-    return engine._desk.num_live
+    assert engine._tracker is not None
+    return engine._tracker.num_live
 
 
 def test_the_exit_status_of_a_server_whose_engine_has_died(

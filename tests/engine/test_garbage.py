@@ -16,7 +16,7 @@ import pytest
 
 from aioengine import EngineConfig
 from aioengine.engine import devices, garbage
-from aioengine.progress import Reporter
+from aioengine.models.runtime.load_progress import Reporter
 
 MAX_COLLECTION_S = 0.020
 """Thread CPU time of one collection. A full one over torch and transformers takes 0.2 s."""

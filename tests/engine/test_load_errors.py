@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
-from aioengine.models import adapter, checkpoint
+from aioengine.models.runtime import checkpoint, transformers_model
 from tests.engines import greedy
 from tests.tiny import save_tiny_llava, tiny_llama, tiny_llava, tiny_tokenizer
 
@@ -83,7 +83,7 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*arguments: object) -> None:
         raise AssertionError("the model was built")
 
-    monkeypatch.setattr(adapter, "build_on_meta", build)
+    monkeypatch.setattr(transformers_model, "build_on_meta", build)
 
 
 # ---- what is done to folders

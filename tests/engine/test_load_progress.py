@@ -18,11 +18,11 @@ from transformers.utils import logging as transformers_logging
 
 from aioengine import AsyncEngine, LoadProgress
 from aioengine.errors import ModelLoadError
-from aioengine.models.weights import read_weights
-from aioengine.progress import Reporter
+from aioengine.models.runtime.load_progress import Reporter
+from aioengine.models.runtime.weights import read_weights
 from tests.engines import greedy
-from tests.models.test_defined import drawn, own_config, weights_of
-from tests.models.test_loading import load
+from tests.models.test_defined_model import drawn, own_config, weights_of
+from tests.models.test_hf_loading import load
 from tests.tiny import save_tiny_llava, tiny_llama, tiny_llava, tiny_tokenizer
 
 STAGES = ["libraries", "processor", "weights", "memory", "workers"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, SamplingParams, demo_model
-from aioengine.models import registry
+from aioengine.models.runtime import registry
 from tests.engines import running_engine
 from tests.tiny import tiny_image
 

@@ -109,7 +109,7 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 def make_processor(kind: type[Any] | None = None) -> BaseMultiModalProcessor:
     from transformers import AutoConfig
 
-    from aioengine.models.registry import resolve
+    from aioengine.models.runtime.registry import resolve
     from aioengine.processors.info import load_context
     from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
@@ -681,7 +681,7 @@ with open(sys.argv[2], "a") as file:
     file.write("the host runs\\n")
 
 from aioengine import EngineConfig, demo_model
-from aioengine.models.registry import resolve
+from aioengine.models.runtime.registry import resolve
 from aioengine.media_pipeline.worker_pool import ProcessorPool
 from aioengine.processors.info import load_context
 from aioengine.processors.media.image import open_image

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention import build_metadata, select_backend
-from aioengine.models.adapter import TransformersModel
+from aioengine.models.runtime.transformers_model import TransformersModel
 from tests.tiny import IMAGE
 
 

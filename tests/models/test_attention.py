@@ -12,8 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import build_cross_metadata, build_metadata, select_backend
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.attention import (
+from aioengine.models.runtime.attention import (
     ATTENTION_NAME,
     Attention,
     AttentionType,
@@ -23,6 +22,7 @@ from aioengine.models.attention import (
     attach_slot,
     route_attention,
 )
+from aioengine.models.runtime.transformers_model import TransformersModel
 from tests.models.driver import Driver, Request
 from tests.tiny import BOS, tiny_llama, tiny_llava, tiny_pixels
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import EngineError
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.encoding import encode_batch, encode_items, parts_of, rows_by_item
-from aioengine.models.interfaces import (
+from aioengine.models.runtime.encoding import encode_batch, encode_items, parts_of, rows_by_item
+from aioengine.models.runtime.interfaces import (
     NestedTensors,
     SupportsMultiModal,
     merge_multimodal_embeddings,
 )
+from aioengine.models.runtime.transformers_model import TransformersModel
 from tests.tiny import IMAGE, NUM_IMAGE_TOKENS, tiny_llava, tiny_pixels
 
 ROWS = torch.arange(24.0).view(2, 3, 4)

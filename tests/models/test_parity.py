@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from aioengine.models.adapter import TransformersModel
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 from tests.models.driver import Driver, Request
 from tests.tiny import (

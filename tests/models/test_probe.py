@@ -23,10 +23,10 @@ from transformers import (
 
 from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
-from aioengine.models import adapter, registry
-from aioengine.models.adapter import TransformersModel
 from aioengine.models.per_layer import PerLayerText
-from aioengine.models.probe import LayerSpec, group_layers
+from aioengine.models.runtime import registry, transformers_model
+from aioengine.models.runtime.probe import LayerSpec, group_layers
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 from aioengine.types import KVGroup
 from tests.tiny import llava_config, tiny_tokenizer
@@ -156,7 +156,7 @@ async def test_state_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_CLASSES", {"FalconH1ForCausalLM": TextModel})
-    monkeypatch.setattr(adapter, "load_pretrained", None)
+    monkeypatch.setattr(transformers_model, "load_pretrained", None)
     config = STATEFUL["FalconH1ForCausalLM"][0]()
     config.architectures = ["FalconH1ForCausalLM"]
     config.save_pretrained(tmp_path)

@@ -15,10 +15,10 @@ from transformers.quantizers import quantizer_finegrained_fp8
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from aioengine.errors import ModelLoadError
-from aioengine.models import quantized
-from aioengine.models.checkpoint import check_files, read_config
-from aioengine.models.quantized import check_quantization, unpacked
-from aioengine.models.registry import resolve
+from aioengine.models.runtime import quantized
+from aioengine.models.runtime.checkpoint import check_files, read_config
+from aioengine.models.runtime.quantized import check_quantization, unpacked
+from aioengine.models.runtime.registry import resolve
 from tests.tiny import save_tiny_llava, tiny_llama, tiny_tokenizer
 
 WEIGHTS = "model.safetensors"

@@ -13,10 +13,11 @@ from transformers import PreTrainedConfig
 
 import aioengine.models
 from aioengine.errors import ModelLoadError
-from aioengine.models import SupportsEncoderDecoder, SupportsMultiModal, registry
-from aioengine.models.adapter import TransformersModel
+from aioengine.models import SupportsEncoderDecoder, SupportsMultiModal
 from aioengine.models.encdec import EncoderDecoderModel
-from aioengine.models.registry import known_architectures, register_model, resolve
+from aioengine.models.runtime import registry
+from aioengine.models.runtime.registry import known_architectures, register_model, resolve
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 
 
@@ -112,7 +113,7 @@ def test_every_exported_name_exists() -> None:
 
 def test_importing_the_package_is_light() -> None:
     code = (
-        "import sys, aioengine.models, aioengine.models.registry, aioengine.kernels\n"
+        "import sys, aioengine.models, aioengine.models.runtime.registry, aioengine.kernels\n"
         "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.rotary import rotate
-from aioengine.models.rotary import fuse_rotary
+from aioengine.models.fusion.rotary import fuse_rotary
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -144,7 +144,7 @@ def test_rotations_of_another_kind_stay(kind: type[nn.Module], config: type[Any]
 
 
 def test_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.models.rotary.is_available", lambda: False)
+    monkeypatch.setattr("aioengine.models.fusion.rotary.is_available", lambda: False)
     module = layer(LlamaAttention, LlamaConfig, torch.float32)
     assert fuse_rotary(nn.Sequential(module)) == 0
     assert type(module) is LlamaAttention

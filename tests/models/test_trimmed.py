@@ -13,7 +13,7 @@ from transformers.models.llava.modeling_llava import LlavaModel
 from transformers.models.llava_next.modeling_llava_next import LlavaNextModel
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
-from aioengine.models.trimmed import PassedOn, _towers, trim_encoders
+from aioengine.models.fusion.trimmed import PassedOn, _towers, trim_encoders
 from tests.tiny import draw_weights, llava_config, tiny_pixels
 
 

@@ -116,9 +116,9 @@ class Row:
 
 
 SHORT = {"max_model_len": 60}
-QWEN_VL = ("aioengine.models.qwen_vl", "QwenLMHeadModel")
-DEEPSEEK_VL2 = ("aioengine.models.deepseek_vl2", "DeepseekVLV2ForCausalLM")
-MOLMO = ("aioengine.models.molmo_model", "MolmoForCausalLM")
+QWEN_VL = ("aioengine.models.qwen_vl.modeling", "QwenLMHeadModel")
+DEEPSEEK_VL2 = ("aioengine.models.deepseek_vl2.modeling", "DeepseekVLV2ForCausalLM")
+MOLMO = ("aioengine.models.molmo.modeling", "MolmoForCausalLM")
 ROWS = (
     *(
         Row(module="test_families", param=name, budget=max(BUDGET, family.least_budget))

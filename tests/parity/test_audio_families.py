@@ -15,8 +15,8 @@ import transformers as hf
 from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt, SamplingParams
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.execution.memory_profiler import largest_items
-from aioengine.models.adapter import TransformersModel
-from aioengine.models.registry import resolve
+from aioengine.models.runtime.registry import resolve
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.info import load_context
 from aioengine.processors.items import (
     AudioClip,

@@ -21,9 +21,9 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 
 from aioengine import Embeddings, Prompt
 from aioengine.errors import InvalidRequestError, ModelLoadError, PlaceholderMismatchError
-from aioengine.models.deepseek_vl2 import DeepseekVL2, DeepseekVLV2ForCausalLM
-from aioengine.models.deepseek_vl2_language import DeepseekLanguageModel
-from aioengine.models.deepseek_vl2_processing import (
+from aioengine.models.deepseek_vl2.language import DeepseekLanguageModel
+from aioengine.models.deepseek_vl2.modeling import DeepseekVL2, DeepseekVLV2ForCausalLM
+from aioengine.models.deepseek_vl2.processing import (
     DeepseekLanguageConfig,
     DeepseekVL2Config,
     DeepseekVL2ProcessingInfo,

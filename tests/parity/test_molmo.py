@@ -30,10 +30,10 @@ from aioengine.errors import (
 )
 from aioengine.media_pipeline.worker_main import _make_processor
 from aioengine.media_pipeline.worker_pool import _describe_setup
-from aioengine.models.attention import Attention, attach_slot
-from aioengine.models.loading import build_on_meta, load_config
-from aioengine.models.molmo import Molmo, MolmoConfig, MolmoProcessingInfo
-from aioengine.models.molmo_model import MolmoForCausalLM, MolmoVisionBackbone
+from aioengine.models.molmo.modeling import MolmoForCausalLM, MolmoVisionBackbone
+from aioengine.models.molmo.molmo import Molmo, MolmoConfig, MolmoProcessingInfo
+from aioengine.models.runtime.attention import Attention, attach_slot
+from aioengine.models.runtime.hf_loading import build_on_meta, load_config
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from aioengine.processors.molmo import NO_TOKEN, MolmoImageProcessor, MolmoProcessor
 from tests.processors.conftest import make_tokenizer

@@ -30,7 +30,7 @@ from aioengine.errors import (
 )
 from aioengine.media_pipeline.worker_main import _make_processor
 from aioengine.media_pipeline.worker_pool import _describe_setup
-from aioengine.models.molmo2 import Molmo2ProcessingInfo
+from aioengine.models.molmo.molmo2 import Molmo2ProcessingInfo
 from aioengine.processors.info import load_context
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from aioengine.processors.molmo2 import Molmo2ImageProcessor, Molmo2Processor

@@ -14,8 +14,8 @@ import transformers as hf
 
 from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
-from aioengine.models.interfaces import PromptMedia
 from aioengine.models.omni import OmniThinker
+from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.types import Span
 from tests.engine.test_modalities import mkv
 from tests.parity.audio_families import RATE, Case, expect, sound, wav

@@ -26,8 +26,8 @@ from aioengine.errors import (
     PlaceholderMismatchError,
     UnsupportedModalityError,
 )
-from aioengine.models.qwen_vl import Qwen, QwenLMHeadModel, QwenTower, QwenVL
-from aioengine.models.qwen_vl_processing import QwenConfig
+from aioengine.models.qwen_vl.modeling import Qwen, QwenLMHeadModel, QwenTower, QwenVL
+from aioengine.models.qwen_vl.processing import QwenConfig
 from aioengine.processors.qwen_vl import QwenVLProcessor, tokenizer_from_ranks
 from tests.parity.families import Case
 from tests.parity.whole import (

@@ -26,8 +26,8 @@ import torch
 from aioengine.execution import load_trial
 from aioengine.execution.load_trial import BLIND, Comparison, Trial
 from aioengine.kernels.attention import select_backend
-from aioengine.models.checkpoint import read_config
-from aioengine.models.registry import resolve
+from aioengine.models.runtime.checkpoint import read_config
+from aioengine.models.runtime.registry import resolve
 from aioengine.processors.info import load_context
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from tests.parity import test_encdec, test_text_families

@@ -1,0 +1,1 @@
+"""Molmo and Molmo 2."""

@@ -1,0 +1,1 @@
+"""Qwen-VL, the first of the line."""

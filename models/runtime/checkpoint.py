@@ -1,0 +1,246 @@
+"""A checkpoint's files, looked at before anything long is done with them.
+
+Folder, config and weights are checked by names, sizes and headers: milliseconds, where building the
+model first would take seconds before the same error. Of weights only the headers are read. A hub
+id's files are checked if they are in the local cache; others are fetched when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.utils import cached_file
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.runtime.hf_loading import load_config
+from aioengine.models.runtime.quantized import check_packed_names, is_quantized
+from aioengine.models.runtime.registry import resolve
+from aioengine.processors.faults import read_settings, shown, told
+
+__all__ = ["check_files", "read_config"]
+
+Source = str | os.PathLike[str]
+Find = Callable[[str], Path | None]
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SETTINGS = (
+    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "processor_config.json", "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHERS = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz", "*.safetensors")
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own bound."""
+_SHOWN = 5
+
+
+def read_config(source: Source, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The config of a folder or hub id, of the class that its architecture's model class names.
+
+    Raises ModelLoadError where there is none and where it cannot be read.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    settings = _read_folder(source) if _is_here(source) else {}
+    try:
+        hf_config = load_config(source, **options)  # type: ignore[arg-type]
+    except ModelLoadError:
+        raise
+    # transformers raises OSError, ValueError, KeyError, and whatever a config's own class raises.
+    except Exception as error:
+        if not settings:
+            raise ModelLoadError(_unreachable(source)) from error
+        resolve(settings.get("architectures"))  # an architecture that nobody knows is the reason
+        raise ModelLoadError(
+            f"transformers {transformers.__version__} cannot read {_CONFIG} of "
+            f"{shown(source)!r} (model_type {settings.get('model_type')!r}): "
+            f"{type(error).__name__}: {told(error, source)}"
+        ) from error
+    return hf_config
+
+
+def check_files(source: Source, hf_config: Any, *, revision: str | None = None) -> None:
+    """Raises ModelLoadError, which names the file, where settings or weights are unusable.
+
+    Settings must be JSON. Weights must be in safetensors files, whole by their headers, which hold
+    what their index names, and packed only where the config says so. What the weights fit, and
+    their values, are not looked at.
+    """
+    find = _finder(source, revision)
+    for name in _SETTINGS:
+        file = find(name)
+        if file is not None:
+            read_settings(file, source)
+    if getattr(hf_config, "transformers_weights", None) is not None:
+        return  # other names than the usual ones: transformers will say whether it finds them
+    single, index = find(_WEIGHTS), find(_INDEX)
+    names: set[str] = set()
+    if single is not None:
+        names = _read_names(single, source)
+    elif index is not None:
+        names = _check_shards(index, find, source)
+    elif _is_here(source):
+        raise ModelLoadError(_no_weights(Path(source)))
+    if not is_quantized(hf_config):
+        check_packed_names(names, shown(source))
+
+
+# ---- the folder and its config
+
+
+def _is_here(source: Source) -> bool:
+    """Whether this is a folder. Raises ModelLoadError for what is neither folder nor hub id."""
+    if os.path.isdir(source):
+        return True
+    name = shown(source)
+    if os.path.exists(source):
+        raise ModelLoadError(f"{name!r} is a file: give the folder that it is in")
+    # At most one slash, no dots at the start: nothing else can be an id.
+    is_id = isinstance(source, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source)
+    if not is_id:
+        raise ModelLoadError(
+            f"there is no folder {name!r}: give the one that holds {_CONFIG} and the weights, "
+            "or a hub id"
+        )
+    return False
+
+
+def _read_folder(source: Source) -> dict[str, Any]:
+    """What is in a folder's config.json."""
+    file, name = Path(source) / _CONFIG, shown(source)
+    if not file.is_file():
+        raise ModelLoadError(
+            f"the folder {name!r} has no {_CONFIG}: give a folder as transformers' "
+            "save_pretrained writes it"
+        )
+    settings = read_settings(file, source)
+    names = settings.get("architectures")
+    is_list = isinstance(names, list) and names and all(isinstance(each, str) for each in names)
+    if not is_list:
+        raise ModelLoadError(
+            f'{_CONFIG} of {name!r} names no architectures: add "architectures" with the name of '
+            "the model's class in a list"
+        )
+    return settings
+
+
+def _unreachable(source: Source) -> str:
+    return (
+        f"there is no folder {shown(source)!r}, and as a hub id it could not be read: "
+        f"its {_CONFIG} is neither in the local cache nor could be fetched. Give a local folder, "
+        "or fetch the model once (`hf download`), where HF_HUB_OFFLINE is not set"
+    )
+
+
+# ---- weights
+
+
+def _finder(source: Source, revision: str | None) -> Find:
+    """From a file's name to where it lies; None where it is not, or not yet."""
+    if _is_here(source):
+        return lambda name: path if (path := Path(source) / name).is_file() else None
+
+    def find_cached(name: str) -> Path | None:
+        found = cached_file(
+            os.fspath(source),
+            name,
+            revision=revision,
+            local_files_only=True,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return None if found is None else Path(found)
+
+    return find_cached
+
+
+def _no_weights(folder: Path) -> str:
+    begin = f"the folder {shown(folder)!r} has no weights that can be read, no {_WEIGHTS}"
+    pickles, others = _names(folder, _PICKLES), _names(folder, _OTHERS)
+    if pickles:
+        return (
+            f"{begin}; {pickles} is a pickle, which could run code and is not opened: convert it "
+            "where you trust it (transformers' from_pretrained, then save_pretrained), or take "
+            "the checkpoint's safetensors files"
+        )
+    if others:
+        return f"{begin} and no {_INDEX}, only {others}: fetch what is missing"
+    return f"{begin}: fetch it to where {_CONFIG} is"
+
+
+def _names(folder: Path, patterns: Iterable[str]) -> str:
+    found = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
+    return ", ".join(found[:_SHOWN]) + (" and others" if len(found) > _SHOWN else "")
+
+
+def _check_shards(index: Path, find: Find, source: Source) -> set[str]:
+    """The names in the index, whose files are there and hold them."""
+    name, places = shown(source), read_settings(index, source).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
+        raise ModelLoadError(f"{_INDEX} of {name!r} has no weight_map: fetch the file again")
+    files = sorted(set(places.values()))
+    strange = [file for file in files if Path(file).name != file or "\\" in file]
+    if strange:
+        raise ModelLoadError(f"{_INDEX} of {name!r} names files that are not beside it")
+    found = {file: path for file in files if (path := find(file)) is not None}
+    missing = [file for file in files if file not in found]
+    if missing and _is_here(source):  # and not merely not fetched yet
+        raise ModelLoadError(
+            f"{_INDEX} of {name!r} names {len(missing)} files that are not there: "
+            f"{', '.join(missing[:_SHOWN])}; fetch them"
+        )
+    held = {file: _read_names(path, source) for file, path in found.items()}
+    lost = sorted(each for each, file in places.items() if file in held and each not in held[file])
+    if lost:
+        raise ModelLoadError(
+            f"{len(lost)} weights that {_INDEX} of {name!r} names are not in their files "
+            f"({places[lost[0]]}: {', '.join(lost[:_SHOWN])}); fetch files and index again"
+        )
+    return set(places)
+
+
+def _read_names(file: Path, source: Source) -> set[str]:
+    """The names in a safetensors file's header, whose sizes fit the file's.
+
+    The format: 8 bytes with the header's length, little endian; the header, JSON; the data.
+    """
+    name, size = f"{file.name} of {shown(source)!r}", file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version " and b"git-lfs" in opened.read(64):
+            raise ModelLoadError(f"{name} is a Git LFS pointer: fetch the weights (`git lfs pull`)")
+        if size >= 8 and length > _MAX_HEADER_BYTES:
+            raise ModelLoadError(f"{name} is not in the safetensors format: fetch the file again")
+        whole = 8 + length
+        try:
+            if size >= whole:
+                opened.seek(8)
+                header = json.loads(opened.read(length))
+                header.pop("__metadata__", None)
+                whole += max((each["data_offsets"][1] for each in header.values()), default=0)
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise ModelLoadError(f"{name} has a damaged header: fetch the file again") from error
+    if size < whole:
+        raise ModelLoadError(
+            f"{name} is cut short, with {size} of {whole} bytes: fetch the file again"
+        )
+    if size > whole:
+        raise ModelLoadError(
+            f"{name} is damaged: it has {size} bytes, and {whole} by its header; fetch it again"
+        )
+    return set(header)

@@ -1,0 +1,232 @@
+"""Building and loading transformers' models without leaving marks on the process.
+
+While transformers loads, it sets PyTorch's default dtype and patches its initialisers for the whole
+process; one lock keeps loads of several engines apart, and what was changed is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.runtime.load_progress import counted, is_watched
+from aioengine.models.runtime.quantized import check_packed_names, check_quantization, unpacked
+from aioengine.models.runtime.registry import resolve
+from aioengine.processors.faults import shown, told
+
+__all__ = [
+    "build_on_meta",
+    "find_class",
+    "load_config",
+    "load_pretrained",
+    "loading",
+    "pin_rotary",
+]
+
+_LOAD_LOCK = threading.RLock()
+
+
+def find_class(hf_config: Any) -> Any:
+    """transformers' own class for the config's first architecture that it has."""
+    names = getattr(hf_config, "architectures", None) or ()
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    raise ModelLoadError(
+        f"transformers {transformers.__version__} has no class for {', '.join(names) or 'nothing'}"
+    )
+
+
+def load_config(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The config of a folder or hub id: of the class that its architecture's model class names.
+
+    Where that names none, transformers chooses. Raises what transformers raises, and ModelLoadError
+    for a quantized checkpoint that is not read here.
+    """
+    settings, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    check_quantization(settings, source)
+    own: type[Any] | None = None
+    with suppress(ModelLoadError):  # an unknown architecture: whoever needs its class will say so
+        own = resolve(settings.get("architectures")).config_class
+    if own is not None:
+        return own.from_pretrained(source, revision=revision)
+    return AutoConfig.from_pretrained(
+        source, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Around all that builds a model: one at a time, and the process as it was before."""
+    with _LOAD_LOCK:
+        dtype = torch.get_default_dtype()
+        # A bar on stderr is the application's to draw. Where the variable is set, it has chosen.
+        silence = (
+            transformers_logging.is_progress_bar_enabled()
+            and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+        )
+        if silence:
+            transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            if silence:
+                transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _weights_counted() -> Iterator[None]:
+    """Meanwhile, what transformers counts on a bar is reported too, if this load is watched."""
+    if not is_watched():
+        yield
+        return
+
+    def hook(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        # The hook is the whole process's: a bar of another thread is none of this load's.
+        if is_watched() and args and isinstance(args[0], Sized):
+            items, *others = args
+            total = len(items)
+            args = (counted("weights", items, total), *others)
+            options = {"total": total, **options}
+        return bar(*args, **options) if before is None else before(bar, args, options)
+
+    before = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        last = transformers_logging.set_tqdm_hook(before)
+        if last is not hook:  # another one's, set meanwhile, stays
+            transformers_logging.set_tqdm_hook(last)
+
+
+def build_on_meta(model_class: Any, hf_config: Any) -> Any:
+    """The model with shapes and without weights, ready to be probed."""
+    with loading(), torch.device("meta"), torch.no_grad():
+        # Grouped matrix products of expert layers are checked for bfloat16 on this device.
+        model = model_class(copy.deepcopy(hf_config)).to(torch.bfloat16).eval()
+    for module in _rotary_modules(model):
+        # Frequencies do not matter to a probe, and choosing them would read data that is not there.
+        _set_static(module)
+    return model
+
+
+def load_pretrained(
+    model_class: Any,
+    path: str | os.PathLike[str],
+    *,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    revision: str | None = None,
+) -> Any:
+    """The model with its weights, from safetensors files only, in eval mode and without gradients.
+
+    Quantized ones are unpacked. Raises ModelLoadError where files or weights are missing or do not
+    fit: transformers would draw missing weights at random.
+    """
+    try:
+        with loading(), _weights_counted():
+            model, report = model_class.from_pretrained(
+                path,
+                config=unpacked(hf_config),
+                dtype=dtype,
+                revision=revision or "main",
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported, and refused below
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelLoadError(
+            f"weights of {shown(path)!r} could not be loaded: {told(error, path)}"
+        ) from error
+    _check_report(report, model_class.__name__)
+    model.eval().requires_grad_(False)
+    return model.to(device)
+
+
+def _check_report(report: Mapping[str, Any], name: str) -> None:
+    """Raises ModelLoadError where a weight has another shape or is missing."""
+    others = sorted(report["mismatched_keys"])
+    if others:
+        weight, found, wanted = others[0]
+        raise ModelLoadError(
+            f"{len(others)} weights of {name} have other shapes in the checkpoint than by its "
+            f"config.json: {weight} has {list(found)} and not {list(wanted)}. Fetch both from one "
+            "place again"
+        )
+    check_packed_names(report["unexpected_keys"], f"the checkpoint of {name}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{len(missing)} weights of {name} are not in the checkpoint: "
+            f"{', '.join(missing[:5])}. Fetch config.json and weights from one place again"
+        )
+
+
+def pin_rotary(root: nn.Module, max_model_len: int | None) -> None:
+    """Fix rotary frequencies that transformers would choose by a batch's longest sequence.
+
+    A flattened batch holds many requests, so one request's length would change another's output.
+    "longrope" takes the long factors if `max_model_len` exceeds the length the model was first
+    trained on, else the short ones, once and for all. "dynamic" is the plain rotation up to that
+    length; beyond it there is no choice that fits all requests, which raises ModelLoadError.
+    `max_model_len` None means the model's own maximum. Mutates the rotary modules.
+    """
+    for module in _rotary_modules(root):
+        layer_types = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
+        for layer_type in layer_types:
+            _pin(module, layer_type, max_model_len)
+        _set_static(module)
+
+
+def _rotary_modules(root: nn.Module) -> list[Any]:
+    return [module for module in root.modules() if hasattr(module, "rope_type")]
+
+
+def _set_static(module: Any) -> None:
+    """From now on the module's forward leaves its frequencies alone."""
+    if isinstance(module.rope_type, dict):
+        module.rope_type = dict.fromkeys(module.rope_type, "default")
+    else:
+        module.rope_type = "default"
+
+
+def _pin(module: Any, layer_type: str | None, max_model_len: int | None) -> None:
+    rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if "dynamic" not in rope_type and rope_type != "longrope":
+        return
+    longest = max_model_len or module.config.max_position_embeddings
+    if "dynamic" in rope_type:
+        if longest > module.original_max_seq_len:
+            raise ModelLoadError(
+                f"rope_type {rope_type!r} scales with the longest sequence of a batch beyond "
+                f"{module.original_max_seq_len} tokens: set max_model_len to that or less"
+            )
+        return
+    # The module chooses by the largest position it is shown: show it the largest there can be.
+    position = torch.tensor([[longest - 1]], device=module.inv_freq.device)
+    sample = torch.zeros(1, 1, 1, device=module.inv_freq.device)
+    with torch.no_grad():
+        if layer_type is None:
+            module(sample, position)
+        else:
+            module(sample, position, layer_type=layer_type)

@@ -1,0 +1,261 @@
+"""A model's attention layers, found by running its decoder without weights or memory.
+
+The model is built on PyTorch's `meta` device, where tensors have shapes and no data, and its
+decoder runs on three tokens while every attention layer that asks for our function reports what it
+was called with. This takes a fraction of a second at any size, happens before weights are read,
+and fails early and by name where a layer computes its attention some other way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.runtime.attention import attach_slot, route_attention
+from aioengine.types import KVGroup
+
+__all__ = ["NUM_PROBE_ROWS", "LayerSpec", "group_layers", "probe_layers"]
+
+NUM_PROBE_TOKENS = 3
+NUM_PROBE_ROWS = 5
+"""Of an encoder's output, where the decoder attends to one."""
+_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
+"""What transformers calls the argument through which a module keeps something between calls."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One attention layer, as its own calls describe it.
+
+    `name`: its module's path under the decoder. `kind`: "self", or "cross" where keys are the
+    encoder's. `window`: how many past tokens a query sees, its own included; None for all. `sinks`:
+    whether it passes a sink logit per head. `shares`: the layer, by name, whose keys and values it
+    is given instead of any of its own; it has no pages then, and reads that layer's.
+    """
+
+    name: str
+    kind: str
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    shares: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What a layer was called with."""
+
+    spec: LayerSpec
+    key: Tensor
+    value: Tensor
+
+    def has_pages_of(self, other: _Call) -> bool:
+        """Whether `other` has been given the very same keys and values, and keeps them as long."""
+        return (
+            self.spec.kind == other.spec.kind
+            and self.spec.window == other.spec.window
+            and _is_same(self.key, other.key)
+            and _is_same(self.value, other.value)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recorder:
+    """A slot that notes how its module calls it."""
+
+    name: str
+    calls: list[_Call]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        num_tokens, num_heads, key_dim = query.shape
+        if key.shape[0] not in (num_tokens, NUM_PROBE_ROWS):
+            raise ModelLoadError(f"layer {self.name} attends to other tokens than its own")
+        spec = LayerSpec(
+            name=self.name,
+            kind="self" if key.shape[0] == num_tokens else "cross",
+            num_heads=num_heads,
+            num_kv_heads=key.shape[1],
+            key_dim=key_dim,
+            value_dim=value.shape[2],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks is not None,
+        )
+        # Held until the run is over, so that equal storages are the same one.
+        self.calls.append(_Call(spec, key, value))
+        return query.new_empty(num_tokens, num_heads, value.shape[2])
+
+
+def probe_layers(
+    decoder: nn.Module, run: Callable[[nn.Module, Tensor, Tensor], Any], hidden_size: int
+) -> tuple[LayerSpec, ...]:
+    """The attention layers of `decoder`, in the order in which they run.
+
+    `decoder` lies on the meta device and is used up: its modules keep the probe's slots. `run`
+    calls it with embeddings [T, hidden] and positions [T]. Raises ModelLoadError where a layer
+    does not go through our attention function, or the decoder cannot be run this way.
+    """
+    calls: list[_Call] = []
+    route_attention(decoder)
+    for name, module in decoder.named_modules():
+        attach_slot(module, _Recorder(name, calls))
+    embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=_dtype_of(decoder))
+    positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
+    try:
+        with torch.no_grad():
+            run(decoder, embeds, positions)
+    except ModelLoadError:
+        raise
+    # Whatever a model's own code raises here, the answer is the same: it does not run flattened.
+    except Exception as error:
+        raise ModelLoadError(
+            f"{type(decoder).__name__} cannot be run on a flattened batch: {error}"
+        ) from error
+    routed = [call.spec.name for call in calls]
+    _refuse_state(decoder, routed)
+    _require_routing(decoder, routed)
+    return tuple(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
+
+
+def _with_owner(call: _Call, earlier: Sequence[_Call]) -> LayerSpec:
+    """The call's layer, with the name of the first one whose keys and values it was given."""
+    owner = next((other.spec.name for other in earlier if call.has_pages_of(other)), None)
+    return replace(call.spec, shares=owner)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same view of one storage: on the meta device there are no addresses."""
+    return (
+        one.untyped_storage() is other.untyped_storage()
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _refuse_state(decoder: nn.Module, routed: Sequence[str]) -> None:
+    """Raise ModelLoadError where a module takes a cache and is no attention layer of ours.
+
+    A convolution or a state-space mixer beside an attention layer, or inside one, would start anew
+    at every chunk and every decode step, and nothing but the tokens would show it.
+    """
+    attends = [*routed, *_silent_attention(decoder, routed)]
+    takers = [
+        (name, type(module).__name__)
+        for name, module in decoder.named_modules()
+        if name
+        and not _CACHES.isdisjoint(inspect.signature(type(module).forward).parameters)
+        and not any(_is_within(path, name) for path in attends)
+    ]
+    keepers = [
+        f"{name} ({kind})"
+        for name, kind in takers
+        if not any(other != name and _is_within(other, name) for other, _ in takers)
+    ]
+    if keepers or getattr(decoder, "_is_stateful", False):
+        shown = ", ".join(keepers[:_SHOWN]) or "all layers"
+        raise ModelLoadError(
+            f"{type(decoder).__name__} keeps state between calls that the engine does not hold, in "
+            f"{shown}: only the keys and values of attention layers are held here. Run this model "
+            "with transformers"
+        )
+
+
+def _silent_attention(decoder: nn.Module, routed: Sequence[str]) -> list[str]:
+    """The modules that call themselves attention, hold no other one, and have not reported."""
+    return [
+        name
+        for name, module in decoder.named_modules()
+        if name
+        and _is_attention(module)
+        and not any(map(_is_attention, _below(module)))
+        and not any(_is_within(path, name) for path in routed)
+    ]
+
+
+def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
+    """Every decoder layer, and every module that calls itself attention, must have reported."""
+    expected: list[str] = []
+    num_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    lists = [name for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
+    for name in lists:
+        # What a layer is made of may be a list as long.
+        is_inner = any(name != outer and _is_within(name, outer) for outer in lists)
+        module = decoder.get_submodule(name)
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and not is_inner:
+            layers = [f"{name}.{index}" for index in range(len(module))]
+            # A list of as many other things (an encoder's stages, say) attends nowhere.
+            if any(_is_within(path, layer) for path in routed for layer in layers):
+                expected += layers
+    silent = _silent_attention(decoder, routed)
+    silent += [name for name in expected if not any(_is_within(path, name) for path in routed)]
+    if silent or not routed:
+        raise ModelLoadError(
+            f"{type(decoder).__name__} does not route attention through transformers' "
+            f"AttentionInterface in: {', '.join(silent[:_SHOWN]) or 'any layer'}"
+        )
+    if len(set(routed)) != len(routed):
+        raise ModelLoadError(f"{type(decoder).__name__} runs an attention layer more than once")
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention")
+
+
+def _below(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.modules() if child is not module]
+
+
+def _is_within(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def group_layers(
+    specs: Sequence[LayerSpec],
+) -> tuple[tuple[KVGroup, ...], tuple[tuple[int, int], ...]]:
+    """The KV groups, in order of first appearance, and each layer's (group, index within it).
+
+    Groups of cross-attention come last. A layer that shares another's keys and values has that
+    layer's place, and takes none of its own.
+    """
+    members: dict[tuple[str, int, int, int, int | None], int] = {}
+    places: list[tuple[int, int]] = []
+    owned: dict[str, tuple[int, int]] = {}
+    order: dict[tuple[str, int, int, int, int | None], int] = {}
+    keys = [(s.kind, s.num_kv_heads, s.key_dim, s.value_dim, s.window) for s in specs]
+    for key in sorted(keys, key=lambda key: key[0] == "cross"):
+        order.setdefault(key, len(order))
+    for spec, key in zip(specs, keys, strict=True):
+        if spec.shares is None:
+            owned[spec.name] = order[key], members.get(key, 0)
+            members[key] = members.get(key, 0) + 1
+        places.append(owned[spec.shares or spec.name])
+    groups = tuple(KVGroup(*key, num_layers=members[key]) for key in order)
+    return groups, tuple(places)

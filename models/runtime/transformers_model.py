@@ -1,0 +1,438 @@
+"""A transformers model as the engine runs it: a flattened batch over paged attention.
+
+`TransformersModel` wraps transformers' own module and weights. What the runner calls is at the top;
+what a family may override is below, each hook with a default that fits most models:
+
+    decoder    the module that turns embeddings into hidden states
+    layers     its attention layers (a run on the meta device tells)
+    patch      make the loaded modules run flattened
+    positions  a prompt's position ids
+    blocks     which prompt tokens attend to each other in both directions
+    encode     media items to encoder rows
+    memory     rows for cross-attention
+    embed      token ids and encoder rows to embeddings
+    forward    embeddings to hidden states
+    logits     hidden states to logits
+
+A family without surprises is an empty subclass under `register_model`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
+from aioengine.kernels.int8 import quantize_linear
+from aioengine.models.fusion.encoder_attention import route_encoders
+from aioengine.models.fusion.fused_decoder import compute_straight, straighten_layers
+from aioengine.models.fusion.fused_mlp import fuse_activations
+from aioengine.models.fusion.fused_rms_norm import fuse_norms
+from aioengine.models.fusion.packed_conv1d import pack_convolutions
+from aioengine.models.fusion.packed_linear import pack_layers
+from aioengine.models.fusion.rotary import fuse_rotary
+from aioengine.models.fusion.tied_head import read_tied_heads
+from aioengine.models.fusion.trimmed import trim_encoders
+from aioengine.models.runtime import encoding
+from aioengine.models.runtime.attention import (
+    LayerSlot,
+    StepContext,
+    StepHolder,
+    attach_slot,
+    route_attention,
+)
+from aioengine.models.runtime.hf_loading import (
+    build_on_meta,
+    find_class,
+    load_pretrained,
+    pin_rotary,
+)
+from aioengine.models.runtime.interfaces import (
+    MultiModalEmbeddings,
+    PromptInputs,
+    PromptMedia,
+    merge_multimodal_embeddings,
+)
+from aioengine.models.runtime.probe import LayerSpec, group_layers, probe_layers
+from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
+from aioengine.types import KVGroup
+
+__all__ = ["TransformersModel"]
+
+
+class TransformersModel:
+    """One loaded model. It is called by one thread at a time, under `torch.inference_mode`.
+
+    `model`: transformers' module, which belongs to this object from here on: its decoder's
+    attention is rerouted. `specs`: its attention layers, if they are known already.
+
+    `kv_groups`: layers by the shape and life of their KV blocks. `layer_groups`: for each layer,
+    in the order in which they run, (its group, its index within the group).
+    """
+
+    config_class: ClassVar[type[Any] | None] = None
+    """What reads this family's config.json, a PreTrainedConfig; None: what transformers chooses."""
+    blocks_in_window: ClassVar[bool] = False
+    """Whether a layer's window bounds what the tokens of a block see of each other, too."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        specs: Sequence[LayerSpec] | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.model = model
+        self.hf_config = model.config
+        self.text_config = self.hf_config.get_text_config(decoder=True)
+        self.specs = tuple(specs) if specs is not None else self.probe(self.hf_config)
+        self.kv_groups, self.layer_groups = group_layers(self.specs)
+        self._holder = StepHolder()
+        self._backend: AttentionBackend | None = None
+        self._caches: tuple[tuple[Tensor, Tensor], ...] = ()
+        self._wanted: Tensor | None = None
+        pin_rotary(self.decoder(), max_model_len)
+        self.patch()
+
+    @classmethod
+    def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:
+        """The class for this config; a family may hand some of its configs to another."""
+        return cls
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        hf_config: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        revision: str | None = None,
+        max_model_len: int | None = None,
+    ) -> Self:
+        """The model at `path` (a folder or a hub id) on `device`. Blocks; call it in a thread.
+
+        The layers are probed before any weight is read. Raises ModelLoadError.
+        """
+        specs = cls.probe(hf_config)
+        module = cls.load_module(
+            path, hf_config=hf_config, dtype=dtype, device=device, revision=revision
+        )
+        return cls(module, specs=specs, max_model_len=max_model_len)
+
+    @classmethod
+    def load_module(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        hf_config: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        revision: str | None = None,
+    ) -> Any:
+        """The module with its weights, as transformers made it. Raises ModelLoadError."""
+        return load_pretrained(
+            cls.hf_class(hf_config),
+            path,
+            hf_config=hf_config,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+        )
+
+    @classmethod
+    def hf_class(cls, hf_config: Any) -> Any:
+        """transformers' class that is built for this config."""
+        return find_class(hf_config)
+
+    @classmethod
+    def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
+        """The attention layers of a model with this config, without its weights.
+
+        Raises ModelLoadError where a layer cannot be served.
+        """
+        return cls.around(build_on_meta(cls.hf_class(hf_config), hf_config)).layers()
+
+    @classmethod
+    def around(cls, module: Any) -> Self:
+        """A model around a module that is left as it is: without pages, it takes no steps."""
+        shell = cls.__new__(cls)
+        shell._holder = StepHolder()
+        shell.model = module
+        shell.hf_config = module.config
+        shell.text_config = module.config.get_text_config(decoder=True)
+        return shell
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """Logits [n, vocab] at the positions `rows` of a whole prompt, by the module's own forward.
+
+        Called on what `around` gives, for the trial at load (`execution/load_trial`). Override it
+        where transformers' forward wants more than what the encoder takes.
+        """
+        return run_whole(self.model, prompt, rows)
+
+    # What the runner reads and calls.
+
+    kv_groups: tuple[KVGroup, ...]
+    layer_groups: tuple[tuple[int, int], ...]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the decoder's embeddings."""
+        return int(self.model.get_input_embeddings().weight.shape[-1])
+
+    @property
+    def row_size(self) -> int:
+        """Width of encoder rows; `embed` may make wider embeddings of them than `hidden_size`."""
+        return self.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, which is the width of the logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """Tokens of the longest sequence the model knows; None where its config sets no limit."""
+        limit = getattr(self.text_config, "max_position_embeddings", None)
+        return None if limit is None else int(limit)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, embeddings and encoder rows."""
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def pack(self, *, quantize: bool = False) -> None:
+        """Lay linear layers out for the CPU's kernels, fuse what is around, but in float64.
+
+        On any device, encoder layers that are computed for nothing go. `quantize`: the decoder's
+        linear layers in 8 bits. Mutates the modules; to be called before the first step.
+        """
+        trim_encoders(self.model)
+        if quantize:
+            heads = self.model.get_output_embeddings()
+            pack_layers(self.decoder(), quantize_linear, without=(heads,))
+        pack_layers(self.model)
+        pack_convolutions(self.model)
+        read_tied_heads(self.model)
+        fuse_activations(self.model)
+        fuse_norms(self.model)
+        fuse_rotary(self.model)
+        route_encoders(self.model)
+        straighten_layers(self.decoder())
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
+        """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.
+
+        Key caches are [num_blocks, block_size, Hkv, Dk], value caches [..., Dv]. Layers of one
+        place are given the same ones.
+        """
+        assert len(caches) == len(self.specs)
+        for (key, value), spec in zip(caches, self.specs, strict=True):
+            assert key.shape[2:] == (spec.num_kv_heads, spec.key_dim)
+            assert value.shape[2:] == (spec.num_kv_heads, spec.value_dim)
+        self._caches = tuple(caches)
+        self._backend = backend
+
+    def want(self, rows: Tensor | None) -> None:
+        """Say which rows of the next `forward` will be read, [n]; None for all.
+
+        What the others hold afterwards is not defined: the last layer may leave them out.
+        """
+        self._wanted = rows
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """The encoder's rows, one [rows, hidden] tensor per item, for a batch of items.
+
+        `pixel_values` [n, 3, height, width] and whatever else transformers' `get_image_features`
+        takes (and so for videos and audio); or `image_embeds`, rows that are there already, which
+        are passed through in the model's dtype. A subclass may define the older
+        `get_multimodal_embeddings(**kwargs)` instead.
+        """
+        found = encoding.passed_through(kwargs, self.dtype, self.device)
+        if found is not None:
+            return found
+        older = getattr(self, "get_multimodal_embeddings", None)
+        if older is not None:
+            rows: MultiModalEmbeddings | None = older(**kwargs)
+            return [] if rows is None else rows
+        return encoding.encode_batch(self.model, kwargs, self.dtype, self.device)
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """Embeddings [T, hidden] of `input_ids` [T], encoder rows where `is_multimodal` [T].
+
+        Ids under the mask may lie outside the embedding table. A subclass may define the older
+        `get_input_embeddings(input_ids, multimodal_embeddings=None)` instead, which finds the
+        placeholders by their ids.
+        """
+        older = getattr(self, "get_input_embeddings", None)
+        if older is not None:
+            embeds: Tensor = older(input_ids, multimodal_embeddings)
+            return embeds
+        return self.embed(input_ids, multimodal_embeddings, is_multimodal)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab] of hidden states [n, hidden], in float32 at least."""
+        logits = self.logits(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def prompt_inputs(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> PromptInputs | None:
+        """What `positions` and `blocks` say of a prompt; None where all is as usual.
+
+        Reads nothing that a step changes: it may be called while one runs.
+        """
+        positions, blocks = self.positions(token_ids, items), self.blocks(token_ids, items)
+        if positions is None and blocks is None:
+            return None
+        return PromptInputs(positions, None if blocks is None else blocks.to(torch.int32))
+
+    def positions_for(
+        self,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        prompts: Sequence[tuple[Tensor, int] | None] | None = None,
+    ) -> Tensor:
+        """Position ids [T] (or [3, T]) of a step that computes tokens [starts[i], ends[i]).
+
+        `prompts[i]` is what `positions` gave for request i; without it, or with None in it, a
+        token's position is its index. On the CPU.
+        """
+        if prompts is None or not any(prompts):
+            return torch.tensor([*chain.from_iterable(map(range, starts, ends))], dtype=torch.int64)
+        cuts = zip(prompts, starts, ends, strict=True)
+        return torch.cat([_cut_positions(*cut) for cut in cuts], dim=-1)
+
+    # Hooks.
+
+    def decoder(self) -> nn.Module:
+        """The module that takes embeddings [1, T, hidden] and gives the last hidden state."""
+        decoder: nn.Module = self.model.get_decoder()
+        return decoder
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The decoder's attention layers; called on a model on the meta device, used up by it."""
+        return probe_layers(self.decoder(), self.call_decoder, self.hidden_size)
+
+    def patch(self) -> None:
+        """Reroute the loaded decoder's attention to this model's pages; mutates the modules."""
+        decoder = self.decoder()
+        route_attention(decoder)
+        for index, spec in enumerate(self.specs):
+            group, _ = self.layer_groups[index]
+            stores = spec.shares is None
+            is_last = index == len(self.specs) - 1
+            slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
+            attach_slot(decoder.get_submodule(spec.name), slot)
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> tuple[Tensor, int] | None:
+        """A prompt's position ids [L] or [3, L], and what a later token's index is off by.
+
+        None where a token's position is its index. Of one kind for all prompts of a model.
+        """
+        return None
+
+    def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> Tensor | None:
+        """A block id [L] per prompt token, -1 for causal ones; None where all are causal.
+
+        Tokens of one block see each other both ways, and are computed in one step.
+        """
+        return None
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Each item's rows [rows, hidden]. Items of equal shapes go through the encoder together.
+
+        An item holds what transformers' processor made for it, without a batch dimension
+        (`pixel_values` [3, height, width]), or `{modality}_embeds` [rows, hidden].
+        """
+        return encoding.encode_items(self.embed_multimodal, items)
+
+    def memory(self, items: Sequence[Tensor]) -> Tensor | None:
+        """What cross-attention layers are given in a step that writes the keys and values of these
+        encoder outputs, [rows, dim] each; None for a model that has no such layers."""
+        return None
+
+    def embed(
+        self, input_ids: Tensor, rows: MultiModalEmbeddings | None, is_multimodal: Tensor | None
+    ) -> Tensor:
+        """See `embed_input_ids`."""
+        table = self.model.get_input_embeddings()
+        if is_multimodal is None:
+            embeds: Tensor = table(input_ids)
+            return embeds
+        mask = is_multimodal.to(input_ids.device)
+        embeds = table(input_ids.masked_fill(mask, 0))
+        if rows is None:
+            return embeds
+        if self.row_size > embeds.shape[-1]:
+            embeds = pad(embeds, (0, self.row_size - embeds.shape[-1]))
+        return merge_multimodal_embeddings(input_ids, embeds, rows, is_multimodal=is_multimodal)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        positions: Tensor,
+        metadata: Sequence[AttentionMetadata],
+        encoded: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Hidden states [T, hidden] of a step's embeddings [T, hidden].
+
+        `positions` [T] or [3, T]; `metadata`: one for each of `kv_groups`; `encoded`: the encoder
+        outputs whose keys and values this step writes. Writes the step's keys and values into the
+        pages that were bound.
+        """
+        assert self._backend is not None, "bind() comes before forward()"
+        assert len(metadata) == len(self.kv_groups)
+        memory = self.memory(encoded)
+        wanted, self._wanted = self._wanted, None
+        step = StepContext(tuple(metadata), self._caches, self._backend, positions, memory, wanted)
+        with self._holder.hold(step):
+            return self.call_decoder(self.decoder(), inputs_embeds, positions)
+
+    def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
+        """Run `decoder` on [T, hidden] and [T] or [3, T]; the probe and `forward` share it."""
+        found = compute_straight(decoder, embeds, positions) if positions.dim() == 1 else None
+        if found is not None:
+            return found
+        ids = positions[None] if positions.dim() == 1 else positions[:, None]
+        output = decoder(inputs_embeds=embeds[None], position_ids=ids, use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The output head on [n, hidden], with the config's final soft cap."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        cap = getattr(self.text_config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _cut_positions(known: tuple[Tensor, int] | None, start: int, end: int) -> Tensor:
+    """Positions of tokens [start, end): the prompt's own, then counting on from them."""
+    if known is None:
+        return torch.arange(start, end)
+    prompt, delta = known
+    length = prompt.shape[-1]
+    beyond = torch.arange(max(start, length), max(end, length)) + delta
+    inside = prompt[..., start:end]
+    return torch.cat([inside, beyond.expand(*prompt.shape[:-1], -1)], dim=-1)

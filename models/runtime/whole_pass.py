@@ -1,0 +1,251 @@
+"""The forward pass of a model's own module over one whole prompt: the reference for ours.
+
+Nothing of ours is in it that could hide a mistake of ours: neither pages nor chunks, and for
+transformers' modules neither our masks, nor our positions, nor our merging of encoder rows. It runs
+on the module as it was loaded, before anything of it is rerouted, fused, packed or quantized.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.reference import attend_dense, visible_mask
+from aioengine.models.runtime.attention import Attention, AttentionType, attach_slot
+from aioengine.models.runtime.encoding import batch_items, frames_as_images, place
+from aioengine.models.runtime.interfaces import PromptMedia
+
+__all__ = [
+    "WholePrompt",
+    "attending_whole",
+    "run_whole",
+    "spare_layers",
+    "with_rounding_noise",
+    "without_layers",
+]
+
+_KINDS = {"image": 1, "video": 2, "audio": 3}
+"""How transformers numbers the kinds of tokens; text is 0."""
+_COUNTS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
+"""How configs call the number of their layers."""
+_KIND_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WholePrompt:
+    """One prompt as a module takes it in one call.
+
+    `token_ids`: the decoder's. `items`: its media, in the order of their places. `encoder`: what
+    the encoder of an encoder-decoder model is given, without a batch dimension; None for others.
+    """
+
+    token_ids: tuple[int, ...]
+    items: tuple[PromptMedia, ...] = ()
+    encoder: Mapping[str, Tensor] | None = None
+
+    def kinds(self) -> Tensor:
+        """The kind of each token [L], by what takes encoder rows."""
+        found = torch.zeros(len(self.token_ids), dtype=torch.int64)
+        for item in self.items:
+            for start, stop in item.span.embed_runs:
+                found[item.span.offset + start : item.span.offset + stop] = _KINDS[item.modality]
+        return found
+
+
+def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Tensor) -> Tensor:
+    """Logits [n, vocab] at the positions `rows` of a prompt, by transformers' own forward.
+
+    `extra`: further arguments, [1, L] where they go by token. Raises TypeError where the module
+    takes nothing of an item's, and whatever the module raises.
+    """
+    embeddings = module.get_input_embeddings().weight
+    names = inspect.signature(module.forward).parameters
+    groups = [
+        batch_items([item.features for item in prompt.items if item.modality == modality])
+        for modality in dict.fromkeys(item.modality for item in prompt.items)
+    ]
+    if prompt.encoder is not None:
+        groups.append(batch_items([prompt.encoder]))
+    given: dict[str, Any] = {}
+    for group in groups:
+        is_renamed = "pixel_values_videos" in group and "pixel_values_videos" not in names
+        taken = frames_as_images(group) if is_renamed else group
+        if names.keys().isdisjoint([*taken, *extra]):
+            raise TypeError(f"forward of {type(module).__name__} takes none of {', '.join(taken)}")
+        given |= {name: value for name, value in taken.items() if name in names}
+    ids = torch.tensor([prompt.token_ids])
+    given["input_ids" if prompt.encoder is None else "decoder_input_ids"] = ids
+    if prompt.items:
+        given |= {name: prompt.kinds()[None] for name in _KIND_ARGUMENTS if name in names}
+    given |= extra
+    placed = {n: place(value, embeddings.dtype, embeddings.device) for n, value in given.items()}
+    if "logits_to_keep" in names and type(module).__module__.startswith("transformers."):
+        places = torch.tensor(list(rows), device=embeddings.device)
+        kept: Tensor = module(**placed, use_cache=False, logits_to_keep=places).logits
+        return kept[0]
+    logits: Tensor = module(**placed, use_cache=False).logits
+    return logits[0, list(rows)]
+
+
+def spare_layers(
+    root: nn.Module, kinds: Mapping[str, Hashable], needed: Collection[str] = ()
+) -> list[str]:
+    """Paths of the layers in `root` that show nothing which others do not show.
+
+    Of each stack the first layer of each kind is kept, and the last. `kinds`: what more tells
+    layers apart, by the path of a module in them; `needed`: modules whose layers are kept too.
+    """
+    found: list[str] = []
+    stacks: list[str] = []
+    for path, module in root.named_modules():
+        is_inner = any(path.startswith(f"{outer}.") for outer in stacks)
+        if is_inner or not _is_stack(root, path, module):
+            continue
+        stacks.append(path)
+        layers = [f"{path}.{index}" for index in range(len(module))]
+        signatures = _signatures(module, layers, kinds)
+        kept = {layers[signatures.index(each)] for each in signatures} | {layers[-1]}
+        kept |= {layer for layer in layers if any(each.startswith(f"{layer}.") for each in needed)}
+        found += [layer for layer in layers if layer not in kept]
+    return found
+
+
+def _is_stack(root: nn.Module, path: str, module: nn.Module) -> TypeGuard[nn.ModuleList]:
+    """Whether a module's config counts these as its layers."""
+    if not isinstance(module, nn.ModuleList):
+        return False
+    config = getattr(root.get_submodule(path.rpartition(".")[0]), "config", None)
+    return len(module) > 2 and len(module) in [getattr(config, name, None) for name in _COUNTS]
+
+
+def _signatures(
+    stack: nn.ModuleList, paths: Sequence[str], kinds: Mapping[str, Hashable]
+) -> list[Hashable]:
+    """What tells each layer of a stack from others, but for its place in the stack."""
+    settings = [_settings(layer) for layer in stack]
+    places = {
+        name
+        for name in settings[0]
+        if all(each.get(name) == place for place, each in enumerate(settings))
+    }
+    return [
+        (
+            tuple((name, tuple(each.shape)) for name, each in layer.named_parameters()),
+            tuple((name, type(each)) for name, each in layer.named_modules()),
+            frozenset((name, value) for name, value in mine.items() if name not in places),
+            tuple(kinds[name] for name in kinds if name.startswith(f"{path}.")),
+        )
+        for layer, mine, path in zip(stack, settings, paths, strict=True)
+    ]
+
+
+def _settings(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """The numbers and names that a layer's modules were made with."""
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+@contextmanager
+def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """Meanwhile, these layers hand on what they are given, in the form of the layer before them.
+
+    They stay in their places: what counts layers, or collects what comes out of them, finds all.
+    """
+    forms: dict[str, bool] = {}
+    handles = []
+    for stack in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+
+        def note(_module: nn.Module, _args: Any, output: Any, stack: str = stack) -> None:
+            forms[stack] = isinstance(output, tuple)
+
+        handles.append(root.get_submodule(f"{stack}.0").register_forward_hook(note))
+    layers = [root.get_submodule(path) for path in paths]
+    before = [vars(layer).get("forward") for layer in layers]
+    for path, layer in zip(paths, layers, strict=True):
+
+        def hand_on(hidden_states: Any, *_: Any, path: str = path, **__: Any) -> Any:
+            return (hidden_states,) if forms[path.rpartition(".")[0]] else hidden_states
+
+        vars(layer)["forward"] = hand_on
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del vars(layer)["forward"]
+            else:
+                vars(layer)["forward"] = forward
+
+
+class _WholeSlot:
+    """Attention over the tokens of one call."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        mask = visible_mask(0, len(query), 0, window, query.device)
+        return attend_dense(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+
+
+@contextmanager
+def attending_whole(root: nn.Module) -> Iterator[None]:
+    """Meanwhile, the decoder layers of a module that is defined here need no pages."""
+    layers = [
+        module
+        for module in root.modules()
+        if isinstance(module, Attention) and module.attn_type is AttentionType.DECODER
+    ]
+    for layer in layers:
+        attach_slot(layer, _WholeSlot())
+    try:
+        yield
+    finally:
+        for layer in layers:
+            attach_slot(layer, None)
+
+
+@contextmanager
+def with_rounding_noise(root: nn.Module, size: float, seed: int = 0) -> Iterator[None]:
+    """Meanwhile, every product of `root` with weights is off by up to `size` of itself, at random.
+
+    What this does to the logits is what another order of the same sums may do to them: it follows
+    depth and dtype, and how sensitive the weights are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        noise = torch.rand(output.shape[-1], generator=generator).mul_(2 * size).sub_(size)
+        return output * (1 + noise).to(output)
+
+    handles = [
+        module.register_forward_hook(disturb)
+        for module in root.modules()
+        if any(weight.dim() > 1 for weight in module.parameters(recurse=False))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

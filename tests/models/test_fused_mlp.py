@@ -1,0 +1,239 @@
+"""Feed-forward layers of one product less: transformers' own are taken, others are left alone."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.bart.modeling_bart import BartConfig, BartEncoderLayer
+from transformers.models.clip.modeling_clip import CLIPMLP
+from transformers.models.gemma.modeling_gemma import GemmaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
+
+from aioengine.kernels.cpu import library
+from aioengine.kernels.cpu.linear import native_way
+from aioengine.models.fusion.fused_mlp import (
+    ActivatedFeedForward,
+    ActivatedLinear,
+    FeedForward,
+    activated_child,
+    feed_forward,
+    fuse_activations,
+)
+from aioengine.models.fusion.packed_linear import pack_layers
+
+needs_kernels = pytest.mark.skipif(
+    not library.is_available() or library.instruction_set() == "generic",
+    reason="the products are PyTorch's here",
+)
+GATED = FeedForward("down_proj", "act_fn", "up_proj", "gate_proj")
+
+
+def config(activation: str, inner: int = 96) -> Any:
+    return SimpleNamespace(
+        hidden_size=64,
+        intermediate_size=inner,
+        hidden_act=activation,
+        hidden_activation=activation,
+        mlp_bias=True,
+    )
+
+
+def packed(layer: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Packed by our own way: which one is the best depends on the CPU."""
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 0, 0.3)
+    holder = nn.Sequential(layer.to(dtype).requires_grad_(False))
+    assert pack_layers(holder, native_way)
+    return holder
+
+
+class Parallel(nn.Module):
+    """Looks much like the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 96)
+        self.act = nn.SiLU()
+
+
+class Doubled(Parallel):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * 2
+
+
+class Crossed(Parallel):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(y))
+
+
+class Added(Parallel):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) + self.up(x))
+
+
+class Branching(Parallel):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 4:
+            x = x + 1
+        return self.down(self.act(self.up(x)))
+
+
+class Straight(Parallel):
+    def forward(self, x: Tensor) -> Tensor:
+        """Says what it does."""
+        y = self.up(x)
+        y = self.act(y)
+        return self.down(y)
+
+
+def test_what_classes_are_read_as() -> None:
+    for kind in (LlamaMLP, GemmaMLP, Qwen2MLP):
+        assert feed_forward(kind) == GATED
+    assert feed_forward(CLIPMLP) == FeedForward("fc2", "activation_fn", "fc1", None)
+    assert feed_forward(Straight) == FeedForward("down", "act", "up", None)
+    for kind in (Doubled, Crossed, Added, Branching, nn.Linear, nn.Module):
+        assert feed_forward(kind) is None, kind
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "quick_gelu", "gelu"])
+@pytest.mark.parametrize("kind", [LlamaMLP, GemmaMLP, CLIPMLP])
+def test_is_what_the_layer_was(kind: Any, activation: str, dtype: torch.dtype) -> None:
+    holder = packed(kind(config(activation)), dtype)
+    plain = copy.deepcopy(holder)
+    assert fuse_activations(holder) == 1
+    assert isinstance(holder[0], ActivatedFeedForward)
+    x = torch.randn(2, 9, 64).to(dtype)
+    found, wanted = holder(x), plain(x)
+    assert found.dtype == dtype and found.shape == wanted.shape
+    close = 8 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=close, rtol=0)
+    assert torch.equal(holder(x[:1, 3:4]), found[:1, 3:4]), "a row has no company"
+
+
+@needs_kernels
+def test_what_is_left_alone() -> None:
+    hooked = packed(LlamaMLP(config("silu")))
+    hooked[0].act_fn.register_forward_hook(lambda *_: None)
+    other = packed(CLIPMLP(config("relu")))
+    uneven = packed(LlamaMLP(config("silu", inner=80)))  # halves that share a panel
+    unpacked = nn.Sequential(LlamaMLP(config("silu")))
+    for each in (hooked, other, uneven, unpacked):
+        kind, x = type(each[0]), torch.randn(3, 64)
+        wanted = each(x)
+        assert fuse_activations(each) == 0
+        assert type(each[0]) is kind and torch.equal(each(x), wanted)
+
+
+@needs_kernels
+def test_an_activation_is_known_by_what_it_does() -> None:
+    class Named(nn.SiLU):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.01
+
+    layer = packed(LlamaMLP(config("silu")))
+    layer[0].act_fn = Named()
+    assert fuse_activations(layer) == 0
+
+
+class Inside(nn.Module):
+    """A layer with its feed-forward part written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x))
+        return x + self.last(inner)
+
+
+class Twice(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x)) + self.first(x)
+        return x + self.last(inner)
+
+
+class Inherited(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x)) * self.first.weight.sum()
+        return x + self.act(self.last(inner))
+
+
+class Reader(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.first(x))
+        return x + self.act(self.last(inner))
+
+
+def test_parts_of_other_layers() -> None:
+    for kind in (BartEncoderLayer, WhisperEncoderLayer, WhisperDecoderLayer):
+        assert activated_child(kind) == ("activation_fn", "fc1")
+    assert activated_child(Inside) == ("act", "first")
+    for other in (Twice, Inherited, Reader, nn.Linear, nn.Module):
+        assert activated_child(other) is None, other
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_a_part_is_what_it_was(activation: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"encoder_attention_heads": 2, "encoder_ffn_dim": 96, "d_model": 64}
+    settings = BartConfig(**options, activation_function=activation)
+    settings._attn_implementation = "sdpa"
+    holder = packed(BartEncoderLayer(settings).eval(), dtype)
+    plain = copy.deepcopy(holder)
+    assert fuse_activations(holder) == 1
+    layer: Any = holder[0]
+    assert isinstance(layer.fc1, ActivatedLinear) and isinstance(layer.activation_fn, nn.Identity)
+    x = torch.randn(2, 9, 64).to(dtype)
+    found, wanted = holder[0](x, None), plain[0](x, None)
+    close = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=close, rtol=0)
+    assert fuse_activations(holder) == 0, "it stays as it is"
+
+
+@needs_kernels
+def test_parts_that_are_left_alone() -> None:
+    hooked = packed(Inside())
+    hooked[0].act.register_forward_hook(lambda *_: None)
+    other = packed(Inside())
+    other[0].act = nn.Tanh()
+    normed = packed(Inside())
+    normed[0].act = nn.LayerNorm(96)
+
+    class Heads(nn.Module):
+        """Is at home with matrices."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(x.shape[0], 2, x.shape[1] // 2).flatten(1)
+
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.dim() == 2 else x[::2]
+
+    reshaped, halved = packed(Inside()), packed(Inside())
+    reshaped[0].act, halved[0].act = Heads(), Halved()
+    shared = packed(Inside())
+    shared.append(nn.Sequential(shared[0].first, nn.Linear(96, 64)))
+    for each in (hooked, other, normed, reshaped, halved, shared):
+        x = torch.randn(3, 64)
+        wanted = each(x)
+        assert fuse_activations(each) == 0 and torch.equal(each(x), wanted)

@@ -1,0 +1,58 @@
+"""Norms of one operator: the usual ones of transformers are taken, others are left alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm, fuse_norms
+
+
+def drawn(norm: nn.Module, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1, 0.3)
+    return norm.to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
+@pytest.mark.parametrize("dim", [8, 100, 1024])
+def test_usual_norms(kind: type[nn.Module], dtype: torch.dtype, dim: int) -> None:
+    norm = drawn(kind(dim, 1e-5), dtype)
+    plain = copy.deepcopy(norm)
+    assert fuse_norms(nn.Sequential(norm)) == 1
+    assert isinstance(norm, FusedRMSNorm)
+    x = torch.randn(1, 7, dim).to(dtype)
+    found, wanted = norm(x), plain(x)
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    if dtype is torch.float32:
+        assert torch.equal(found, wanted)
+    else:
+        close = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found, wanted, atol=close, rtol=close)
+    assert torch.equal(norm(x[:, 3:4]), found[:, 3:4]), "a row has no company"
+    if dtype is not torch.float32:  # ours
+        assert torch.equal(norm(x.mT.contiguous().mT), found), "however it lies"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_of_another_kind_stays(dtype: torch.dtype) -> None:
+    norm = drawn(GemmaRMSNorm(64), dtype)
+    x = torch.randn(3, 64).to(dtype)
+    wanted = norm(x)
+    assert fuse_norms(nn.Sequential(norm)) == 0
+    assert torch.equal(norm(x), wanted)
+
+
+def test_what_is_left_alone() -> None:
+    hooked = drawn(LlamaRMSNorm(8), torch.float32)
+    hooked.register_forward_hook(lambda *_: None)
+    double = drawn(LlamaRMSNorm(8), torch.float64)
+    assert fuse_norms(nn.Sequential(hooked, double, nn.RMSNorm(8), nn.LayerNorm(8))) == 0
