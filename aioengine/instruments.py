@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from aioengine.streams.bridge import LoopBridge
+from aioengine.streams.loop_bridge import LoopBridge
 from aioengine.types import Launched, RequestOutput, StageStatistics, read
 
 __all__ = [

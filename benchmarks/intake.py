@@ -35,7 +35,7 @@ from PIL import Image
 from aioengine import AsyncEngine, Embeddings, SamplingParams
 from aioengine.engine.request_state import MediaInput, RequestState
 from aioengine.processors.inputs import MultiModalKwargs
-from aioengine.processors.work import Worked, WorkItem
+from aioengine.processors.item_work import Worked, WorkItem
 
 SIZE = (1920, 1080)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

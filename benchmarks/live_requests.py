@@ -30,7 +30,7 @@ from make_model import make_model
 from PIL import Image
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.asgi.board import StatusBoard
+from aioengine.asgi.status_model import StatusBoard
 from aioengine.instruments import StageSpan
 from aioengine.streams.tokens import TokenStream
 

@@ -25,8 +25,8 @@ from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import AudioProcessorItems, MultiModalDataItems
+from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import PromptReplacement, PromptUpdate
 
 __all__ = ["Qwen2Audio", "Qwen2AudioInfo", "Qwen2AudioMultiModalProcessor", "count_audio_rows"]
 

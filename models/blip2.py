@@ -20,8 +20,8 @@ from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, Pr
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.prompt.updates import PromptIndexTargets, PromptInsertion, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import PromptIndexTargets, PromptInsertion, PromptUpdate
 
 __all__ = ["Blip2", "Blip2DummyInputsBuilder", "Blip2MultiModalProcessor", "Blip2ProcessingInfo"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from aioengine.kernels.layer_slot import StepHolder
 from aioengine.models.runtime import encoding
-from aioengine.models.runtime.attention import StepHolder
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings
 from aioengine.models.runtime.probe import NUM_PROBE_ROWS
 from aioengine.models.runtime.transformers_model import TransformersModel

@@ -27,8 +27,8 @@ from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, Pr
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
+from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import PromptReplacement, PromptUpdate
 
 __all__ = [
     "Florence2",

@@ -18,7 +18,7 @@ from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalit
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
-from aioengine.processors.hf import merge_image_options
+from aioengine.processors.hf.substitutes import merge_image_options
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
     BaseProcessingInfo,
@@ -27,14 +27,14 @@ from aioengine.processors.info import (
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
-from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import (
+from aioengine.processors.prompt.updates import (
     PromptIndexTargets,
     PromptInsertion,
     PromptUpdate,
     PromptUpdateDetails,
     ResolvedUpdates,
 )
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["Fuyu", "FuyuDummyInputsBuilder", "FuyuMultiModalProcessor", "FuyuProcessingInfo"]
 

@@ -28,11 +28,11 @@ from aioengine.models.runtime.weights import copy_weights
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
-from aioengine.processors.hf import merge_image_options
+from aioengine.processors.hf.substitutes import merge_image_options
 from aioengine.processors.inputs import MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
+from aioengine.processors.prompt.updates import PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import PromptUpdate
 
 __all__ = [
     "InternVLChat",
@@ -243,7 +243,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
     @classmethod
     def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
         if hf_config.text_config.architectures == ["InternLM2ForCausalLM"]:
-            from aioengine.processors.spm import load_internlm2_tokenizer
+            from aioengine.processors.hf.sentencepiece import load_internlm2_tokenizer
 
             return load_internlm2_tokenizer(source, options.get("revision"))
         return super().load_tokenizer(source, hf_config, options)
@@ -252,7 +252,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
     def load_hf_processor(
         cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
     ) -> Any:
-        from aioengine.processors.internvl_chat import (
+        from aioengine.processors.hf.internvl_chat import (
             InternVLChatImageProcessor,
             InternVLChatProcessor,
         )
@@ -282,7 +282,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
 
     def get_largest_item(self, modality: str) -> tuple[Any, int]:
         """A picture of as many tiles as there may be, and its encoder rows."""
-        from aioengine.processors.internvl_chat import grids
+        from aioengine.processors.hf.internvl_chat import grids
 
         processor = self.get_hf_processor()
         pictures, options = processor.image_processor, self._options(self.ctx.mm_processor_kwargs)

@@ -25,7 +25,7 @@ class SmolVLMProcessingInfo(GenericProcessingInfo):
     def load_hf_processor(
         cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
     ) -> Any:
-        from aioengine.processors.smolvlm import load_smolvlm_processor
+        from aioengine.processors.hf.smolvlm import load_smolvlm_processor
 
         return load_smolvlm_processor(source, options, **kwargs)
 

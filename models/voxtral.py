@@ -30,8 +30,8 @@ from aioengine.processors.info import (
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 
 __all__ = ["Voxtral", "VoxtralDummyInputsBuilder", "VoxtralInfo", "VoxtralMultiModalProcessor"]
 

@@ -23,9 +23,9 @@ from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
+from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.speech import language_code
-from aioengine.processors.updates import PromptReplacement, PromptUpdate
 
 __all__ = [
     "Listener",

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from aioengine.processors.items import MultiModalDataItems as MultiModalDataItems
     from aioengine.processors.items import VideoProcessorItems as VideoProcessorItems
     from aioengine.processors.processor import BaseMultiModalProcessor as BaseMultiModalProcessor
+    from aioengine.processors.prompt.updates import PromptIndexTargets as PromptIndexTargets
+    from aioengine.processors.prompt.updates import PromptInsertion as PromptInsertion
+    from aioengine.processors.prompt.updates import PromptReplacement as PromptReplacement
+    from aioengine.processors.prompt.updates import PromptUpdate as PromptUpdate
+    from aioengine.processors.prompt.updates import PromptUpdateDetails as PromptUpdateDetails
     from aioengine.processors.registry import MULTIMODAL_REGISTRY as MULTIMODAL_REGISTRY
     from aioengine.processors.speech import cut_windows as cut_windows
     from aioengine.processors.speech import whisper_prompt as whisper_prompt
-    from aioengine.processors.updates import PromptIndexTargets as PromptIndexTargets
-    from aioengine.processors.updates import PromptInsertion as PromptInsertion
-    from aioengine.processors.updates import PromptReplacement as PromptReplacement
-    from aioengine.processors.updates import PromptUpdate as PromptUpdate
-    from aioengine.processors.updates import PromptUpdateDetails as PromptUpdateDetails
 
 _HOMES = {
     "MULTIMODAL_REGISTRY": "registry",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from aioengine.errors import MediaError
-from aioengine.processors.hasher import is_dense
+from aioengine.processors.cache.hasher import is_dense
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 from aioengine.processors.items import (
     PROCESSOR_ITEMS,

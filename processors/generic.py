@@ -40,7 +40,7 @@ from aioengine.processors.items import (
 )
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
-from aioengine.processors.updates import (
+from aioengine.processors.prompt.updates import (
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,

@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
-from aioengine.processors.faults import explain
-from aioengine.processors.hf import lacks_video, load_processor
+from aioengine.processors.checkpoint_errors import explain
+from aioengine.processors.hf.substitutes import lacks_video, load_processor
 from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
 
 __all__ = [

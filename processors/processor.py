@@ -28,11 +28,11 @@ from aioengine.processors.inputs import (
     to_tensors,
 )
 from aioengine.processors.items import MultiModalDataItems
-from aioengine.processors.matching import apply_updates, find_expanded, has_open_ends
 from aioengine.processors.media.resize import resize_ahead
-from aioengine.processors.options import merge_options
-from aioengine.processors.text_matching import apply_text_updates
-from aioengine.processors.updates import (
+from aioengine.processors.mm_kwargs import merge_options
+from aioengine.processors.prompt.matching import apply_updates, find_expanded, has_open_ends
+from aioengine.processors.prompt.text_matching import apply_text_updates
+from aioengine.processors.prompt.updates import (
     PromptUpdate,
     ResolvedUpdates,
     find,

@@ -9,7 +9,7 @@ from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.updates import PromptUpdate
+from aioengine.processors.prompt.updates import PromptUpdate
 
 __all__ = ["TextOnlyDummyInputs", "TextOnlyInfo", "TextOnlyProcessor"]
 

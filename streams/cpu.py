@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from aioengine.streams.courtesy import step_back
 from aioengine.streams.device import QueuedDevice, failure_of, settle
+from aioengine.streams.thread_priority import step_back
 from aioengine.types import read
 
 __all__ = ["CpuDevice"]

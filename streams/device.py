@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from aioengine.streams.bridge import LoopBridge
+from aioengine.streams.loop_bridge import LoopBridge
 
 __all__ = ["DECODER", "ENCODER", "Device", "Job", "QueuedDevice", "failure_of", "settle"]
 

@@ -18,7 +18,7 @@ from opentelemetry.trace import StatusCode
 
 from aioengine import AsyncEngine, errors
 from aioengine.instruments import RequestEvent, StageSpan
-from aioengine.processors.work import Worked, WorkItem
+from aioengine.processors.item_work import Worked, WorkItem
 from aioengine.tracing import RequestTracer, trace_requests
 from tests.engines import greedy, running_engine, settled
 from tests.tiny import save_tiny_llava, tiny_image

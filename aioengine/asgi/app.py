@@ -14,9 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aioengine.asgi.answers import ChatAnswer, TextAnswer
-from aioengine.asgi.exchange import Reply
-from aioengine.asgi.faults import (
+from aioengine.asgi.client_task import Reply
+from aioengine.asgi.error_responses import (
     RETRY_AFTER_S,
     ApiError,
     api_error,
@@ -26,6 +25,7 @@ from aioengine.asgi.faults import (
 from aioengine.asgi.generation import Generation
 from aioengine.asgi.origins import guards
 from aioengine.asgi.protocol import read_chat, read_completion
+from aioengine.asgi.responses import ChatAnswer, TextAnswer
 from aioengine.asgi.service import Service, ServiceOptions
 from aioengine.asgi.status import StatusPage
 from aioengine.asgi.transcription import Transcription

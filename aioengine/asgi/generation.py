@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from aioengine.asgi.answers import Answer
-from aioengine.asgi.body import LONG, BoundedBody, read_object
-from aioengine.asgi.exchange import EventStream, attend, failures_in
+from aioengine.asgi.client_task import EventStream, attend, failures_in
+from aioengine.asgi.json_body import LONG, BoundedBody, read_object
 from aioengine.asgi.protocol import Ask
+from aioengine.asgi.responses import Answer
 from aioengine.asgi.service import Service
-from aioengine.streams.bridge import run_apart
+from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.tokens import TokenStream
 from aioengine.types import RequestOutput
 

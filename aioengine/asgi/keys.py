@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from aioengine.asgi.faults import ApiError
+from aioengine.asgi.error_responses import ApiError
 from aioengine.checks import require
 
 __all__ = ["KEY_NAME", "ApiKeys", "CacheSalt", "Keys"]

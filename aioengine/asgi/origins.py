@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aioengine.asgi.faults import ApiError, error_response
+from aioengine.asgi.error_responses import ApiError, error_response
 from aioengine.checks import require
 
 __all__ = ["guards", "is_loopback"]

@@ -10,8 +10,8 @@ from typing import TypedDict
 
 from starlette.types import Receive, Scope
 
-from aioengine.asgi.body import BodyBudget, BoundedBody
-from aioengine.asgi.faults import ApiError
+from aioengine.asgi.error_responses import ApiError
+from aioengine.asgi.json_body import BodyBudget, BoundedBody
 from aioengine.asgi.keys import ApiKeys, CacheSalt, Keys
 from aioengine.checks import is_int, require, shown
 from aioengine.engine.async_engine import AsyncEngine

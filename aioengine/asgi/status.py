@@ -22,13 +22,13 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from aioengine.asgi.board import StatusBoard
+from aioengine.asgi.status_model import StatusBoard
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import EngineError
 from aioengine.instruments import TraceRecorder
 from aioengine.metrics.loop_lag import LoopLag
 from aioengine.model_name import model_name
-from aioengine.streams.bridge import run_apart
+from aioengine.streams.loop_bridge import run_apart
 from aioengine.types import EngineState, EngineStatistics
 
 __all__ = ["StatusPage"]

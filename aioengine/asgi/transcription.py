@@ -18,15 +18,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from aioengine.asgi.exchange import EventStream, attend, failures_in
-from aioengine.asgi.faults import ApiError
+from aioengine.asgi.client_task import EventStream, attend, failures_in
+from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.service import Service
 from aioengine.config import MediaConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.processors.speech import SupportsTranscription, cut_windows
 from aioengine.sampling_params import SamplingParams
-from aioengine.streams.bridge import run_apart
+from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.tokens import TokenStream
 from aioengine.types import Prompt
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from aioengine.asgi.faults import ApiError
+from aioengine.asgi.error_responses import ApiError
 
 try:
     from resource import RLIMIT_NOFILE, getrlimit

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aioengine.asgi.body import BodyBudget
+    from aioengine.asgi.json_body import BodyBudget
 
 __all__ = ["BurstWatch", "give_back_memory"]
 

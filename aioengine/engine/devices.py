@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from aioengine.config import EngineConfig
 from aioengine.engine.garbage import import_libraries
 from aioengine.models.runtime.load_progress import Reporter, stage
-from aioengine.streams.bridge import run_apart
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import Device
+from aioengine.streams.loop_bridge import run_apart
 
 if TYPE_CHECKING:
     from aioengine.engine.loader import Loaded

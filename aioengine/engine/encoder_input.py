@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from aioengine.engine.request_state import EncoderInput, MediaInput, RequestState
+from aioengine.processors.cache.hasher import item_key
 from aioengine.processors.encdec import EncDecLayout
-from aioengine.processors.hasher import item_key
 
 __all__ = ["encoder_input"]
 

@@ -39,7 +39,7 @@ from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
 from aioengine.sampling.sampler import Constraint
 from aioengine.sampling.sampling_metadata import SamplingContext
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
-from aioengine.streams.bridge import run_apart, run_in
+from aioengine.streams.loop_bridge import run_apart, run_in
 from aioengine.types import Prompt, Span
 
 __all__ = ["InputProcessor"]

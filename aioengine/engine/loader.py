@@ -29,8 +29,8 @@ from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
 from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.processors.checkpoint_errors import check_placeholders
 from aioengine.processors.encdec import EncDecMultiModalProcessor
-from aioengine.processors.faults import check_placeholders
 from aioengine.processors.info import ProcessingContext, load_context
 from aioengine.processors.media.open import load_readers
 from aioengine.processors.processor import BaseMultiModalProcessor

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
-from aioengine.processors.options import copy_options
+from aioengine.processors.mm_kwargs import copy_options
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt
 

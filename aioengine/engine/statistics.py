@@ -9,7 +9,7 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.types import EngineStatistics, StageStatistics
 
 if TYPE_CHECKING:
-    from aioengine.processors.cache import ProcessorCacheStatistics
+    from aioengine.processors.cache.memory import ProcessorCacheStatistics
 
 __all__ = ["take_snapshot"]
 

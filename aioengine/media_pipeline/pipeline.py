@@ -36,18 +36,18 @@ from aioengine.errors import (
 )
 from aioengine.instruments import Instruments, StageSpan
 from aioengine.media_pipeline.workers import make_workers
-from aioengine.processors.cache import HeldItems, ProcessorCache
-from aioengine.processors.disk import DiskCache
+from aioengine.processors.cache.disk import DiskCache
+from aioengine.processors.cache.hasher import ContentHasher, digest_options, item_key
+from aioengine.processors.cache.memory import HeldItems, ProcessorCache
 from aioengine.processors.embeddings import EmbeddingItems
-from aioengine.processors.hasher import ContentHasher, digest_options, item_key
 from aioengine.processors.inputs import MultiModalKwargsItem
+from aioengine.processors.item_work import Promise, WorkItem
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
-from aioengine.processors.options import check_cost
+from aioengine.processors.mm_kwargs import check_cost
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
-from aioengine.processors.work import Promise, WorkItem
-from aioengine.streams.bridge import run_apart, run_in
-from aioengine.streams.jobs import SharedJobs
+from aioengine.streams.loop_bridge import run_apart, run_in
+from aioengine.streams.single_flight import SharedJobs
 from aioengine.types import Embeddings
 
 __all__ = ["MediaPipeline"]

@@ -24,12 +24,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from aioengine import errors
-from aioengine.streams.courtesy import step_back
+from aioengine.streams.thread_priority import step_back
 
 if TYPE_CHECKING:
     from aioengine.config import MediaConfig
+    from aioengine.processors.cache.serialization import Readable
     from aioengine.processors.processor import BaseMultiModalProcessor
-    from aioengine.processors.wire import Readable
 
 __all__ = [
     "MAGIC",
@@ -108,7 +108,7 @@ def describe_error(error: Exception) -> dict[str, Any]:
 
     Of such a one the places in the code are told as well, and never its text.
     """
-    from aioengine.processors.work import pack_value
+    from aioengine.processors.item_work import pack_value
 
     known = errors.typed(error)
     name = next(kind.__name__ for kind in type(known).__mro__ if kind.__name__ in _ERRORS)
@@ -126,7 +126,7 @@ def describe_error(error: Exception) -> dict[str, Any]:
 
 def rebuild_error(described: dict[str, Any]) -> errors.AioEngineError:
     """The inverse of `describe_error`; KeyError for a class that is not on the list."""
-    from aioengine.processors.work import unpack_value
+    from aioengine.processors.item_work import unpack_value
 
     kind, message = _ERRORS[described["error"]], str(described["message"])
     if issubclass(kind, errors.InvalidRequestError):
@@ -215,7 +215,7 @@ class _Worker:
 
     def __init__(self, setup: dict[str, Any], memory: int) -> None:
         from aioengine.config import MediaConfig
-        from aioengine.processors.work import keep_to_one_thread, unpack_value
+        from aioengine.processors.item_work import keep_to_one_thread, unpack_value
 
         # Behind this process's own: the host may find its classes where only it looks.
         sys.path += [entry for entry in setup["path"] if entry not in sys.path]
@@ -240,8 +240,8 @@ class _Worker:
     def _work(self, job: dict[str, Any]) -> dict[str, Any]:
         from dataclasses import replace
 
-        from aioengine.processors.wire import item_parts
-        from aioengine.processors.work import (
+        from aioengine.processors.cache.serialization import item_parts
+        from aioengine.processors.item_work import (
             Described,
             Promise,
             WorkItem,
@@ -275,7 +275,7 @@ def _make_processor(setup: dict[str, Any]) -> BaseMultiModalProcessor:
     from transformers import AutoConfig
 
     from aioengine.processors.info import load_context
-    from aioengine.processors.work import unpack_value
+    from aioengine.processors.item_work import unpack_value
 
     processor, info, dummy_inputs = (_find(*names) for names in setup["classes"])
     options = {name: setup[name] for name in ("revision", "trust_remote_code")}

@@ -36,8 +36,8 @@ from aioengine.errors import (
 )
 from aioengine.media_pipeline.worker_main import encode_frame
 from aioengine.media_pipeline.worker_process import WorkerDiedError, WorkerProcess
+from aioengine.processors.item_work import Worked, WorkItem, pack_value
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.work import Worked, WorkItem, pack_value
 
 __all__ = ["JOB_LIMIT_S", "PoolStatistics", "ProcessorPool"]
 

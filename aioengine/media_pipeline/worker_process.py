@@ -27,8 +27,8 @@ from aioengine.media_pipeline.worker_main import (
     rebuild_error,
     write_memory,
 )
-from aioengine.processors.wire import Readable, load_item
-from aioengine.processors.work import Worked, WorkItem, describe, pack_value
+from aioengine.processors.cache.serialization import Readable, load_item
+from aioengine.processors.item_work import Worked, WorkItem, describe, pack_value
 from aioengine.types import Embeddings
 
 __all__ = ["START_LIMIT_S", "MemoryFile", "WorkerDiedError", "WorkerProcess"]

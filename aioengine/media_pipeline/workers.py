@@ -11,10 +11,10 @@ from typing import Protocol
 from aioengine.config import EngineConfig
 from aioengine.engine.loader import Loaded
 from aioengine.media_pipeline.worker_pool import ProcessorPool
+from aioengine.processors.item_work import Worked, WorkItem, keep_to_one_thread, work_item
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.work import Worked, WorkItem, keep_to_one_thread, work_item
-from aioengine.streams.bridge import run_apart, run_in
-from aioengine.streams.courtesy import step_back
+from aioengine.streams.loop_bridge import run_apart, run_in
+from aioengine.streams.thread_priority import step_back
 
 __all__ = ["ProcessWorkers", "ThreadWorkers", "Workers", "make_workers"]
 

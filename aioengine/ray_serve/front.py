@@ -18,12 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
-from aioengine.asgi.body import LONG, BoundedBody, parse_object
-from aioengine.asgi.faults import ApiError, api_error, error_response
+from aioengine.asgi.error_responses import ApiError, api_error, error_response
+from aioengine.asgi.json_body import LONG, BoundedBody, parse_object
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, OverloadedError
 from aioengine.ray_serve.affinity import Affinity, affinity_of_form, affinity_of_object
 from aioengine.ray_serve.calls import HttpRequest, Route
-from aioengine.streams.bridge import run_apart
+from aioengine.streams.loop_bridge import run_apart
 
 __all__ = ["Front"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention import AttentionMetadata
-from aioengine.kernels.cpu.layer import Layers
+from aioengine.kernels.cpu.fused_layer import Layers
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.gather import GatherBackend
 

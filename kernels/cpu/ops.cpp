@@ -778,7 +778,7 @@ Tensor feed(
     return multiply(inner, {down, down_scales, down_bias, hidden}, 0, false, &sum);
 }
 
-// What `run_layers` takes of each layer: see `UsualLayer` in kernels/cpu/layer.py.
+// What `run_layers` takes of each layer: see `UsualLayer` in kernels/cpu/fused_layer.py.
 constexpr int64_t LAYER_TENSORS = 14, LAYER_SIZES = 6, LAYER_NUMBERS = 4;
 
 // Decoder layers one after the other, one for each pair of caches: x [T, hidden], `project`, attention,

@@ -1,7 +1,7 @@
 """DeepSeek-VL2's config, and how its prompts are processed.
 
 Wu et al., "DeepSeek-VL2: Mixture-of-Experts Vision-Language Models for Advanced Multimodal
-Understanding" (2024). Tokenizer and pictures: processors/deepseek_vl2.py.
+Understanding" (2024). Tokenizer and pictures: processors/hf/deepseek_vl2.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.processors.deepseek_vl2 import (
+from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.hf.deepseek_vl2 import (
     DeepseekVL2Processor,
     load_deepseek_settings,
     load_deepseek_tokenizer,
 )
-from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
     BaseProcessingInfo,
@@ -27,7 +27,7 @@ from aioengine.processors.info import (
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.updates import PromptReplacement, PromptUpdate
+from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 
 __all__ = [
     "DeepseekLanguageConfig",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from aioengine.kernels.cpu.full import attend_to_all, is_faster
+from aioengine.kernels.cpu.encoder_attention import attend_to_all, is_faster
 
 __all__ = ["FULL_ATTENTION_NAME", "route_encoders"]
 

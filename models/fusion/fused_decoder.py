@@ -2,7 +2,7 @@
 
 The usual layer (norm, attention with rotary embeddings, sum, norm, feed-forward, sum) comes down to
 three operators once its products, norms and rotations are ours: what comes before attention,
-attention, and what comes after it (`kernels/cpu/layer.py`). For a few tokens its modules, their
+attention, and what comes after it (`kernels.cpu.fused_layer`). For a few tokens its modules, their
 views and copies take longer than small operators: so a layer whose parts are all of that kind calls
 the operators itself. Queries, keys and values stay where their product wrote them. With norms of
 PyTorch's, as in float32, it calls the operators one by one.
@@ -31,14 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.cpu.backend import CpuBackend
-from aioengine.kernels.cpu.layer import Layers, UsualLayer, feed, listed, project
+from aioengine.kernels.cpu.fused_layer import Layers, UsualLayer, feed, listed, project
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
+from aioengine.kernels.layer_slot import LayerSlot, Slot, attach_slot, slot_of
 from aioengine.models.fusion.fused_mlp import ActivatedFeedForward
 from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
-from aioengine.models.runtime.attention import LayerSlot, Slot, attach_slot, slot_of
 
 __all__ = ["compute_straight", "layer_by_layer", "straighten_layers"]
 

@@ -2,7 +2,7 @@
 
 Deitke et al., "Molmo and PixMo: Open Weights and Open Data for State-of-the-Art Vision-Language
 Models" (2024). transformers has no class for it; modules are in molmo_model.py, the processor is in
-processors/molmo.py. Pictures stand before the text, whatever it says, and rows are added to the
+processors/hf/molmo.py. Pictures stand before the text, whatever it says, and rows are added to the
 embeddings of their tokens.
 """
 
@@ -23,18 +23,18 @@ from aioengine.models.runtime.interfaces import MultiModalEmbeddings, merge_mult
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.hf.molmo import MolmoImageProcessor, MolmoProcessor
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
-from aioengine.processors.molmo import MolmoImageProcessor, MolmoProcessor
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import (
+from aioengine.processors.prompt.updates import (
     PromptIndexTargets,
     PromptInsertion,
     PromptUpdate,
     PromptUpdateDetails,
 )
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = [
     "AddedRows",

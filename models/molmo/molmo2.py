@@ -22,8 +22,8 @@ from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.info import ProcessingContext
+from aioengine.processors.prompt.updates import PromptUpdateDetails
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import PromptUpdateDetails
 
 __all__ = ["Molmo2", "Molmo2MultiModalProcessor", "Molmo2ProcessingInfo"]
 
@@ -55,7 +55,7 @@ class Molmo2ProcessingInfo(GenericProcessingInfo):
         cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
     ) -> Any:
         """transformers' processor with its saved settings, but for its parts."""
-        from aioengine.processors.molmo2 import Molmo2ImageProcessor, Molmo2Processor
+        from aioengine.processors.hf.molmo2 import Molmo2ImageProcessor, Molmo2Processor
 
         files = {"revision": options.get("revision")}
         parts = [

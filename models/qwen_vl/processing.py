@@ -1,7 +1,7 @@
 """Qwen-VL's config, and how its prompts are processed.
 
 Bai et al., "Qwen-VL: A Versatile Vision-Language Model for Understanding, Localization, Text
-Reading, and Beyond" (2023). Tokenizer and pictures: processors/qwen_vl.py.
+Reading, and Beyond" (2023). Tokenizer and pictures: processors/hf/qwen_vl.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.hf.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
     BaseProcessingInfo,
@@ -22,9 +23,8 @@ from aioengine.processors.info import (
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
+from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 from aioengine.processors.text_only import TextOnlyInfo
-from aioengine.processors.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 
 __all__ = [
     "QwenConfig",

@@ -6,20 +6,15 @@ copy of their config (`route_attention`). No mask function is registered under t
 transformers builds no masks for these modules: causality, windows and sequence boundaries are the
 backend's business.
 
-What a layer needs (its pages, the step's metadata) hangs on the module itself as a slot, and the
-slot points to its own model's `StepHolder`. Nothing is kept in this module, so several models run
-side by side in one process, each in its thread. A module without a slot is not ours and gets plain
-scaled-dot-product attention.
+What a layer needs hangs on its module as a slot (`kernels.layer_slot`). A module without a slot is
+not ours and gets plain scaled-dot-product attention.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,145 +22,17 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aioengine.errors import ModelLoadError
-from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
+from aioengine.kernels.layer_slot import slot_of
 
 __all__ = [
     "ATTENTION_NAME",
     "Attention",
     "AttentionType",
-    "LayerSlot",
-    "Slot",
-    "StepContext",
-    "StepHolder",
-    "attach_slot",
     "route_attention",
-    "slot_of",
 ]
 
 # transformers reads meaning into parts of such names ("sdpa", "flash"); this one has none of them.
 ATTENTION_NAME = "aioengine_paged"
-_SLOT = "_aioengine_slot"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepContext:
-    """What the attention layers of one model need during one step.
-
-    `metadata`: one for each KV group. `caches`: (key cache, value cache) of each layer. `backend`:
-    the kernels that the engine chose. `positions` [T]: of the step's tokens. `memory` [R, dim]:
-    what cross-attention layers are given, None where there are none. `wanted` [n]: rows that are
-    read after the last layer, None for all.
-    """
-
-    metadata: Sequence[AttentionMetadata]
-    caches: Sequence[tuple[Tensor, Tensor]]
-    backend: AttentionBackend
-    positions: Tensor | None = None
-    memory: Tensor | None = None
-    wanted: Tensor | None = None
-
-
-class StepHolder:
-    """One model's current step, shared by the slots of its layers."""
-
-    def __init__(self) -> None:
-        self.current: StepContext | None = None
-
-    @contextmanager
-    def hold(self, context: StepContext) -> Iterator[None]:
-        """Make `context` the current step inside the block, however it is left."""
-        assert self.current is None, "a step is running already"
-        self.current = context
-        try:
-            yield
-        finally:
-            self.current = None
-
-
-class Slot(Protocol):
-    """What may be attached to an attention module: it takes the module's calls.
-
-    `query` [T, Hq, Dk], `key` [T, Hkv, Dk], `value` [T, Hkv, Dv] -> [T, Hq, Dv].
-    """
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerSlot:
-    """One attention layer's place: `layer` among the model's layers, its KV `group`.
-
-    `stores`: False for a layer that reads what another has written in the same step.
-    `is_last`: no other layer of attention comes after it. `distance_bias`: see
-    `AttentionBackend.attend`.
-    """
-
-    layer: int
-    group: int
-    holder: StepHolder
-    distance_bias: Tensor | None = None
-    stores: bool = True
-    is_last: bool = False
-
-    @property
-    def wanted(self) -> Tensor | None:
-        """The rows that are read of what comes after this layer, None for all."""
-        step = self.holder.current
-        return step.wanted if self.is_last and step is not None else None
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Write this step's keys and values into the layer's pages, then attend over them.
-
-        Where the pages are another layer's, that has run before and has written the same.
-        Where a layer of cross-attention has nothing new, what it is given stands for nothing.
-        """
-        step = self.holder.current
-        assert step is not None, "an attention layer was called outside a step"
-        meta = step.metadata[self.group]
-        key_cache, value_cache = step.caches[self.layer]
-        return step.backend.attend(
-            query,
-            key_cache,
-            value_cache,
-            meta,
-            scale=scale,
-            new=(key, value) if self.stores and len(meta.slot_blocks) else None,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            distance_bias=self.distance_bias,
-        )
-
-
-def attach_slot(module: nn.Module, slot: Slot | None) -> None:
-    """Let `slot` take the attention calls of `module`, None nobody; mutates the module."""
-    setattr(module, _SLOT, slot)
-
-
-def slot_of(module: nn.Module) -> Slot | None:
-    """The slot that takes the attention calls of `module`."""
-    found: Slot | None = getattr(module, _SLOT, None)
-    return found
 
 
 def route_attention(root: nn.Module) -> None:

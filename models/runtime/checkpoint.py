@@ -21,7 +21,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.hf_loading import load_config
 from aioengine.models.runtime.quantized import check_packed_names, is_quantized
 from aioengine.models.runtime.registry import resolve
-from aioengine.processors.faults import read_settings, shown, told
+from aioengine.processors.checkpoint_errors import read_settings, shown, told
 
 __all__ = ["check_files", "read_config"]
 

@@ -24,7 +24,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.load_progress import counted, is_watched
 from aioengine.models.runtime.quantized import check_packed_names, check_quantization, unpacked
 from aioengine.models.runtime.registry import resolve
-from aioengine.processors.faults import shown, told
+from aioengine.processors.checkpoint_errors import shown, told
 
 __all__ = [
     "build_on_meta",

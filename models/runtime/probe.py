@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.runtime.attention import attach_slot, route_attention
+from aioengine.kernels.layer_slot import attach_slot
+from aioengine.models.runtime.attention import route_attention
 from aioengine.types import KVGroup
 
 __all__ = ["NUM_PROBE_ROWS", "LayerSpec", "group_layers", "probe_layers"]

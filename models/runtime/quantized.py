@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from aioengine.errors import ModelLoadError
-from aioengine.processors.faults import shown
+from aioengine.processors.checkpoint_errors import shown
 
 __all__ = ["check_packed_names", "check_quantization", "is_quantized", "unpacked"]
 

@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.kernels.int8 import quantize_linear
+from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
 from aioengine.models.fusion.encoder_attention import route_encoders
 from aioengine.models.fusion.fused_decoder import compute_straight, straighten_layers
 from aioengine.models.fusion.fused_mlp import fuse_activations
@@ -40,13 +41,7 @@ from aioengine.models.fusion.rotary import fuse_rotary
 from aioengine.models.fusion.tied_head import read_tied_heads
 from aioengine.models.fusion.trimmed import trim_encoders
 from aioengine.models.runtime import encoding
-from aioengine.models.runtime.attention import (
-    LayerSlot,
-    StepContext,
-    StepHolder,
-    attach_slot,
-    route_attention,
-)
+from aioengine.models.runtime.attention import route_attention
 from aioengine.models.runtime.hf_loading import (
     build_on_meta,
     find_class,

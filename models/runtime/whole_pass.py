@@ -16,8 +16,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.layer_slot import attach_slot
 from aioengine.kernels.reference import attend_dense, visible_mask
-from aioengine.models.runtime.attention import Attention, AttentionType, attach_slot
+from aioengine.models.runtime.attention import Attention, AttentionType
 from aioengine.models.runtime.encoding import batch_items, frames_as_images, place
 from aioengine.models.runtime.interfaces import PromptMedia
 

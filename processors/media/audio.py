@@ -17,7 +17,7 @@ import torch
 
 from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
-from aioengine.processors.hasher import ContentHasher
+from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import AudioClip, AudioHeader
 from aioengine.processors.media.pixels import Array
 from aioengine.processors.media.source import Encoded, MediaSource, keep_bytes, to_numpy

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
-from aioengine.processors.hasher import ContentHasher
+from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageHeader, ImageSize
 from aioengine.processors.media.effort import (
     EffortError,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from aioengine.processors.hasher import ContentHasher
+from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageSize
 
 __all__ = ["PixelError", "array_to_image", "blank", "hash_pixels", "orient", "to_rgb"]

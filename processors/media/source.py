@@ -11,7 +11,7 @@ import torch
 
 from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
-from aioengine.processors.hasher import is_dense
+from aioengine.processors.cache.hasher import is_dense
 from aioengine.processors.media.pixels import Array
 
 __all__ = ["Encoded", "MediaSource", "keep_bytes", "to_numpy"]

@@ -15,7 +15,7 @@ from PIL import Image
 
 from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
-from aioengine.processors.hasher import ContentHasher
+from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageSize, VideoClip, VideoHeader
 from aioengine.processors.media.image import ImageSource, open_image
 from aioengine.processors.media.pixels import (

@@ -27,7 +27,7 @@ from starlette.routing import Mount
 
 from aioengine import AsyncEngine, EngineState
 from aioengine.asgi import openai_app, service_app
-from aioengine.asgi.faults import api_error
+from aioengine.asgi.error_responses import api_error
 from aioengine.errors import EngineError, InvalidRequestError
 from tests.asgi.serving import picture_part, serving
 from tests.engines import DEADLINE_S, encoded, greedy, running_engine, settled, until

@@ -20,8 +20,8 @@ from starlette.routing import Mount
 
 from aioengine import AsyncEngine, EngineState, EngineStatistics
 from aioengine.asgi import status
-from aioengine.asgi.board import Latencies, StatusBoard, TokenRate, printable
 from aioengine.asgi.status import StatusPage
+from aioengine.asgi.status_model import Latencies, StatusBoard, TokenRate, printable
 from aioengine.instruments import STAGES, RequestEvent, StageSpan
 from aioengine.types import StageStatistics
 from tests.asgi.serving import serving

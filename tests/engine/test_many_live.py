@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine
-from aioengine.asgi.board import StatusBoard
+from aioengine.asgi.status_model import StatusBoard
 from aioengine.errors import RequestAbortedError
 from aioengine.streams.tokens import TokenStream
 from tests.engines import Spans, greedy, running_engine, until

@@ -18,11 +18,11 @@ from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
 from aioengine.execution import load_trial, trial_verdicts
 from aioengine.kernels import reference
+from aioengine.kernels.layer_slot import attach_slot, slot_of
 from aioengine.models import register_model
 from aioengine.models.bidirectional import Gemma3
 from aioengine.models.llava import Llava
 from aioengine.models.runtime import registry
-from aioengine.models.runtime.attention import attach_slot, slot_of
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.text import TextModel
 from tests.engines import greedy

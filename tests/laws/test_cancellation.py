@@ -16,7 +16,7 @@ import torch
 
 from aioengine import AsyncEngine, MediaConfig, RequestOutput, SamplingParams
 from aioengine.engine import input_processor as intake_module
-from aioengine.streams.bridge import run_in
+from aioengine.streams.loop_bridge import run_in
 from tests.tiny import save_tiny_llava, tiny_image
 
 PROMPT = "USER: <image>\nand <image>\nWhat is it? ASSISTANT:"

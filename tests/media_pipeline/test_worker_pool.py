@@ -36,13 +36,13 @@ from aioengine.media_pipeline import worker_pool as pool_module
 from aioengine.media_pipeline.worker_pool import ProcessorPool
 from aioengine.media_pipeline.worker_process import WorkerProcess
 from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.item_work import Promise, Worked, WorkItem, work_item
 from aioengine.processors.items import (
     ImageProcessorItems,
     MultiModalDataItems,
 )
 from aioengine.processors.media.image import open_image
 from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.work import Promise, Worked, WorkItem, work_item
 from aioengine.types import Embeddings
 
 FOLDER = aioengine.demo_model()
@@ -686,7 +686,7 @@ from aioengine.media_pipeline.worker_pool import ProcessorPool
 from aioengine.processors.info import load_context
 from aioengine.processors.media.image import open_image
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.work import WorkItem
+from aioengine.processors.item_work import WorkItem
 from transformers import AutoConfig
 
 sys.path.append(sys.argv[1])

@@ -12,14 +12,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import build_cross_metadata, build_metadata, select_backend
+from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
 from aioengine.models.runtime.attention import (
     ATTENTION_NAME,
     Attention,
     AttentionType,
-    LayerSlot,
-    StepContext,
-    StepHolder,
-    attach_slot,
     route_attention,
 )
 from aioengine.models.runtime.transformers_model import TransformersModel

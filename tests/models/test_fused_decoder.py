@@ -23,18 +23,13 @@ from aioengine.kernels.attention import build_metadata
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import native_way
+from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
 from aioengine.models.fusion.fused_decoder import _StandIn, compute_straight, straighten_layers
 from aioengine.models.fusion.fused_mlp import fuse_activations
 from aioengine.models.fusion.fused_rms_norm import fuse_norms
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
-from aioengine.models.runtime.attention import (
-    LayerSlot,
-    StepContext,
-    StepHolder,
-    attach_slot,
-    route_attention,
-)
+from aioengine.models.runtime.attention import route_attention
 
 pytestmark = pytest.mark.skipif(
     not library.is_available() or library.instruction_set() == "generic",

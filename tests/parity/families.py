@@ -17,7 +17,7 @@ import torch
 import transformers as hf
 from PIL import Image
 
-from aioengine.processors.pixtral import PixtralProcessor
+from aioengine.processors.hf.pixtral import PixtralProcessor
 from tests.processors import hf_processors
 from tests.tiny import draw_weights, tiny_image
 

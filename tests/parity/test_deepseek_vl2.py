@@ -28,7 +28,7 @@ from aioengine.models.deepseek_vl2.processing import (
     DeepseekVL2Config,
     DeepseekVL2ProcessingInfo,
 )
-from aioengine.processors.deepseek_vl2 import (
+from aioengine.processors.hf.deepseek_vl2 import (
     DeepseekVL2Processor,
     load_deepseek_tokenizer,
     select_best_resolution,

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from aioengine import Prompt
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.internvl_chat import InternVLChat, InternVLChatConfig
+from aioengine.processors.hf.internvl_chat import InternVLChatImageProcessor, InternVLChatProcessor
 from aioengine.processors.info import load_context
-from aioengine.processors.internvl_chat import InternVLChatImageProcessor, InternVLChatProcessor
 from aioengine.processors.items import (
     ImageHeader,
     ImageProcessorItems,
@@ -35,7 +35,7 @@ from aioengine.processors.items import (
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from tests.parity.families import TEXT, Family, cases, id_of, vocabulary
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
-from tests.processors.test_spm import write_folder
+from tests.processors.test_sentencepiece import write_folder
 from tests.tiny import draw_weights, tiny_image
 
 SIDE, PATCH, MOST = 56, 14, 6

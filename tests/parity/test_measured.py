@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.models.runtime.attention import LayerSlot
+from aioengine.kernels.layer_slot import LayerSlot
 from aioengine.models.runtime.registry import _SHIPPED
 from tests.parity.measure import BOUND, FILE, KINDS, SAME, measure
 from tests.parity.measured_rows import BUDGET, ROWS

@@ -28,14 +28,15 @@ from aioengine.errors import (
     ModelLoadError,
     UnsupportedModalityError,
 )
+from aioengine.kernels.layer_slot import attach_slot
 from aioengine.media_pipeline.worker_main import _make_processor
 from aioengine.media_pipeline.worker_pool import _describe_setup
 from aioengine.models.molmo.modeling import MolmoForCausalLM, MolmoVisionBackbone
 from aioengine.models.molmo.molmo import Molmo, MolmoConfig, MolmoProcessingInfo
-from aioengine.models.runtime.attention import Attention, attach_slot
+from aioengine.models.runtime.attention import Attention
 from aioengine.models.runtime.hf_loading import build_on_meta, load_config
+from aioengine.processors.hf.molmo import NO_TOKEN, MolmoImageProcessor, MolmoProcessor
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
-from aioengine.processors.molmo import NO_TOKEN, MolmoImageProcessor, MolmoProcessor
 from tests.processors.conftest import make_tokenizer
 from tests.tiny import draw_weights, tiny_image
 

@@ -28,7 +28,7 @@ from aioengine.errors import (
 )
 from aioengine.models.qwen_vl.modeling import Qwen, QwenLMHeadModel, QwenTower, QwenVL
 from aioengine.models.qwen_vl.processing import QwenConfig
-from aioengine.processors.qwen_vl import QwenVLProcessor, tokenizer_from_ranks
+from aioengine.processors.hf.qwen_vl import QwenVLProcessor, tokenizer_from_ranks
 from tests.parity.families import Case
 from tests.parity.whole import (
     PARAMS,

@@ -14,8 +14,8 @@ import transformers as hf
 from transformers.models.smolvlm import processing_smolvlm
 
 from aioengine.errors import MediaError
-from aioengine.processors import smolvlm
-from aioengine.processors.smolvlm import SmolVLMProcessor, SmolVLMVideoProcessor
+from aioengine.processors.hf import smolvlm
+from aioengine.processors.hf.smolvlm import SmolVLMProcessor, SmolVLMVideoProcessor
 from tests.parity.families import Case, Family, _expect, cases, id_of, llama, save
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
 from tests.processors.make_smolvlm_goldens import SETTINGS, processor_of

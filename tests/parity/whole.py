@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.models.runtime.attention import Attention, attach_slot
+from aioengine.kernels.layer_slot import attach_slot
+from aioengine.models.runtime.attention import Attention
 from tests.parity.families import MAX_TOKENS, Case
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -21,10 +21,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.processors import disk
-from aioengine.processors.disk import NAMESPACE, DiskCache
+from aioengine.processors.cache import disk
+from aioengine.processors.cache.disk import NAMESPACE, DiskCache
+from aioengine.processors.cache.serialization import dump_item
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
-from aioengine.processors.wire import dump_item
 
 CONFIG = {"x": MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
 MIB = 1 << 20
@@ -183,7 +183,7 @@ WRITER = """
     import sys
     from pathlib import Path
     import torch
-    from aioengine.processors.disk import DiskCache
+    from aioengine.processors.cache.disk import DiskCache
     from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 
     config = {"x": MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
@@ -379,7 +379,7 @@ def test_another_format_has_another_folder(tmp_path: Path, monkeypatch: pytest.M
 
 KILLED = """
     import os, sys, torch
-    from aioengine.processors import disk
+    from aioengine.processors.cache import disk
     from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 
     os.replace = lambda *args, **kwargs: os.kill(os.getpid(), 9)

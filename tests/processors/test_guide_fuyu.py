@@ -44,8 +44,8 @@ from aioengine.processors import (
 )
 from aioengine.processors.items import ImageHeader
 from aioengine.processors.processor import Layout
+from aioengine.processors.prompt.updates import ResolvedUpdates
 from aioengine.processors.registry import MultiModalRegistry
-from aioengine.processors.updates import ResolvedUpdates
 from tests.processors.conftest import context_of
 
 REGISTRY = MultiModalRegistry()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import InvalidRequestError
-from aioengine.processors.hasher import ContentHasher, digest_options, item_key
+from aioengine.processors.cache.hasher import ContentHasher, digest_options, item_key
 
 
 def digest(value: Any) -> str:

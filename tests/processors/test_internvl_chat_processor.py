@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-from aioengine.processors.internvl_chat import (
+from aioengine.processors.hf.internvl_chat import (
     InternVLChatImageProcessor,
     InternVLChatProcessor,
     choose_grid,

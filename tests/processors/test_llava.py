@@ -26,8 +26,8 @@ from aioengine.processors.items import (
     ImageSize,
     MultiModalDataItems,
 )
+from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdateDetails
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.updates import PromptReplacement, PromptUpdateDetails
 from aioengine.types import Embeddings
 from tests.processors.conftest import context_of, save_llava
 

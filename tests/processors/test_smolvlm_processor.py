@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioengine.processors.smolvlm import SmolVLMProcessor, SmolVLMVideoProcessor, to_words
+from aioengine.processors.hf.smolvlm import SmolVLMProcessor, SmolVLMVideoProcessor, to_words
 from tests.processors.make_smolvlm_goldens import (
     CASES,
     GOLDENS,

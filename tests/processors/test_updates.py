@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import PlaceholderMismatchError
-from aioengine.processors.matching import Ranges, apply_updates, find_expanded
-from aioengine.processors.updates import (
+from aioengine.processors.prompt.matching import Ranges, apply_updates, find_expanded
+from aioengine.processors.prompt.updates import (
     PromptIndexTargets,
     PromptInsertion,
     PromptReplacement,

@@ -24,8 +24,8 @@ from uuid import uuid4
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
-from aioengine.asgi.faults import RETRY_AFTER_S, ApiError
-from aioengine.streams.bridge import run_apart
+from aioengine.asgi.error_responses import RETRY_AFTER_S, ApiError
+from aioengine.streams.loop_bridge import run_apart
 
 __all__ = ["BodyBudget", "BoundedBody", "parse_object", "read_object"]
 

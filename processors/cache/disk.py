@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from aioengine.processors.cache.serialization import FORMAT_VERSION, Readable, item_parts, load_item
 from aioengine.processors.inputs import MultiModalKwargsItem
-from aioengine.processors.wire import FORMAT_VERSION, Readable, item_parts, load_item
 
 __all__ = ["DiskCache", "DiskCacheStatistics"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
-from aioengine.processors.crops import CropGeometry, as_channels, resize, to_patches
+from aioengine.processors.hf.crops import CropGeometry, as_channels, resize, to_patches
 
 __all__ = ["MolmoImageProcessor", "MolmoProcessor"]
 

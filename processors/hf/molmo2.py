@@ -25,7 +25,7 @@ from transformers.models.molmo2.processing_molmo2 import Molmo2Processor as HFMo
 from transformers.processing_utils import ImagesKwargs
 
 from aioengine.errors import InvalidRequestError
-from aioengine.processors.crops import CropGeometry, resize, to_patches
+from aioengine.processors.hf.crops import CropGeometry, resize, to_patches
 
 __all__ = ["Molmo2ImageProcessor", "Molmo2Processor"]
 

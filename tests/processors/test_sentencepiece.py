@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioengine.errors import ModelLoadError
-from aioengine.processors.spm import (
+from aioengine.processors.hf.sentencepiece import (
     load_internlm2_tokenizer,
     read_sentencepiece,
     to_fast_tokenizer,

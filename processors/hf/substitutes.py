@@ -81,7 +81,7 @@ def _class_without_torchvision(source: str, hf_config: Any, options: Mapping[str
     known = PROCESSOR_MAPPING_NAMES.get(getattr(hf_config, "model_type", None))
     name = str(settings.get("processor_class") or known)
     if name == "PixtralProcessor":
-        from aioengine.processors.pixtral import PixtralProcessor
+        from aioengine.processors.hf.pixtral import PixtralProcessor
 
         return PixtralProcessor
     found = getattr(transformers, name, None)
@@ -128,7 +128,11 @@ def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) ->
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     if not _COMPARED[0] <= release <= _COMPARED[1]:
         return None
-    from aioengine.processors.frames import MODEL_TYPES, VIDEO_PROCESSORS, FrameProcessor
+    from aioengine.processors.hf.video_processors import (
+        MODEL_TYPES,
+        VIDEO_PROCESSORS,
+        FrameProcessor,
+    )
 
     try:
         settings, _ = FrameProcessor.get_video_processor_dict(source, **options)

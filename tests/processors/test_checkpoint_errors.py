@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.processors.faults import shown, told
+from aioengine.processors.checkpoint_errors import shown, told
 
 
 def test_a_folder_is_shown_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

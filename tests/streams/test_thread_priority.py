@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from aioengine.streams.courtesy import step_back
 from aioengine.streams.cpu import CpuDevice
+from aioengine.streams.thread_priority import step_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is the process's there")
 

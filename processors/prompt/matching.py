@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from aioengine.errors import PlaceholderMismatchError
 from aioengine.processors.inputs import PlaceholderRange
-from aioengine.processors.updates import (
+from aioengine.processors.prompt.updates import (
     PromptIndexTarget,
     PromptSequence,
     ResolvedUpdate,

@@ -9,7 +9,7 @@ from torch import Tensor
 from aioengine.kernels.attention import AttentionMetadata, build_metadata
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
-from aioengine.kernels.cpu.layer import UsualLayer, feed, listed, project
+from aioengine.kernels.cpu.fused_layer import UsualLayer, feed, listed, project
 from aioengine.kernels.cpu.linear import Activation, NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from aioengine.kernels.cpu import library
-from aioengine.kernels.cpu.full import attend_to_all, is_faster
+from aioengine.kernels.cpu.encoder_attention import attend_to_all, is_faster
 
 needs_kernels = pytest.mark.skipif(not library.is_available(), reason="not built")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.processors.cache import HeldItems, ProcessorCache
+from aioengine.processors.cache.memory import HeldItems, ProcessorCache
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 
 CONFIG = {"x": MultiModalFieldConfig.batched("image")}

@@ -13,11 +13,11 @@ import transformers
 from PIL import Image
 
 from aioengine.errors import MediaError, ModelLoadError
-from aioengine.processors import hf
-from aioengine.processors.frames import VIDEO_PROCESSORS
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
-from aioengine.processors.hf import lacks_video
+from aioengine.processors.hf import substitutes
+from aioengine.processors.hf.substitutes import lacks_video
+from aioengine.processors.hf.video_processors import VIDEO_PROCESSORS
 from aioengine.processors.info import load_context
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from tests.processors import hf_processors
@@ -118,7 +118,7 @@ def test_other_videos_are_refused_with_a_way_out(folder: Path, settings: Any) ->
 def test_versions_that_were_not_compared(
     folder: Path, compared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "_COMPARED", compared)
+    monkeypatch.setattr(substitutes, "_COMPARED", compared)
     check_refusal(folder)
 
 

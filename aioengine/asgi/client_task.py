@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
-from aioengine.asgi.faults import ApiError, api_error, forget_frames
+from aioengine.asgi.error_responses import ApiError, api_error, forget_frames
 
 __all__ = ["EventStream", "Reply", "attend", "failures_in"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.streams.jobs import SharedJobs
+from aioengine.streams.single_flight import SharedJobs
 
 
 class Work:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.processors.cache.serialization import Readable, item_parts, load_item
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
@@ -33,7 +34,6 @@ from aioengine.processors.items import (
 from aioengine.processors.media.open import open_media
 from aioengine.processors.media.source import MediaSource
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
-from aioengine.processors.wire import Readable, item_parts, load_item
 from aioengine.types import Embeddings
 
 __all__ = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError
-from aioengine.processors.options import MAX_VALUES, check_cost, copy_options
+from aioengine.processors.mm_kwargs import MAX_VALUES, check_cost, copy_options
 
 CONFIG = MediaConfig()
 PLAIN = st.recursive(

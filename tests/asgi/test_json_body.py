@@ -12,9 +12,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 
-from aioengine.asgi import body as module
-from aioengine.asgi.body import LONG, MAX_REST, BodyBudget, BoundedBody, parse_object, read_object
-from aioengine.asgi.faults import ApiError
+from aioengine.asgi import json_body as module
+from aioengine.asgi.error_responses import ApiError
+from aioengine.asgi.json_body import (
+    LONG,
+    MAX_REST,
+    BodyBudget,
+    BoundedBody,
+    parse_object,
+    read_object,
+)
 
 LETTERS = st.sampled_from(['"', "\\", "a", "é", "\n", "{", "\0", "/"])
 SHORT = st.lists(LETTERS, max_size=6).map("".join)

@@ -24,7 +24,7 @@ from transformers.models.smolvlm import processing_smolvlm as texts
 from transformers.processing_utils import ProcessorMixin, VideosKwargs
 from transformers.utils import is_num2words_available, is_torchvision_available
 
-from aioengine.processors.frames import FrameProcessor, resize_frame
+from aioengine.processors.hf.video_processors import FrameProcessor, resize_frame
 
 __all__ = ["SmolVLMProcessor", "SmolVLMVideoProcessor", "load_smolvlm_processor", "to_words"]
 

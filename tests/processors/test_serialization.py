@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioengine.processors.cache.serialization import dump_item, item_parts, load_item
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargs,
     MultiModalKwargsItem,
     _Field,
 )
-from aioengine.processors.wire import dump_item, item_parts, load_item
 
 DTYPES = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8),

@@ -19,10 +19,7 @@ from PIL import Image
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError, MediaError
 from aioengine.processors.inputs import PlaceholderRange
-from aioengine.processors.items import AudioClip, VideoClip
-from aioengine.processors.media.open import open_media
-from aioengine.processors.processor import Layout
-from aioengine.processors.work import (
+from aioengine.processors.item_work import (
     Described,
     Promise,
     WorkItem,
@@ -31,6 +28,9 @@ from aioengine.processors.work import (
     rebuild,
     unpack_value,
 )
+from aioengine.processors.items import AudioClip, VideoClip
+from aioengine.processors.media.open import open_media
+from aioengine.processors.processor import Layout
 from aioengine.types import Embeddings
 
 RATE = 8000

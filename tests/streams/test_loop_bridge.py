@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from aioengine.streams.bridge import LoopBridge
+from aioengine.streams.loop_bridge import LoopBridge
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop])

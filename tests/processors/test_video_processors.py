@@ -17,8 +17,8 @@ import torch
 import transformers as hf
 
 from aioengine.errors import MediaError
-from aioengine.processors.frames import MODEL_TYPES, VIDEO_PROCESSORS
 from aioengine.processors.generic import GenericDummyInputsBuilder, GenericMultiModalProcessor
+from aioengine.processors.hf.video_processors import MODEL_TYPES, VIDEO_PROCESSORS
 from aioengine.processors.inputs import MultiModalKwargs
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from tests.processors.make_video_goldens import (

@@ -17,8 +17,8 @@ from operator import itemgetter
 from typing import Any
 
 from aioengine.processors.inputs import PlaceholderRange
-from aioengine.processors.matching import Matcher, Ranges
-from aioengine.processors.updates import (
+from aioengine.processors.prompt.matching import Matcher, Ranges
+from aioengine.processors.prompt.updates import (
     PromptIndexTarget,
     PromptSequence,
     ResolvedUpdate,

@@ -1,0 +1,1 @@
+"""Processed media by content, in memory and on disk."""
