@@ -33,7 +33,7 @@ from make_model import make_model
 from PIL import Image
 
 from aioengine import AsyncEngine, Embeddings, SamplingParams
-from aioengine.engine.request_state import MediaInput, RequestState
+from aioengine.media_pipeline.items import MediaInput, MediaOwner
 from aioengine.processors.inputs import MultiModalKwargs
 from aioengine.processors.item_work import Worked, WorkItem
 
@@ -123,13 +123,12 @@ async def throughput(
 async def features_s(engine: AsyncEngine, data: bytes) -> float:
     """From a picture's bytes to what the encoder is given."""
     pipeline = engine._input_processor.media
-    state: Any = RequestState.__new__(RequestState)
-    state.request_id, state.layout, state.mm_processor_kwargs = "features", None, {}
-    state.has_ended = False
-    state.media = [MediaInput("image", 0, data, "images[0]", True)]
+    media = [MediaInput("image", 0, data, "images[0]", True)]
     begin = time.perf_counter()
-    await pipeline.identify(state, None)
-    await pipeline.features(state, state.media[0])
+    options = await pipeline.read_options(media, {})
+    owner = MediaOwner("features", options, pipeline.lease(), None)
+    (identified,), _ = await pipeline.identify(media, owner)
+    await pipeline.features(identified, None, owner.request_id)
     return time.perf_counter() - begin
 
 

@@ -363,13 +363,13 @@ class AsyncEngine:
     def tokenizer(self) -> Any:
         """The model's tokenizer, for use on the event loop's thread."""
         self._check_open()
-        return self._parts.home.info.get_tokenizer()
+        return self._parts.loop_processor.info.get_tokenizer()
 
     @property
     def processor(self) -> Any:
         """The model's `BaseMultiModalProcessor`, for use on the event loop's thread."""
         self._check_open()
-        return self._parts.home
+        return self._parts.loop_processor
 
     def _check_open(self) -> RequestTracker:
         """The tracker of an engine that runs; raises EngineError where it does not."""

@@ -5,9 +5,11 @@ It is one item to the scheduler and one entry of the encoder cache, whatever it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from aioengine.engine.request_state import EncoderInput, MediaInput, RequestState
+from aioengine.media_pipeline.items import EncoderInput, IdentifiedMedia, ProcessorOptions
 from aioengine.processors.cache.hasher import item_key
 from aioengine.processors.encdec import EncDecLayout
 
@@ -15,14 +17,19 @@ __all__ = ["encoder_input"]
 
 
 def encoder_input(
-    state: RequestState, layout: EncDecLayout, model_id: str, parameter: str, cache_salt: str | None
-) -> MediaInput:
-    """The item that stands for all that the request's encoder reads.
+    media: Sequence[IdentifiedMedia],
+    layout: EncDecLayout,
+    options: ProcessorOptions,
+    *,
+    model_id: str,
+    parameter: str,
+    cache_salt: str | None,
+) -> IdentifiedMedia:
+    """The item that stands for all that a request's encoder reads: text, and `media` in it.
 
     Its features are `input_ids` int64 [rows] and those of the media. `parameter`: what the caller
     calls the text.
     """
-    media = tuple(state.media)
     token_ids = torch.tensor(layout.token_ids, dtype=torch.int64)
     modality = media[0].modality if media else "text"
     places = [layout.placeholders[each.modality][each.index].to_span() for each in media]
@@ -33,16 +40,16 @@ def encoder_input(
     key = item_key(
         model_id=model_id,
         modality=f"encoder {modality}",
-        options=state.options_digest,
+        options=options.digest,
         identity=identity,
         cache_salt=cache_salt,
     )
-    return MediaInput(
+    return IdentifiedMedia(
         modality,
         0,
-        None,
         media[0].parameter if media else parameter,
-        True,
-        source=EncoderInput({"input_ids": token_ids}, media),
-        key=key,
+        key,
+        None,
+        EncoderInput({"input_ids": token_ids}, tuple(media)),
+        options,
     )

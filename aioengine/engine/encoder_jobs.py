@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from aioengine.core.plan import EncodePlan, MediaPlan
 from aioengine.core.scheduler import Scheduler
-from aioengine.engine.request_state import EncoderInput, MediaInput, RequestState
+from aioengine.engine.request_state import RequestState
 from aioengine.errors import EngineError, InvalidRequestError, MediaError
 from aioengine.instruments import Instruments, StageSpan, timed
+from aioengine.media_pipeline.items import EncoderInput, IdentifiedMedia
 from aioengine.streams.device import Device
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class EncoderJobs:
 
     def forget(self, state: RequestState) -> None:
         """A request has ended: stop the work that nobody else waits for."""
-        self._pipeline.release(state)
+        if state.lease is not None:
+            state.lease.close()
         for media in state.media:
             if media.key and not self._scheduler.media.is_needed(media.key):
                 self._features.pop(media.key, None)
@@ -81,12 +83,12 @@ class EncoderJobs:
         """Have the device forget the rows of `keys`, after the encoder runs before it."""
         return self._device.submit_encode(partial(self._runner.drop, keys))
 
-    def _waiters(self, key: str) -> list[tuple[RequestState, MediaInput]]:
+    def _waiters(self, key: str) -> list[tuple[RequestState, IdentifiedMedia]]:
         """The admitted requests that have the item, and what they call it."""
         states = dict.fromkeys(map(self._owner, self._scheduler.media.users(key)))
         return [(state, state.media_with(key)) for state in states]
 
-    async def _decode(self, key: str, state: RequestState, media: MediaInput) -> None:
+    async def _decode(self, key: str, state: RequestState, media: IdentifiedMedia) -> None:
         try:
             features = await self._features_of(state, media)
         except (InvalidRequestError, EngineError) as error:
@@ -115,19 +117,19 @@ class EncoderJobs:
             self._scheduler.media.media_ready(key)
         self._changed()
 
-    async def _features_of(self, state: RequestState, media: MediaInput) -> Mapping[str, Any]:
+    async def _features_of(self, state: RequestState, media: IdentifiedMedia) -> Mapping[str, Any]:
         if not isinstance(media.source, EncoderInput):
-            return await self._pipeline.features(state, media)
+            return await self._pipeline.features(media, state.layout, state.request_id)
         features: dict[str, Any] = {}
         for part in media.source.media:
-            features |= await self._pipeline.features(state, part)
+            features |= await self._features_of(state, part)
         return {**features, **media.source.features}  # of one name, the engine's own is meant
 
     def _decoding_failed(
-        self, key: str, state: RequestState, media: MediaInput, error: Exception
+        self, key: str, state: RequestState, media: IdentifiedMedia, error: Exception
     ) -> None:
         others = [waiter for waiter in self._waiters(key) if waiter[0] is not state]
-        if not others or not getattr(media.source, "may_change", False):
+        if not others or not media.may_change:
             self._fail_waiters(key, error)
             return
         # An object of the caller's own, that may be broken while others' equals are not.
@@ -174,7 +176,7 @@ class EncoderJobs:
             self._fail(state, _own(error, media))
 
 
-def _own(error: Exception, media: MediaInput) -> Exception:
+def _own(error: Exception, media: IdentifiedMedia) -> Exception:
     """The error in the words of one waiter; raising it marks nobody else's."""
     own = (
         error.for_parameter(media.parameter)

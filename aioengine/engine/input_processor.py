@@ -13,7 +13,8 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 from aioengine.config import EngineConfig
 from aioengine.core.block_hash import cross_digests, extend_digests
@@ -22,12 +23,18 @@ from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.engine.encoder_input import encoder_input
 from aioengine.engine.loader import Loaded
 from aioengine.engine.prompts import HALVES, count_least
-from aioengine.engine.request_state import CompletionState, MediaInput, RequestState
+from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
+from aioengine.media_pipeline.items import (
+    IdentifiedMedia,
+    MediaInput,
+    MediaOwner,
+    ProcessorOptions,
+)
 from aioengine.media_pipeline.pipeline import MediaPipeline
 from aioengine.models.runtime.interfaces import PromptMedia
-from aioengine.processors.chat import ChatRenderer
+from aioengine.processors.chat import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import (
     EncDecLayout,
@@ -44,12 +51,24 @@ from aioengine.types import Prompt, Span
 
 __all__ = ["InputProcessor"]
 
-Result = TypeVar("Result")
+Literals = Sequence[tuple[int, int]]
+"""Token ranges of a prompt in which nothing is a placeholder."""
 
 GRAMMAR_LOOK_S = 1.0
 """How often one who waits for a grammar looks whether the one being compiled takes too long."""
 MARGIN_TOKENS = 1024
 """By so many a prompt may exceed the limit before it is laid out, which could make it shorter."""
+
+
+class Identified(NamedTuple):
+    """A request's media with their content known, and what the layout wants beside their headers.
+
+    `outputs`: their features by modality, if the layout needs them.
+    """
+
+    media: tuple[IdentifiedMedia, ...]
+    options: ProcessorOptions
+    outputs: ItemsByModality
 
 
 class InputProcessor:
@@ -62,27 +81,35 @@ class InputProcessor:
         model: str | os.PathLike[str],
         instruments: Instruments,
     ) -> None:
-        self.media = MediaPipeline(loaded, config, model, instruments)
+        limits = loaded.limits
+        self.media = MediaPipeline(
+            loaded.layout_processor,
+            loaded.processors,
+            limits.max_encoder_len or limits.max_model_len,
+            config,
+            model,
+            instruments,
+        )
         self._loaded = loaded
         self._config = config
         self._renderer: ChatRenderer | None = None
         self._sampling = SamplingContext(
-            loaded.front.info.get_tokenizer(),
+            loaded.layout_processor.info.get_tokenizer(),
             loaded.runner.model.vocab_size,
             loaded.limits.max_model_len,
             loaded.eos_token_ids,
             loaded.suppress,
             loaded.begin_suppress,
         )
-        self._decoder = fast_tokenizer(loaded.home.info.get_tokenizer())
-        self._front = ThreadPoolExecutor(1, thread_name_prefix="aioengine-front")
+        self._decoder = fast_tokenizer(loaded.loop_processor.info.get_tokenizer())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-layout")
 
     async def aclose(self) -> None:
         """Drop what is queued and wait for what is being worked on."""
         await self.media.aclose()
         self._loaded.grammars.close()
-        self._front.shutdown(wait=False, cancel_futures=True)
-        await run_apart(self._front.shutdown)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        await run_apart(self._thread.shutdown)
 
     # ---- a request
 
@@ -94,29 +121,44 @@ class InputProcessor:
             encoder=_either(prompt.encoder_text, prompt.encoder_token_ids),
             decoder=_either(prompt.decoder_text, prompt.decoder_token_ids),
         )
-        if prompt.messages is not None:
-            halves = Halves(prompt=await run_in(self._front, self._render, state, prompt))
-        else:
+        literals: Literals = ()
+        if prompt.messages is None:
             self._refuse_hopeless(prompt)
-            state.media = _list_media(prompt)
-        state.mm_processor_kwargs = dict(prompt.mm_processor_kwargs)
-        outputs: ItemsByModality = {}
-        if len(state.media) >= self._loaded.limits.max_model_len:
-            raise _too_long(len(state.media), self._loaded.limits.max_model_len)
-        if state.media:
-            outputs = await self.media.identify(state, prompt.cache_salt)
-            state.stamp("fetched")
+            media = _list_media(prompt)
+        else:
+            chat = await run_in(self._thread, self._render, prompt)
+            halves, literals = Halves(prompt=chat.token_ids), chat.literals
+            media = [
+                MediaInput(modality, index, each.item, each.parameter, each.trusted, each.uuid)
+                for modality, items in chat.media.items()
+                for index, each in enumerate(items)
+            ]
+        identified = await self._identify(state, media, prompt)
         structure = state.params.structured_outputs
         constraints: Sequence[Constraint] = ()
         if structure is not None:
             constraints = await self._compile(structure, state.params.n)
-        return await run_in(
-            self._front, self._lay_out, state, halves, outputs, prompt.cache_salt, constraints
-        )
+        laid_out = partial(self._lay_out, state, halves, literals, identified, prompt.cache_salt)
+        return await run_in(self._thread, laid_out, constraints)
+
+    async def _identify(
+        self, state: RequestState, media: Sequence[MediaInput], prompt: Prompt
+    ) -> Identified:
+        """Fetch the request's media and read their headers."""
+        if len(media) >= self._loaded.limits.max_model_len:
+            raise _too_long(len(media), self._loaded.limits.max_model_len)
+        if not media:
+            return Identified((), ProcessorOptions(dict(prompt.mm_processor_kwargs)), {})
+        options = await self.media.read_options(media, prompt.mm_processor_kwargs)
+        state.lease = self.media.lease()
+        owner = MediaOwner(state.request_id, options, state.lease, prompt.cache_salt)
+        items, outputs = await self.media.identify(media, owner)
+        state.stamp("fetched")
+        return Identified(tuple(items), options, outputs)
 
     def _check_halves(self, prompt: Prompt) -> None:
         """Refuse what does not go with the kind of the model."""
-        if isinstance(self._loaded.front, EncDecMultiModalProcessor):
+        if isinstance(self._loaded.layout_processor, EncDecMultiModalProcessor):
             if prompt.messages is not None:
                 raise InvalidRequestError(
                     "an encoder-decoder model takes no chat messages; give text", parameter="prompt"
@@ -153,46 +195,41 @@ class InputProcessor:
         if num_tokens >= most + MARGIN_TOKENS:
             raise _too_long(num_tokens, most)
 
-    def _render(self, state: RequestState, prompt: Prompt) -> list[int]:
+    def _render(self, prompt: Prompt) -> ChatPrompt:
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
-            self._renderer = ChatRenderer(self._loaded.front)
-        chat = self._renderer.render(list(prompt.messages or ()))
-        state.media = [
-            MediaInput(modality, index, media.item, media.parameter, media.trusted, media.uuid)
-            for modality, items in chat.media.items()
-            for index, media in enumerate(items)
-        ]
-        state.literals = chat.literals
-        return chat.token_ids
+            self._renderer = ChatRenderer(self._loaded.layout_processor)
+        return self._renderer.render(list(prompt.messages or ()))
 
     def _lay_out(
         self,
         state: RequestState,
         halves: Halves,
-        outputs: ItemsByModality,
+        literals: Literals,
+        identified: Identified,
         cache_salt: str | None,
         constraints: Sequence[Constraint],
     ) -> list[CompletionState]:
         """Expand the placeholders and make the core's requests."""
-        front = self._loaded.front
+        processor = self._loaded.layout_processor
+        state.media, options, outputs = identified
         items = make_items(
             ((media.modality, media.parameter, media.header) for media in state.media),
-            front.info.get_hidden_size,
+            processor.info.get_hidden_size,
         )
-        options = state.mm_processor_kwargs
         encoder: Item | None = None
         core_items: list[Item] = []
-        if isinstance(front, EncDecMultiModalProcessor):
-            halved = front.layout_halves(halves, items, options, outputs)
+        if isinstance(processor, EncDecMultiModalProcessor):
+            halved = processor.layout_halves(halves, items, options.mm_kwargs, outputs)
             state.layout = halved
             prompt_token_ids = tuple(halved.decoder_token_ids)
-            encoder, inputs = self._encoder_item(state, halved, halves, cache_salt), None
+            encoder, inputs = self._encoder_item(state, halved, halves, options, cache_salt), None
         else:
             prompt = () if halves.prompt is None else halves.prompt
-            state.layout = front.layout(prompt, items, options, outputs, state.literals)
-            prompt_token_ids = tuple(state.layout.token_ids)
-            core_items = self._items(state, state.layout)
+            layout = processor.layout(prompt, items, options.mm_kwargs, outputs, literals)
+            state.layout = layout
+            prompt_token_ids = tuple(layout.token_ids)
+            core_items = self._items(state, layout)
             prompt_media = [
                 PromptMedia(
                     media.modality,
@@ -260,7 +297,12 @@ class InputProcessor:
         return found
 
     def _encoder_item(
-        self, state: RequestState, layout: EncDecLayout, halves: Halves, cache_salt: str | None
+        self,
+        state: RequestState,
+        layout: EncDecLayout,
+        halves: Halves,
+        options: ProcessorOptions,
+        cache_salt: str | None,
     ) -> Item:
         """What cross-attention reads, as one item."""
         num_rows = len(layout.token_ids)
@@ -273,9 +315,15 @@ class InputProcessor:
         inside = self._items(state, layout)
         self._check_ids(layout.token_ids, inside, parameter)
         state.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
-        model_id = self._loaded.front.info.model_id
-        media = encoder_input(state, layout, model_id, parameter, cache_salt)
-        state.media.append(media)
+        media = encoder_input(
+            state.media,
+            layout,
+            options,
+            model_id=self._loaded.layout_processor.info.model_id,
+            parameter=parameter,
+            cache_salt=cache_salt,
+        )
+        state.media = (*state.media, media)
         num_bytes = num_rows * self._loaded.row_bytes
         name = parameter if state.num_encoder_tokens else media.parameter
         return Item(media.key, media.modality, Span(0, num_rows), num_bytes, name)

@@ -50,9 +50,9 @@ class Loaded:
     """What an engine is made of.
 
     Tokenizers and HF processors must not be shared between threads, so there are several:
-    `processors` for the media threads (none, if media have processes of their own), `front` for the
-    thread that tokenises and lays out, `home` for the event loop's own thread, which detokenises
-    and lends it to the application.
+    `processors` for the media threads (none, if media have processes of their own),
+    `layout_processor` for the thread that tokenises and lays out, `loop_processor` for the event
+    loop's own thread, which detokenises and lends it to the application.
     `suppress`, `begin_suppress`: tokens that the generation config forbids, always or at first;
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
@@ -61,8 +61,8 @@ class Loaded:
 
     runner: ModelRunner
     limits: Limits
-    front: BaseMultiModalProcessor
-    home: BaseMultiModalProcessor
+    layout_processor: BaseMultiModalProcessor
+    loop_processor: BaseMultiModalProcessor
     processors: tuple[BaseMultiModalProcessor, ...]
     eos_token_ids: frozenset[int]
     suppress: tuple[int, ...]
@@ -95,8 +95,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             limit_mm_per_prompt=config.limit_mm_per_prompt,
             mm_processor_kwargs=config.mm_processor_kwargs,
         )
-        front = _front(model_class, context)
-        taken = front.info.get_allowed_mm_limits()
+        processor = _make_processor(model_class, context)
+        taken = processor.info.get_allowed_mm_limits()
         load_readers([name for name, limit in taken.items() if limit != 0], config.media)
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
@@ -112,18 +112,18 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             revision=config.revision,
         )
         name = _verdict_name(model_class, hf_config, config, device, path)
-        model = _load_model(model_class, hf_config, config, front, read, backend, name)
+        model = _load_model(model_class, hf_config, config, processor, read, backend, name)
     with stage("memory"):
-        sizes = _sizes(model, front, config)
-        measure = partial(measure_activations, model, front, backend=backend)
+        sizes = _sizes(model, processor, config)
+        measure = partial(measure_activations, model, processor, backend=backend)
         limits = resolve_limits(config, sizes, device, measure)
         runner = ModelRunner(model, limits, backend)
     eos_token_ids = _eos_token_ids(model)
     return Loaded(
         runner=runner,
         limits=limits,
-        front=front,
-        home=_clone(model_class, context),
+        layout_processor=processor,
+        loop_processor=_clone(model_class, context),
         processors=tuple(
             _clone(model_class, context)
             for _ in range(0 if config.uses_processes else config.num_processor_workers)
@@ -142,7 +142,7 @@ def _load_model(
     model_class: type[TransformersModel],
     hf_config: Any,
     config: EngineConfig,
-    front: BaseMultiModalProcessor,
+    processor: BaseMultiModalProcessor,
     read: Callable[[], Any],
     backend: AttentionBackend,
     name: str | None,
@@ -166,7 +166,7 @@ def _load_model(
                 model_class,
                 module,
                 specs,
-                front,
+                processor,
                 max_model_len=config.max_model_len,
                 is_quantized=is_quantized,
                 seed=seed,
@@ -227,19 +227,19 @@ def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
         ) from error
 
 
-def _front(
+def _make_processor(
     model_class: type[TransformersModel], context: ProcessingContext
 ) -> BaseMultiModalProcessor:
     """The first processor, on which the checkpoint is found fit."""
     check_placeholders(MULTIMODAL_REGISTRY.find_info(model_class)(context))
-    front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
-    if isinstance(front, EncDecMultiModalProcessor):
-        _check_start(front)
-    return front
+    processor = MULTIMODAL_REGISTRY.create_processor(model_class, context)
+    if isinstance(processor, EncDecMultiModalProcessor):
+        _check_start(processor)
+    return processor
 
 
 def _sizes(
-    model: TransformersModel, front: BaseMultiModalProcessor, config: EngineConfig
+    model: TransformersModel, processor: BaseMultiModalProcessor, config: EngineConfig
 ) -> ModelSizes:
     max_encoder_len = model.max_encoder_len if isinstance(model, SupportsEncoderDecoder) else 0
     return ModelSizes(
@@ -248,7 +248,7 @@ def _sizes(
         row_size=model.row_size,
         max_position_embeddings=model.max_position_embeddings,
         max_item_rows=max_encoder_len
-        or max(largest_items(front, config.max_model_len or 0).values(), default=0),
+        or max(largest_items(processor, config.max_model_len or 0).values(), default=0),
         max_encoder_len=max_encoder_len,
     )
 
@@ -288,11 +288,11 @@ def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:
     return tuple(sorted({int(i) for i in found if 0 <= i < model.vocab_size}))
 
 
-def _check_start(front: EncDecMultiModalProcessor) -> None:
+def _check_start(processor: EncDecMultiModalProcessor) -> None:
     """That the decoder has tokens to begin with, before a request asks for them."""
-    config = front.info.get_hf_config().get_text_config(decoder=True)
-    known = max(len(front.info.get_tokenizer()), int(config.vocab_size))
-    outside = [i for i in front.default_decoder_prompt() if not 0 <= i < known]
+    config = processor.info.get_hf_config().get_text_config(decoder=True)
+    known = max(len(processor.info.get_tokenizer()), int(config.vocab_size))
+    outside = [i for i in processor.default_decoder_prompt() if not 0 <= i < known]
     if outside:
         raise ModelLoadError(
             f"the decoder is to begin with the token {outside[0]}, but there are {known}; mend "

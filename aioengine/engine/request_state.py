@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioengine.core.plan import Advance
 from aioengine.core.request import Request
@@ -27,44 +27,12 @@ from aioengine.types import (
 )
 
 if TYPE_CHECKING:
+    from aioengine.media_pipeline.items import IdentifiedMedia
+    from aioengine.processors.cache.memory import Lease
     from aioengine.processors.processor import Layout
     from aioengine.sampling.prompt_logprobs import PromptLogprobs, ScoreColumns
 
-__all__ = ["CompletionState", "MediaInput", "RequestState"]
-
-
-@dataclass(slots=True)
-class MediaInput:
-    """One media item of a request, from the caller's object to its place in the prompt.
-
-    `source` is what is decoded (a `MediaSource`), or the item itself where it needs no decoding;
-    `header` is what the layout reads of it; `index` counts within the modality; `is_held`: whether
-    the request holds the item's features.
-    """
-
-    modality: str
-    index: int
-    item: Any
-    parameter: str
-    trusted: bool
-    uuid: str | None = None
-    source: Any = None
-    header: Any = None
-    key: str = ""
-    is_held: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderInput:
-    """What an encoder-decoder model's encoder reads: features of its own, and those of media."""
-
-    features: Mapping[str, Any]
-    media: tuple[MediaInput, ...]
-
-    @property
-    def may_change(self) -> bool:
-        """Whether a medium is an object of the caller's own, which may be broken meanwhile."""
-        return any(getattr(media.source, "may_change", False) for media in self.media)
+__all__ = ["CompletionState", "RequestState"]
 
 
 @dataclass(slots=True)
@@ -136,15 +104,12 @@ class RequestState:
         self.request_id = request_id
         self.params = params
         self.priority = priority
-        self.media: list[MediaInput] = []
-        self.literals: list[tuple[int, int]] = []
-        """Token ranges of the prompt in which nothing is a placeholder."""
+        self.media: tuple[IdentifiedMedia, ...] = ()
+        self.lease: Lease | None = None
+        """Holds features that nothing could make again."""
         self.layout: Layout | None = None
         self.num_encoder_tokens = 0
         """Of text that an encoder reads for cross-attention."""
-        self.mm_processor_kwargs: dict[str, Any] = {}
-        self.options_digest = b""
-        """Of the engine's and the request's together."""
         self.completions: dict[str, CompletionState] = {}
         """By the scheduler's name for each."""
         self.preparation: asyncio.Task[None] | None = None
@@ -164,7 +129,7 @@ class RequestState:
         self.stamp("admitted")
         self._sink.admit()
 
-    def media_with(self, key: str) -> MediaInput:
+    def media_with(self, key: str) -> IdentifiedMedia:
         """The first of its items with this content key."""
         return next(media for media in self.media if media.key == key)
 

@@ -98,7 +98,7 @@ class Trial:
         model_class: type[TransformersModel],
         module: Any,
         specs: Sequence[LayerSpec],
-        front: BaseMultiModalProcessor,
+        processor: BaseMultiModalProcessor,
         *,
         max_model_len: int | None,
         is_quantized: bool,
@@ -109,7 +109,7 @@ class Trial:
         pin_rotary(shell.decoder(), max_model_len)
         table = int(module.get_input_embeddings().weight.shape[0])
         prompts, self._unseen = make_prompts(
-            front,
+            processor,
             min(table, shell.vocab_size),
             max_model_len or shell.max_position_embeddings,
             seed,

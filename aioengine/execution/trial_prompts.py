@@ -44,7 +44,7 @@ class TrialPrompt:
 
 
 def make_prompts(
-    front: BaseMultiModalProcessor, vocab_size: int, max_len: int | None, seed: int
+    processor: BaseMultiModalProcessor, vocab_size: int, max_len: int | None, seed: int
 ) -> tuple[list[TrialPrompt], list[str]]:
     """Prompts for a model with this processor, and what of it they do not show.
 
@@ -52,21 +52,21 @@ def make_prompts(
     sequence, None for any.
     """
     chance = random.Random(seed)
-    ids = _plain_ids(front, vocab_size)
+    ids = _plain_ids(processor, vocab_size)
     unseen: list[str] = []
     prompts: list[TrialPrompt] = []
-    limits = front.info.get_allowed_mm_limits()
+    limits = processor.info.get_allowed_mm_limits()
     for modality in (name for name, limit in limits.items() if limit != 0):
         tokens = tuple(chance.choices(ids, k=_length(prompts)))
         try:
-            prompts.append(_media_prompt(front, modality, tokens))
+            prompts.append(_media_prompt(processor, modality, tokens))
         except Exception as error:
             unseen.append(f"{modality} ({type(error).__name__}: {error!s:.120})")
     num_short = sum(not prompt.is_long for prompt in prompts)
     for _ in range(num_short, 2):
         tokens = tuple(chance.choices(ids, k=_length(prompts)))
         try:
-            prompts.append(_text_prompt(front, tokens))
+            prompts.append(_text_prompt(processor, tokens))
         except InvalidRequestError:
             break  # a model that takes no text alone
     if len(prompts) == 1:
@@ -85,11 +85,11 @@ def _length(prompts: Sequence[TrialPrompt]) -> int:
     return LENGTHS[min(len(prompts), len(LENGTHS) - 1)]
 
 
-def _plain_ids(front: BaseMultiModalProcessor, vocab_size: int) -> Sequence[int]:
+def _plain_ids(processor: BaseMultiModalProcessor, vocab_size: int) -> Sequence[int]:
     """Token ids that mean nothing special."""
-    tokenizer = front.info.get_tokenizer()
+    tokenizer = processor.info.get_tokenizer()
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    special |= set(_named_ids(front.info.get_hf_config().to_dict()))
+    special |= set(_named_ids(processor.info.get_hf_config().to_dict()))
     known = range(min(vocab_size, len(tokenizer)))
     return [token_id for token_id in known if token_id not in special] or list(known)
 
@@ -104,30 +104,30 @@ def _named_ids(settings: Mapping[str, Any]) -> Iterator[int]:
             yield from (each for each in values if isinstance(each, int))
 
 
-def _text_prompt(front: BaseMultiModalProcessor, tokens: tuple[int, ...]) -> TrialPrompt:
-    if not isinstance(front, EncDecMultiModalProcessor):
-        return TrialPrompt(WholePrompt(token_ids=(*front.tokenize(""), *tokens)), "text")
-    halves = front.layout_halves(Halves(encoder=tokens), MultiModalDataItems({}), {})
+def _text_prompt(processor: BaseMultiModalProcessor, tokens: tuple[int, ...]) -> TrialPrompt:
+    if not isinstance(processor, EncDecMultiModalProcessor):
+        return TrialPrompt(WholePrompt(token_ids=(*processor.tokenize(""), *tokens)), "text")
+    halves = processor.layout_halves(Halves(encoder=tokens), MultiModalDataItems({}), {})
     encoder = {"input_ids": torch.tensor(halves.token_ids)}
     whole = WholePrompt(token_ids=(*halves.decoder_token_ids, *tokens), encoder=encoder)
     return TrialPrompt(whole, "text", len(halves.token_ids))
 
 
 def _media_prompt(
-    front: BaseMultiModalProcessor, modality: str, tokens: tuple[int, ...]
+    processor: BaseMultiModalProcessor, modality: str, tokens: tuple[int, ...]
 ) -> TrialPrompt:
-    rate = front.info.get_sample_rate() if modality == "audio" else 0
+    rate = processor.info.get_sample_rate() if modality == "audio" else 0
     item = noise_item(modality, sample_rate=rate)
     items = MultiModalDataItems({modality: PROCESSOR_ITEMS[modality]([item])})
-    outputs = front.process(items, front.options_for({}, {modality: 1}))
-    if isinstance(front, EncDecMultiModalProcessor):
-        halves = front.layout_halves(Halves(), items, {}, outputs)
+    outputs = processor.process(items, processor.options_for({}, {modality: 1}))
+    if isinstance(processor, EncDecMultiModalProcessor):
+        halves = processor.layout_halves(Halves(), items, {}, outputs)
         (item,) = outputs[modality]
         encoder = {"input_ids": torch.tensor(halves.token_ids), **item}
         whole = WholePrompt(token_ids=(*halves.decoder_token_ids, *tokens), encoder=encoder)
         return TrialPrompt(whole, modality, len(halves.token_ids), modality)
-    text = front.dummy_inputs.get_dummy_text({modality: 1})
-    layout = front.layout(text, items, {}, outputs)
+    text = processor.dummy_inputs.get_dummy_text({modality: 1})
+    layout = processor.layout(text, items, {}, outputs)
     (placed,) = layout.placeholders[modality]
     media = PromptMedia(modality, placed.to_span(), outputs[modality][0])
     whole = WholePrompt(token_ids=(*layout.token_ids, *tokens), items=(media,))

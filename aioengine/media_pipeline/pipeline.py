@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,8 +25,6 @@ import anyio
 from cachetools import LRUCache
 
 from aioengine.config import EngineConfig
-from aioengine.engine.loader import Loaded
-from aioengine.engine.request_state import MediaInput, RequestState
 from aioengine.errors import (
     EngineError,
     InvalidRequestError,
@@ -35,17 +33,18 @@ from aioengine.errors import (
     trace_of,
 )
 from aioengine.instruments import Instruments, StageSpan
+from aioengine.media_pipeline.items import IdentifiedMedia, MediaInput, MediaOwner, ProcessorOptions
 from aioengine.media_pipeline.workers import make_workers
 from aioengine.processors.cache.disk import DiskCache
 from aioengine.processors.cache.hasher import ContentHasher, digest_options, item_key
-from aioengine.processors.cache.memory import HeldItems, ProcessorCache
+from aioengine.processors.cache.memory import HeldItems, Lease, ProcessorCache
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.item_work import Promise, WorkItem
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
 from aioengine.processors.mm_kwargs import check_cost
-from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
+from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality, Layout
 from aioengine.streams.loop_bridge import run_apart, run_in
 from aioengine.streams.single_flight import SharedJobs
 from aioengine.types import Embeddings
@@ -80,23 +79,29 @@ MAX_STORES = 64
 
 
 class MediaPipeline:
-    """One engine's. Its coroutines run in the engine's tasks."""
+    """One engine's media, from what callers give to what the encoder takes.
+
+    `processor` reads headers; `processors` decode and process, one for each thread. An item has at
+    most `max_rows` encoder rows. Its coroutines run in the engine's tasks.
+    """
 
     def __init__(
         self,
-        loaded: Loaded,
+        processor: BaseMultiModalProcessor,
+        processors: Sequence[BaseMultiModalProcessor],
+        max_rows: int,
         config: EngineConfig,
         model: str | os.PathLike[str],
         instruments: Instruments,
     ) -> None:
         self.cache = ProcessorCache(config.mm_processor_cache_bytes)
         self.held = HeldItems(max(config.mm_processor_cache_bytes, MIN_HELD_BYTES))
-        self._front = loaded.front
-        self._max_rows = loaded.limits.max_encoder_len or loaded.limits.max_model_len
-        self._options_digest = digest_options(loaded.front.merged_kwargs({}))
+        self._processor = processor
+        self._max_rows = max_rows
+        self._options_digest = digest_options(processor.merged_kwargs({}))
         self._config = config
-        self._model_id = f"{os.fspath(model)} {_fingerprint(loaded.front, config.revision)}"
-        self._workers = make_workers(loaded, config, model)
+        self._model_id = f"{os.fspath(model)} {_fingerprint(processor, config.revision)}"
+        self._workers = make_workers(processor, processors, config, model)
         self._instruments = instruments
         self._disk: DiskCache | None = None
         self._threads = anyio.CapacityLimiter(FETCH_THREADS)
@@ -148,69 +153,78 @@ class MediaPipeline:
         if self._disk is not None:
             self._store(self._disk.discard, key)
 
-    def release(self, state: RequestState) -> None:
-        """The request has ended, and holds no features any more."""
-        for media in state.media:
-            if media.is_held:
-                media.is_held = False
-                self.held.release(media.key)
+    def lease(self) -> Lease:
+        """For one request to hold features with, until it ends."""
+        return Lease(self.held)
 
-    async def identify(self, state: RequestState, cache_salt: str | None) -> ItemsByModality:
+    async def read_options(
+        self, media: Sequence[MediaInput], mm_kwargs: Mapping[str, Any]
+    ) -> ProcessorOptions:
+        """Check a request's number of items and its options for the HF processor.
+
+        Raises InvalidRequestError.
+        """
+        counts = Counter(each.modality for each in media)
+        self._processor.info.validate_num_items(counts)
+        options = dict(self._processor.options_for(mm_kwargs, counts))
+        if not options:
+            return ProcessorOptions(options, self._options_digest)
+        merged = self._processor.merged_kwargs(options)
+        return ProcessorOptions(options, await run_in(self._headers, digest_options, merged))
+
+    async def identify(
+        self, media: Sequence[MediaInput], owner: MediaOwner
+    ) -> tuple[list[IdentifiedMedia], ItemsByModality]:
         """Fetch all items of a request, side by side, read their headers and give them their keys.
 
-        Returns their features, if the layout needs them. The first failure ends the others. Raises
-        the request's error.
+        Returns their features too, if the layout needs them. The first failure ends the others.
+        Raises the request's error.
         """
-        counts = Counter(media.modality for media in state.media)
-        self._front.info.validate_num_items(counts)
-        options = self._front.options_for(state.mm_processor_kwargs, counts)
-        state.mm_processor_kwargs = dict(options)
-        state.options_digest = self._options_digest
-        if state.mm_processor_kwargs:
-            merged = self._front.merged_kwargs(state.mm_processor_kwargs)
-            state.options_digest = await run_in(self._headers, digest_options, merged)
-        features: dict[int, MultiModalKwargsItem | None] = {}
-        rest = iter(enumerate(state.media))
+        found: dict[int, tuple[IdentifiedMedia, MultiModalKwargsItem | None]] = {}
+        rest = iter(enumerate(media))
 
         async def identify() -> None:
-            for index, media in rest:
-                features[index] = await self._identify(state, media, cache_salt)
+            for index, each in rest:
+                found[index] = await self._identify(owner, each)
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(len(state.media), SIDE_BY_SIDE)):
+                for _ in range(min(len(media), SIDE_BY_SIDE)):
                     tasks.create_task(identify())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         outputs: ItemsByModality = {}
-        for index, media in enumerate(state.media):
-            if index not in features:
+        for index, each in enumerate(media):
+            if index not in found:
                 # A fetcher may raise CancelledError, which no task group reports.
                 raise MediaError(
-                    f"{media.parameter} could not be fetched: the fetcher was cancelled",
-                    parameter=media.parameter,
+                    f"{each.parameter} could not be fetched: the fetcher was cancelled",
+                    parameter=each.parameter,
                 )
-            found = features[index]
-            if self._front.layout_needs_hf_outputs:
-                assert found is not None
-                outputs.setdefault(media.modality, []).append(found)
-        return outputs
+            features = found[index][1]
+            if self._processor.layout_needs_hf_outputs:
+                assert features is not None
+                outputs.setdefault(each.modality, []).append(features)
+        return [found[index][0] for index in range(len(media))], outputs
 
-    async def features(self, state: RequestState, media: MediaInput) -> MultiModalKwargsItem:
+    async def features(
+        self, media: IdentifiedMedia, layout: Layout | None, request_id: str
+    ) -> MultiModalKwargsItem:
         """The item decoded and processed, from the cache where it is there.
 
-        Raises MediaError, whatever the processor raises, or EngineError.
+        `layout`: the prompt's, if it has been laid out. Raises MediaError, whatever the
+        processor raises, or EngineError.
         """
         cached = self._find(media.key)
         if cached is not None:
             return cached
         is_own = media.key not in self._works
         try:
-            return await self._works.join(media.key, partial(self._work, state, media))
+            return await self._works.join(media.key, partial(self._work, media, layout, request_id))
         except InvalidRequestError as error:
-            if not is_own and getattr(media.source, "may_change", False):
+            if not is_own and media.may_change:
                 # An object of somebody else's, that may be broken while its equal here is not.
-                return await self.features(state, media)
+                return await self.features(media, layout, request_id)
             raise error.for_parameter(media.parameter) from error
         except EngineError:
             raise
@@ -224,67 +238,57 @@ class MediaPipeline:
     # ---- one item
 
     async def _identify(
-        self, state: RequestState, media: MediaInput, cache_salt: str | None
-    ) -> MultiModalKwargsItem | None:
-        """The item's features, if the layout needs them."""
+        self, owner: MediaOwner, media: MediaInput
+    ) -> tuple[IdentifiedMedia, MultiModalKwargsItem | None]:
+        """The item with its content known, and its features where the layout needs them."""
         name = None
         if media.uuid is not None:
-            name = self._key(state, media, cache_salt, uuid=media.uuid)
+            name = self._key(owner, media, uuid=media.uuid)
             if media.item is None or _is_url(media.item):
-                known = self._recall(state, media, name)
+                known = self._recall(owner, media, name)
                 if known is not None:
                     return known
         start = time.perf_counter()
         fetched = await self._fetch(media)
         if fetched is not media.item:
             self._instruments.record(
-                StageSpan("fetch", start, time.perf_counter(), (state.request_id,))
+                StageSpan("fetch", start, time.perf_counter(), (owner.request_id,))
             )
-        identity = await self._read(state, media, fetched)
-        media.item = None
-        media.key = self._key(state, media, cache_salt, identity)
-        self.cache.touch(media.key)  # so that a request's own items are the last to go
+        identified = await run_in(self._headers, self._open, owner, media, fetched)
+        self.cache.touch(identified.key)  # so that a request's own items are the last to go
         if name is not None:
-            self._name(name, media)
-        if not self._front.layout_needs_hf_outputs:
-            return None
-        features = await self.features(state, media)
-        self._hold(state, media, features)  # else they are made again, from the source
-        return features
+            self._name(name, identified)
+        if not self._processor.layout_needs_hf_outputs:
+            return identified, None
+        features = await self.features(identified, None, owner.request_id)
+        owner.lease.hold(identified.key, features)  # else they are made again, from the source
+        return identified, features
 
-    def _name(self, name: str, media: MediaInput) -> None:
+    def _name(self, name: str, media: IdentifiedMedia) -> None:
         if isinstance(media.header, Embeddings):
             self._named.pop(name, None)  # the header would keep the rows in memory
         else:
             self._named[name] = media.key, media.header
 
     def _recall(
-        self, state: RequestState, media: MediaInput, name: str
-    ) -> MultiModalKwargsItem | None:
-        """The item's features, if it is known by its uuid and the request can hold them.
+        self, owner: MediaOwner, media: MediaInput, name: str
+    ) -> tuple[IdentifiedMedia, MultiModalKwargsItem] | None:
+        """The item and its features, if it is known by its uuid and the request can hold them.
 
         A uuid is another name for what was last given under it. What is at hand is looked at all
         the same; for what would have to be fetched, the caller's word is taken.
         """
         known = self._named.get(name)
         features = None if known is None else self._find(known[0])
-        if known is None or features is None:
-            return None
-        media.key, media.header = known
         # Held until the request ends: there is nothing to make them from again.
-        if not self._hold(state, media, features):
+        if known is None or features is None or not owner.lease.hold(known[0], features):
             return None
-        media.item = None
-        return features
+        key, header = known
+        return _identified(owner, media, key, header, None), features
 
     def _find(self, key: str) -> MultiModalKwargsItem | None:
         cached = self.cache.get(key)  # looked up in any case: it counts, and has been used
         return self.held.get(key) if cached is None else cached
-
-    def _hold(self, state: RequestState, media: MediaInput, features: MultiModalKwargsItem) -> bool:
-        """Whether the request holds the features now; one that has ended would for ever."""
-        media.is_held = not state.has_ended and self.held.hold(media.key, features)
-        return media.is_held
 
     async def _fetch(self, media: MediaInput) -> object:
         def get() -> Coroutine[Any, Any, object]:
@@ -308,55 +312,54 @@ class MediaPipeline:
         except MediaError as error:
             raise error.for_parameter(media.parameter) from error
 
-    async def _read(self, state: RequestState, media: MediaInput, fetched: object) -> Any:
-        return await run_in(self._headers, self._open, state, media, fetched)
-
-    def _open(self, state: RequestState, media: MediaInput, fetched: object) -> Any:
+    def _open(self, owner: MediaOwner, media: MediaInput, fetched: object) -> IdentifiedMedia:
         """Read the header and hash the content, without decoding."""
-        info = self._front.info
         if fetched is None:
             raise MediaError(
                 f"{media.parameter} has no content, and nothing is cached under its uuid",
                 parameter=media.parameter,
             )
         if isinstance(fetched, Embeddings):
-            items = EmbeddingItems(
-                [fetched],
-                modality=media.modality,
-                hidden_size=info.get_hidden_size(),
-                parameters=[media.parameter],
-                max_rows=self._max_rows,
-            )
-            # A copy: the caller may write to what it gave once the request is under way.
-            extra = {name: value.clone() for name, value in items.extra[0].items()}
-            media.source = media.header = Embeddings(items.get(0).clone(), **extra)
+            rows = self._open_embeddings(media, fetched)
             hasher = ContentHasher("embeddings")
-            hasher.update([media.source.rows, media.source.extra])
-            return hasher.digest()
-        media.source = open_media(
+            hasher.update([rows.rows, rows.extra])
+            return _identified(owner, media, self._key(owner, media, hasher.digest()), rows, rows)
+        info, mm_kwargs = self._processor.info, owner.options.mm_kwargs
+        source = open_media(
             media.modality,
             fetched,
             self._config.media,
             parameter=media.parameter,
-            options=self._front.merged_kwargs(state.mm_processor_kwargs),
+            options=self._processor.merged_kwargs(mm_kwargs),
             get_sample_rate=info.get_sample_rate,
         )
-        media.header = media.source.header()
+        header: Any = source.header()
         check_cost(
-            state.mm_processor_kwargs,
+            mm_kwargs,
             info.get_hf_processor(),
             media.modality,
             self._config.media,
-            size=getattr(media.header, "size", (1, 1)),
-            num_frames=getattr(media.header, "num_frames", 1),
+            size=getattr(header, "size", (1, 1)),
+            num_frames=getattr(header, "num_frames", 1),
         )
-        return media.source.identity()
+        return _identified(owner, media, self._key(owner, media, source.identity()), header, source)
+
+    def _open_embeddings(self, media: MediaInput, given: Embeddings) -> Embeddings:
+        """Check precomputed rows and copy them: the caller may write to its own meanwhile."""
+        items = EmbeddingItems(
+            [given],
+            modality=media.modality,
+            hidden_size=self._processor.info.get_hidden_size(),
+            parameters=[media.parameter],
+            max_rows=self._max_rows,
+        )
+        extra = {name: value.clone() for name, value in items.extra[0].items()}
+        return Embeddings(items.get(0).clone(), **extra)
 
     def _key(
         self,
-        state: RequestState,
+        owner: MediaOwner,
         media: MediaInput,
-        cache_salt: str | None,
         identity: Any = None,
         *,
         uuid: str | None = None,
@@ -364,31 +367,32 @@ class MediaPipeline:
         return item_key(
             model_id=self._model_id,
             modality=media.modality,
-            options=state.options_digest,
+            options=owner.options.digest,
             identity=identity,
-            cache_salt=cache_salt,
+            cache_salt=owner.cache_salt,
             uuid=uuid,
         )
 
-    async def _work(self, state: RequestState, media: MediaInput) -> MultiModalKwargsItem:
+    async def _work(
+        self, media: IdentifiedMedia, layout: Layout | None, request_id: str
+    ) -> MultiModalKwargsItem:
         disk = None if isinstance(media.source, Embeddings) else self._disk
         if disk is not None:
             stored = await run_in(self._reads, disk.get, media.key)
             if stored is not None and stored.modality == media.modality:
                 self.cache.put(media.key, stored)
                 return stored
-        layout = state.layout
         worked = await self._workers.work(
             WorkItem(
                 source=media.source,
                 modality=media.modality,
                 index=media.index,
                 parameter=media.parameter,
-                mm_kwargs=state.mm_processor_kwargs,
+                mm_kwargs=media.options.mm_kwargs,
                 promise=None if layout is None else Promise.of(layout, media.modality, media.index),
             )
         )
-        requests = (state.request_id,)
+        requests = (request_id,)
         self._instruments.record(StageSpan("decode", worked.began, worked.decoded, requests))
         self._instruments.record(StageSpan("process", worked.decoded, worked.processed, requests))
         self.cache.put(media.key, worked.item)
@@ -403,6 +407,14 @@ class MediaPipeline:
         store.add_done_callback(self._stores.discard)
 
 
+def _identified(
+    owner: MediaOwner, media: MediaInput, key: str, header: Any, source: Any
+) -> IdentifiedMedia:
+    return IdentifiedMedia(
+        media.modality, media.index, media.parameter, key, header, source, owner.options
+    )
+
+
 def _open_disk(folder: Path, capacity_bytes: int) -> DiskCache:
     """Raises OSError for what is no folder to write to; later failures are misses."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -411,18 +423,18 @@ def _open_disk(folder: Path, capacity_bytes: int) -> DiskCache:
     return DiskCache(folder, capacity_bytes)
 
 
-def _fingerprint(front: BaseMultiModalProcessor, revision: str | None) -> str:
+def _fingerprint(processor: BaseMultiModalProcessor, revision: str | None) -> str:
     """What processed media depend on beside the model's name: they may outlive the process."""
-    if not front.info.get_supported_mm_limits():
+    if not processor.info.get_supported_mm_limits():
         return ""
-    hf_processor, tokenizer = front.info.get_hf_processor(), front.info.get_tokenizer()
+    hf_processor, tokenizer = processor.info.get_hf_processor(), processor.info.get_tokenizer()
     hasher = ContentHasher("processor")
     described = getattr(hf_processor, "to_json_string", None)
     hasher.update(repr(hf_processor) if described is None else described())
     # An item may hold the ids of its placeholder's tokens.
     hasher.update({str(token): id for id, token in tokenizer.added_tokens_decoder.items()})
     hasher.update(
-        [revision, tokenizer.vocab_size, type(front).__module__, type(front).__qualname__]
+        [revision, tokenizer.vocab_size, type(processor).__module__, type(processor).__qualname__]
     )
     for name in VERSIONS:
         with suppress(PackageNotFoundError):

@@ -67,7 +67,7 @@ class PoolStatistics:
 class ProcessorPool:
     """N worker processes with a processor each. Belongs to the loop that starts it.
 
-    `front` is one of the engine's own processors, loaded from `source` (a folder or hub id): the
+    `processor` is one of the engine's own, loaded from `source` (a folder or hub id): the
     workers make another one of the same classes. Raises ModelLoadError if they cannot.
     """
 
@@ -75,12 +75,12 @@ class ProcessorPool:
         self,
         source: str | os.PathLike[str],
         config: EngineConfig,
-        front: BaseMultiModalProcessor,
+        processor: BaseMultiModalProcessor,
         *,
         job_limit_s: float = JOB_LIMIT_S,
     ) -> None:
         self._num_workers = config.num_processor_workers
-        self._setup = encode_frame(_describe_setup(source, config, front, job_limit_s))
+        self._setup = encode_frame(_describe_setup(source, config, processor, job_limit_s))
         self._job_limit_s = job_limit_s
         # For copying contents and results; the application's own limit of threads is left alone.
         self._threads = anyio.CapacityLimiter(self._num_workers)
@@ -301,10 +301,10 @@ class _Pending:
 def _describe_setup(
     source: str | os.PathLike[str],
     config: EngineConfig,
-    front: BaseMultiModalProcessor,
+    processor: BaseMultiModalProcessor,
     limit_s: float,
 ) -> dict[str, Any]:
-    context, path = front.info.ctx, os.fspath(source)
+    context, path = processor.info.ctx, os.fspath(source)
     try:
         mm_kwargs = pack_value(context.mm_processor_kwargs, "mm_processor_kwargs")
     except InvalidRequestError as error:
@@ -319,7 +319,9 @@ def _describe_setup(
         "mm_processor_kwargs": mm_kwargs,
         "media": pack_value(_plain_limits(config.media), "media"),
         "config_class": _locate_config(type(context.hf_config)),
-        "classes": [_locate(type(part)) for part in (front, front.info, front.dummy_inputs)],
+        "classes": [
+            _locate(type(part)) for part in (processor, processor.info, processor.dummy_inputs)
+        ],
         "path": [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)],
         "limit_s": limit_s,
         "niceness": config.thread_niceness,

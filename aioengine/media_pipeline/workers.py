@@ -9,7 +9,6 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from aioengine.config import EngineConfig
-from aioengine.engine.loader import Loaded
 from aioengine.media_pipeline.worker_pool import ProcessorPool
 from aioengine.processors.item_work import Worked, WorkItem, keep_to_one_thread, work_item
 from aioengine.processors.processor import BaseMultiModalProcessor
@@ -94,9 +93,13 @@ class ProcessWorkers:
 
 
 def make_workers(
-    loaded: Loaded, config: EngineConfig, model: str | os.PathLike[str]
+    processor: BaseMultiModalProcessor,
+    processors: Sequence[BaseMultiModalProcessor],
+    config: EngineConfig,
+    model: str | os.PathLike[str],
 ) -> ThreadWorkers | ProcessWorkers:
-    """The workers that the configuration means. A model without media needs no processes."""
-    if config.uses_processes and loaded.front.info.get_supported_mm_limits():
-        return ProcessWorkers(ProcessorPool(model, config, loaded.front))
-    return ThreadWorkers(loaded.processors or [loaded.front], config.thread_niceness)
+    """The workers that the configuration means: processes for `processor`, or a thread for each of
+    `processors`. A model without media needs no processes."""
+    if config.uses_processes and processor.info.get_supported_mm_limits():
+        return ProcessWorkers(ProcessorPool(model, config, processor))
+    return ThreadWorkers(processors or [processor], config.thread_niceness)

@@ -10,7 +10,7 @@ from cachetools import LRUCache
 
 from aioengine.processors.inputs import MultiModalKwargsItem
 
-__all__ = ["HeldItems", "ProcessorCache", "ProcessorCacheStatistics"]
+__all__ = ["HeldItems", "Lease", "ProcessorCache", "ProcessorCacheStatistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,28 @@ class HeldItems:
         if not self._holders[key]:
             del self._holders[key]
             self.num_bytes -= _num_bytes(self._items.pop(key))
+
+
+class Lease:
+    """The items that one request holds, until it ends; closed, it takes no more."""
+
+    def __init__(self, held: HeldItems) -> None:
+        self._held = held
+        self._keys: list[str] = []
+        self._is_closed = False
+
+    def hold(self, key: str, item: MultiModalKwargsItem) -> bool:
+        """Hold an item; False if there is no room, or nobody to hold it for."""
+        if self._is_closed or not self._held.hold(key, item):
+            return False
+        self._keys.append(key)
+        return True
+
+    def close(self) -> None:
+        """Release every item. Idempotent."""
+        self._is_closed = True
+        while self._keys:
+            self._held.release(self._keys.pop())
 
 
 def _num_bytes(item: MultiModalKwargsItem) -> int:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from aioengine import AsyncEngine, MediaConfig, RequestOutput, SamplingParams
-from aioengine.engine import input_processor as intake_module
+from aioengine.engine import input_processor as input_processor_module
+from aioengine.media_pipeline import pipeline as pipeline_module
 from aioengine.streams.loop_bridge import run_in
 from tests.tiny import save_tiny_llava, tiny_image
 
@@ -67,10 +68,10 @@ class Points:
         device, input_processor = engine._device, engine._input_processor
         monkeypatch.setattr(device, "submit_step", self._watch_future(device.submit_step))
         monkeypatch.setattr(device, "submit_encode", self._watch_future(device.submit_encode))
-        monkeypatch.setattr(intake_module, "run_in", self._watch_coroutine(run_in))
+        monkeypatch.setattr(input_processor_module, "run_in", self._watch_coroutine(run_in))
         pipeline = input_processor.media
         monkeypatch.setattr(pipeline, "_fetch", self._watch_coroutine(pipeline._fetch))
-        monkeypatch.setattr(pipeline, "_read", self._watch_coroutine(pipeline._read))
+        monkeypatch.setattr(pipeline_module, "run_in", self._watch_coroutine(run_in))
         workers = pipeline._workers
         monkeypatch.setattr(workers, "work", self._watch_coroutine(workers.work))
 
