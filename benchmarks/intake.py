@@ -102,7 +102,7 @@ async def throughput(
     engine: AsyncEngine, pictures: Pictures, num_images: int, num_prompts: int, rounds: int
 ) -> dict[str, float]:
     """Requests per second: inline, cold and cached. In turns, medians."""
-    workers: Any = engine._input_processor.media._workers
+    workers: Any = engine._core.input_processor.media._workers
     own = workers.work
     found: dict[str, list[float]] = {"inline": [], "cold": [], "cached": []}
     for _ in range(rounds):
@@ -112,7 +112,7 @@ async def throughput(
         workers.work = own
         prompts = [pictures.take(num_images) for _ in range(num_prompts)]
         found["cold"].append(await requests_per_s(engine, prompts))
-        engine._scheduler.pool.clear()
+        engine._core.scheduler.pool.clear()
         found["cached"].append(await requests_per_s(engine, prompts))
         await engine.reset_caches()
     medians = {name: statistics.median(values) for name, values in found.items()}
@@ -122,7 +122,7 @@ async def throughput(
 
 async def features_s(engine: AsyncEngine, data: bytes) -> float:
     """From a picture's bytes to what the encoder is given."""
-    pipeline = engine._input_processor.media
+    pipeline = engine._core.input_processor.media
     media = [MediaInput("image", 0, data, "images[0]", True)]
     begin = time.perf_counter()
     options = await pipeline.read_options(media, {})
@@ -182,7 +182,7 @@ async def first_token(
 async def one_after_the_other(engine: AsyncEngine, images: Sequence[bytes]) -> dict[str, float]:
     """Each stage as a whole before the next begins: the seconds of each."""
     decode = process = encode = 0.0
-    runner = engine._parts.runner
+    runner = engine._core.loaded.runner
     items = []
     for data in images:
         item, began, decoded, processed = process_inline(engine, data)

@@ -102,8 +102,8 @@ async def fill(engine: AsyncEngine, live: int, times: Times) -> list[TokenStream
     for number in range(live):
         streams.append(timed(times, "stream()", partial(open_stream, engine, number)))
         await asyncio.sleep(0)
-    assert engine._tracker is not None
-    while engine._tracker.num_preparing:  # noqa: ASYNC110 - there is no event to wait for
+    assert engine._core.tracker is not None
+    while engine._core.tracker.num_preparing:  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.01)
     return streams
 
@@ -151,9 +151,11 @@ async def measure_live(folder: Path, live: int, rounds: int) -> Times:
         with callbacks_timed(times):
             await churn(engine, streams, board, rounds, times)
             for name in ("schedule", "schedule_media"):
-                function = getattr(engine._scheduler, name)
+                function = getattr(engine._core.scheduler, name)
                 setattr(
-                    engine._scheduler, name, partial(timed, times, f"Scheduler.{name}()", function)
+                    engine._core.scheduler,
+                    name,
+                    partial(timed, times, f"Scheduler.{name}()", function),
                 )
             await churn(engine, streams, board, rounds, times)
             await engine.aclose()

@@ -61,8 +61,8 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     """Nothing is running, waiting or held."""
     statistics = engine.statistics()
     assert is_at_rest(statistics), statistics
-    input_processor = vars(engine).get("_input_processor")  # a closed engine has let go of it
-    assert input_processor is None or input_processor.media.held.num_bytes == 0
+    # A closed engine has let go of its core.
+    assert engine._core is None or engine._core.input_processor.media.held.num_bytes == 0
 
 
 async def settled(engine: AsyncEngine) -> None:

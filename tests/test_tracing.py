@@ -150,7 +150,7 @@ async def test_an_item_that_many_share_is_encoded_in_the_sight_of_all(
 ) -> None:
     async with running_engine(folder) as engine:
         trace_requests(engine, collected.provider)
-        workers, both_admitted = engine._input_processor.media._workers, asyncio.Barrier(3)
+        workers, both_admitted = engine._core.input_processor.media._workers, asyncio.Barrier(3)
         work = workers.work
 
         async def wait_and_work(item: WorkItem) -> Worked:

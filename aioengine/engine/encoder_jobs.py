@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aioengine.core.plan import EncodePlan, MediaPlan
 from aioengine.core.scheduler import Scheduler
 from aioengine.engine.request_state import RequestState
+from aioengine.engine.request_tracker import RequestTracker
 from aioengine.errors import EngineError, InvalidRequestError, MediaError
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.media_pipeline.items import EncoderInput, IdentifiedMedia
@@ -38,24 +39,21 @@ class EncoderJobs:
         runner: ModelRunner,
         device: Device,
         instruments: Instruments,
+        tracker: RequestTracker,
         *,
         spawn: Callable[..., asyncio.Task[None]],
         changed: Callable[[], object],
-        owner: Callable[[str], RequestState],
-        fail: Callable[[RequestState, BaseException], object],
     ) -> None:
-        """`spawn` starts a task in the engine's scope, `changed` wakes the step loop, `owner` is
-        whose completion the scheduler calls so, `fail` ends a request."""
+        """`spawn` starts a task in the engine's scope, `changed` wakes the step loop."""
         self.num_items_run = 0
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._runner = runner
         self._device = device
         self._instruments = instruments
+        self._tracker = tracker
         self._spawn = spawn
         self._changed = changed
-        self._owner = owner
-        self._fail = fail
         self._features: dict[str, Mapping[str, Any]] = {}
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._gathering: asyncio.TimerHandle | None = None
@@ -85,7 +83,7 @@ class EncoderJobs:
 
     def _waiters(self, key: str) -> list[tuple[RequestState, IdentifiedMedia]]:
         """The admitted requests that have the item, and what they call it."""
-        states = dict.fromkeys(map(self._owner, self._scheduler.media.users(key)))
+        states = dict.fromkeys(map(self._tracker.owner, self._scheduler.media.users(key)))
         return [(state, state.media_with(key)) for state in states]
 
     async def _decode(self, key: str, state: RequestState, media: IdentifiedMedia) -> None:
@@ -134,7 +132,7 @@ class EncoderJobs:
             return
         # An object of the caller's own, that may be broken while others' equals are not.
         if not state.has_ended:
-            self._fail(state, _own(error, media))
+            self._tracker.fail(state, _own(error, media))
         self._jobs[key] = self._spawn(self._decode, key, *others[0])
 
     async def _encode(self, plan: EncodePlan, features: list[Any]) -> None:
@@ -173,7 +171,7 @@ class EncoderJobs:
     def _fail_waiters(self, key: str, error: Exception) -> None:
         """Each waiter gets an error of its own, naming its own parameter."""
         for state, media in self._waiters(key):
-            self._fail(state, _own(error, media))
+            self._tracker.fail(state, _own(error, media))
 
 
 def _own(error: Exception, media: IdentifiedMedia) -> Exception:

@@ -28,7 +28,7 @@ __all__ = ["import_libraries"]
 
 LIBRARIES = (
     "aioengine.engine.loader",
-    "aioengine.engine.input_processor",
+    "aioengine.engine.engine_core",
     # Imported by transformers itself while it loads any checkpoint.
     "transformers.generation.utils",
     "transformers.models.auto.processing_auto",

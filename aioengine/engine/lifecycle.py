@@ -1,4 +1,4 @@
-"""Who may enter an engine, and when: its loop, its life, and the queue before it."""
+"""Engine lifecycle state and admission checks."""
 
 from __future__ import annotations
 
@@ -17,38 +17,60 @@ from aioengine.types import EngineState
 
 __all__ = ["EngineLifecycle"]
 
+NEXT = {
+    EngineState.NEW: {EngineState.STARTING},
+    EngineState.STARTING: {EngineState.RUNNING, EngineState.CLOSED, EngineState.DEAD},
+    EngineState.RUNNING: {EngineState.DRAINING, EngineState.CLOSED, EngineState.DEAD},
+    EngineState.DRAINING: {EngineState.RUNNING, EngineState.CLOSED, EngineState.DEAD},
+    EngineState.CLOSED: set(),
+    EngineState.DEAD: set(),
+}
+"""State -> those that may follow it."""
+SERVING = (EngineState.RUNNING, EngineState.DRAINING)
+
 
 class EngineLifecycle:
-    """One engine's. `loop`: the one that started it; `death`: what has killed it, if anything."""
+    """The state of one engine, the loop that started it, and the error that has killed it, if any.
+
+    `was_serving`: it has run once; `drains_for_good`: it is being closed, and takes no requests
+    again.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
+        self.state = EngineState.NEW
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.was_open = False
-        self.is_open = False
-        self.is_closed = False
-        self.is_draining = False
-        self.is_closing = False
         self.death: BaseException | None = None
+        self.was_serving = False
+        self.drains_for_good = False
         self._config = config
 
+    def transition(self, state: EngineState) -> None:
+        """Enter a state that may follow the present one; where it may not, nothing happens."""
+        if state in NEXT[self.state]:
+            self.state = state
+            self.was_serving |= self.is_serving
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        """Bind the engine to the running loop. Raises EngineClosedError the second time."""
+        if self.state is not EngineState.NEW:
+            raise EngineClosedError("an engine is started once; make a new one")
+        self.loop = asyncio.get_running_loop()
+        self.transition(EngineState.STARTING)
+        return self.loop
+
+    def die(self, error: BaseException) -> None:
+        """Note what has broken the engine; of several errors the first counts."""
+        self.death = self.death or error
+        self.transition(EngineState.DEAD)
+
+    def is_closed(self) -> bool:
+        """Whether it has ended by being closed."""
+        return self.state is EngineState.CLOSED
+
     @property
-    def state(self) -> EngineState:
-        """What the engine is at."""
-        if self.death is not None:
-            return EngineState.DEAD
-        if self.is_closed:
-            return EngineState.CLOSED
-        if self.is_open:
-            return EngineState.DRAINING if self.is_draining else EngineState.RUNNING
-        return EngineState.NEW if self.loop is None else EngineState.STARTING
-
-    def open(self) -> None:
-        """The engine serves from now on."""
-        self.was_open = self.is_open = True
-
-    def close(self) -> None:
-        """The engine serves no more, or never will."""
-        self.is_open, self.is_closed = False, True
+    def is_serving(self) -> bool:
+        """Whether requests may be live."""
+        return self.state in SERVING
 
     def check_loop(self) -> None:
         """Raise WrongLoopError on any loop but the engine's."""
@@ -62,18 +84,18 @@ class EngineLifecycle:
                 "another engine in this loop"
             )
 
-    def check_open(self) -> None:
+    def check_serving(self) -> None:
         """Raise an EngineError unless the engine runs, draining or not."""
         if self.loop is not None:
             self.check_loop()
         if self.death is not None:
             raise EngineDeadError("the engine has died; start a new one") from self.death
-        if not self.is_open:
+        if not self.is_serving:
             raise EngineClosedError("the engine is not running; use it inside 'async with'")
 
     def check_entry(self, num_live: int, num_new: int) -> None:
         """Raise what keeps `num_new` completions out, while `num_live` are live."""
-        if self.is_draining:
+        if self.state is EngineState.DRAINING:
             raise EngineClosedError("the engine is draining and takes no new requests")
         if self._config.max_queued_requests is None:
             return

@@ -37,15 +37,15 @@ class RequestTracker:
         input_processor: InputProcessor,
         instruments: Instruments,
         *,
-        forget: Callable[[RequestState], object],
         changed: Callable[[], object],
     ) -> None:
-        """`forget` stops the media work of a request that has ended, `changed` wakes the step
-        loop."""
+        """`changed` wakes the step loop."""
         self.counters: Counter[str] = Counter()
         self.states: dict[str, RequestState] = {}
         self.num_live = 0
         """Completions of all live requests."""
+        self.released: Callable[[RequestState], object] = lambda state: None
+        """Called with each request that has ended, to stop its media work."""
         self._preparing: set[str] = set()
         self._owners: dict[str, RequestState] = {}  # by the scheduler's name for each completion
         self._scheduler = scheduler
@@ -53,7 +53,6 @@ class RequestTracker:
         self._instruments = instruments
         self._empty = asyncio.Event()
         self._empty.set()
-        self._forget = forget
         self._changed = changed
 
     @property
@@ -184,7 +183,7 @@ class RequestTracker:
                 self._drop(name)
         if state.preparation is not None:
             state.preparation.cancel()
-        self._forget(state)
+        self.released(state)
         if not self.states:
             self._empty.set()
         self._changed()

@@ -390,7 +390,7 @@ async def test_drained_closed_and_dead(engine: AsyncEngine, client: AsyncOpenAI)
     await client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=1
     )
-    engine._die(RuntimeError("a broken device"))
+    engine._core.die(RuntimeError("a broken device"))
     error = await refused(client, openai.InternalServerError)
     assert error.status_code == 503 and error.code == "engine_dead"
     assert "broken device" not in error.message

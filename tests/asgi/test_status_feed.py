@@ -395,7 +395,7 @@ async def until_state(feed: AsyncIterator[dict[str, Any]], state: str) -> None:
 async def test_a_dead_engine_says_so(folder: Path, client: httpx.AsyncClient) -> None:
     engine = AsyncEngine.from_pretrained(folder, device="cpu")
     async with engine, served(engine) as (_, url):
-        engine._die(RuntimeError("the device is gone"))
+        engine._core.die(RuntimeError("the device is gone"))
         shown = [event["status"] async for event in events(client, url)]
     assert [status["state"] for status in shown] == ["dead"]
 

@@ -412,7 +412,7 @@ async def test_states_in_words(folder: Path, browser: Browser) -> None:
 async def test_a_dead_engine(folder: Path, browser: Browser) -> None:
     engine = AsyncEngine.from_pretrained(folder, device="cpu")
     async with engine, shown(engine, browser):
-        engine._die(RuntimeError("the device is gone"))
+        engine._core.die(RuntimeError("the device is gone"))
         await browser.until_text("state", "Dead")
         assert "has died" in await browser.text("notice")
         assert browser.complaints() == []

@@ -175,12 +175,12 @@ async def test_a_body_that_is_still_coming_is_too_late(folder: Path) -> None:
 
 async def test_a_dead_engine_ends_the_server(folder: Path) -> None:
     async with served(folder) as (_, engine, _):
-        engine._die(RuntimeError("the device is gone"))
+        engine._core.die(RuntimeError("the device is gone"))
 
 
 def num_live(engine: AsyncEngine) -> int:
-    assert engine._tracker is not None
-    return engine._tracker.num_live
+    assert engine._core.tracker is not None
+    return engine._core.tracker.num_live
 
 
 def test_the_exit_status_of_a_server_whose_engine_has_died(
@@ -190,7 +190,7 @@ def test_the_exit_status_of_a_server_whose_engine_has_died(
 
     async def die(self: DrainingServer, sockets: Any = None) -> None:
         await startup(self, sockets)
-        self._engine._die(RuntimeError("the device is gone"))
+        self._engine._core.die(RuntimeError("the device is gone"))
 
     monkeypatch.setattr(DrainingServer, "startup", die)
     done = command("serve", folder, "--port", "0", *SIZES)

@@ -570,7 +570,7 @@ async def test_an_encoder_that_gives_the_wrong_number_of_rows(
     async with running_engine(folder) as engine:
         expected = await engine.generate(GOOD_PROMPT, **GOOD)
         await engine.reset_caches()
-        model = engine._parts.runner.model
+        model = engine._core.loaded.runner.model
         encode = model.encode
         poisoned = torch.full((), 0.25)
 
@@ -600,7 +600,7 @@ async def test_a_processor_that_raises(
         def fail(*args: Any) -> Any:
             raise RuntimeError("payload: (255, 0, 0)")
 
-        for processor in engine._parts.processors:
+        for processor in engine._core.loaded.processors:
             monkeypatch.setattr(processor, stage, fail)
         # The good picture is in the caches, the bad one is not.
         good, error, _ = await asyncio.gather(

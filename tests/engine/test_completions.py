@@ -275,7 +275,7 @@ async def test_a_late_failure_spares_the_name_s_new_owner(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_engine(folder) as engine:
-        tracker = engine._tracker
+        tracker = engine._core.tracker
         assert tracker is not None
         deliver = tracker.deliver
         late: list[str] = []
@@ -303,7 +303,7 @@ async def test_late_scores_of_a_prompt_are_not_the_name_s_new_owner_s(
     async with running_engine(folder, max_num_batched_tokens=16) as engine:
         wanted = params(1, prompt_logprobs=1)
         expected = await engine.generate("Tell", wanted)
-        runner, numbers = engine._parts.runner, itertools.count()
+        runner, numbers = engine._core.loaded.runner, itertools.count()
         is_held, gate, step = threading.Event(), threading.Event(), runner.step
 
         def held(plan: StepPlan) -> Any:
@@ -329,7 +329,7 @@ async def test_followers_ask_for_no_picture_again(folder: Path) -> None:
     async with running_engine(folder, **sizes) as engine:
         images = [tiny_image(1), tiny_image(2)]
         await engine.generate(text, params(1), images=images)  # now both are processed
-        engine._scheduler.pool.clear()
+        engine._core.scheduler.pool.clear()
         before = engine.statistics().encoder_items_run
         await engine.generate(text, params(3), images=images)
         assert engine.statistics().encoder_items_run - before == 2

@@ -40,8 +40,8 @@ def break_stage(
         raise kind("with a secret")
 
     owner: Any = {
-        "header": engine._input_processor.media,
-        "layout": engine._input_processor,
+        "header": engine._core.input_processor.media,
+        "layout": engine._core.input_processor,
         "work": workers,
     }[stage]
     name = {"header": "_open", "layout": "_lay_out", "work": "work_item"}[stage]
@@ -109,7 +109,7 @@ async def test_extras_that_change_after_the_call(folder: Path) -> None:
         async with engine.stream("<image>", greedy(4), images=[item]) as stream:
             grid.fill_(99)
             await stream.result()
-        (cached,) = engine._input_processor.media.cache._items.values()
+        (cached,) = engine._core.input_processor.media.cache._items.values()
         assert cached["grid"].tolist() == [1, 2, 3]
 
 

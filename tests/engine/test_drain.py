@@ -121,7 +121,7 @@ async def test_a_watcher_may_end_the_request_and_may_fail(folder: Path, kind: st
 
         def meddle(event: RequestEvent) -> None:
             if event.kind == kind:
-                engine._tracker.abort(event.request_id, "by a watcher")  # type: ignore[union-attr]
+                engine._core.tracker.abort(event.request_id, "by a watcher")  # type: ignore[union-attr]
                 raise RuntimeError
 
         engine.instruments.watchers.append(meddle)
@@ -141,7 +141,7 @@ async def test_later_watchers_hear_in_order_what_an_earlier_one_does(folder: Pat
 
         def end(event: RequestEvent) -> None:
             if event.kind == "submitted":
-                engine._tracker.abort(event.request_id, "by a watcher")  # type: ignore[union-attr]
+                engine._core.tracker.abort(event.request_id, "by a watcher")  # type: ignore[union-attr]
 
         engine.instruments.watchers += [end, lambda event: seen.append(event.kind)]
         with pytest.raises(errors.RequestAbortedError):
@@ -156,7 +156,7 @@ async def test_a_dead_engine_is_closed_like_any_other(folder: Path) -> None:
     await Spans(engine).wait_for("long")
     draining = asyncio.create_task(engine.drain())
     await asyncio.sleep(0)
-    engine._die(RuntimeError("a broken device"))
+    engine._core.die(RuntimeError("a broken device"))
     with pytest.raises(errors.EngineDeadError):
         await draining
     with pytest.raises(errors.EngineDeadError):

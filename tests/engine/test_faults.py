@@ -46,8 +46,8 @@ def engine_for(folder: Path, **options: Any) -> AsyncEngine:
 async def test_two_steps_that_end_before_the_loop_gets_its_turn(folder: Path) -> None:
     """At a run-ahead of one, both results are there at once, and nothing wakes the loop again."""
     async with engine_for(folder) as engine:
-        engine._device.run_ahead = 1
-        submit, num_steps = engine._device.submit_step, 0
+        engine._core.device.run_ahead = 1
+        submit, num_steps = engine._core.device.submit_step, 0
 
         def slow_host(job: Any) -> Any:
             nonlocal num_steps
@@ -57,7 +57,7 @@ async def test_two_steps_that_end_before_the_loop_gets_its_turn(folder: Path) ->
                 asyncio.get_running_loop().call_soon(time.sleep, 0.2)
             return future
 
-        engine._device.submit_step = slow_host  # type: ignore[method-assign]
+        engine._core.device.submit_step = slow_host  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         async with asyncio.timeout(30):
             assert len((await engine.generate(TEXT, params)).token_ids) == 2
@@ -85,7 +85,7 @@ async def test_a_tokenizer_that_cannot_decode_ends_its_request_only(
 
         good = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
         running = asyncio.ensure_future(engine.generate(TEXT, good))
-        monkeypatch.setattr(engine._input_processor, "_decoder", Broken())
+        monkeypatch.setattr(engine._core.input_processor, "_decoder", Broken())
         with pytest.raises(EngineError) as caught:
             await engine.generate(TEXT, GREEDY)
         assert isinstance(caught.value.__cause__, OverflowError)
@@ -109,7 +109,7 @@ async def test_encoder_output_of_any_wrong_shape_ends_its_requests_only(
     }
     async with engine_for(folder) as engine:
         expected = await engine.generate(TEXT, GREEDY)
-        model = engine._parts.runner.model
+        model = engine._core.loaded.runner.model
         monkeypatch.setattr(model, "encode", lambda modality, items: outputs[wrong])
         with pytest.raises(MediaError) as caught:
             await engine.generate("<image>", GREEDY, images=[tiny_image(1)])
@@ -123,7 +123,7 @@ async def test_rows_do_not_keep_their_batch_in_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with engine_for(folder) as engine:
-        model = engine._parts.runner.model
+        model = engine._core.loaded.runner.model
         encode = model.encode
 
         def views(modality: str, items: Any) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ async def test_rows_do_not_keep_their_batch_in_memory(
 
         monkeypatch.setattr(model, "encode", views)
         await engine.generate("<image>", GREEDY, images=[tiny_image(1)])
-        for rows in engine._parts.runner._rows.values():
+        for rows in engine._core.loaded.runner._rows.values():
             assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
@@ -171,7 +171,7 @@ async def test_a_picture_that_is_written_to_poisons_no_cache(
         asked, gate, features = (
             asyncio.Event(),
             asyncio.Event(),
-            engine._input_processor.media.features,
+            engine._core.input_processor.media.features,
         )
 
         async def gated(*args: Any) -> Any:
@@ -179,7 +179,7 @@ async def test_a_picture_that_is_written_to_poisons_no_cache(
             await gate.wait()
             return await features(*args)
 
-        monkeypatch.setattr(engine._input_processor.media, "features", gated)
+        monkeypatch.setattr(engine._core.input_processor.media, "features", gated)
         changed = asyncio.ensure_future(engine.generate("<image>", GREEDY, images=[item]))
         await asked.wait()
         change()
@@ -225,10 +225,10 @@ async def test_closing_while_workers_are_starting(
 async def test_two_who_close_wait_for_the_same_end(folder: Path) -> None:
     engine = engine_for(folder)
     await engine.start()
-    main = engine._main
+    main, device = engine._core._main, engine._core.device
     await asyncio.gather(engine.aclose(), engine.aclose())
     assert main is not None and main.done()
-    assert not engine._device._thread.is_alive()  # type: ignore[attr-defined]
+    assert not device._thread.is_alive()  # type: ignore[attr-defined]
 
 
 async def test_somebody_cancels_every_task_of_the_loop(folder: Path) -> None:
@@ -237,8 +237,8 @@ async def test_somebody_cancels_every_task_of_the_loop(folder: Path) -> None:
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
     async with engine.stream(TEXT, endless) as stream:
         await stream.receive()
-        assert engine._main is not None
-        engine._main.cancel()
+        assert engine._core._main is not None
+        engine._core._main.cancel()
         with pytest.raises(RequestAbortedError):
             await stream.result()
     with pytest.raises(EngineClosedError):
@@ -271,7 +271,7 @@ async def test_closing_waits_for_a_fetcher_to_clean_up(folder: Path) -> None:
     asking = asyncio.ensure_future(
         engine.generate("<image>", GREEDY, images=["https://example.com/a.png"])
     )
-    await until(lambda: engine._input_processor.media._fetches._jobs)
+    await until(lambda: engine._core.input_processor.media._fetches._jobs)
     await asyncio.sleep(0)
     await engine.aclose()
     assert cleaned

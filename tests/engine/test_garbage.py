@@ -114,14 +114,14 @@ def fail(runner, plan):
 async def load_and_close(die=False):
     engine = new_engine()
     await engine.start()
-    model = engine._parts.runner.model.model
+    model = engine._core.loaded.runner.model.model
     weights = [weakref.ref(weight) for weight in model.parameters()]
     assert alive(weights) > 100
     del model
     streams.append(engine.stream("Hello", SHORT))
     await streams[-1].result()
     if die:
-        engine._parts.runner.step = MethodType(fail, engine._parts.runner)
+        engine._core.loaded.runner.step = MethodType(fail, engine._core.loaded.runner)
         await asyncio.gather(engine.generate("Hello", SHORT), return_exceptions=True)
     await engine.aclose()
     assert engine.statistics().finished == 1

@@ -79,7 +79,7 @@ def fetcher() -> GatedFetcher:
 def gate_decoding(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Media are not processed before the returned event is set."""
     gate = threading.Event()
-    for processor in engine._parts.processors:
+    for processor in engine._core.loaded.processors:
         process = processor.process
 
         def wait_and_process(*args: Any, process: Callable[..., Any] = process) -> Any:
@@ -295,7 +295,7 @@ async def test_abort_in_every_state(folder: Path, fetcher: GatedFetcher) -> None
         fresh = engine.stream(ids(5), greedy(), request_id="fresh")
         streams = [running, waiting, fetching]
         await engine.abort("fresh")
-        await until(lambda: engine._scheduler.num_waiting == 1 and fetcher.num_calls == 1)
+        await until(lambda: engine._core.scheduler.num_waiting == 1 and fetcher.num_calls == 1)
         for stream in streams:
             await engine.abort(stream.request_id)
         for stream in [fresh, *streams]:
@@ -318,7 +318,7 @@ async def test_closing_with_requests_in_every_state(folder: Path, fetcher: Gated
     streams += [engine.stream("<image>", greedy(), images=[URL]) for _ in range(2)]
     big = [encoded(tiny_image(n, 1200, 1200), "JPEG") for n in range(6)]
     streams += [engine.stream("<image>", greedy(), images=[data]) for data in big]
-    await until(lambda: fetcher.num_calls == 1 and engine._scheduler.num_waiting > 0)
+    await until(lambda: fetcher.num_calls == 1 and engine._core.scheduler.num_waiting > 0)
     streams.append(engine.stream(ids(5), greedy()))
     start = time.perf_counter()
     await engine.aclose()
@@ -345,7 +345,7 @@ async def test_a_dead_device_is_told_to_everyone(
         def fail(*args: Any) -> Any:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(engine._parts.runner, during, fail)
+        monkeypatch.setattr(engine._core.loaded.runner, during, fail)
         open_streams.append(engine.stream("<image>", greedy(400), images=[tiny_image(1)]))
         for stream in open_streams:
             with pytest.raises(EngineDeadError) as caught:
@@ -536,7 +536,7 @@ async def test_a_smaller_priority_number_goes_first(folder: Path) -> None:
                 )
                 for n, priority in enumerate([5, 0, 0, -1])
             ]
-            await until(lambda: engine._scheduler.num_waiting == 4)
+            await until(lambda: engine._core.scheduler.num_waiting == 4)
         await asyncio.gather(*tasks)
         served = [name for span in steps.spans for name in span.requests if len(name) == 1]
         assert list(dict.fromkeys(served)) == ["3", "1", "2", "0"]

@@ -49,7 +49,7 @@ async def submit(engine: AsyncEngine, first: int, end: int) -> list[TokenStream]
         else:
             streams.append(engine.stream([5 + number % 200, 20], greedy(900)))
         await asyncio.sleep(0)
-    tracker = engine._tracker
+    tracker = engine._core.tracker
     assert tracker is not None
     await until(lambda: not tracker.num_preparing, timeout_s=90)
     assert tracker.num_live == end
@@ -58,16 +58,16 @@ async def submit(engine: AsyncEngine, first: int, end: int) -> list[TokenStream]
 
 def costs(engine: AsyncEngine, board: StatusBoard) -> dict[str, int]:
     """Lines of each call that is made for one request, one medium, one step or one look."""
-    key = next(iter(engine._scheduler.media._users))
-    tracker, opened, now = engine._tracker, [], engine.statistics()
+    key = next(iter(engine._core.scheduler.media._users))
+    tracker, opened, now = engine._core.tracker, [], engine.statistics()
     assert tracker is not None
     calls: dict[str, Callable[[], object]] = {
         "stream": lambda: opened.append(engine.stream([5, 20], greedy(900), request_id="one")),
         "abort": lambda: tracker.abort("one", "enough"),
         "check_room": lambda: engine.check_room(1),
         "statistics": engine.statistics,
-        "schedule_media": engine._scheduler.schedule_media,
-        "waiters": lambda: engine._encoder_jobs._waiters(key),
+        "schedule_media": engine._core.scheduler.schedule_media,
+        "waiters": lambda: engine._core.encoder_jobs._waiters(key),
         "status": lambda: board.snapshot(0.0, engine.state, now),
     }
     return {name: num_lines(call) for name, call in calls.items()}
@@ -77,7 +77,7 @@ async def test_calls_cost_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch
     async with running_engine(folder, **SIZES) as engine:
         board, may_step = StatusBoard("model", 0.0), threading.Event()
         engine.instruments.watchers.append(board.note_event)
-        runner: Any = engine._parts.runner
+        runner: Any = engine._core.loaded.runner
         step = runner.step
         monkeypatch.setattr(runner, "step", lambda plan: may_step.wait(30) and step(plan))
         streams = await submit(engine, 0, FEW)
@@ -107,7 +107,7 @@ async def test_no_callback_of_the_loop_grows(folder: Path) -> None:
                     await stream.result()
         most.append(lines.most)
     few, many = most
-    for kind in ("AsyncEngine._serve", "RequestTracker.admit", "EncoderJobs._encode"):
+    for kind in ("EngineCore._run", "RequestTracker.admit", "EncoderJobs._encode"):
         assert many[kind] > 0
     for kind, lines_of_few in few.items():  # a turn may have more to do than another has
         assert many[kind] <= 3 * lines_of_few + 500, (kind, few, many)

@@ -47,7 +47,7 @@ async def test_a_hopeless_prompt_is_not_tokenised(
 ) -> None:
     async with running_engine(folder, max_model_len=MAX_MODEL_LEN) as engine:
         lengths: list[int] = []
-        front = engine._parts.layout_processor
+        front = engine._core.loaded.layout_processor
         tokenize = front.tokenize
 
         def watch(text: str, **options: Any) -> list[int]:

@@ -84,4 +84,4 @@ async def test_random_comings_and_goings(folder: Path, seed: int) -> None:
         assert statistics.encoder_cache_evictions > 0
         assert (statistics.rejected, statistics.failed) == (12, 0)
         assert statistics.finished + statistics.aborted == 80
-        assert engine._encoder_jobs._jobs == {} and engine._encoder_jobs._features == {}
+        assert engine._core.encoder_jobs._jobs == {} and engine._core.encoder_jobs._features == {}

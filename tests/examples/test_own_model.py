@@ -59,7 +59,7 @@ async def test_tokens_are_those_of_the_shipped_family(
         expected = await ask(engine)
     assert len(set(expected)) == len(PROMPTS)
     async with running_engine(tmp_path, max_num_batched_tokens=budget) as engine:
-        assert type(engine._parts.runner.model).__name__ == own_llava.ARCHITECTURE
+        assert type(engine._core.loaded.runner.model).__name__ == own_llava.ARCHITECTURE
         assert await ask(engine) == expected
         assert await ask(engine) == expected  # with all caches warm
 

@@ -144,7 +144,7 @@ async def test_an_encoder_that_fails_harms_its_request_alone(
     folder: Path, expected: dict[int | None, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_engine(folder, device="cuda") as engine:
-        model = engine._parts.runner.model
+        model = engine._core.loaded.runner.model
         encode, is_broken = model.encode, True
 
         def failing(modality: str, features: Sequence[Any]) -> Any:
@@ -171,7 +171,7 @@ async def test_a_step_that_fails_ends_the_engine_and_every_stream_says_so(
         def fails(*args: object) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(engine._parts.runner, "_embed", fails)
+        monkeypatch.setattr(engine._core.loaded.runner, "_embed", fails)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineDeadError)
 

@@ -65,7 +65,7 @@ class Points:
         self.number = -1
         self.after = False
         self.strike: Callable[[], object] = lambda: None
-        device, input_processor = engine._device, engine._input_processor
+        device, input_processor = engine._core.device, engine._core.input_processor
         monkeypatch.setattr(device, "submit_step", self._watch_future(device.submit_step))
         monkeypatch.setattr(device, "submit_encode", self._watch_future(device.submit_encode))
         monkeypatch.setattr(input_processor_module, "run_in", self._watch_coroutine(run_in))
@@ -111,7 +111,7 @@ async def settle(engine: AsyncEngine) -> None:
     """Wait until the steps and jobs in flight have committed."""
     for _ in range(10_000):
         now = engine.statistics()
-        if not (engine._scheduler.num_in_flight or now.encoder_cache_referenced):
+        if not (engine._core.scheduler.num_in_flight or now.encoder_cache_referenced):
             return
         await asyncio.sleep(0.001)
     raise AssertionError("the engine does not come to rest")
@@ -122,16 +122,16 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     assert (now.running, now.waiting) == (0, 0)
     assert now.kv_blocks_free == now.kv_blocks_total
     assert now.encoder_cache_referenced == 0
-    assert engine._tracker is not None and not engine._tracker.states
-    assert not engine._encoder_jobs._features and not engine._encoder_jobs._jobs
-    assert not engine._scheduler.media._users and not engine._scheduler.media._decoded
+    assert engine._core.tracker is not None and not engine._core.tracker.states
+    assert not engine._core.encoder_jobs._features and not engine._core.encoder_jobs._jobs
+    assert not engine._core.scheduler.media._users and not engine._core.scheduler.media._decoded
     assert (
-        not engine._input_processor.media._fetches._jobs
-        and not engine._input_processor.media._works._jobs
+        not engine._core.input_processor.media._fetches._jobs
+        and not engine._core.input_processor.media._works._jobs
     )
-    assert engine._input_processor.media.held.num_bytes == 0
-    engine._scheduler.pool.check()
-    engine._scheduler.media.cache.check()
+    assert engine._core.input_processor.media.held.num_bytes == 0
+    engine._core.scheduler.pool.check()
+    engine._core.scheduler.media.cache.check()
 
 
 @pytest.mark.parametrize("with_company", [False, True])

@@ -60,7 +60,7 @@ async def test_requests_in_the_queue_hold_no_more_than_there_is_room_for(
         expected = [await ask(engine, picture) for picture in pictures()]
     options = {"max_num_seqs": 1, "mm_processor_cache_bytes": 0}
     async with running_engine(folder, **options) as engine:
-        held = engine._input_processor.media.held
+        held = engine._core.input_processor.media.held
         hold, sizes = held.hold, []
 
         def watched(*item: Any) -> bool:
@@ -91,7 +91,7 @@ async def test_one_picture_of_many_requests_is_held_once(
     async with running_engine(folder, max_num_seqs=1, mm_processor_cache_bytes=0) as engine:
         asked = [asyncio.create_task(ask(engine, picture)) for _ in range(8)]
         await until(lambda: engine.statistics().waiting == 7)
-        assert engine._input_processor.media.held.num_bytes == size
+        assert engine._core.input_processor.media.held.num_bytes == size
         assert len({await task for task in asked}) == 1
         assert engine.statistics().stages["process"].count == 1
 
@@ -110,14 +110,14 @@ async def test_a_name_stands_for_what_can_be_held(
     options = {"max_num_seqs": 1, "mm_processor_cache_bytes": 2 * size}
     async with running_engine(folder, **options) as engine:
         expected = [(await engine.generate(prompt(n, known=False), greedy(6))).text for n in (0, 1)]
-        monkeypatch.setattr(engine._input_processor.media.held, "_capacity_bytes", size)
+        monkeypatch.setattr(engine._core.input_processor.media.held, "_capacity_bytes", size)
         first = engine.stream(prompt(0, known=True), greedy(400))
         async with first:
             with pytest.raises(MediaError, match="nothing is cached under its uuid"):
                 await engine.generate(prompt(1, known=True), greedy(6))
             # Held already, it needs no more room.
             async with engine.stream(prompt(0, known=True), greedy(6)) as again:
-                engine._input_processor.media.cache.clear()
+                engine._core.input_processor.media.cache.clear()
                 first.close()
                 assert (await again.result()).text == expected[0]
         await settled(engine)
@@ -135,7 +135,7 @@ async def test_a_request_keeps_its_own_items_in_the_cache(folder: Path) -> None:
             await ask(engine, picture)
         assert engine.statistics().stages["process"].count == 3
         assert engine.statistics().encoder_items_run == 3
-        engine._scheduler.media.cache.clear()
+        engine._core.scheduler.media.cache.clear()
         await ask(engine, first)
         assert engine.statistics().stages["process"].count == 3
         await ask(engine, second)
@@ -154,4 +154,4 @@ async def test_cancelled_at_any_time_nothing_stays_held(
                 task.cancel()
             await asyncio.wait(asked)
         await settled(engine)
-        assert engine._input_processor.media.held.num_bytes == 0
+        assert engine._core.input_processor.media.held.num_bytes == 0

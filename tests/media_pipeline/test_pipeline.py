@@ -118,9 +118,9 @@ async def test_a_named_picture_outlives_the_cache(folder: Path) -> None:
         expected = await engine.generate(named(png(1), "cat"), greedy(8))
         stream = engine.stream(named(None, "cat"), greedy(8))
         async with stream:
-            engine._input_processor.media.cache.clear()
-            engine._scheduler.media.cache.clear()
-            engine._scheduler.pool.clear()
+            engine._core.input_processor.media.cache.clear()
+            engine._core.scheduler.media.cache.clear()
+            engine._core.scheduler.pool.clear()
             assert (await stream.result()).token_ids == expected.token_ids
 
 
@@ -179,7 +179,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 async def test_cached_pictures_never_queue_behind_others(folder: Path, gate: Gate) -> None:
     async with running_engine(folder) as engine:
         expected = await engine.generate(TEXT, greedy(4), images=[png(0)])
-        engine._scheduler.media.cache.clear()
+        engine._core.scheduler.media.cache.clear()
         gate.open.clear()
         slow = [
             asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(n)]))
@@ -194,14 +194,14 @@ async def test_cached_pictures_never_queue_behind_others(folder: Path, gate: Gat
 
 async def test_pictures_that_come_together_are_encoded_together(folder: Path, gate: Gate) -> None:
     async with running_engine(folder) as engine:
-        engine._device.gather_s = 30.0
+        engine._core.device.gather_s = 30.0
         before = engine.statistics().stages["encode"].count
         gate.open.clear()
         outputs = [
             asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(number)]))
             for number in range(3)
         ]
-        await until(lambda: len(engine._encoder_jobs._jobs) == 3)
+        await until(lambda: len(engine._core.encoder_jobs._jobs) == 3)
         gate.open.set()
         await asyncio.gather(*outputs)
         assert engine.statistics().stages["encode"].count == before + 1
@@ -209,17 +209,17 @@ async def test_pictures_that_come_together_are_encoded_together(folder: Path, ga
 
 async def test_nobody_waits_for_who_has_left(folder: Path, gate: Gate) -> None:
     async with running_engine(folder) as engine:
-        engine._device.gather_s = 0.1
+        engine._core.device.gather_s = 0.1
         await engine.generate(TEXT, greedy(2), images=[png(0)])
-        engine._scheduler.media.cache.clear()
+        engine._core.scheduler.media.cache.clear()
         gate.open.clear()
         slow = asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(1)]))
-        await until(lambda: engine._encoder_jobs._jobs)
+        await until(lambda: engine._core.encoder_jobs._jobs)
         ready = asyncio.create_task(engine.generate(TEXT, greedy(2), images=[png(0)]))
-        await until(lambda: engine._encoder_jobs._features)  # which are cached
+        await until(lambda: engine._core.encoder_jobs._features)  # which are cached
         ready.cancel()
         await asyncio.wait([ready])
-        assert not engine._encoder_jobs._features
+        assert not engine._core.encoder_jobs._features
         again = await engine.generate(TEXT, greedy(2), images=[png(0)])
         assert len(again.token_ids) == 2 and not slow.done()
         gate.open.set()
@@ -295,7 +295,7 @@ async def test_processed_pictures_outlive_the_process(folder: Path, tmp_path: Pa
     image = png(1)
     async with running_engine(folder, **options) as engine:
         expected = await engine.generate(TEXT, greedy(8), images=[image])
-        await until(lambda: not engine._input_processor.media._stores)
+        await until(lambda: not engine._core.input_processor.media._stores)
     files = files_in(tmp_path)
     assert len(files) == 1 and files[0].suffix == ".safetensors"
     async with running_engine(folder, **options) as engine:
@@ -311,7 +311,7 @@ async def test_processed_pictures_outlive_the_process(folder: Path, tmp_path: Pa
         again = await engine.generate(TEXT, greedy(8), images=[image])
         assert again.token_ids == expected.token_ids
         assert engine.statistics().stages["decode"].count == 1
-        await until(lambda: not engine._input_processor.media._stores)
+        await until(lambda: not engine._core.input_processor.media._stores)
         await engine.reset_caches()
     assert not files_in(tmp_path)
 
@@ -356,7 +356,7 @@ async def test_worker_processes_give_the_same(folder: Path) -> None:
             await engine.generate(
                 Prompt(text=TEXT, media={"image": [png(1)]}, mm_processor_kwargs={"a": object()})
             )
-        workers: Any = engine._input_processor.media._workers
+        workers: Any = engine._core.input_processor.media._workers
         (process_id,) = workers._pool.process_ids
         if sys.platform == "linux":
             assert niceness(process_id) == min(19, niceness(0) + 3)
@@ -369,9 +369,9 @@ async def test_worker_processes_give_the_same(folder: Path) -> None:
 async def test_threads_are_as_nice_as_configured(folder: Path, steps: int) -> None:
     expected = min(19, niceness(0) + steps)
     async with running_engine(folder, thread_niceness=steps) as engine:
-        workers: Any = engine._input_processor.media._workers
+        workers: Any = engine._core.input_processor.media._workers
         assert await asyncio.wrap_future(workers._pool.submit(niceness, 0)) == expected
-        assert await engine._device.submit_step(lambda: niceness(0)) == expected
+        assert await engine._core.device.submit_step(lambda: niceness(0)) == expected
 
 
 async def test_threads_of_workers_compute_alone(folder: Path) -> None:
@@ -380,7 +380,7 @@ async def test_threads_of_workers_compute_alone(folder: Path) -> None:
     torch.set_num_threads(2)
     try:
         async with running_engine(folder) as engine:
-            workers: Any = engine._input_processor.media._workers
+            workers: Any = engine._core.input_processor.media._workers
             assert await asyncio.wrap_future(workers._pool.submit(torch.get_num_threads)) == 1
             assert await asyncio.to_thread(torch.get_num_threads) == 2
         assert torch.get_num_threads() == 2
@@ -398,11 +398,10 @@ async def test_closed_while_its_workers_start(folder: Path) -> None:
     start = asyncio.create_task(engine.start())
     await until(
         lambda: (
-            hasattr(engine, "_input_processor")
-            and engine._input_processor.media._workers._pool._workers
+            engine._core is not None and engine._core.input_processor.media._workers._pool._workers
         )
     )
-    workers: Any = engine._input_processor.media._workers
+    workers: Any = engine._core.input_processor.media._workers
     process_ids = workers._pool.process_ids
     await engine.aclose()
     with pytest.raises(EngineClosedError, match="while it was starting"):
@@ -441,7 +440,7 @@ async def test_an_equal_picture_that_was_drawn_on_is_nobody_else_s(
         first = asyncio.create_task(engine.generate(TEXT, greedy(4), images=[mine]))
         await until(lambda: gate.num_held == 2)
         second = asyncio.create_task(engine.generate(TEXT, greedy(4), images=[theirs]))
-        await until(lambda: engine._tracker is not None and engine._tracker.num_preparing == 0)
+        await until(lambda: engine._core.tracker.num_preparing == 0)
         mine.paste((0, 0, 0), (0, 0, 20, 20))
         gate.open.set()
         with pytest.raises(MediaError, match="was changed"):
@@ -481,7 +480,7 @@ async def test_errors_of_the_engine_are_each_waiter_s_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_engine(folder) as engine:
-        pipeline = engine._input_processor.media
+        pipeline = engine._core.input_processor.media
 
         async def broken(work: Any) -> Any:
             await asyncio.sleep(0.05)
@@ -510,11 +509,11 @@ async def test_the_largest_item_is_found_by_a_trial(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_engine(folder) as engine:
-        said = engine._parts.limits
+        said = engine._core.loaded.limits
         expected = await engine.generate(TEXT, greedy(8), images=[png(1)])
     monkeypatch.setattr(LlavaProcessingInfo, "get_mm_max_tokens_per_item", lambda *_: None)
     async with running_engine(folder) as engine:
-        assert engine._parts.limits == said
+        assert engine._core.loaded.limits == said
         output = await engine.generate(TEXT, greedy(8), images=[png(1)])
         assert output.token_ids == expected.token_ids
 

@@ -268,7 +268,7 @@ async def test_an_engine_that_has_died_shows_what_it_came_to(
         raise RuntimeError("the device is gone")
 
     async with engine:
-        monkeypatch.setattr(engine._parts.runner, "step", fail)
+        monkeypatch.setattr(engine._core.loaded.runner, "step", fail)
         with pytest.raises(errors.EngineDeadError):
             await engine.generate("a", greedy(3))
         scrape = Scrape(metrics)

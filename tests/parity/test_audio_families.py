@@ -150,7 +150,7 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
     case = model.cases[0]
     async with engine_for(model.folder) as engine:
         await engine.generate(case.text, PARAMS, **case.media)
-        (rows,) = engine._parts.runner._rows.values()
+        (rows,) = engine._core.loaded.runner._rows.values()
     async with engine_for(model.folder) as engine:
         output = await engine.generate(case.text, PARAMS, audios=[Embeddings(rows)])
         case.check(output.token_ids)

@@ -716,7 +716,7 @@ async def test_chat_messages_are_written_as_the_published_processor_does(model: 
         )
         image_id = engine.processor.info.get_hf_processor().image_token_id
         assert output.prompt_token_ids.count(image_id) == 27
-        assert engine._parts.eos_token_ids == {2}
+        assert engine._core.loaded.eos_token_ids == {2}
 
 
 @only("small")

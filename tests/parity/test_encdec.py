@@ -206,7 +206,7 @@ async def test_completions_share_blocks_of_cross_attention(saved: Saved) -> None
         async with AsyncEngine.from_pretrained(
             saved.folder, **options(enable_prefix_caching=caching)
         ) as engine:
-            scheduler, used = engine._scheduler, []
+            scheduler, used = engine._core.scheduler, []
             engine.instruments.listeners.append(
                 lambda _: used.append(scheduler.pool.num_blocks - scheduler.pool.num_free)  # noqa: B023
             )

@@ -103,8 +103,8 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
     case = model.cases[0]
     async with engine_for(model.folder) as engine:
         await engine.generate(case.text, PARAMS, images=case.images)
-        (rows,) = engine._parts.runner._rows.values()
-        (features,) = engine._input_processor.media.cache._items.values()
+        (rows,) = engine._core.loaded.runner._rows.values()
+        (features,) = engine._core.input_processor.media.cache._items.values()
         grid = features["image_grid_thw"]
     async with engine_for(model.folder) as engine:
         item = Embeddings(rows, image_grid_thw=grid)

@@ -204,7 +204,7 @@ async def test_text_without_a_prefix_cache(text_model: Saved) -> None:
 @pytest.mark.parametrize("text_model", ["gemma4", "gemma3n"], indirect=True)
 async def test_only_layers_with_keys_of_their_own_have_pages(text_model: Saved) -> None:
     async with engine_for(text_model.folder) as engine:
-        groups = engine._parts.runner.model.kv_groups
+        groups = engine._core.loaded.runner.model.kv_groups
     wide = 16 if text_model.name == "gemma4" else 12
     assert groups == (
         KVGroup("self", 2, 12, 12, WINDOW, num_layers=2),

@@ -353,7 +353,7 @@ async def test_an_answer_ends_where_a_turn_ends(model: Model) -> None:
     """And where generation_config.json says; there is none here, so where the config does."""
     async with engine_for(model.folder) as engine:
         end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        assert engine._parts.eos_token_ids == {2, end}
+        assert engine._core.loaded.eos_token_ids == {2, end}
 
 
 @pytest.mark.parametrize("model", ["internlm2"], indirect=True)

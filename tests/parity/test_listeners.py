@@ -115,7 +115,7 @@ async def test_other_forms_of_a_recording(saved: Saved) -> None:
             Prompt(decoder_text=text, media={"audio": [(samples, RATE)]}), PARAMS
         )
         assert output.usage.prompt_tokens == len(output.prompt_token_ids)
-        (rows,) = [r for r in engine._parts.runner._rows.values()][:1]
+        (rows,) = [r for r in engine._core.loaded.runner._rows.values()][:1]
         output = await engine.generate(text, PARAMS, audios=[Embeddings(rows)])
         assert output.token_ids == expected
         fast = sound(9, 0.5, 48_000)
@@ -129,7 +129,7 @@ async def test_rows_may_be_more_than_the_decoder_is_long(saved: Saved) -> None:
     async with engine_for(saved, max_model_len=16) as engine:
         recording = (SOUNDS[0], RATE)
         assert (await engine.generate("", PARAMS, audios=[recording])).token_ids == expected
-        (rows,) = engine._parts.runner._rows.values()
+        (rows,) = engine._core.loaded.runner._rows.values()
         assert len(rows) > 16
         output = await engine.generate("", PARAMS, audios=[Embeddings(rows)])
         assert output.token_ids == expected

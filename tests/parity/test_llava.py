@@ -166,7 +166,7 @@ async def test_pictures_kept_whole(model: Model, budget: int) -> None:
 async def test_run_ahead_of_one_step(model: Model) -> None:
     """What a GPU will do, on the CPU: steps are planned before the tokens before them are known."""
     async with engine_for(model, max_num_batched_tokens=64) as engine:
-        engine._device.run_ahead = 1
+        engine._core.device.run_ahead = 1
         await check_all(engine, model.cases)
         assert_at_rest(engine)
 

@@ -198,8 +198,8 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
     async def encode(text: str, **media: Any) -> Embeddings:
         async with engine_for(model.folder) as engine:
             await engine.generate(text, PARAMS, **media)
-            (rows,) = engine._parts.runner._rows.values()
-            (features,) = engine._input_processor.media.cache._items.values()
+            (rows,) = engine._core.loaded.runner._rows.values()
+            (features,) = engine._core.input_processor.media.cache._items.values()
             return Embeddings(rows, **{name: features[name] for name in extras if name in features})
 
     picture = await encode(IMAGE, images=PICTURES[:1])

@@ -439,7 +439,7 @@ async def test_chat_messages_are_written_as_the_published_chat_does(model: Model
         )
         # What the user typed is text.
         assert output.prompt_token_ids.count(START) == 1
-        ends = engine._parts.eos_token_ids
+        ends = engine._core.loaded.eos_token_ids
         assert ends == {len(RANKS), len(RANKS) + 1, len(RANKS) + 2}
 
 
@@ -488,8 +488,8 @@ async def test_a_text_model_of_the_family(text_folder: tuple[Path, Any]) -> None
     case = Case(text, (), greedy(definition, tokenizer()(text)["input_ids"], (), -1))
     await check_alone_and_together(folder, [case, case], 5)
     async with engine_for(folder) as engine:
-        assert engine._parts.runner.model.__class__ is Qwen
-        assert engine._parts.eos_token_ids == {len(RANKS)}
+        assert engine._core.loaded.runner.model.__class__ is Qwen
+        assert engine._core.loaded.eos_token_ids == {len(RANKS)}
         # The tags are not among its tokens.
         assert len(engine.tokenizer) == len(RANKS) + 208
         with pytest.raises(UnsupportedModalityError):

@@ -73,7 +73,7 @@ async def ask(engine: AsyncEngine, picture: int, **options: Any) -> RequestOutpu
 async def test_all_at_once(model: Model, run_ahead: int) -> None:
     """With run-ahead the host does not know the last token that a penalty counts."""
     async with engine_for(model) as engine:
-        engine._device.run_ahead = run_ahead
+        engine._core.device.run_ahead = run_ahead
         jobs = [(name, picture) for name in PAIRS for picture in range(3)]
         outputs = await asyncio.gather(*(ask(engine, p, **PAIRS[name][0]) for name, p in jobs))
     plain = {picture: model.generate(picture) for picture in range(3)}

@@ -113,7 +113,7 @@ async def test_a_dead_engine_is_unwell_and_answers_nothing(
     def fail(*args: Any) -> Any:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(replica._engine._parts.runner, "step", fail)
+    monkeypatch.setattr(replica._engine._core.loaded.runner, "step", fail)
     for _ in range(2):
         with pytest.raises(errors.EngineDeadError):
             await anext(replica.respond(chat()))
@@ -131,7 +131,7 @@ async def test_a_stream_tells_itself_that_its_engine_died(
     def fail(*args: Any) -> Any:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(replica._engine._parts.runner, "step", fail)
+    monkeypatch.setattr(replica._engine._core.loaded.runner, "step", fail)
     rest = b"".join([message["body"] async for message in messages])
     assert b'"code":"engine_dead"' in rest.splitlines()[-2]
 

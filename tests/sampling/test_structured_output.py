@@ -140,7 +140,7 @@ async def test_a_schema_as_text_and_as_an_object(engine: AsyncEngine) -> None:
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 async def test_company_changes_nothing(engine: AsyncEngine, folder: Path, run_ahead: int) -> None:
-    engine._device.run_ahead = run_ahead
+    engine._core.device.run_ahead = run_ahead
     structure = StructuredOutputs(regex="[a-z ]{30,40}")
     alone = [await write(engine, structure, seed=seed) for seed in range(4)]
     together = await asyncio.gather(
@@ -152,7 +152,7 @@ async def test_company_changes_nothing(engine: AsyncEngine, folder: Path, run_ah
     # Room for three or four at a time, so that they are preempted.
     small = {"block_size": 4, "max_model_len": 64, "kv_cache_bytes": 1 << 16}
     async with running_engine(folder, **small) as scarce:
-        scarce._device.run_ahead = run_ahead
+        scarce._core.device.run_ahead = run_ahead
         again = (write(scarce, structure, seed=seed) for seed in (*range(4), *range(4)))
         assert await asyncio.gather(*again) == alone * 2
         assert scarce.statistics().preemptions > 0
@@ -296,7 +296,7 @@ def test_schemas_that_are_combined_as_usual() -> None:
 
 
 async def test_an_ambiguous_grammar_is_ended_before_it_costs_much(engine: AsyncEngine) -> None:
-    grammars = engine._parts.grammars
+    grammars = engine._core.loaded.grammars
     structure = StructuredOutputs(**HOSTILE["an ambiguous grammar"])
     (constraint,) = await asyncio.wrap_future(grammars.submit(structure, 1))
     (letter,) = engine.tokenizer.encode("a", add_special_tokens=False)
@@ -332,7 +332,7 @@ async def test_a_budget_of_states_is_each_completion_s_own(
 async def test_a_compilation_that_does_not_end(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = engine._parts.grammars
+    grammars = engine._core.loaded.grammars
     compile_plain, gate = grammars._matcher, threading.Event()
 
     def compile_slowly(grammar: str) -> Any:
@@ -370,7 +370,7 @@ async def test_live_constraints_have_a_limit(
     choice = StructuredOutputs(choice=["yes", "no"])
     with pytest.raises(OverloadedError, match="live already"):
         await engine.generate("Write: ", params(choice, n=4))
-    live = engine._parts.grammars._live
+    live = engine._core.loaded.grammars._live
     for _ in range(2):
         await engine.generate("Write: ", params(choice, n=3))
         await engine.generate("free", SamplingParams(max_tokens=2))  # the next step lets go

@@ -156,7 +156,7 @@ async def test_a_name_is_never_content(engine: AsyncEngine, expected: Tokens) ->
     await engine.reset_caches()
     secret, other = encoded(tiny_image(49)), encoded(tiny_image(50))
     answers = [(await ask(engine, named(item))).token_ids for item in (secret, other)]
-    keys = list(engine._input_processor.media.cache._items)
+    keys = list(engine._core.input_processor.media.cache._items)
     assert len(keys) == 2
     digest = hashlib.sha256(secret).hexdigest()
     names = [*keys, digest, f"image {digest}", "", ".", "../..", "a/b", "a\\b", "\0", "content"]

@@ -1,0 +1,202 @@
+"""A running engine, without its public face: requests in, steps and encoder runs, tokens out.
+
+All state lives on the loop's thread. Tasks belong to the engine's scope; work that takes long runs
+on the device's launch thread and on worker threads, and comes back through futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from aioengine.config import EngineConfig
+from aioengine.core.plan import StepPlan, StepResult
+from aioengine.core.scheduler import Scheduler
+from aioengine.engine.encoder_jobs import EncoderJobs
+from aioengine.engine.input_processor import InputProcessor
+from aioengine.engine.lifecycle import EngineLifecycle
+from aioengine.engine.loader import Loaded
+from aioengine.engine.request_state import RequestState
+from aioengine.engine.request_tracker import RequestTracker
+from aioengine.engine.statistics import take_snapshot
+from aioengine.errors import EngineDeadError, RequestAbortedError
+from aioengine.instruments import Instruments, StageSpan, timed
+from aioengine.sampling_params import SamplingParams
+from aioengine.streams.device import Device
+from aioengine.streams.tokens import TokenStream, open_stream
+from aioengine.types import EngineState, EngineStatistics, Prompt
+
+__all__ = ["EngineCore"]
+
+Task = asyncio.Task[None]
+
+
+class EngineCore:
+    """One engine's parts, complete once it is constructed; `start` has it take steps.
+
+    `loaded`: the model and its processors; `lifecycle` learns here when the device breaks.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        config: EngineConfig,
+        model: str | os.PathLike[str],
+        device: Device,
+        instruments: Instruments,
+        lifecycle: EngineLifecycle,
+    ) -> None:
+        self.loaded = loaded
+        self.device = device
+        self.scheduler = Scheduler(loaded.limits)
+        self.input_processor = InputProcessor(loaded, config, model, instruments)
+        self._changed = asyncio.Event()
+        self.tracker = RequestTracker(
+            self.scheduler, self.input_processor, instruments, changed=self._changed.set
+        )
+        self.encoder_jobs = EncoderJobs(
+            self.scheduler,
+            self.input_processor.media,
+            loaded.runner,
+            device,
+            instruments,
+            self.tracker,
+            spawn=self._spawn,
+            changed=self._changed.set,
+        )
+        self.tracker.released = self.encoder_jobs.forget
+        self._instruments = instruments
+        self._lifecycle = lifecycle
+        self._main: Task | None = None
+
+    async def start(self) -> None:
+        """Serve from now on, in a task of its own."""
+        started = asyncio.get_running_loop().create_future()
+        self._main = asyncio.create_task(self._run(started), name="aioengine")
+        await started
+
+    async def stop(self) -> None:
+        """Take no more steps. Requests that are still live are aborted."""
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.wait([self._main])
+
+    def release(self) -> None:
+        """Drop the model and what leads back here: a cycle with frozen objects is never freed."""
+        self._main = None
+        del self.tracker.released  # which leads from the tracker to the encoder jobs and back
+        del self.loaded, self.scheduler, self.input_processor, self.tracker, self.encoder_jobs
+
+    # ---- requests
+
+    def submit(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> TokenStream:
+        """Take a request in; its preparation begins at once, in a task of the engine."""
+        give_up = partial(self.tracker.abort, request_id, "the stream was closed")
+        sink, stream = open_stream(request_id, give_up, self._lifecycle.loop)
+        state = RequestState(request_id, sink, params, priority=priority)
+        self.tracker.open(state, partial(self._spawn, self.tracker.admit, state, prompt))
+        return stream
+
+    async def reset_caches(self) -> None:
+        """Forget all prefixes, encoder outputs and processed media that no live request holds."""
+        media = self.input_processor.media  # it may be closed meanwhile
+        self.scheduler.pool.clear()
+        evicted = self.scheduler.media.cache.clear()
+        self._changed.set()
+        if evicted:
+            await asyncio.wait([self.encoder_jobs.drop(evicted)])
+        await media.clear()
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot of all counters."""
+        return take_snapshot(
+            self.scheduler,
+            self.input_processor.media.cache.statistics(),
+            self._instruments.stages(),
+            endings=self.tracker.counters,
+            num_preparing=self.tracker.num_preparing,
+            encoder_items_run=self.encoder_jobs.num_items_run,
+        )
+
+    # ---- tasks
+
+    async def _run(self, started: asyncio.Future[None]) -> None:
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                started.set_result(None)
+                try:
+                    await self._step_loop()
+                except Exception as error:
+                    self.die(error)
+                await self.tracker.fail_all(self._death)
+        finally:
+            # Somebody may have cancelled every task of the loop.
+            self._lifecycle.transition(EngineState.CLOSED)
+            await self.tracker.fail_all(lambda: RequestAbortedError("the engine was stopped"))
+            del self._tasks
+
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
+        """Run `work(*args)` in the engine's scope. What it raises is the engine's end."""
+        return self._tasks.create_task(self._guard(work, args))
+
+    async def _guard(
+        self, work: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]
+    ) -> None:
+        # The coroutine is made in here: a task cancelled before its first step makes none.
+        try:
+            await work(*args)
+        except Exception as error:
+            self.die(error)
+
+    def die(self, error: BaseException) -> None:
+        """The device or the engine itself is broken: every open stream says so."""
+        self._lifecycle.die(error)
+        self._changed.set()
+
+    def _death(self) -> EngineDeadError:
+        dead = EngineDeadError("the engine has died; start a new one")
+        dead.__cause__ = self._lifecycle.death
+        return dead
+
+    # ---- the step loop
+
+    async def _step_loop(self) -> None:
+        in_flight: list[tuple[StepPlan, asyncio.Future[Any]]] = []
+        while self._lifecycle.death is None:
+            self._changed.clear()
+            self.step(in_flight)
+            if self.scheduler.is_stalled:
+                raise RuntimeError("requests are pending and nothing can move them")
+            await self._changed.wait()
+
+    def step(self, in_flight: list[tuple[StepPlan, asyncio.Future[Any]]]) -> None:
+        """Commit what is done, launch what can be, without waiting.
+
+        `in_flight`: launched steps in order, which this adds to and takes from.
+        """
+        device = self.device
+        while in_flight and in_flight[0][1].done():
+            self._commit(*in_flight.pop(0))
+        plan = self.scheduler.schedule() if len(in_flight) <= device.run_ahead else None
+        if plan is not None:
+            handle = device.submit_step(partial(timed, self.loaded.runner.step, plan))
+            handle.add_done_callback(lambda _: self._changed.set())
+            in_flight.append((plan, handle))
+            if len(in_flight) <= device.run_ahead:
+                self._changed.set()
+        elif not in_flight:
+            device.rest()
+        self.encoder_jobs.start(self.scheduler.schedule_media())
+
+    def _commit(self, plan: StepPlan, handle: asyncio.Future[Any]) -> None:
+        """Take a step's result and hand its tokens to their streams."""
+        result: StepResult
+        result, start, end = handle.result()
+        names = tuple(s.request_id for s in plan.sequences)
+        self._instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
+        self.tracker.deliver(plan, result)
