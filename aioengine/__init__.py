@@ -5,15 +5,15 @@ Importing this package imports neither torch nor transformers; the names below l
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioengine.types import lazy_exports
 
 if TYPE_CHECKING:
     from aioengine import errors as errors
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import MediaConfig as MediaConfig
-    from aioengine.demo_assets import demo_model as demo_model
-    from aioengine.demo_assets import demo_pictures as demo_pictures
     from aioengine.engine.async_engine import AsyncEngine as AsyncEngine
     from aioengine.sampling_params import SamplingParams as SamplingParams
     from aioengine.sampling_params import StructuredOutputs as StructuredOutputs
@@ -31,6 +31,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+ASSETS = Path(__file__).parent / "assets"
+
+
+def demo_model() -> Path:
+    """The folder of the demo model, a small LLaVA trained on rendered shapes and digits.
+
+    It describes such images and answers questions about them; it knows nothing of photographs.
+    """
+    return ASSETS / "demo_llava"
+
+
+def demo_pictures() -> list[Path]:
+    """Eight image files that the demo model can describe."""
+    return sorted(path for path in (ASSETS / "pictures").iterdir() if path.suffix != ".md")
+
+
 _HOMES = {
     "AsyncEngine": "aioengine.engine.async_engine",
     "CompletionOutput": "aioengine.types",
@@ -44,27 +60,12 @@ _HOMES = {
     "Logprob": "aioengine.types",
     "MediaConfig": "aioengine.config",
     "Prompt": "aioengine.types",
+    "errors": "aioengine.errors",
     "RequestOutput": "aioengine.types",
     "SamplingParams": "aioengine.sampling_params",
     "StructuredOutputs": "aioengine.sampling_params",
     "TokenStream": "aioengine.streams.tokens",
-    "demo_model": "aioengine.demo_assets",
-    "demo_pictures": "aioengine.demo_assets",
 }
 
-__all__ = ["__version__", "errors", *_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("aioengine.errors")
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = ["__version__", "demo_model", "demo_pictures", *_HOMES]
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from aioengine import __version__
 from aioengine.instruments import RequestEvent, StageSpan
-from aioengine.model_name import model_name as name_of
 from aioengine.types import RequestOutput
 
 try:
@@ -58,7 +57,7 @@ def trace_requests(
     By default the process's own provider takes the spans, and they name the model's hub id or the
     name of its folder.
     """
-    return RequestTracer(engine, tracer_provider, model_name or name_of(engine.model))
+    return RequestTracer(engine, tracer_provider, model_name or engine.model_name)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Timings",
     "TokenLogprobs",
     "Usage",
+    "lazy_exports",
     "read",
 ]
 
@@ -331,3 +333,23 @@ class EngineStatistics:
     processor_cache_misses: int
     processor_cache_evictions: int
     stages: Mapping[str, StageStatistics]
+
+
+def lazy_exports(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for a package whose names load on first use.
+
+    `homes`: name -> the module that has it; a module that is exported itself is its own home.
+    """
+
+    def load(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(home)
+        value = module if home == f"{package}.{name}" else getattr(module, name)
+        setattr(import_module(package), name, value)
+        return value
+
+    return load, lambda: sorted(import_module(package).__all__)

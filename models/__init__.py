@@ -9,8 +9,9 @@ Importing this package imports neither torch nor transformers; the names below l
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aioengine.types import lazy_exports
 
 if TYPE_CHECKING:
     from aioengine.models.runtime.attention import Attention as Attention
@@ -41,17 +42,5 @@ _HOMES = {
     "resolve": "aioengine.models.runtime.registry",
 }
 
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = [*_HOMES]
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -5,8 +5,9 @@ The names load on first use, so that importing this package costs nothing.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aioengine.types import lazy_exports
 
 if TYPE_CHECKING:
     from aioengine.processors.embeddings import EmbeddingItems as EmbeddingItems
@@ -39,45 +40,33 @@ if TYPE_CHECKING:
     from aioengine.processors.speech import whisper_prompt as whisper_prompt
 
 _HOMES = {
-    "MULTIMODAL_REGISTRY": "registry",
-    "AudioProcessorItems": "items",
-    "BaseDummyInputsBuilder": "info",
-    "BaseMultiModalProcessor": "processor",
-    "BaseProcessingInfo": "info",
-    "EmbeddingItems": "embeddings",
-    "EncDecMultiModalProcessor": "encdec",
-    "ImageHeader": "items",
-    "ImageProcessorItems": "items",
-    "ImageSize": "items",
-    "MultiModalDataItems": "items",
-    "MultiModalFieldConfig": "inputs",
-    "MultiModalKwargs": "inputs",
-    "MultiModalKwargsItem": "inputs",
-    "PlaceholderRange": "inputs",
-    "ProcessingContext": "info",
-    "ProcessorInputs": "info",
-    "PromptIndexTargets": "prompt.updates",
-    "PromptInsertion": "prompt.updates",
-    "PromptReplacement": "prompt.updates",
-    "PromptUpdate": "prompt.updates",
-    "PromptUpdateDetails": "prompt.updates",
-    "VideoProcessorItems": "items",
-    "cut_windows": "speech",
-    "load_context": "info",
-    "whisper_prompt": "speech",
+    "MULTIMODAL_REGISTRY": "aioengine.processors.registry",
+    "AudioProcessorItems": "aioengine.processors.items",
+    "BaseDummyInputsBuilder": "aioengine.processors.info",
+    "BaseMultiModalProcessor": "aioengine.processors.processor",
+    "BaseProcessingInfo": "aioengine.processors.info",
+    "EmbeddingItems": "aioengine.processors.embeddings",
+    "EncDecMultiModalProcessor": "aioengine.processors.encdec",
+    "ImageHeader": "aioengine.processors.items",
+    "ImageProcessorItems": "aioengine.processors.items",
+    "ImageSize": "aioengine.processors.items",
+    "MultiModalDataItems": "aioengine.processors.items",
+    "MultiModalFieldConfig": "aioengine.processors.inputs",
+    "MultiModalKwargs": "aioengine.processors.inputs",
+    "MultiModalKwargsItem": "aioengine.processors.inputs",
+    "PlaceholderRange": "aioengine.processors.inputs",
+    "ProcessingContext": "aioengine.processors.info",
+    "ProcessorInputs": "aioengine.processors.info",
+    "PromptIndexTargets": "aioengine.processors.prompt.updates",
+    "PromptInsertion": "aioengine.processors.prompt.updates",
+    "PromptReplacement": "aioengine.processors.prompt.updates",
+    "PromptUpdate": "aioengine.processors.prompt.updates",
+    "PromptUpdateDetails": "aioengine.processors.prompt.updates",
+    "VideoProcessorItems": "aioengine.processors.items",
+    "cut_windows": "aioengine.processors.speech",
+    "load_context": "aioengine.processors.info",
+    "whisper_prompt": "aioengine.processors.speech",
 }
 
 __all__ = [*_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.checks import shown
+from aioengine.config import shown
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
 from aioengine.processors.processor import BaseMultiModalProcessor
 

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine.asgi.error_responses import ApiError, error_response
-from aioengine.checks import require
+from aioengine.config import require
 
 __all__ = ["guards", "is_loopback"]
 

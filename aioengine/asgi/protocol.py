@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aioengine.checks import shown
+from aioengine.config import shown
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt

@@ -13,10 +13,9 @@ from starlette.types import Receive, Scope
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.json_body import BodyBudget, BoundedBody
 from aioengine.asgi.keys import ApiKeys, CacheSalt, Keys
-from aioengine.checks import is_int, require, shown
+from aioengine.config import is_int, require, shown
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.detokenizer import TokenTexts
-from aioengine.model_name import model_name
 from aioengine.types import Prompt
 
 __all__ = ["Service", "ServiceOptions"]
@@ -65,7 +64,7 @@ class Service:
     ) -> None:
         self.engine = engine
         names = [model_names] if isinstance(model_names, str) else model_names
-        self.model_names = tuple(names or ()) or (model_name(engine.model),)
+        self.model_names = tuple(names or ()) or (engine.model_name,)
         self.created = int(time.time())
         self.keys = Keys(api_key, cache_salt)
         for name, size in (("body", max_body_bytes), ("bodies", max_bodies_bytes)):

@@ -27,7 +27,6 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import EngineError
 from aioengine.instruments import TraceRecorder
 from aioengine.metrics.loop_lag import LoopLag
-from aioengine.model_name import model_name
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.types import EngineState, EngineStatistics
 
@@ -52,7 +51,7 @@ class StatusPage:
 
     def __init__(self, engine: AsyncEngine, model: str = "") -> None:
         """`model`: the name to show; by default the hub id, or the folder's name."""
-        self._board = StatusBoard(model or model_name(engine.model), time.perf_counter())
+        self._board = StatusBoard(model or engine.model_name, time.perf_counter())
         self._feed = _Feed(engine, self._board)
         self._page = PAGE.read_text("utf-8")
         self._policy = _content_security_policy(self._page)

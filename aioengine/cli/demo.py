@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from aioengine import AsyncEngine, SamplingParams, errors
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures, errors
 from aioengine.cli.loading import new_runner
 from aioengine.cli.options import Commands
 from aioengine.cli.timeline import draw_timeline
-from aioengine.demo_assets import demo_model, demo_pictures
 from aioengine.instruments import StageSpan, TraceRecorder
 from aioengine.types import EngineStatistics, RequestOutput
 

@@ -16,13 +16,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from aioengine.checks import is_text, require
+from aioengine.config import is_text, require
 from aioengine.errors import EngineError, InvalidRequestError
 from aioengine.instruments import RequestEvent, StageSpan
 from aioengine.metrics import families
 from aioengine.metrics.families import FIGURES, HISTOGRAMS, Figure, Histogram, Reading
 from aioengine.metrics.loop_lag import LoopLag
-from aioengine.model_name import model_name as name_of
 from aioengine.types import EngineState, EngineStatistics
 
 try:
@@ -71,7 +70,7 @@ class Metrics:
         Raises InvalidRequestError if an engine of this name is in the registry already: their
         numbers could not be told apart.
         """
-        name = name_of(engine.model) if model_name is None else model_name
+        name = engine.model_name if model_name is None else model_name
         rule = f"text of 1 to {MAX_NAME_CHARACTERS} characters"
         require(is_text(name, MAX_NAME_CHARACTERS), "model_name", name, rule)
         self.registry = CollectorRegistry() if registry is None else registry

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aioengine.checks import is_int, is_real
-from aioengine.config import MediaConfig
+from aioengine.config import MediaConfig, is_int, is_real
 from aioengine.errors import MediaError
 from aioengine.processors.media.video_container import VideoError
 

@@ -79,7 +79,7 @@ def test_rooms_are_linked_into_the_package(room: str) -> None:
 
 
 def test_ground_floor_needs_the_standard_library_only() -> None:
-    for name in ("errors", "types", "config", "sampling_params", "checks"):
+    for name in ("errors", "types", "config", "sampling_params"):
         path = ROOT / "aioengine" / f"{name}.py"
         assert top_level_imports(path) <= {*STANDARD, "aioengine"}, path.name
 

@@ -13,7 +13,7 @@ FAMILIES = (
     "llava|clip|siglip|llama|qwen|mistral|mixtral|pixtral|gemma|phi|bart|mbart|whisper|blip|fuyu|"
     "molmo|internvl|chameleon|florence|deepseek|idefics|paligemma|bert|vit|dinov2|falcon|granite"
 )
-ABOUT_THE_DEMO = ("demo_assets.py", "demo.py")
+ABOUT_THE_DEMO = ("__init__.py", "demo.py")
 """The shipped model's folder has a name, and whoever shows the model says what it is."""
 
 

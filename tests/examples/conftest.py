@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import demo_assets
+import aioengine
 from tests.tiny import save_tiny_llava, tiny_image
 
-SHIPPED = demo_assets.ASSETS
+SHIPPED = aioengine.ASSETS
 
 
 def skip_unless_shipped() -> None:
     """The weights and the pictures come with the repository once they are trained and rendered."""
     has_model = (SHIPPED / "demo_llava" / "model.safetensors").exists()
-    if not has_model or not demo_assets.demo_pictures():
+    if not has_model or not aioengine.demo_pictures():
         pytest.skip("the demo model and its pictures are not in aioengine/assets")
 
 
@@ -37,5 +37,5 @@ def assets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> P
         skip_unless_shipped()
         return SHIPPED
     folder: Path = request.getfixturevalue("tiny_assets")
-    monkeypatch.setattr(demo_assets, "ASSETS", folder)
+    monkeypatch.setattr(aioengine, "ASSETS", folder)
     return folder

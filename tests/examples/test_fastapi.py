@@ -14,7 +14,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from aioengine import AsyncEngine, demo_assets
+import aioengine
+from aioengine import AsyncEngine
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "embed_in_fastapi.py"
 Message = dict[str, Any]
@@ -33,7 +34,7 @@ async def app(assets: Path) -> AsyncIterator[FastAPI]:
 @pytest.fixture
 def messages(assets: Path) -> list[Message]:
     """A question with a picture, as JSON can carry it."""
-    picture = demo_assets.demo_pictures()[0].read_bytes()
+    picture = aioengine.demo_pictures()[0].read_bytes()
     url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
     content = [
         {"type": "image_url", "image_url": {"url": url}},

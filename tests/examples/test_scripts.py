@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import demo_assets
+import aioengine
 from tests.examples.conftest import skip_unless_shipped
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -52,7 +52,7 @@ def test_is_short_and_uses_public_names_only(name: str) -> None:
     imports = [line for line in source.splitlines() if "aioengine" in line and "import" in line]
     assert imports
     for line in imports:
-        homes = ("aioengine", "aioengine.demo_assets", "aioengine.asgi", "aioengine.ray_serve")
+        homes = ("aioengine", "aioengine.asgi", "aioengine.ray_serve")
         assert line.startswith(tuple(f"from {home} import " for home in homes))
     assert "#" not in source, "an example that needs a comment shows a fault of the API"
     assert "._" not in source
@@ -71,13 +71,13 @@ def test_stream(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_stream_and_hello_agree(tiny_assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_assets, "ASSETS", tiny_assets)
+        patch.setattr(aioengine, "ASSETS", tiny_assets)
         assert run("hello", capsys) == run("stream", capsys)[:-2]
 
 
 def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("many", capsys)
-    pictures = demo_assets.demo_pictures()
+    pictures = aioengine.demo_pictures()
     for picture in pictures:
         assert sum(line.startswith(f"{picture.name}: ") for line in lines) == 2
     assert lines[-1] == f"{len(pictures)} pictures were encoded"

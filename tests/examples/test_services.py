@@ -16,7 +16,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from aioengine import AsyncEngine, SamplingParams, demo_assets
+import aioengine
+from aioengine import AsyncEngine, SamplingParams
 from tests.asgi.serving import free_socket, openai_client, serving
 from tests.engines import DEADLINE_S, settled, until
 
@@ -44,7 +45,7 @@ async def running(name: str) -> AsyncIterator[tuple[str, AsyncEngine]]:
 
 
 def picture() -> bytes:
-    return demo_assets.demo_pictures()[0].read_bytes()
+    return aioengine.demo_pictures()[0].read_bytes()
 
 
 def messages() -> list[dict[str, Any]]:
@@ -103,7 +104,7 @@ async def test_what_is_no_picture(name: str, assets: Path) -> None:
 async def test_a_client_who_leaves_frees_all_within_a_step(
     name: str, tiny_assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_assets, "ASSETS", tiny_assets)
+    monkeypatch.setattr(aioengine, "ASSETS", tiny_assets)
     path, body = REQUESTS[name]
     async with running(name) as (url, engine):
         _make_endless(engine)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from aioengine import AsyncEngine, EngineConfig, EngineStatistics, demo_assets, errors
+import aioengine
+from aioengine import AsyncEngine, EngineConfig, EngineStatistics, errors
 from tests.engines import encoded, greedy
 from tests.ray.cluster import Cluster, Heard, ask, hear, running_cluster
 from tests.tiny import tiny_image
@@ -229,7 +230,7 @@ async def test_a_replica_that_is_scaled_away_finishes_what_it_has(
 
 async def test_the_example(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the application before it, with the tiny model in place of the demo model."""
-    monkeypatch.setattr(demo_assets, "ASSETS", folder.parent)
+    monkeypatch.setattr(aioengine, "ASSETS", folder.parent)
     (folder.parent / "demo_llava").symlink_to(folder)
     example = runpy.run_path(str(EXAMPLE))
     await asyncio.to_thread(serve.run, example["app"])
