@@ -1,6 +1,4 @@
-"""Engine and media options, and the checks of callers' values that other classes share.
-
-Options are frozen, keyword-only, checked on construction and never rewritten.
+"""Engine and media options: frozen, keyword-only, checked on construction, never rewritten.
 
 Names and defaults are vLLM's where the meaning is the same. What an engine resolves from these
 (block counts, byte sizes, the dtype) lives in its own object, not here.
@@ -8,17 +6,15 @@ Names and defaults are vLLM's where the meaning is the same. What an engine reso
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import is_int, is_real, require
 
-__all__ = ["EngineConfig", "MediaConfig", "is_int", "is_real", "is_text", "require", "shown"]
+__all__ = ["EngineConfig", "MediaConfig"]
 
 MIB = 1 << 20
 HOST = re.compile(r"(\*|(\*\.)?[^\s*:/@\[\]\\]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?")
@@ -260,46 +256,3 @@ class EngineConfig:
     def uses_processes(self) -> bool:
         """Whether media are decoded and processed in processes of their own."""
         return self.processor_workers.startswith("process:")
-
-
-def require(condition: bool, parameter: str, value: object, rule: str) -> None:
-    """Raise InvalidRequestError, which says what `parameter` must be, unless `condition`."""
-    if condition:
-        return
-    try:
-        text = shown(value)
-    except Exception:  # a number of thousands of digits, or an object that cannot show itself
-        text = value = type(value).__name__
-    raise InvalidRequestError(
-        f"{parameter} must be {rule}, not {text}", parameter=parameter, value=value
-    )
-
-
-def shown(value: object, most: int = 80) -> str:
-    """The beginning of `repr(value)`. Takes no longer for a value that is large."""
-    if isinstance(value, str | bytes | list | tuple):
-        value = value[:most]
-    elif isinstance(value, dict):
-        value = dict(islice(value.items(), most))
-    return repr(value)[:most]
-
-
-def is_int(value: object) -> bool:
-    """Whether it is an integer, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_real(value: object) -> bool:
-    """Whether it is a finite number, and not a bool."""
-    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def is_text(value: object, longest: int) -> bool:
-    """Whether it is Unicode text of 1 to `longest` characters."""
-    if not isinstance(value, str) or not 0 < len(value) <= longest:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # lone surrogates
-        return False
-    return True

@@ -23,7 +23,9 @@ addresses or other people's paths.
 from __future__ import annotations
 
 import logging
+import math
 import traceback
+from itertools import islice
 
 __all__ = [
     "AioEngineError",
@@ -148,3 +150,46 @@ def typed(error: Exception) -> AioEngineError:
     wrapped = EngineError(f"the request failed inside the engine: {type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def require(condition: bool, parameter: str, value: object, rule: str) -> None:
+    """Raise InvalidRequestError, which says what `parameter` must be, unless `condition`."""
+    if condition:
+        return
+    try:
+        text = shown(value)
+    except Exception:  # a number of thousands of digits, or an object that cannot show itself
+        text = value = type(value).__name__
+    raise InvalidRequestError(
+        f"{parameter} must be {rule}, not {text}", parameter=parameter, value=value
+    )
+
+
+def shown(value: object, most: int = 80) -> str:
+    """The beginning of `repr(value)`. Takes no longer for a value that is large."""
+    if isinstance(value, str | bytes | list | tuple):
+        value = value[:most]
+    elif isinstance(value, dict):
+        value = dict(islice(value.items(), most))
+    return repr(value)[:most]
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an integer, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    """Whether it is a finite number, and not a bool."""
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_text(value: object, longest: int) -> bool:
+    """Whether it is Unicode text of 1 to `longest` characters."""
+    if not isinstance(value, str) or not 0 < len(value) <= longest:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # lone surrogates
+        return False
+    return True

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from aioengine.config import is_int, is_real, is_text, require
+from aioengine.errors import is_int, is_real, is_text, require
 
 __all__ = ["SamplingParams", "StructuredOutputs"]
 

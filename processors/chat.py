@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.config import shown
-from aioengine.errors import InvalidRequestError, UnsupportedModalityError
+from aioengine.errors import InvalidRequestError, UnsupportedModalityError, shown
 from aioengine.processors.processor import BaseMultiModalProcessor
 
 __all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "find_template"]

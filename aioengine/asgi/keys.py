@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from aioengine.asgi.error_responses import ApiError
-from aioengine.config import require
+from aioengine.errors import require
 
 __all__ = ["KEY_NAME", "ApiKeys", "CacheSalt", "Keys"]
 

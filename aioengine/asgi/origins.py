@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine.asgi.error_responses import ApiError, error_response
-from aioengine.config import require
+from aioengine.errors import require
 
 __all__ = ["guards", "is_loopback"]
 

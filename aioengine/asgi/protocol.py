@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aioengine.config import shown
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import InvalidRequestError, shown
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
 

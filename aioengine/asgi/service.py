@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.json_body import BodyBudget, BoundedBody
 from aioengine.asgi.keys import ApiKeys, CacheSalt, Keys
-from aioengine.config import is_int, require, shown
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.detokenizer import TokenTexts
+from aioengine.errors import is_int, require, shown
 from aioengine.types import Prompt
 
 __all__ = ["Service", "ServiceOptions"]

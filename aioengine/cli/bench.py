@@ -17,13 +17,11 @@ from typing import Any
 
 from rich.console import Console
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, Prompt, SamplingParams
 from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import Commands, add_engine_flags, new_parser
 from aioengine.cli.report import Record, Report, make_report, show_report
 from aioengine.errors import AioEngineError
-from aioengine.sampling_params import SamplingParams
-from aioengine.types import Prompt
 
 __all__ = ["add_parser", "run"]
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.cli.loading import new_engine, new_runner, start
 from aioengine.cli.options import (
     Commands,
@@ -36,8 +36,6 @@ from aioengine.cli.prompts import (
     takes_messages,
 )
 from aioengine.errors import InvalidRequestError
-from aioengine.sampling_params import SamplingParams
-from aioengine.types import RequestOutput
 
 __all__ = ["add_parser", "run"]
 

@@ -14,12 +14,19 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures, errors
+from aioengine import (
+    AsyncEngine,
+    EngineStatistics,
+    RequestOutput,
+    SamplingParams,
+    demo_model,
+    demo_pictures,
+    errors,
+)
 from aioengine.cli.loading import new_runner
 from aioengine.cli.options import Commands
 from aioengine.cli.timeline import draw_timeline
 from aioengine.instruments import StageSpan, TraceRecorder
-from aioengine.types import EngineStatistics, RequestOutput
 
 __all__ = ["add_parser", "run"]
 

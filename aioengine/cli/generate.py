@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import (
     Commands,
@@ -27,8 +27,6 @@ from aioengine.cli.prompts import (
 )
 from aioengine.engine.prompts import PromptLike
 from aioengine.errors import InvalidRequestError
-from aioengine.sampling_params import SamplingParams
-from aioengine.types import RequestOutput
 
 __all__ = ["add_parser", "run"]
 

@@ -11,9 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, LoadProgress
 from aioengine.cli.options import engine_config
-from aioengine.types import LoadProgress
 
 __all__ = ["new_engine", "new_runner", "start", "started"]
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from aioengine.config import EngineConfig, MediaConfig
-from aioengine.sampling_params import SamplingParams
+from aioengine import EngineConfig, MediaConfig, SamplingParams
 
 __all__ = [
     "MAX_TOKENS",

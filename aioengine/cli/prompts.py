@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aioengine import Prompt, RequestOutput, SamplingParams
 from aioengine.cli.options import (
     MAX_TOKENS,
     RECOMMENDED,
@@ -17,8 +18,6 @@ from aioengine.cli.options import (
     media_item,
 )
 from aioengine.errors import InvalidRequestError
-from aioengine.sampling_params import SamplingParams
-from aioengine.types import Prompt, RequestOutput
 
 if TYPE_CHECKING:
     from aioengine import AsyncEngine

@@ -10,7 +10,7 @@ from itertools import pairwise
 from rich.console import Console
 from rich.table import Table
 
-from aioengine.types import EngineStatistics
+from aioengine import EngineStatistics
 
 __all__ = ["Record", "Report", "Spread", "make_report", "show_report"]
 

@@ -10,11 +10,10 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from aioengine import AsyncEngine, EngineConfig
+from aioengine import AsyncEngine, EngineConfig, EngineState
 from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import Commands, add_engine_flags, new_parser, parse_bytes
 from aioengine.errors import EngineDeadError, InvalidRequestError
-from aioengine.types import EngineState
 
 __all__ = ["add_parser", "run"]
 

@@ -16,13 +16,13 @@ from typing import Any
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
+from aioengine import EngineState
 from aioengine.asgi.json_body import BodyBudget
 from aioengine.cli.http_protocol import HttpBounds, protocol_factory
 from aioengine.cli.memory import BurstWatch, give_back_memory
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.streams.loop_bridge import run_apart
-from aioengine.types import EngineState
 
 __all__ = ["DrainingServer", "bind"]
 

@@ -16,8 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from aioengine.config import is_text, require
-from aioengine.errors import EngineError, InvalidRequestError
+from aioengine.errors import EngineError, InvalidRequestError, is_text, require
 from aioengine.instruments import RequestEvent, StageSpan
 from aioengine.metrics import families
 from aioengine.metrics.families import FIGURES, HISTOGRAMS, Figure, Histogram, Reading

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import serve
 
-from aioengine.config import EngineConfig
+from aioengine import EngineConfig
 from aioengine.ray_serve.affinity import Affinity, affinity_of_object
 from aioengine.ray_serve.calls import Route
 from aioengine.ray_serve.front import Front

@@ -10,14 +10,19 @@ from typing import Any
 from starlette.routing import Mount, Router
 from starlette.types import Message
 
+from aioengine import (
+    Delta,
+    EngineConfig,
+    EngineState,
+    EngineStatistics,
+    RequestOutput,
+    SamplingParams,
+)
 from aioengine.asgi import openai_app
-from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.prompts import PromptLike
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.ray_serve.calls import HttpRequest, Route, answer
-from aioengine.sampling_params import SamplingParams
-from aioengine.types import Delta, EngineState, EngineStatistics, RequestOutput
 
 __all__ = ["EngineReplica"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aioengine.config import MediaConfig, is_int, is_real
-from aioengine.errors import MediaError
+from aioengine.config import MediaConfig
+from aioengine.errors import MediaError, is_int, is_real
 from aioengine.processors.media.video_container import VideoError
 
 __all__ = ["Sampling"]
