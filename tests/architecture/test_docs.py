@@ -21,6 +21,15 @@ def test_the_list_of_modules_is_what_its_script_writes() -> None:
     assert text.count("\n- `") == len([path for path in files() if path.stem != "__init__"])
 
 
+def test_the_files_that_vllm_s_names_lead_to_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, table = text.partition("## From vLLM's names to ours")
+    paths = re.findall(r"`([\w/]+\.py)`", table.partition("\n## ")[0].partition("<!--")[0])
+    assert len(paths) > 20
+    for path in paths:
+        assert (ROOT / "aioengine" / path).exists(), path
+
+
 def test_the_picture_is_what_its_script_draws() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
     assert script["PICTURE"].read_text() == script["draw"](), "run docs/draw_architecture.py"
