@@ -39,7 +39,7 @@ def _find_device(name: str) -> Any:
 
 
 def load_model(model: str | os.PathLike[str], config: EngineConfig, reporter: Reporter) -> Loaded:
-    """Import the libraries and load the model. Blocks for seconds; raises as `loading.load`."""
+    """Import the libraries and load the model. Blocks for seconds; raises as `loader.load`."""
     with reporter.listens():
         with stage("libraries"):
             import_libraries()

@@ -1,7 +1,7 @@
 """Molmo: a decoder of OLMo's or Qwen2's kind that looks at a small view of a picture and its crops.
 
 Deitke et al., "Molmo and PixMo: Open Weights and Open Data for State-of-the-Art Vision-Language
-Models" (2024). transformers has no class for it; modules are in molmo_model.py, the processor is in
+Models" (2024). transformers has no class for it; modules are in modeling.py, the processor is in
 processors/hf/molmo.py. Pictures stand before the text, whatever it says, and rows are added to the
 embeddings of their tokens.
 """

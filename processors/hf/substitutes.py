@@ -1,7 +1,7 @@
 """HF processors where torchvision is missing: videos of the families that can do without it.
 
 transformers' video processors need torchvision, and an HF processor that has one is not made
-without it. Here such a processor is made with frames.py's in the place of its video processor where
+without it. Here such a processor is made with video_processors.py's in the place of its video processor where
 that gives the same tensors, and else with None.
 """
 
@@ -16,7 +16,7 @@ from aioengine.errors import InvalidRequestError
 __all__ = ["lacks_video", "load_processor", "merge_image_options"]
 
 _COMPARED = ((5, 19), (5, 23))
-"""The first and last minor version of transformers with which frames.py was compared; others may
+"""The first and last minor version of transformers with which video_processors.py was compared; others may
 have other defaults."""
 
 
