@@ -109,8 +109,8 @@ class GenericProcessingInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """The modalities that have a placeholder and a processor that could be loaded.
 
-        So there are videos only where the HF video processor can be loaded, or one of hf.video_processors is
-        its equal. One item of a kind where the HF processor refuses two in a prompt; else any
+        So there are videos only where the HF video processor can be loaded, or has an equal in
+        hf.video_processors. One item of a kind where the HF processor refuses two in a prompt; else any
         number.
         """
         return {

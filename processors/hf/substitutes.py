@@ -1,8 +1,8 @@
 """HF processors where torchvision is missing: videos of the families that can do without it.
 
 transformers' video processors need torchvision, and an HF processor that has one is not made
-without it. Here such a processor is made with video_processors.py's in the place of its video processor where
-that gives the same tensors, and else with None.
+without it. Here such a processor is made with one of video_processors.py, where that gives the same
+tensors, and else with None.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from aioengine.errors import InvalidRequestError
 __all__ = ["lacks_video", "load_processor", "merge_image_options"]
 
 _COMPARED = ((5, 19), (5, 23))
-"""The first and last minor version of transformers with which video_processors.py was compared; others may
-have other defaults."""
+"""The first and last minor version of transformers that video_processors.py was compared with;
+others may have other defaults."""
 
 
 def load_processor(source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any) -> Any:
