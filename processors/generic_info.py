@@ -110,8 +110,8 @@ class GenericProcessingInfo(BaseProcessingInfo):
         """The modalities that have a placeholder and a processor that could be loaded.
 
         So there are videos only where the HF video processor can be loaded, or has an equal in
-        hf.video_processors. One item of a kind where the HF processor refuses two in a prompt; else any
-        number.
+        hf.video_processors. One item of a kind where the HF processor refuses two in a prompt; else
+        any number.
         """
         return {
             modality: notes_of(self.ctx).get(("limit", modality)) for modality in self.contracts

@@ -1,9 +1,9 @@
 """The engine's side of `processor_workers="process:N"`: media are worked on in N processes.
 
 A worker (`worker_main`) is a fresh interpreter, not a fork, and never sees the host's `__main__`.
-It has one item at a time. If it dies (a decoder's crash, the system's memory killer), that item fails,
-the worker is started again, and all others go on. A cancelled caller's item is dropped if it still
-waits; if a worker has it, the worker finishes and the result is thrown away, since starting a
+It has one item at a time. If it dies (a decoder's crash, the system's memory killer), that item
+fails, the worker is started again, and all others go on. A cancelled caller's item is dropped if it
+still waits; if a worker has it, the worker finishes and the result is thrown away, since starting a
 worker takes longer than nearly every item. What takes longer than `JOB_LIMIT_S` is killed with its
 worker.
 
