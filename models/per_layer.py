@@ -184,11 +184,13 @@ class Gemma4(PerLayerModel, Gemma3):
         positions: Tensor,
         metadata: Sequence[AttentionMetadata],
         encoded: Sequence[Tensor] = (),
+        *,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """As the base class; blocks are for the groups of layers that have a window."""
         groups = zip(metadata, self.kv_groups, strict=True)
         metadata = [_causal(meta) if group.window is None else meta for meta, group in groups]
-        return super().forward(inputs_embeds, positions, metadata, encoded)
+        return super().forward(inputs_embeds, positions, metadata, encoded, rows=rows)
 
 
 def _causal(meta: AttentionMetadata) -> AttentionMetadata:

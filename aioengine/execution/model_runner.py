@@ -104,15 +104,16 @@ class ModelRunner:
         positions = self.model.positions_for(starts, ends, prompts)
         positions = to_device(positions, self.model.device)
         encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
-        rows = accumulate(end - start for start, end in zip(starts, ends, strict=True))
-        last = {s.request_id: row - 1 for s, row in zip(sequences, rows, strict=True)}
+        tails = accumulate(end - start for start, end in zip(starts, ends, strict=True))
+        last = {s.request_id: tail - 1 for s, tail in zip(sequences, tails, strict=True)}
         wanted = [last[s.request_id] for s in chosen]
         # Most steps read all rows, as they lie.
         is_whole = wanted == [*range(sum(ends) - sum(starts))]
         places = None if is_whole else upload(wanted, self.model.device)
-        if not any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences):
-            self.model.want(places)
-        hidden = self.model.forward(self._embed(sequences), positions, metadata, encoded)
+        reads_all = any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences)
+        rows = None if reads_all else places
+        embeds = self._embed(sequences)
+        hidden = self.model.forward(embeds, positions, metadata, encoded, rows=rows)
         return hidden, places
 
     def _score_prompts(

@@ -91,7 +91,6 @@ class TransformersModel:
         self._holder = StepHolder()
         self._backend: AttentionBackend | None = None
         self._caches: tuple[tuple[Tensor, Tensor], ...] = ()
-        self._wanted: Tensor | None = None
         pin_rotary(self.decoder(), max_model_len)
         self.patch()
 
@@ -242,13 +241,6 @@ class TransformersModel:
         self._caches = tuple(caches)
         self._backend = backend
 
-    def want(self, rows: Tensor | None) -> None:
-        """Say which rows of the next `forward` will be read, [n]; None for all.
-
-        What the others hold afterwards is not defined: the last layer may leave them out.
-        """
-        self._wanted = rows
-
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """The encoder's rows, one [rows, hidden] tensor per item, for a batch of items.
 
@@ -390,18 +382,20 @@ class TransformersModel:
         positions: Tensor,
         metadata: Sequence[AttentionMetadata],
         encoded: Sequence[Tensor] = (),
+        *,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] of a step's embeddings [T, hidden].
 
         `positions` [T] or [3, T]; `metadata`: one for each of `kv_groups`; `encoded`: the encoder
-        outputs whose keys and values this step writes. Writes the step's keys and values into the
-        pages that were bound.
+        outputs whose keys and values this step writes. `rows` [n]: those of the result that will be
+        read, None for all; what the others hold is not defined, as the last layer may leave them
+        out. Writes the step's keys and values into the pages that were bound.
         """
         assert self._backend is not None, "bind() comes before forward()"
         assert len(metadata) == len(self.kv_groups)
         memory = self.memory(encoded)
-        wanted, self._wanted = self._wanted, None
-        step = StepContext(tuple(metadata), self._caches, self._backend, positions, memory, wanted)
+        step = StepContext(tuple(metadata), self._caches, self._backend, positions, memory, rows)
         with self._holder.hold(step):
             return self.call_decoder(self.decoder(), inputs_embeds, positions)
 
