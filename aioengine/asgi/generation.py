@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,12 +17,11 @@ from aioengine.asgi.protocol import Ask
 from aioengine.asgi.responses import Answer
 from aioengine.asgi.service import Service
 from aioengine.streams.loop_bridge import run_apart
+from aioengine.streams.together import run_together
 from aioengine.streams.tokens import TokenStream
 from aioengine.types import RequestOutput
 
 __all__ = ["Generation"]
-
-Result = TypeVar("Result")
 
 
 class Generation:
@@ -79,14 +78,14 @@ async def _stream_answer(
                 await events.send(chunk)
                 await asyncio.sleep(0)
 
-    await _together(relay(number, stream) for number, stream in enumerate(streams))
+    await run_together(relay(number, stream) for number, stream in enumerate(streams))
     if wants_usage:
         await events.send(answer.usage_chunk(await _results(streams)))
     await events.done()
 
 
 async def _results(streams: Sequence[TokenStream]) -> list[RequestOutput]:
-    return await _together(stream.result() for stream in streams)
+    return await run_together(stream.result() for stream in streams)
 
 
 async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
@@ -98,13 +97,3 @@ async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
     # In Python, which lets go of the GIL: thousands of log probabilities take long.
     encoder = json.JSONEncoder()
     return await run_apart(lambda: "".join(encoder.iterencode(whole)).encode())
-
-
-async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all; the first error ends the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in work]
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in running]

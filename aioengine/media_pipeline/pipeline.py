@@ -47,6 +47,7 @@ from aioengine.processors.mm_kwargs import check_cost
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality, Layout
 from aioengine.streams.loop_bridge import run_apart, run_in
 from aioengine.streams.single_flight import SharedJobs
+from aioengine.streams.together import run_together
 from aioengine.types import Embeddings
 
 __all__ = ["MediaPipeline"]
@@ -187,12 +188,7 @@ class MediaPipeline:
             for index, each in rest:
                 found[index] = await self._identify(owner, each)
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(len(media), SIDE_BY_SIDE)):
-                    tasks.create_task(identify())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+        await run_together(identify() for _ in range(min(len(media), SIDE_BY_SIDE)))
         outputs: ItemsByModality = {}
         for index, each in enumerate(media):
             if index not in found:
