@@ -43,7 +43,7 @@ $(PICTURES): | $(STAMP)
 	-$(BIN)/python tests/processors/media/corpus.py $(PICTURES)
 
 # torch goes first, under its pin: a range would fetch a build with gigabytes of GPU libraries.
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"

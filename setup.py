@@ -30,8 +30,8 @@ SOURCES = Path("kernels/cpu")
 NAME = "aioengine.kernels.cpu.libaioengine_cpu"
 TORCH_2_11 = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# Vectors wait for no error codes, and a product and a sum may be one instruction. GCC 12 takes
-# what its own AVX-512 headers leave open on purpose for a mistake.
+# Vectors wait for no error codes, and multiply and add may be one instruction. GCC 12 takes what
+# its own AVX-512 headers leave open on purpose for a mistake.
 MATHS = ["-fno-math-errno", "-ffp-contract=fast", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
@@ -40,7 +40,7 @@ AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
 PARTS = {
     "attention": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "amx_bf16": AMX},
     "linear": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
-    "pairs": {"avx512_bf16": BF16, "amx_bf16": AMX},
+    "bf16_gemm": {"avx512_bf16": BF16, "amx_bf16": AMX},
     "norm": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "rotary": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
 }
@@ -79,14 +79,16 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         headers = [TORCH_2_11, "-isystem", torch / "include"]
-        objects = {scratch / "ops.o": [*headers, SOURCES / "ops.cpp"]}
+        operators = (SOURCES / "ops").glob("*.cpp")
+        objects = {scratch / f"{each.stem}.o": [*headers, each] for each in operators}
         for part, sets in PARTS.items():
-            generic = {} if part == "pairs" else {"generic": []}
+            generic = {} if part == "bf16_gemm" else {"generic": []}
             for name, flags in {**generic, **(sets if is_x86 else {})}.items():
-                own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}", SOURCES / f"{part}.cpp"]
-                objects[scratch / f"{part}_{name}.o"] = own
+                own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}"]
+                objects[scratch / f"{part}_{name}.o"] = [*own, SOURCES / f"arithmetic/{part}.cpp"]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [[compiler, *COMMON, *words, "-c", "-o", to] for to, words in objects.items()]
+            common = [compiler, *COMMON, "-I", SOURCES / "include"]
+            jobs = [[*common, *words, "-c", "-o", to] for to, words in objects.items()]
             list(pool.map(run, jobs))
         library = ["-L", torch / "lib", "-ltorch_cpu"]
         run([compiler, "-shared", "-s", "-o", target, *objects, *library])
@@ -127,7 +129,7 @@ def extensions() -> list[Extension]:
         sys.stderr.write(f"aioengine: without {lacking}, the C++ kernels are left out\n")
         return []
     # A compiler that fails is reported, and the package is made without its work.
-    sources, headers = (sorted(map(str, SOURCES.glob(f"*.{end}"))) for end in ("cpp", "h"))
+    sources, headers = (sorted(map(str, SOURCES.glob(f"*/*.{end}"))) for end in ("cpp", "h"))
     return [Extension(NAME, sources=sources, depends=headers, optional=True)]
 
 

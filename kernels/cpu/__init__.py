@@ -1,10 +1,8 @@
-"""Paged attention, products with packed weights, norms and rotations for CPUs, in C++.
+"""Paged attention, matmuls with packed weights, norms and rotary embeddings for CPUs, in C++.
 
-`vector.h` holds vectors of floats; attention in bfloat16 is `narrow.h`, with the tiles of AMX
-(`tiles.h`) or vectors of pairs (`lanes.h`). The arithmetic of a piece of work is compiled once for
-each instruction set: `attention.cpp`, `linear.cpp` (as floats), `pairs.cpp`
-(as bfloat16, where the CPU has instructions for it), `norm.cpp`, `rotary.cpp`; `outputs.h` is what
-becomes of a product's sums. The other headers are what the two sides know of each other, and
-`ops.cpp` holds the operators on PyTorch's stable ABI. `library` finds and loads what was built of
-them; `backend`, `linear`, `norm` and `rotary` call it. How it is built stands in `setup.py`.
+`arithmetic/` is compiled once for each instruction set: attention, linear layers (`linear.cpp` in
+floats, `bf16_gemm.cpp` in bfloat16 where the CPU multiplies it), norms and rotary embeddings.
+`ops/` is compiled once: the operators on PyTorch's stable ABI, which cut a step into pieces of work
+for torch's threads. `include/` is what the two know of each other. `library` finds and loads what
+was built; `backend`, `linear`, `norm` and `rotary` call it. `setup.py` says how it is built.
 """

@@ -12,14 +12,14 @@ ROOT="$(cd "$(dirname "$0")/../../.." && pwd)"
 KERNELS="$ROOT/kernels/cpu"
 mkdir -p "$1/root" "$1/iso/boot/grub"
 cd "$1"
-FLAGS="-std=c++20 -O3 -fno-math-errno -ffp-contract=fast -w"
+FLAGS="-I$KERNELS/include -std=c++20 -O3 -fno-math-errno -ffp-contract=fast -w"
 AVX512="-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq"
 for part in attention linear; do
-    g++ $FLAGS -DAIOENGINE_KERNELS=generic -c "$KERNELS/$part.cpp" -o "${part}_generic.o"
-    g++ $FLAGS $AVX512 -DAIOENGINE_KERNELS=avx512 -c "$KERNELS/$part.cpp" -o "${part}_avx512.o"
+    g++ $FLAGS -DAIOENGINE_KERNELS=generic -c "$KERNELS/arithmetic/$part.cpp" -o "${part}_generic.o"
+    g++ $FLAGS $AVX512 -DAIOENGINE_KERNELS=avx512 -c "$KERNELS/arithmetic/$part.cpp" -o "${part}_avx512.o"
 done
 # It is the machine's first and only process.
-g++ -std=c++20 -O2 -static -DINSTRUCTION_SET=avx512 -I"$KERNELS" \
+g++ -std=c++20 -O2 -static -DINSTRUCTION_SET=avx512 -I"$KERNELS/include" \
     "$ROOT/tests/kernels/emulator/twins.cpp" ./*.o -o root/init
 (cd root && echo init | cpio -o -H newc --quiet) | gzip > iso/boot/initrd.gz
 cp "$2" iso/boot/vmlinuz

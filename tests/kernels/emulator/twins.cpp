@@ -16,7 +16,7 @@
 using namespace aioengine;
 
 #define JOIN(a, b) a##b
-#define DOOR(prefix, name) JOIN(prefix, name)
+#define TABLE(prefix, name) JOIN(prefix, name)
 
 static uint64_t state = 88172645463325252ull;
 
@@ -35,15 +35,15 @@ static float drawn() {
     return (float)(next() % 2000001) / 1000000.0f - 1.0f;
 }
 
-static void put(Number number, void* at, int64_t i, float x) {
+static void put(DType dtype, void* at, int64_t i, float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    if (number == Number::Float32) ((float*)at)[i] = x;
+    if (dtype == DType::Float32) ((float*)at)[i] = x;
     else ((uint16_t*)at)[i] = (uint16_t)(bits >> 16);
 }
 
-static float get(Number number, const void* at, int64_t i) {
-    if (number == Number::Float32) return ((const float*)at)[i];
+static float get(DType dtype, const void* at, int64_t i) {
+    if (dtype == DType::Float32) return ((const float*)at)[i];
     const uint32_t bits = (uint32_t)((const uint16_t*)at)[i] << 16;
     float x;
     memcpy(&x, &bits, 4);
@@ -52,13 +52,13 @@ static float get(Number number, const void* at, int64_t i) {
 
 struct Array {
     std::vector<char> bytes;
-    Array(Number number, int64_t count, bool is_drawn = true)
-        : bytes(count * (number == Number::Float32 ? 4 : 2)) {
+    Array(DType dtype, int64_t count, bool is_drawn = true)
+        : bytes(count * (dtype == DType::Float32 ? 4 : 2)) {
         for (int64_t i = 0; is_drawn && i < count; ++i) put(number, bytes.data(), i, drawn());
     }
 };
 
-static float largest_error(Number number, const Array& a, const Array& b, int64_t count) {
+static float largest_error(DType dtype, const Array& a, const Array& b, int64_t count) {
     float worst = 0;
     for (int64_t i = 0; i < count; ++i) {
         const float x = get(number, a.bytes.data(), i), y = get(number, b.bytes.data(), i);
@@ -68,7 +68,7 @@ static float largest_error(Number number, const Array& a, const Array& b, int64_
     return worst;
 }
 
-static bool compare_attention(const Kernels& one, const Kernels& other, Number number) {
+static bool compare_attention(const AttentionKernels& one, const AttentionKernels& other, DType dtype) {
     const int64_t kv_heads = pick(1, 3), group = pick(1, 5), heads = kv_heads * group;
     const int64_t dims[] = {64, 128, 80, 16, 7, 33};
     const int64_t key_dim = dims[pick(0, 5)], value_dim = dims[pick(0, 5)];
@@ -87,7 +87,7 @@ static bool compare_attention(const Kernels& one, const Kernels& other, Number n
     std::vector<int32_t> ids(num_new);
     for (int32_t& id : ids) id = (int32_t)pick(-1, 1);
     Attention a{};
-    a.number = number;
+    a.dtype = number;
     a.query = query.bytes.data();
     a.key_cache = keys.bytes.data();
     a.value_cache = values.bytes.data();
@@ -120,7 +120,7 @@ static bool compare_attention(const Kernels& one, const Kernels& other, Number n
     a.partial = partial.data();
     const bool is_split = pick(0, 1);
     for (int which = 0; which < 2; ++which) {
-        const Kernels& kernels = which ? other : one;
+        const AttentionKernels& kernels = which ? other : one;
         a.out = which ? out2.bytes.data() : out1.bytes.data();
         const int64_t floats = kernels.scratch_floats(a, num_new * group);
         float* scratch = (float*)aligned_alloc(64, (size_t)(floats * 4 + 63) / 64 * 64);
@@ -132,14 +132,14 @@ static bool compare_attention(const Kernels& one, const Kernels& other, Number n
         free(scratch);
     }
     const float error = largest_error(number, out1, out2, num_new * heads * value_dim);
-    const float bound = number == Number::Float32 ? 2e-5f : 2e-2f;
+    const float bound = number == DType::Float32 ? 2e-5f : 2e-2f;
     if (error <= bound) return true;
     printf("attention differs by %g: dims %ld %ld, length %ld\n", error, (long)key_dim,
            (long)value_dim, (long)length);
     return false;
 }
 
-static bool compare_products(const LinearKernels& one, const LinearKernels& other, Number number) {
+static bool compare_products(const LinearKernels& one, const LinearKernels& other, DType dtype) {
     const int64_t rows = pick(1, 40), depth = pick(1, 300);
     const bool is_gated = pick(0, 2) == 0;
     const int64_t outputs = is_gated ? 2 * PANEL * pick(1, 2) : pick(1, 100);
@@ -153,13 +153,13 @@ static bool compare_products(const LinearKernels& one, const LinearKernels& othe
     for (float& v : bias) v = drawn();
     const bool is_small = pick(0, 1);
     Linear a{};
-    a.number = number;
+    a.dtype = number;
     a.weights = is_small                       ? Weights::Int8
-                : number == Number::Float32 ? Weights::Float32
+                : number == DType::Float32 ? Weights::Float32
                                             : Weights::BFloat16;
     a.x = x.bytes.data();
     a.stride = depth;
-    a.input = number == Number::Float32 ? (const float*)a.x : input.data();
+    a.input = number == DType::Float32 ? (const float*)a.x : input.data();
     a.input_stride = depth;
     a.packed = is_small ? (void*)small.data() : packed.bytes.data();
     a.scales = is_small ? scales.data() : nullptr;
@@ -174,14 +174,14 @@ static bool compare_products(const LinearKernels& one, const LinearKernels& othe
         a.out = which ? out2.bytes.data() : out1.bytes.data();
         const int64_t floats = kernels.scratch_floats(a);
         float* scratch = (float*)aligned_alloc(64, (size_t)(floats * 4 + 63) / 64 * 64);
-        if (number != Number::Float32) kernels.widen(a, 0, rows, input.data());
+        if (number != DType::Float32) kernels.widen(a, 0, rows, input.data());
         for (int64_t panel = 0; panel < (is_gated ? panels / 2 : panels); ++panel)
             kernels.multiply(a, {panel, 0, rows}, scratch);
         free(scratch);
     }
     const float error = largest_error(number, out1, out2, rows * (is_gated ? outputs / 2 : outputs));
     // Products of two outputs are as large as 300 here.
-    const float bound = (number == Number::Float32 ? 1e-4f : 0.3f) * (is_gated ? 10 : 1);
+    const float bound = (dtype == DType::Float32 ? 1e-4f : 0.3f) * (is_gated ? 10 : 1);
     if (error <= bound) return true;
     printf("products differ by %g: %ld rows, %ld deep, %ld outputs\n", error, (long)rows,
            (long)depth, (long)outputs);
@@ -192,9 +192,9 @@ int main(int argc, char** argv) {
     const int count = getpid() == 1 ? 120 : argc > 1 ? atoi(argv[1]) : 300;  // emulated, it takes long
     int failures = 0;
     for (int i = 0; i < count; ++i) {
-        const Number number = i % 2 ? Number::BFloat16 : Number::Float32;
-        failures += !compare_attention(kernels_generic, DOOR(kernels_, INSTRUCTION_SET), number);
-        failures += !compare_products(linear_generic, DOOR(linear_, INSTRUCTION_SET), number);
+        const DType dtype = i % 2 ? DType::BFloat16 : DType::Float32;
+        failures += !compare_attention(kernels_generic, TABLE(kernels_, INSTRUCTION_SET), number);
+        failures += !compare_products(linear_generic, TABLE(linear_, INSTRUCTION_SET), number);
     }
     printf("%d problems, %d failures\n", 2 * count, failures);
     fflush(stdout);

@@ -1,11 +1,11 @@
-// What one product with a packed weight is given, and the doors to its arithmetic. See
+// What one matmul with a packed weight is given, and the tables of functions that compute it. See
 // kernels/cpu/linear.py for the layout.
 
 #pragma once
 
 #include <stdint.h>
 
-#include "number.h"
+#include "dtype.h"
 
 namespace aioengine {
 
@@ -21,7 +21,7 @@ constexpr int64_t PAIRED_DEPTH = 32;
 enum class Activation { None, SiLU, GeluTanh, QuickGelu, Gelu };
 
 struct Linear {
-    Number number;        // of x and out
+    DType dtype;        // of x and out
     Weights weights;
     const void* x;        // [rows, depth], rows `stride` numbers apart
     int64_t stride;
@@ -38,7 +38,7 @@ struct Linear {
     // 0, or how many panels there are of gates: each is activated and multiplied by an output of
     // the panel that comes so many after it.
     int64_t gate_panels;
-    int64_t places_at_once;  // that weights are asked for in, a power of two
+    int64_t places_at_once;  // that weights are prefetched from, a power of two
 };
 
 // Rows [first_row, last_row) of one panel's outputs, and of its partner's where there are gates.
@@ -63,8 +63,8 @@ extern const LinearKernels linear_avx2;
 extern const LinearKernels linear_avx512;
 extern const LinearKernels linear_avx512_bf16;
 // Of weights in pairs.
-extern const LinearKernels pairs_avx512_bf16;
-extern const LinearKernels pairs_amx_bf16;
+extern const LinearKernels bf16_gemm_avx512_bf16;
+extern const LinearKernels bf16_gemm_amx_bf16;
 #endif
 
 }  // namespace aioengine

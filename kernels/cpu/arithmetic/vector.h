@@ -6,7 +6,7 @@
 // merge with another file's (an inline one, a template of the standard library) could bring
 // instructions to a CPU that has not got them. Hence `static`, and no headers of C++.
 //
-// Sums that must stay in registers are arrays, and the loops over them are told to unroll: GCC decides
+// Sums that must stay in registers are arrays, and the loops over them have a pragma to unroll: GCC decides
 // which arrays are registers before it unrolls of its own accord, and else stores all of them at every step.
 
 #pragma once
@@ -35,9 +35,9 @@ static inline int64_t lesser(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-// Asks for `bytes` of what is read soon. Few lines at a time, between what is computed: a core waits for
+// Prefetches `bytes` of what is read soon. Few lines at a time, between what is computed: a core waits for
 // a dozen at once, and then for the first of them.
-static inline void ask_for(const void* at, int64_t bytes) {
+static inline void prefetch(const void* at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)at + i);
 }
 

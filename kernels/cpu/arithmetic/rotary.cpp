@@ -1,4 +1,4 @@
-// Rotary position embeddings (Su et al., 2021) of queries and keys whose halves are turned against
+// Rotary position embeddings (Su et al., 2021) of queries and keys whose halves are rotated against
 // each other: in float32, with one rounding at the end.
 //
 // Compiled once for each instruction set, as attention.cpp is.
@@ -9,7 +9,7 @@
 
 namespace {
 
-using aioengine::Number;
+using aioengine::DType;
 using aioengine::Rotary;
 
 template <class T>
@@ -37,14 +37,14 @@ static void rotate_as(const Rotary& a, int64_t first, int64_t last) {
 }
 
 static void rotate(const Rotary& a, int64_t first, int64_t last) {
-    switch (a.number) {
-        case Number::Float32:
+    switch (a.dtype) {
+        case DType::Float32:
             rotate_as<float>(a, first, last);
             break;
-        case Number::BFloat16:
+        case DType::BFloat16:
             rotate_as<BFloat16>(a, first, last);
             break;
-        case Number::Float16:
+        case DType::Float16:
 #if defined(__F16C__)
             rotate_as<Float16>(a, first, last);
 #endif
@@ -55,8 +55,8 @@ static void rotate(const Rotary& a, int64_t first, int64_t last) {
 }  // namespace
 
 #define AIOENGINE_JOIN(a, b) a##b
-#define AIOENGINE_DOOR(name) AIOENGINE_JOIN(rotary_, name)
+#define AIOENGINE_TABLE(name) AIOENGINE_JOIN(rotary_, name)
 
 namespace aioengine {
-extern const RotaryKernel AIOENGINE_DOOR(AIOENGINE_KERNELS) = rotate;
+extern const RotaryKernel AIOENGINE_TABLE(AIOENGINE_KERNELS) = rotate;
 }

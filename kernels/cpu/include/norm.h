@@ -1,15 +1,15 @@
-// What an RMS norm is given, and the doors to its arithmetic.
+// What an RMS norm is given, and the tables of functions that compute it.
 
 #pragma once
 
 #include <stdint.h>
 
-#include "number.h"
+#include "dtype.h"
 
 namespace aioengine {
 
 struct Norm {
-    Number number;  // of x, weight and out
+    DType dtype;  // of x, weight and out
     const void* x;  // [rows, dim], rows `stride` numbers apart
     int64_t stride;
     const void* weight;  // [dim]

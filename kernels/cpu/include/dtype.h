@@ -4,6 +4,6 @@
 
 namespace aioengine {
 
-enum class Number { Float32, BFloat16, Float16 };
+enum class DType { Float32, BFloat16, Float16 };
 
 }  // namespace aioengine

@@ -1,11 +1,11 @@
 // Attention in bfloat16 by vectors that add two products at a time to each of 16 lanes (AVX512-BF16), for
-// CPUs without tiles: what tiles.h has for it. A score adds up its products two by two in the order of
+// CPUs without tiles: what bf16_amx.h has for it. A score adds up its products two by two in the order of
 // the numbers, and an output its values' two keys at a time, for few rows and for many; so both come to
 // the same bits.
 
 #pragma once
 
-#include "narrow.h"
+#include "bf16_attention.h"
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
@@ -27,13 +27,13 @@ static inline __m512bh splat_pair(const BFloat16* at) {
 }
 
 // The first `count` keys, and as many more as fill 16, to [dim / 2, TILE_KEYS, 2] at `to`.
-static inline const BFloat16* turn_keys(
+static inline const BFloat16* transpose_keys(
     const TileRows* keys, int64_t dim, int64_t count, Coming& coming, BFloat16* to) {
     for (int64_t n = 0; n < count; n += TILE) {
         const TileRows& rows = keys[n / TILE];
         for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            for (int64_t i = 0; i < 256; i += dim) coming.ask();
-            turn_block(rows.at + d, rows.stride, TILE, TILE_KEYS, to + d * TILE_KEYS + 2 * n);
+            for (int64_t i = 0; i < 256; i += dim) coming.prefetch_next();
+            transpose_block(rows.at + d, rows.stride, TILE, TILE_KEYS, to + d * TILE_KEYS + 2 * n);
         }
     }
     return to;
@@ -58,7 +58,7 @@ static inline void add_some(
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = _mm512_loadu_ps(to + r * stride + c * TILE);
     for (int64_t n = 0; n < count; ++n, right += right_step) {
-        coming.ask();
+        coming.prefetch_next();
         __m512bh x[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) x[r] = splat_pair(left.at + r * left.row + n * left.step);
@@ -99,7 +99,7 @@ static inline void add_rows(
 static inline void dot_rows(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
     const TileRows*, Coming& coming, BFloat16* memory, float* scores) {
-    turn_keys(keys, dim, count, coming, memory);
+    transpose_keys(keys, dim, count, coming, memory);
     memset(scores, 0, rows * TILE_KEYS * sizeof(float));
     add_rows<TILE_KEYS / TILE>(
         {query, 2, 2 * TILE}, rows, memory, 2 * TILE_KEYS, dim / 2, coming, scores, TILE_KEYS);
@@ -152,7 +152,7 @@ static inline void dot_columns(
         add_columns(query, keys + 2 * n, 2 * TILE_KEYS, dim / 2, scores + n * BLOCK);
 }
 
-static inline void turn_values(const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
+static inline void transpose_values(const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
     Coming nothing;
     arrange_values(values, count, dim, nothing, to);
 }

@@ -1,10 +1,10 @@
-// Products of bfloat16 by tiles (AMX): 16 rows at a time, by 16 outputs, keys or numbers of values. Rows
-// are padded to 16; what comes of the padding is not read. lanes.h has what is here for attention by
+// Matmuls in bfloat16 by tiles (AMX): 16 rows at a time, by 16 outputs, keys or numbers of values. Rows
+// are padded to 16; what comes of the padding is not read. bf16_avx512.h has what is here for attention by
 // vectors.
 
 #pragma once
 
-#include "narrow.h"
+#include "bf16_attention.h"
 
 #if defined(__AMX_BF16__)
 
@@ -46,15 +46,15 @@ static inline void end_attention() {
     _tile_release();
 }
 
-// Asks for COUNT lines of each of `num_rows` rows, from number `at` of row `first` on.
+// Prefetches COUNT lines of each of `num_rows` rows, from number `at` of row `first` on.
 template <int COUNT = 1>
-static inline void ask_for(const TileRows& rows, int64_t first, int64_t num_rows, int64_t at) {
+static inline void prefetch(const TileRows& rows, int64_t first, int64_t num_rows, int64_t at) {
     const BFloat16* row = rows.at + first * rows.stride + at;
-    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride) ask_for(row, COUNT * LINE);
+    for (int64_t i = 0; i < num_rows; ++i, row += rows.stride) prefetch(row, COUNT * LINE);
 }
 
 // scores [rows, TILE_KEYS] of the first `count` keys. Keys are rows here and the query's rows are
-// columns, so that keys are read where they lie. `values`, which are read after them, are asked for;
+// columns, so that keys are read where they lie. `values`, which are read after them, are prefetched;
 // `memory`: room for TILE_KEYS keys.
 static inline void dot_rows(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
@@ -67,7 +67,7 @@ static inline void dot_rows(
         for (int64_t n = 0; n < count; n += TILE, ++keys) {
             _tile_zero(0);
             for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-                if (r == 0) ask_for(values[n / TILE], 0, TILE, d);
+                if (r == 0) prefetch(values[n / TILE], 0, TILE, d);
                 _tile_loadd(4, keys->at + d, keys->stride * sizeof(BFloat16));
                 _tile_loadd(5, columns_of + d * TILE, TILE_BYTES);
                 _tile_dpbf16ps(0, 4, 5);
@@ -141,7 +141,7 @@ static inline void weigh_numbers(
             const TileRows& rows = values[n / TILE];
             const int64_t left = last - n, num_rows = left < TILE ? left : TILE;
             for (int64_t i = 0; i < num_rows; i += 2) {
-                if (next) ask_for<COUNT>(next[n / TILE], i, 2, at);
+                if (next) prefetch<COUNT>(next[n / TILE], i, 2, at);
                 for (int odd = 0; odd < 2; ++odd) {
                     if (odd && i + 1 == num_rows) break;
                     const BFloat16* value = rows.at + (i + odd) * rows.stride + at;
@@ -237,7 +237,7 @@ static inline void weigh_rows(
 }
 
 // Keys as `dot_columns` reads them: where they lie.
-static inline const TileRows* turn_keys(
+static inline const TileRows* transpose_keys(
     const TileRows* keys, int64_t, int64_t, Coming&, BFloat16*) {
     return keys;
 }
@@ -271,7 +271,7 @@ static inline void dot_columns(
 
 // Values [count, dim] as tiles of [halves of the keys, dim / 16, 16 numbers, 32 keys] at `to`, with zeros
 // to whole tiles.
-static inline void turn_values(const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
+static inline void transpose_values(const TileRows* values, int64_t count, int64_t dim, BFloat16* to) {
     const __m512i low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
         35, 3, 34, 2, 33, 1, 32, 0);

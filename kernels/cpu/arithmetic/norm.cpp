@@ -11,7 +11,7 @@
 namespace {
 
 using aioengine::Norm;
-using aioengine::Number;
+using aioengine::DType;
 
 template <class T>
 static void normalize_as(const Norm& a, int64_t first, int64_t last) {
@@ -33,14 +33,14 @@ static void normalize_as(const Norm& a, int64_t first, int64_t last) {
 }
 
 static void normalize(const Norm& a, int64_t first, int64_t last) {
-    switch (a.number) {
-        case Number::Float32:
+    switch (a.dtype) {
+        case DType::Float32:
             normalize_as<float>(a, first, last);
             break;
-        case Number::BFloat16:
+        case DType::BFloat16:
             normalize_as<BFloat16>(a, first, last);
             break;
-        case Number::Float16:
+        case DType::Float16:
 #if defined(__F16C__)
             normalize_as<Float16>(a, first, last);
 #endif
@@ -51,8 +51,8 @@ static void normalize(const Norm& a, int64_t first, int64_t last) {
 }  // namespace
 
 #define AIOENGINE_JOIN(a, b) a##b
-#define AIOENGINE_DOOR(name) AIOENGINE_JOIN(norm_, name)
+#define AIOENGINE_TABLE(name) AIOENGINE_JOIN(norm_, name)
 
 namespace aioengine {
-extern const NormKernel AIOENGINE_DOOR(AIOENGINE_KERNELS) = normalize;
+extern const NormKernel AIOENGINE_TABLE(AIOENGINE_KERNELS) = normalize;
 }

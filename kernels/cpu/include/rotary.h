@@ -1,15 +1,15 @@
-// What a rotation of queries or keys is given, and the doors to its arithmetic.
+// What a rotation of queries or keys is given, and the tables of functions that compute it.
 
 #pragma once
 
 #include <stdint.h>
 
-#include "number.h"
+#include "dtype.h"
 
 namespace aioengine {
 
 struct Rotary {
-    Number number;       // of all
+    DType dtype;       // of all
     const void* x;       // [tokens, heads, dim], of any strides but the last
     int64_t strides[2];  // of a token and a head, in numbers
     int64_t heads, dim;  // dim is even

@@ -1,17 +1,17 @@
-// What one call of paged attention is given, and the doors to its arithmetic: one for each
+// What one call of paged attention is given, and the tables of functions that compute it: one for each
 // instruction set. See kernels/attention.py for the meaning of the tensors.
 
 #pragma once
 
 #include <stdint.h>
 
-#include "number.h"
+#include "dtype.h"
 
 namespace aioengine {
 
 // Strides are in elements; the last dimension of every tensor lies close together.
 struct Attention {
-    Number number;           // of query, caches and out
+    DType dtype;           // of query, caches and out
     const void* query;       // [T, heads, key_dim]
     const void* key_cache;   // [blocks, block_size, kv_heads, key_dim]
     const void* value_cache; // [blocks, block_size, kv_heads, value_dim]
@@ -56,7 +56,7 @@ struct Parts {
     int64_t count;
 };
 
-struct Kernels {
+struct AttentionKernels {
     bool has_float16;
     // Rows that a piece should have at most: query heads of one key head, over tokens.
     int64_t (*max_rows)(const Attention&);
@@ -66,12 +66,12 @@ struct Kernels {
     void (*merge)(const Attention&, const Parts&, float* scratch);
 };
 
-extern const Kernels kernels_generic;
+extern const AttentionKernels kernels_generic;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
-extern const Kernels kernels_avx512_bf16;
-extern const Kernels kernels_amx_bf16;
+extern const AttentionKernels kernels_avx2;
+extern const AttentionKernels kernels_avx512;
+extern const AttentionKernels kernels_avx512_bf16;
+extern const AttentionKernels kernels_amx_bf16;
 #endif
 
 }  // namespace aioengine

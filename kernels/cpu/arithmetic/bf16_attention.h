@@ -1,4 +1,4 @@
-// What attention in bfloat16 has in common, whether tiles multiply (tiles.h) or vectors (lanes.h): how
+// What attention in bfloat16 has in common, whether tiles multiply (bf16_amx.h) or vectors (bf16_avx512.h): how
 // a tile of 64 keys is arranged for them, and how scores become weights. Of few rows a row's keys are in
 // the lanes of vectors; of many, 16 rows are: scores are [keys, 16] then, sums of values [dim, 16], and
 // what is done to the scores of a key is done for all rows at once, a row's maximum and sum coming of
@@ -50,7 +50,7 @@ static inline void transpose(__m512i* x) {
 
 // The first 32 numbers of 16 rows, which lie `stride` apart, to [16, width, 2] at `to`, of which 16 columns
 // are written. Rows from `count` on are taken for zeros.
-static inline void turn_block(
+static inline void transpose_block(
     const BFloat16* rows, int64_t stride, int64_t count, int64_t width, BFloat16* to) {
     __m512i x[TILE];
 #pragma GCC unroll 16
@@ -83,26 +83,26 @@ struct TileRows {
     int64_t stride;  // from one to the next, in numbers
 };
 
-// The tile that is read after this one, whose rows are asked for one by one meanwhile: a core has room for
+// The tile that is read after this one, whose rows are prefetched one by one meanwhile: a core has room for
 // some dozens of lines, and then waits for the first of them.
 struct Coming {
     TileRows rows[2 * TILE_KEYS / TILE];  // keys, then values
     int64_t bytes[2];                     // of a row of either
     int64_t count = 0;                    // of rows: 0 where it is not known which tile that is
-    int64_t asked = 0;
+    int64_t num_prefetched = 0;
     const BFloat16* at;
 
-    void ask() {
-        if (asked == count) return;
-        if (asked % TILE == 0) at = rows[asked / TILE].at;
-        ask_for(at, bytes[asked / TILE_KEYS]);
-        at += rows[asked / TILE].stride;
-        ++asked;
+    void prefetch_next() {
+        if (num_prefetched == count) return;
+        if (num_prefetched % TILE == 0) at = rows[num_prefetched / TILE].at;
+        prefetch(at, bytes[num_prefetched / TILE_KEYS]);
+        at += rows[num_prefetched / TILE].stride;
+        ++num_prefetched;
     }
 };
 
 // Values [count, dim] to [TILE_KEYS / 2, dim, 2] at `to`, with zeros to whole tiles. Meanwhile 32 rows that
-// are coming are asked for.
+// are coming are prefetched.
 static inline void arrange_values(
     const TileRows* values, int64_t count, int64_t dim, Coming& coming, BFloat16* to) {
     const __m512i low = _mm512_set_epi16(
@@ -111,7 +111,7 @@ static inline void arrange_values(
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const int64_t whole = count > TILE_DEPTH ? TILE_KEYS : TILE_DEPTH;
     for (int64_t n = 0; n < whole; n += 2) {
-        coming.ask();
+        coming.prefetch_next();
         const TileRows& rows = values[n / TILE];
         const BFloat16 *first = rows.at + n % TILE * rows.stride, *second = first + rows.stride;
         const __mmask32 has_first = n < count ? 0xffffffff : 0;
@@ -213,7 +213,7 @@ static inline void hide_columns(
 template <int VECTORS>
 static inline __m512 weights_of(
     const float* scores, __m512 to_powers, __m512 top, BFloat16* weights) {
-    const __m512i in_turn = _mm512_set_epi16(
+    const __m512i interleaved = _mm512_set_epi16(
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
         19, 3, 18, 2, 17, 1, 16, 0);
     // As in a row of four vectors: first what is in the same lane, then lanes 8, 4, 2 and 1 apart.
@@ -230,7 +230,7 @@ static inline __m512 weights_of(
             sums[lane + 1] = i ? _mm512_add_ps(sums[lane + 1], y) : y;
             const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(y, x);
             _mm512_storeu_si512(
-                weights + (i * TILE + lane) * BLOCK, _mm512_permutexvar_epi16(in_turn, both));
+                weights + (i * TILE + lane) * BLOCK, _mm512_permutexvar_epi16(interleaved, both));
         }
     }
 #pragma GCC unroll 4

@@ -1,13 +1,13 @@
 // Products with weights that take 32, 16 or 8 bits in memory and are multiplied as floats, whether or
 // not the CPU multiplies the narrower ones itself. Few rows are bound by the memory that the weights
-// are read from; for many, a piece of a panel is turned into floats once and stays in the first
+// are read from; for many, a piece of a panel is converted to floats once and stays in the first
 // cache (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 //
 // Compiled once for each instruction set, as attention.cpp is.
 
 #include "linear.h"
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "outputs.h"
 #include "vector.h"
 
@@ -15,11 +15,11 @@ namespace {
 
 using aioengine::Linear;
 using aioengine::LinearPiece;
-using aioengine::Number;
+using aioengine::DType;
 using aioengine::PANEL;
 using aioengine::Weights;
 
-constexpr int64_t DEPTH = 128;   // of a panel's piece that is turned into floats at a time
+constexpr int64_t DEPTH = 128;   // of a panel's piece that is converted to floats at a time
 constexpr int64_t FEW_ROWS = 3;  // for which that does not pay
 constexpr int64_t STEPS = 16;    // from asking for weights to asking for more
 constexpr int COLUMNS = PANEL / WIDTH;
@@ -35,13 +35,13 @@ constexpr int TILE_ROWS = 3;
 // sums[r][c] += input[r][k] * weights[k][c] over `depth`, for ROWS rows and one panel.
 template <int ROWS, class T>
 static inline void multiply_tile(
-    const float* input, int64_t stride, const T* weights, int64_t depth, Ahead& next,
+    const float* input, int64_t stride, const T* weights, int64_t depth, Prefetch& next,
     float* sums) {
     Floats s[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) s[r][c] = load(sums + r * PANEL + c * WIDTH);
     for (int64_t first = 0; first < depth; first += STEPS) {
-        next.ask();
+        next.prefetch_next();
         for (int64_t k = first; k < lesser(first + STEPS, depth); ++k) {
             Floats x[ROWS];
             for (int r = 0; r < ROWS; ++r) x[r] = splat(input[r * stride + k]);
@@ -57,7 +57,7 @@ static inline void multiply_tile(
 
 template <class T>
 static void multiply_rows(
-    const float* input, int64_t stride, int64_t rows, const T* weights, int64_t depth, Ahead& next,
+    const float* input, int64_t stride, int64_t rows, const T* weights, int64_t depth, Prefetch& next,
     float* sums) {
     // A single row has too few sums to keep the CPU busy: instead of three and one, two and two.
     const bool is_even = TILE_ROWS == 3 && rows > 3 && rows % 3 == 1;
@@ -94,7 +94,7 @@ static void add_up(
     memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t first = 0; first < a.depth; first += chunk) {
         const int64_t last = lesser(first + chunk, a.depth);
-        Ahead next = all.after(first, last, (last - first + STEPS - 1) / STEPS * tiles);
+        Prefetch next = all.after(first, last, (last - first + STEPS - 1) / STEPS * tiles);
         if (rows <= FEW_ROWS) {
             multiply_rows(
                 input + first, a.input_stride, rows, weights + first * PANEL, last - first, next,
@@ -163,14 +163,14 @@ static void widen_as(const Linear& a, int64_t first, int64_t last, float* input)
 
 // Rows of x to contiguous floats.
 static void widen(const Linear& a, int64_t first, int64_t last, float* input) {
-    switch (a.number) {
-        case Number::Float32:
+    switch (a.dtype) {
+        case DType::Float32:
             widen_as<float>(a, first, last, input);
             break;
-        case Number::BFloat16:
+        case DType::BFloat16:
             widen_as<BFloat16>(a, first, last, input);
             break;
-        case Number::Float16:
+        case DType::Float16:
 #if defined(__F16C__)
             widen_as<Float16>(a, first, last, input);
 #endif
@@ -189,9 +189,9 @@ static int64_t scratch_floats(const Linear&) {
 }  // namespace
 
 #define AIOENGINE_JOIN(a, b) a##b
-#define AIOENGINE_DOOR(name) AIOENGINE_JOIN(linear_, name)
+#define AIOENGINE_TABLE(name) AIOENGINE_JOIN(linear_, name)
 
 namespace aioengine {
-extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
+extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
     TILE_ROWS, max_rows, scratch_floats, widen, multiply};
 }

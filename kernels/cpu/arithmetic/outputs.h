@@ -1,4 +1,4 @@
-// What becomes of the sums of a product before they are written: scales and biases, an activation,
+// What becomes of the sums of a matmul before they are written: scales and biases, an activation,
 // gates, and the number that they are rounded to. See vector.h for why all of this is static.
 
 #pragma once
@@ -102,7 +102,7 @@ static inline __m512 as_floats(__m256i rounded) {
 }
 
 // The same of whole lines, past the caches. A line that is written in them is read first, which nothing
-// hides here: a panel's rows are a product's whole width apart.
+// hides here: a panel's rows are an output's whole width apart.
 static inline void stream_rows(
     const float* sums, int64_t rows, int64_t stride, const BFloat16* residual, BFloat16* to) {
     static_assert(aioengine::PANEL == 2 * WIDTH);
@@ -132,7 +132,7 @@ static inline void write_row_of(
 
 static inline void write(
     const aioengine::Linear& a, const aioengine::LinearPiece& p, const float* sums) {
-    using aioengine::Number;
+    using aioengine::DType;
     const int64_t outputs = a.gate_panels ? a.outputs / 2 : a.outputs;
     const int64_t first = p.panel * aioengine::PANEL;
     const int64_t left = outputs - first;
@@ -140,7 +140,7 @@ static inline void write(
 #if defined(__AVX512BF16__)
     BFloat16* to = (BFloat16*)a.out + p.first_row * outputs + first;
     const bool is_aligned = (uintptr_t)to % 64 == 0 && outputs % aioengine::PANEL == 0;
-    if (a.number == Number::BFloat16 && is_aligned) {
+    if (a.dtype == DType::BFloat16 && is_aligned) {
         const BFloat16* residual = (const BFloat16*)a.residual;
         if (residual) residual += p.first_row * outputs + first;
         stream_rows(sums, p.last_row - p.first_row, outputs, residual, to);
@@ -149,14 +149,14 @@ static inline void write(
 #endif
     for (int64_t r = p.first_row; r < p.last_row; ++r, sums += aioengine::PANEL) {
         const int64_t at = r * outputs + first;
-        switch (a.number) {
-            case Number::Float32:
+        switch (a.dtype) {
+            case DType::Float32:
                 write_row_of<float>(a, sums, count, at);
                 break;
-            case Number::BFloat16:
+            case DType::BFloat16:
                 write_row_of<BFloat16>(a, sums, count, at);
                 break;
-            case Number::Float16:
+            case DType::Float16:
 #if defined(__F16C__)
                 write_row_of<Float16>(a, sums, count, at);
 #endif

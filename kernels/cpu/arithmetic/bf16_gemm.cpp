@@ -1,18 +1,18 @@
-// Products of bfloat16 by the instructions that a CPU has for them: two products and their sum in
+// Matmuls in bfloat16 by the instructions that a CPU has for them: two products and their sum in
 // each of 16 lanes (AVX512-BF16), or tiles of 16 rows by 16 outputs and 32 inputs (AMX). A weight
 // lies in panels as in linear.cpp, but inputs lie two by two: [panels, depth / 2, PANEL, 2], which
 // is what both of them read.
 //
-// A plain weight, whose rows lie where PyTorch has them, can be the other side of a tile's product: its
-// rows are a tile's rows then, and rows of x its columns. Without tiles a panel of it is turned.
+// A plain weight, whose rows lie where PyTorch has them, can be the other side of a tile's matmul: its
+// rows are a tile's rows then, and rows of x its columns. Without tiles a panel of it is transposed.
 //
 // Compiled once for each of the two.
 
 #include "linear.h"
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "outputs.h"
-#include "tiles.h"
+#include "bf16_amx.h"
 #include "vector.h"
 
 namespace {
@@ -42,7 +42,7 @@ static const BFloat16* panel_of(const Linear& a, int64_t panel) {
 
 #if defined(__AMX_BF16__)
 
-// Inputs further on that are asked for: a tile's load waits for each of its lines.
+// Inputs further on that are prefetched: a tile's load waits for each of its lines.
 constexpr int64_t DISTANCE = PAIRED_DEPTH;
 
 // Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights; 0, 1 and 4 are of the upper 16 rows.
@@ -74,7 +74,7 @@ static void arrange(const Linear& a, int64_t first_row, int64_t last_row, BFloat
 }
 
 // sums [rows, PANEL] of a block of rows, for which the tiles have been shaped. `is_near`: the weights
-// were asked for or read before and are in the second cache.
+// were prefetched or read before and are in the second cache.
 template <bool HAS_LOWER>
 static void add_up_tiles(const BFloat16* x, const Panel& panel, bool is_near, float* sums) {
     constexpr int64_t pair_bytes = 2 * PANEL * sizeof(BFloat16);
@@ -89,13 +89,13 @@ static void add_up_tiles(const BFloat16* x, const Panel& panel, bool is_near, fl
     const int64_t chunk = panel.chunk(PAIRED_DEPTH);
     for (int64_t first = 0; first < panel.depth; first += chunk, is_near = true) {
         const int64_t last = lesser(first + chunk, panel.depth);
-        Ahead next = panel.after(first, last, (last - first) / PAIRED_DEPTH);
+        Prefetch next = panel.after(first, last, (last - first) / PAIRED_DEPTH);
         for (int64_t k = first; k < last; k += PAIRED_DEPTH) {
             const BFloat16* w = (const BFloat16*)panel.weights + k * PANEL;
             const BFloat16* upper = x + k * BLOCK_ROWS;
-            if (!is_near) ask_for(w + DISTANCE * PANEL, PAIRED_DEPTH * PANEL * sizeof(BFloat16));
-            ask_for(upper + DISTANCE * BLOCK_ROWS, (HAS_LOWER ? 2 : 1) * TILE * LINE);
-            next.ask();
+            if (!is_near) prefetch(w + DISTANCE * PANEL, PAIRED_DEPTH * PANEL * sizeof(BFloat16));
+            prefetch(upper + DISTANCE * BLOCK_ROWS, (HAS_LOWER ? 2 : 1) * TILE * LINE);
+            next.prefetch_next();
             _tile_loadd(6, w, pair_bytes);
             _tile_loadd(4, upper, LINE);
             _tile_loadd(7, w + PANEL, pair_bytes);
@@ -122,14 +122,14 @@ static void add_up_plain(
     const BFloat16* x, int64_t rows, const Panel& panel, float* sums) {
     const BFloat16* weights = (const BFloat16*)panel.weights;
     const int64_t depth = panel.depth;
-    Ahead next = panel.after(0, depth, depth / PAIRED_DEPTH);
+    Prefetch next = panel.after(0, depth, depth / PAIRED_DEPTH);
     const int64_t bytes = depth * (int64_t)sizeof(BFloat16);
     for (int64_t first = 0; first < rows; first += TILE, x += TILE * depth) {
         settle(x);
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t k = 0; k < depth; k += PAIRED_DEPTH) {
-            if (first == 0) next.ask();
+            if (first == 0) next.prefetch_next();
             _tile_loadd(6, weights + k, bytes);
             _tile_loadd(4, x + k * TILE, LINE);
             _tile_loadd(7, weights + TILE * depth + k, bytes);
@@ -174,14 +174,14 @@ static void add_up(
 
 #else
 
-// One panel of plain weights, turned at `copy` to lie as packed ones do. Asks for the next one meanwhile.
+// One panel of plain weights, transposed at `copy` to lie as packed ones do. Prefetches the next one meanwhile.
 static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
     const int64_t left = a.outputs - panel * PANEL;
     for (int64_t first = 0; first < PANEL; first += TILE) {
         const BFloat16* rows = panel_of(a, panel) + first * a.depth;
         for (int64_t k = 0; k < a.depth; k += PAIRED_DEPTH) {
-            for (int64_t i = 0; i < TILE; ++i) ask_for(rows + (PANEL + i) * a.depth + k, LINE);
-            turn_block(rows + k, a.depth, left - first, PANEL, copy + k * PANEL + 2 * first);
+            for (int64_t i = 0; i < TILE; ++i) prefetch(rows + (PANEL + i) * a.depth + k, LINE);
+            transpose_block(rows + k, a.depth, left - first, PANEL, copy + k * PANEL + 2 * first);
         }
     }
     return copy;
@@ -194,7 +194,7 @@ constexpr int64_t ASKING_DEPTH = 4;
 template <int ROWS>
 static void add_up_rows(
     const BFloat16* x, int64_t stride, const BFloat16* weights, int64_t depth, bool is_first,
-    Ahead& next, float* sums) {
+    Prefetch& next, float* sums) {
     __m512 s[ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
@@ -206,7 +206,7 @@ static void add_up_rows(
         }
     }
     for (int64_t first = 0; first < depth; first += ASKING_DEPTH) {
-        next.ask();
+        next.prefetch_next();
         for (int64_t k = first; k < first + ASKING_DEPTH; k += 2) {
             const BFloat16* at = weights + k * PANEL;
             const __m512bh low = (__m512bh)_mm512_loadu_si512(at);
@@ -232,7 +232,7 @@ static void shape_for(int64_t) {}
 
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
-using AddUp = void(const BFloat16*, int64_t, const BFloat16*, int64_t, bool, Ahead&, float*);
+using AddUp = void(const BFloat16*, int64_t, const BFloat16*, int64_t, bool, Prefetch&, float*);
 constexpr AddUp* ADD_UP[] = {
     add_up_rows<1>, add_up_rows<2>, add_up_rows<3>, add_up_rows<4>,  add_up_rows<5>,  add_up_rows<6>,
     add_up_rows<7>, add_up_rows<8>, add_up_rows<9>, add_up_rows<10>, add_up_rows<11>, add_up_rows<12>};
@@ -248,7 +248,7 @@ static void add_up(
     for (int64_t first = 0; first < a.depth; first += chunk) {
         const int64_t last = lesser(first + chunk, a.depth), depth = last - first;
         const BFloat16* weights = (const BFloat16*)panel.weights + first * PANEL;
-        Ahead next = panel.after(first, last, times * depth / ASKING_DEPTH);
+        Prefetch next = panel.after(first, last, times * depth / ASKING_DEPTH);
         for (int64_t index = 0; index < times; ++index) {
             const int64_t begin = index * rows / times, count = (index + 1) * rows / times - begin;
             const BFloat16* x = rows_of(a, first_row + begin) + first;
@@ -266,7 +266,7 @@ static int64_t max_rows(int64_t depth) {
     return (blocks ? blocks : 1) * BLOCK_ROWS;
 }
 
-// A thread's scratch: the first row that it has arranged and the panel that it has asked for, each plus
+// A thread's scratch: the first row that it has arranged and the panel that it has prefetched, each plus
 // one; sums of a block of rows, and of another panel where there are gates; the rows.
 constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
 constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
@@ -287,7 +287,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
     int64_t known[2], shaped = 0;
     memcpy(known, scratch, sizeof known);
     if (known[0] != p.first_row + 1) arrange(a, p.first_row, p.last_row, arranged);
-    const bool was_asked = known[1] == p.panel + 1;
+    const bool was_prefetched = known[1] == p.panel + 1;
     known[0] = p.first_row + 1;
     known[1] = p.has_next ? p.panel + 2 : 0;
     memcpy(scratch, known, sizeof known);
@@ -300,7 +300,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         const BFloat16* x = arranged + index * BLOCK_ROWS * a.depth;
         const int64_t shape = a.is_plain ? BLOCK_ROWS : rows;
         if (shape != shaped) shape_for(shaped = shape);
-        const bool is_near = was_asked || index > 0;
+        const bool is_near = was_prefetched || index > 0;
         constexpr int64_t bytes = PANEL * sizeof(BFloat16);
         const bool has_next = p.has_next && (READS_IN_PLACE || !a.is_plain);
         Panel panel = {weights, a.depth, bytes, has_next, index, count, a.places_at_once};
@@ -331,9 +331,9 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
 }  // namespace
 
 #define AIOENGINE_JOIN(a, b) a##b
-#define AIOENGINE_DOOR(name) AIOENGINE_JOIN(pairs_, name)
+#define AIOENGINE_TABLE(name) AIOENGINE_JOIN(bf16_gemm_, name)
 
 namespace aioengine {
-extern const LinearKernels AIOENGINE_DOOR(AIOENGINE_KERNELS) = {
+extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
     UNIT_ROWS, max_rows, scratch_floats, nullptr, multiply};
 }

@@ -1,0 +1,86 @@
+#include "dispatch.h"
+
+#include <atomic>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace aioengine {
+
+namespace {
+
+#if defined(__x86_64__)
+constexpr DispatchTable AMX_BF16 = {
+    "amx_bf16", &kernels_amx_bf16, &linear_avx512_bf16,
+    &bf16_gemm_amx_bf16, &norm_avx512_bf16, &rotary_avx512_bf16};
+constexpr DispatchTable AVX512_BF16 = {
+    "avx512_bf16", &kernels_avx512_bf16, &linear_avx512_bf16,
+    &bf16_gemm_avx512_bf16, &norm_avx512_bf16, &rotary_avx512_bf16};
+constexpr DispatchTable AVX512 = {
+    "avx512", &kernels_avx512, &linear_avx512, nullptr,
+    &norm_avx512, &rotary_avx512};
+constexpr DispatchTable AVX2 = {
+    "avx2", &kernels_avx2, &linear_avx2, nullptr, &norm_avx2,
+    &rotary_avx2};
+
+// Whether there are tiles for bfloat16 and Linux lets this process have them.
+bool may_use_tiles() {
+#if defined(__linux__)
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!(d & (1u << 22)) || !(d & (1u << 24))) return false;
+    constexpr int ask_permission = 0x1023, tile_data = 18;  // asm/prctl.h has them since 5.16
+    return syscall(SYS_arch_prctl, ask_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+constexpr DispatchTable GENERIC = {
+    "generic", &kernels_generic, &linear_generic, nullptr, &norm_generic, &rotary_generic};
+
+const DispatchTable* by_name(const std::string& name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                            __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512dq");
+    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    static const bool has_tiles = has_bf16 && may_use_tiles();
+    if ((name == "best" || name == "amx_bf16") && has_tiles) return &AMX_BF16;
+    if ((name == "best" || name == "avx512_bf16") && has_bf16) return &AVX512_BF16;
+    if ((name == "best" || name == "avx512") && has_avx512) return &AVX512;
+    if ((name == "best" || name == "avx2") && has_avx2) return &AVX2;
+#endif
+    if (name == "best" || name == "generic") return &GENERIC;
+    return nullptr;
+}
+
+std::atomic<const DispatchTable*> chosen{by_name("best")};
+
+}  // namespace
+
+const DispatchTable& dispatch_table() {
+    return *chosen.load();
+}
+
+std::string instruction_set(std::string name) {
+    if (const DispatchTable* found = name.empty() ? nullptr : by_name(name)) chosen = found;
+    return chosen.load()->name;
+}
+
+int64_t places_at_once() {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("intel") ? 8 : 1;
+#else
+    return 1;
+#endif
+}
+
+}  // namespace aioengine

@@ -1,0 +1,51 @@
+// Memory for outputs, weights and a thread's scratch.
+
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <initializer_list>
+#include <mutex>
+
+#include "tensors.h"
+
+namespace aioengine {
+
+// Large blocks of memory that were freed, for the next who allocate. malloc gives back to the system what
+// lies at the end of a heap, and then a step of many tokens waits for fresh pages again and again.
+class MemoryPool {
+public:
+    // `bytes`: as `rounded`. Small blocks are left to malloc, which keeps them.
+    void* take(size_t bytes);
+    void give(void* memory, size_t bytes);
+
+    static constexpr size_t LARGE = 1 << 18;
+
+    // Sizes that blocks come in: four to each power of two.
+    static size_t rounded(size_t bytes);
+
+private:
+    static constexpr size_t PAGE = 4096, MOST_BYTES = 64 << 20;
+    struct Block {
+        void* memory;
+        size_t bytes;
+    };
+    std::mutex mutex_;
+    std::deque<Block> blocks_;
+    size_t bytes_ = 0;
+};
+
+MemoryPool& memory_pool();
+
+// An uninitialised tensor of the dtype of `like`.
+Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes);
+
+// An uninitialised tensor for a weight, of whole huge pages as far as it goes.
+Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes);
+
+// Has the system move a weight that was written into huge pages, in its own time: all of it is read at
+// every step, and few of its addresses have to be looked up then. Asked for before it is written, fresh
+// ones may take a machine longer than all else of a start.
+void gather_pages(Tensor& weight);
+
+}  // namespace aioengine

@@ -1,0 +1,54 @@
+// The operators as PyTorch sees them, on its stable ABI: one build serves every Python and every
+// torch from 2.11.
+
+#include <torch/csrc/stable/library.h>
+
+#include "dispatch.h"
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
+    library.def("instruction_set(str name) -> str");
+    library.def(
+        "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+        "Tensor slot_blocks, Tensor slot_offsets) -> ()");
+    library.def(
+        "attend(Tensor query, Tensor? key, Tensor? value, Tensor(a!) key_cache, "
+        "Tensor(b!) value_cache, Tensor slot_blocks, Tensor slot_offsets, Tensor query_start, "
+        "Tensor seq_lens, Tensor block_table, Tensor? block_ids, Tensor? sinks, "
+        "Tensor? distance_bias, float scale, float softcap, int window, bool is_causal, "
+        "bool blocks_in_window) -> Tensor");
+    library.def("pack_panels(Tensor weight) -> Tensor");
+    library.def(
+        "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
+        "int activation=0, bool is_gated=False) -> Tensor");
+    library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+    library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
+    library.def(
+        "project(Tensor x, Tensor norm, float epsilon, Tensor packed, Tensor? scales, Tensor? bias, "
+        "int heads, int kv_heads, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)");
+    library.def(
+        "feed(Tensor x, Tensor attended, Tensor out, Tensor? out_scales, Tensor? out_bias, "
+        "Tensor norm, float epsilon, Tensor up, Tensor? up_scales, Tensor? up_bias, int up_outputs, "
+        "int activation, bool is_gated, Tensor down, Tensor? down_scales, Tensor? down_bias) "
+        "-> Tensor");
+    library.def(
+        "run_layers(Tensor x, Tensor cos, Tensor sin, Tensor[] tensors, int[] sizes, float[] numbers, "
+        "Tensor(a!)[] caches, Tensor slot_blocks, Tensor slot_offsets, Tensor query_start, "
+        "Tensor seq_lens, Tensor block_table, Tensor? block_ids, bool blocks_in_window) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
+    library.impl("write_kv", TORCH_BOX(&aioengine::write_kv));
+    library.impl("attend", TORCH_BOX(&aioengine::attend));
+    library.impl("pack_panels", TORCH_BOX(&aioengine::pack_panels));
+    library.impl("linear", TORCH_BOX(&aioengine::linear));
+    library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
+    library.impl("rotate", TORCH_BOX(&aioengine::rotate));
+    library.impl("project", TORCH_BOX(&aioengine::project));
+    library.impl("feed", TORCH_BOX(&aioengine::feed));
+    library.impl("run_layers", TORCH_BOX(&aioengine::run_layers));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {
+    library.impl("instruction_set", TORCH_BOX(&aioengine::instruction_set));
+}
