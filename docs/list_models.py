@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime.registry import known_architectures, resolve
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.text_only import TextOnlyProcessor

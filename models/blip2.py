@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from aioengine.errors import ModelLoadError, PlaceholderMismatchError
-from aioengine.models.encdec_media import PictureReader
+from aioengine.models.encdec.media import PictureReader
+from aioengine.models.encdec.t5 import T5
 from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.models.t5 import T5
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, ProcessorInputs

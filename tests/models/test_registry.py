@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 import aioengine.models
 from aioengine.errors import ModelLoadError
 from aioengine.models import SupportsEncoderDecoder, SupportsMultiModal
-from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime import registry
 from aioengine.models.runtime.registry import known_architectures, register_model, resolve
 from aioengine.models.runtime.transformers_model import TransformersModel

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models.bart import Bart
-from aioengine.models.encdec import EncoderDecoderModel
-from aioengine.models.encdec_media import PictureReader
+from aioengine.models.encdec.bart import Bart
+from aioengine.models.encdec.base import EncoderDecoderModel
+from aioengine.models.encdec.media import PictureReader
 from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems

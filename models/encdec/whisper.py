@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
-from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor, forced_tokens

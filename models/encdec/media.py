@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from aioengine.errors import EngineError
-from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime.interfaces import merge_multimodal_embeddings
 
 __all__ = ["PictureReader"]

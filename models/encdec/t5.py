@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.layer_slot import LayerSlot, attach_slot
-from aioengine.models.encdec import EncoderDecoderModel
+from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aioengine.models.encdec import EncoderDecoderModel, PlacedEmbedding
+from aioengine.models.encdec.base import EncoderDecoderModel, PlacedEmbedding
 from aioengine.models.runtime.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
