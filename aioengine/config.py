@@ -22,18 +22,18 @@ HOST = re.compile(r"(\*|(\*\.)?[^\s*:/@\[\]\\]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
-    """Limits on media, which are hostile until decoded. All are checked before decoding."""
+    """Limits on images, audio and videos, all checked before anything is decoded."""
 
     max_image_pixels: int = 64_000_000
-    """Width times height of one picture."""
+    """Width times height of one image."""
     max_image_bytes: int = 64 * MIB
-    """Encoded size of one picture."""
+    """Encoded size of one image."""
     image_formats: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
     """Pillow format names that may be decoded."""
     max_audio_bytes: int = 64 * MIB
-    """Encoded size of one recording."""
+    """Encoded size of one audio item."""
     max_audio_s: float = 1800.0
-    """Length of one recording, in seconds."""
+    """Length of one audio item, in seconds."""
     audio_formats: tuple[str, ...] = ("WAV", "FLAC", "OGG", "MP3")
     """libsndfile's names of the formats that may be decoded."""
     max_video_bytes: int = 512 * MIB
@@ -110,7 +110,7 @@ QUANTIZATIONS = ("int8", None)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs. Sizes left at None are resolved when the engine starts."""
+    """Settings of one engine. Sizes left at None are resolved when the engine starts."""
 
     dtype: str = "auto"
     """Of weights and KV cache: "auto" (the checkpoint's), "float64" (parity), "float32", ..."""
@@ -119,7 +119,7 @@ class EngineConfig:
     revision: str | None = None
     """Of a hub checkpoint."""
     trust_remote_code: bool = False
-    """Whether a checkpoint's own Python may run."""
+    """Let a checkpoint's own Python run."""
     max_model_len: int | None = None
     """Prompt plus output tokens of one request; None: the model's, or what the KV cache holds."""
     max_num_seqs: int = 64
@@ -133,8 +133,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that the engine may fill, weights included."""
     enable_prefix_caching: bool = True
-    """Whether full KV blocks are kept and shared between requests. The completions of one request
-    share their prompt's in any case."""
+    """Keep full KV blocks and share them between requests. The completions of one request share
+    those of their prompt in any case."""
     encoder_cache_bytes: int | None = None
     """Bytes for encoder outputs on the device; None: room for the items of one large step."""
     max_num_encoder_input_tokens: int | None = None
@@ -154,7 +154,7 @@ class EngineConfig:
     mm_processor_cache_dir_bytes: int = 4096 * MIB
     """Bytes of processed media kept there."""
     processor_workers: str = "thread:2"
-    """Where media are decoded and processed: "thread:N" or "process:N"."""
+    """Workers that decode and process media: "thread:N" or "process:N"."""
     media: MediaConfig = field(default_factory=MediaConfig)
     """Limits, allow-lists and the fetcher."""
     max_queued_requests: int | None = None
@@ -162,11 +162,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     """"auto" (the fastest here), "cpu" (C++), "gather" (plain PyTorch), "reference" or your own."""
     packed_layers: bool = True
-    """Whether weights are laid out for the CPU's kernels, and encoder layers of no use dropped."""
+    """Lay weights out for the CPU's kernels, and drop encoder layers that nothing reads."""
     check_model: bool = True
-    """Whether a freshly loaded model is compared with its own module, in a short trial.
-
-    What passes is not tried again with the same settings and versions."""
+    """Compare a freshly loaded model with its own module in a short trial. A verdict is kept for
+    the same settings and versions."""
     quantization: str | None = None
     """"int8": the decoder's linear layers in 8 bits, on a CPU; implies packed_layers."""
     thread_niceness: int = 0

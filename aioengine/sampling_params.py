@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen and when it ends: frozen, keyword-only, checked at once.
+"""Sampling options of one request: frozen, keyword-only, checked on construction.
 
 Names and defaults are vLLM's.
 """
@@ -50,7 +50,7 @@ MERGED = {
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What the output text must look like. Exactly one of the fields is given."""
+    """A constraint on the output text. Exactly one of the fields is given."""
 
     json: str | Mapping[str, Any] | None = None
     """A JSON schema, as text or as the object that it is."""
@@ -214,7 +214,7 @@ class _SchemaLoad:
             return f"with at most {MAX_COMBINED} patterns for one property, if combined"
         always = self._multiples.get("", set())
         if any(math.prod(found | always) > MAX_MULTIPLE for found in self._multiples.values()):
-            return f"with values of multipleOf whose product is at most {MAX_MULTIPLE}, if combined"
+            return f"with values of multipleOf that multiply to at most {MAX_MULTIPLE}, if combined"
         return ""
 
 
@@ -230,7 +230,7 @@ def _significant(multiple: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends. vLLM's names and defaults."""
+    """Sampling and stopping options of one request, with vLLM's names and defaults."""
 
     n: int = 1
     """Completions of one prompt. They share its media, its encoder rows and its prefix."""
@@ -255,7 +255,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the text."""
     include_stop_str_in_output: bool = False
-    """Whether the stop string, or the stop token, stays in the output text."""
+    """Keep the stop string, or the stop token, in the output text."""
     bad_words: Sequence[str] | None = None
     """Words that must not come, neither at the beginning of the output nor within it."""
     ignore_eos: bool = False

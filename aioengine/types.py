@@ -159,11 +159,10 @@ class Prompt:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a completion ended."""
+    """The reason a completion ended. A request that is aborted raises RequestAbortedError."""
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 class EngineState(enum.StrEnum):

@@ -1,4 +1,4 @@
-"""One picture, one description."""
+"""Describe one image."""
 
 import asyncio
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+from aioengine import EngineConfig, MediaConfig, SamplingParams, StructuredOutputs
 from tests.architecture.source import ROOT, files
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_EXAMPLE_LINES = 15
+MAX_README_LINES = 80
 
 
 def test_the_list_of_modules_is_what_its_script_writes() -> None:
@@ -55,10 +58,24 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), target
 
 
-def test_readme_names_every_example() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_list_of_options_is_what_its_script_writes() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "list_options.py"))
+    text = script["PAGE"].read_text()
+    assert text == script["page"](), "run docs/list_options.py"
+    for options in (EngineConfig, MediaConfig, SamplingParams, StructuredOutputs):
+        for field in dataclasses.fields(options):
+            assert f"| `{field.name}` | " in text
+
+
+def test_readme_is_one_screen() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= MAX_README_LINES
+
+
+def test_getting_started_names_every_example() -> None:
+    page = (ROOT / "docs" / "getting_started.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
-        assert f"examples/{path.name}" in readme
+        assert f"examples/{path.name}" in page
 
 
 def test_readme_shows_commands_that_exist() -> None:
