@@ -214,7 +214,8 @@ def test_the_documents_name_flags_that_exist(command: Command) -> None:
     for name in ("generate", "chat", "bench", "serve", "demo"):
         known |= set(re.findall(r"--[a-z][a-z-]+", command(name, "--help").out))
     text = (ROOT / "docs" / "command_line.md").read_text()
-    text += (ROOT / "docs" / "getting_started.md").read_text().partition("## From a shell")[2].partition("\n## ")[0]
+    shell = (ROOT / "docs" / "getting_started.md").read_text().partition("## From a shell")[2]
+    text += shell.partition("\n## ")[0]
     named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", text))
     assert len(named) > 20
     assert named <= known
