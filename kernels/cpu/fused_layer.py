@@ -1,7 +1,7 @@
-"""What a usual decoder layer computes before its attention and after it, and what it is made of.
+"""Fused operators of a usual decoder layer, before its attention and after it, and their weights.
 
-A layer is ten operators otherwise, and what Python does between them takes its time: with three, a
-step of 16 tokens takes 7 % less (`docs/log.md`). Layers one after the other can be one operator,
+A layer is ten operators otherwise, and Python between them takes its time: with three, a step of 16
+tokens takes 7 % less (docs/decisions/fused-decoder.md). Several layers can be one operator,
 `CpuBackend.run_layers`.
 """
 

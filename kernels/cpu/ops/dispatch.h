@@ -30,7 +30,7 @@ std::string instruction_set(std::string name);
 // Places that weights are prefetched from at once. Where cores fetch ahead within a page by themselves, as
 // Intel's do (Sapphire Rapids), memory gives a third more with eight ends to go on from than where lines
 // are prefetched one after the other. AMD's (Zen 5) follow the one end further than that, and eight take a
-// quarter from it (docs/log.md).
+// quarter from it (docs/decisions/prefetch.md).
 int64_t places_at_once();
 
 }  // namespace aioengine
