@@ -253,5 +253,5 @@ class EngineConfig:
 
     @property
     def uses_processes(self) -> bool:
-        """Whether media are decoded and processed in processes of their own."""
+        """Return whether media are decoded and processed in processes of their own."""
         return self.processor_workers.startswith("process:")

@@ -175,17 +175,17 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether it is an integer, and not a bool."""
+    """Return whether it is an integer, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_real(value: object) -> bool:
-    """Whether it is a finite number, and not a bool."""
+    """Return whether it is a finite number, and not a bool."""
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def is_text(value: object, longest: int) -> bool:
-    """Whether it is Unicode text of 1 to `longest` characters."""
+    """Return whether it is Unicode text of 1 to `longest` characters."""
     if not isinstance(value, str) or not 0 < len(value) <= longest:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What the engine measures: how long stages take, spans and moments for whoever listens.
+"""Instruments of the engine: how long stages take, spans and moments for whoever listens.
 
 Costs next to nothing without listeners, and a listener that raises is removed: no hook can break
 the loop.
@@ -131,7 +131,8 @@ def _tell(listeners: list[Callable[[Heard], object]], news: Heard) -> None:
 def heard_on(
     loop: asyncio.AbstractEventLoop, listener: Callable[[Heard], object]
 ) -> Callable[[Heard], object]:
-    """For any thread: what it is called with goes to `listener` on the loop, until that raises."""
+    """Forward from any thread: what it is called with goes to `listener` on the loop, until that
+    raises."""
     return partial(LoopBridge(loop).call, _tell, [listener])
 
 

@@ -134,7 +134,7 @@ class StructuredOutputs:
 
 
 def _fault_of_schema(schema: str | Mapping[str, Any]) -> str:
-    """What a schema has to be and is not, or nothing."""
+    """Name what a schema has to be and is not, or nothing."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
     except RecursionError:
@@ -164,7 +164,7 @@ def _fault_of_schema(schema: str | Mapping[str, Any]) -> str:
 
 
 class _SchemaLoad:
-    """What of a schema makes work for its compiler, counted.
+    """Counts of what in a schema makes work for its compiler.
 
     Expressions and multiples are counted for each property's name: those of one name might have to
     hold at once, where schemas are combined; equal ones are one.

@@ -125,7 +125,7 @@ class RequestTracer:
             self._add(traced, "prefill", traced.admitted, event.time)
 
     def _begin(self, event: RequestEvent) -> None:
-        """On the caller's task, so that the current span is the caller's."""
+        """Begin on the caller's task, so that the current span is the caller's."""
         now_ns = time.time_ns()
         attributes = {
             "gen_ai.operation.name": "generate_content",

@@ -42,13 +42,13 @@ class Launched(Generic[Result]):
 
 
 def read(result: Any) -> Any:
-    """What a job has returned, read where it is a `Launched`."""
+    """Return a job's result, read where it is a `Launched`."""
     return result.read() if isinstance(result, Launched) else result
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where one media item lies in a prompt: positions [offset, offset + length).
+    """Place of one media item in a prompt: positions [offset, offset + length).
 
     `embed_runs` are the half-open ranges, relative to `offset`, ascending and disjoint, whose
     positions take encoder rows; the others are ordinary tokens (separators, newlines). Row k of the
@@ -70,7 +70,7 @@ class Span:
 
     @cached_property
     def num_rows(self) -> int:
-        """How many encoder rows the span takes."""
+        """Return how many encoder rows the span takes."""
         return sum(stop - start for start, stop in self.embed_runs)
 
     @cached_property
@@ -139,7 +139,7 @@ class Embeddings:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What to generate from, spelt out. Exactly one of `text`, `token_ids`, `messages`.
+    """Input of a request, spelt out. Exactly one of `text`, `token_ids`, `messages`.
 
     `media`: modality -> items in the order of their placeholders. `uuids`: modality -> the caller's
     own names for these items. `cache_salt`: nothing cached is shared across different salts.
@@ -166,7 +166,7 @@ class FinishReason(enum.StrEnum):
 
 
 class EngineState(enum.StrEnum):
-    """What an engine is at. One that drains takes nothing new; one that is dead has failed."""
+    """State of an engine. One that drains takes nothing new; one that is dead has failed."""
 
     NEW = "new"
     STARTING = "starting"
@@ -189,7 +189,7 @@ TokenLogprobs = Mapping[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a stream yields: the new text and tokens of one completion since the last delta.
+    """Item of a stream: the new text and tokens of one completion since the last delta.
 
     `logprobs`: one for each of `token_ids`, where they were asked for.
     """
@@ -219,7 +219,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost. `cached_tokens`: prompt tokens served from the prefix cache."""
+    """Token counts of a request. `cached_tokens`: prompt tokens served from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -269,7 +269,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far an engine's start is: `done` of `total` parts of one stage.
+    """Progress of an engine's start: `done` of `total` parts of one stage.
 
     The stages, in order: "libraries" (torch and transformers are imported), "processor" (the
     checkpoint's settings, its tokenizer and HF processor), "weights" (parts are parameters or
@@ -285,7 +285,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class StageStatistics:
-    """How often a stage ran, and for how many seconds in all and at most."""
+    """Count of a stage's runs, and their seconds in all and at most."""
 
     count: int = 0
     total_s: float = 0.0

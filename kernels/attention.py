@@ -1,4 +1,4 @@
-"""What every attention backend shares: the metadata of a step, the contract, the choice.
+"""Parts that every attention backend shares: the metadata of a step, the contract, the choice.
 
 Keys and values live in pages (Kwon et al., "Efficient Memory Management for Large Language Model
 Serving with PagedAttention", 2023): a sequence's token at position p is in block

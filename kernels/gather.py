@@ -34,7 +34,7 @@ MAX_EXPLICIT_QUERIES = 256
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the arithmetic needs besides tensors."""
+    """Settings that the arithmetic needs besides tensors."""
 
     scale: float
     softcap: float | None
@@ -305,7 +305,7 @@ def _decode_buckets(
 
 
 def _slots(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
-    """Where keys and values are written, as PyTorch indexes: once for all layers."""
+    """Compute where keys and values are written, as PyTorch indexes: once for all layers."""
     if "slots" not in meta.scratch:
         meta.scratch["slots"] = meta.slot_blocks.long(), meta.slot_offsets.long()
     found: tuple[Tensor, Tensor] = meta.scratch["slots"]
@@ -352,7 +352,7 @@ def _make_bucket(
 def _bucket_mask(
     meta: AttentionMetadata, bucket: _Bucket, shape: _Shape, num_kv_heads: int
 ) -> Tensor | None:
-    """What is added to a bucket's scores: [m, 1 or Hkv, 1 or group, length], or nothing."""
+    """Build what is added to a bucket's scores: [m, 1 or Hkv, 1 or group, length], or nothing."""
     table = shape.distance_bias
     if table is None:
         return bucket.mask

@@ -53,7 +53,7 @@ class _Int8Linear:
 
 
 def can_quantize(dtype: torch.dtype) -> bool:
-    """Whether layers of `dtype` can have 8-bit weights here."""
+    """Return whether layers of `dtype` can have 8-bit weights here."""
     is_known = dtype in (torch.float32, torch.bfloat16, torch.float16)
     return is_known and (_is_native() or _exact_bits() is not None)
 
@@ -105,7 +105,8 @@ def _multiply(x: Tensor, zero: int, weight: Tensor, scales: Tensor, zeros: Tenso
 
 @cache
 def _exact_bits() -> int | None:
-    """How many bits of an activation the integer product is exact with: 8, 7, or None for none."""
+    """Return the bits of an activation that the integer matmul is exact with: 8, 7, or None for
+    none."""
     for bits in (8, 7):
         zero = 2 ** (bits - 1)
         try:
@@ -117,7 +118,7 @@ def _exact_bits() -> int | None:
 
 
 def _is_exact(rows: int, value: int, zero: int) -> bool:
-    """Whether the largest sums that there can be come out right."""
+    """Return whether the largest sums that there can be come out right."""
     x = torch.full((rows, 512), 2 * zero - 1, dtype=torch.uint8)
     weight = torch.full((128, 512), value, dtype=torch.int8)
     packed = _operators().qlinear_prepack(weight, None)

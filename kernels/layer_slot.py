@@ -23,7 +23,7 @@ _SLOT = "_aioengine_slot"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """What the attention layers of one model need during one step.
+    """Context that the attention layers of one model need during one step.
 
     `metadata`: one for each KV group. `caches`: (key cache, value cache) of each layer. `backend`:
     the kernels that the engine chose. `positions` [T]: of the step's tokens. `memory` [R, dim]:
@@ -57,7 +57,7 @@ class StepHolder:
 
 
 class Slot(Protocol):
-    """What may be attached to an attention module: it takes the module's calls.
+    """Interface of what may be attached to an attention module: it takes the module's calls.
 
     `query` [T, Hq, Dk], `key` [T, Hkv, Dk], `value` [T, Hkv, Dv] -> [T, Hq, Dv].
     """

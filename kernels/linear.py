@@ -38,7 +38,7 @@ class PackedLinear(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """What it takes of memory, without the padding of blocks."""
+        """Bytes of memory it takes, without the padding of blocks."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def _operators() -> Any:
 
 @cache
 def _onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's product of this type is there and right: found by a trial.
+    """Return whether oneDNN's product of this type is there and right: found by a trial.
 
     The operators are not public ones: a build may lack them, and what a CPU lacks they tell in
     several ways.
@@ -114,7 +114,8 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
 
 
 def _is_native(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies this type itself: emulated, oneDNN refuses it or is slow."""
+    """Return whether the CPU multiplies this type itself: emulated, oneDNN refuses it or is
+    slow."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype not in name:
         return True

@@ -87,7 +87,8 @@ def visible_mask(
     block_ids: Tensor | None = None,
     blocks_in_window: bool = False,
 ) -> Tensor:
-    """Which keys [begin, end) the queries at positions [start, end) see: bool [queries, keys].
+    """Mask the keys [begin, end) that the queries at positions [start, end) see: bool [queries,
+    keys].
 
     `block_ids` [queries]: equal ids see each other, -1 none. With `blocks_in_window`, the window
     bounds that too: window and (causal or block), else (window and causal) or block.

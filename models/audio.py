@@ -1,9 +1,9 @@
 """Qwen2-Audio: a tower that hears windows of 30 seconds, a projector, and Qwen2 for a decoder.
 
-Chu et al., "Qwen2-Audio Technical Report" (2024). A shorter recording is padded with silence, which
+Chu et al., "Qwen2-Audio Technical Report" (2024). A shorter item is padded with silence, which
 no other part of it attends to; of a longer one the model hears the first window, as the HF
 processor cuts it. How many rows it becomes follows from its number of samples, so that a prompt is
-laid out before a recording is decoded.
+laid out before an audio item is decoded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Qwen2AudioInfo(GenericProcessingInfo):
     """Token counts by the number of samples."""
 
     def get_num_audio_tokens(self, *, num_samples: int) -> int:
-        """Encoder rows of a recording; 0 if it is shorter than three mel frames."""
+        """Encoder rows of an audio item; 0 if it is shorter than three mel frames."""
         extractor = self.get_part("audio")
         num_heard = min(num_samples, int(extractor.n_samples))
         return count_audio_rows(-(-num_heard // int(extractor.hop_length)))
@@ -58,7 +58,7 @@ class Qwen2AudioInfo(GenericProcessingInfo):
 
 
 class Qwen2AudioMultiModalProcessor(GenericMultiModalProcessor):
-    """`<|AUDIO|>` becomes as many of itself as the recording has rows."""
+    """`<|AUDIO|>` becomes as many of itself as the audio has rows."""
 
     layout_needs_hf_outputs = False
 
@@ -115,10 +115,10 @@ class Qwen2AudioMultiModalProcessor(GenericMultiModalProcessor):
     Qwen2AudioMultiModalProcessor, info=Qwen2AudioInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class Qwen2Audio(TransformersModel):
-    """Recordings in any number; of each the model hears the first 30 seconds."""
+    """Audio in any number; of each the model hears the first 30 seconds."""
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """Rows [rows, hidden] of each recording.
+        """Rows [rows, hidden] of each audio item.
 
         `input_features` [n, mel bins, frames], padded to the tower's window, with
         `feature_attention_mask` [n, frames], 1 where there is sound; or `audio_embeds`.

@@ -1,6 +1,6 @@
-"""Families in which the tokens of a picture see each other both ways.
+"""Families in which the tokens of an image see each other both ways.
 
-Gemma 3 (2025): each picture's soft tokens are one block, also within a layer's window. PaliGemma
+Gemma 3 (2025): each image's soft tokens are one block, also within a layer's window. PaliGemma
 (Beyer et al., 2024): the whole prompt is one block, and positions count from 1.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Gemma3", "PaliGemma", "PaliGemmaMultiModalProcessor"]
 
 @register_model("Gemma3ForConditionalGeneration")
 class Gemma3(GenericModel):
-    """The tokens of a picture see each other both ways, in a block for each of its crops."""
+    """The tokens of an image see each other both ways, in a block for each of its crops."""
 
     blocks_in_window: ClassVar[bool] = True
 
@@ -44,7 +44,7 @@ class Gemma3(GenericModel):
 
 
 class PaliGemmaMultiModalProcessor(GenericMultiModalProcessor):
-    """Behind the last picture stands the sequence's first token, behind the text a line end."""
+    """Behind the last image stands the sequence's first token, behind the text a line end."""
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
         (image,) = self.info.encode(self.info.get_placeholder("image"))

@@ -2,7 +2,7 @@
 
 Li et al., "BLIP-2: Bootstrapping Language-Image Pre-training with Frozen Image Encoders and Large
 Language Models" (2023). The answers stand before the prompt's first token, and nothing in the text
-stands for a picture. Over T5 they stand before what its encoder reads.
+stands for an image. Over T5 they stand before what its encoder reads.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = [
 
 
 class Blip2ProcessingInfo(OnePictureInfo):
-    """One picture in a prompt."""
+    """One image in a prompt."""
 
     def get_num_image_tokens(self) -> int:
-        """Encoder rows of any picture: one for each query."""
+        """Encoder rows of any image: one for each query."""
         return int(self.get_hf_config().num_query_tokens)
 
 
 class Blip2DummyInputsBuilder(BaseDummyInputsBuilder):
-    """No placeholder, and a white picture."""
+    """No placeholder, and a white image."""
 
     info: Blip2ProcessingInfo
 
@@ -68,7 +68,7 @@ class Blip2DummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 class Blip2MultiModalProcessor(BaseMultiModalProcessor):
-    """A picture's rows go before everything."""
+    """An image's rows go before everything."""
 
     info: Blip2ProcessingInfo
 
@@ -112,7 +112,7 @@ class Blip2MultiModalProcessor(BaseMultiModalProcessor):
     Blip2MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=Blip2DummyInputsBuilder
 )
 class Blip2(TransformersModel):
-    """Over OPT; or over T5, then as an encoder-decoder model. The picture comes before the text.
+    """Over OPT; or over T5, then as an encoder-decoder model. The image comes before the text.
 
     A whole language model inside, whose decoder is one level further down.
     """
@@ -135,7 +135,7 @@ class Blip2(TransformersModel):
 
 
 class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProcessor):
-    """The prompt is the encoder's; a picture's tokens come before everything."""
+    """The prompt is the encoder's; an image's tokens come before everything."""
 
     def create_encoder_prompt(
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems
@@ -155,7 +155,7 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProce
         outputs: Mapping[str, Sequence[MultiModalKwargsItem]] | None = None,
         literals: Sequence[tuple[int, int]] = (),
     ) -> Layout:
-        """As the base class; a picture's token may stand in the prompt for nothing else."""
+        """Do as the base class; an image's token may stand in the prompt for nothing else."""
         found = super().layout(prompt, items, mm_kwargs, outputs, literals)
         places = found.placeholders.get("image", ())
         image_token_id = self.info.get_hf_config().image_token_index

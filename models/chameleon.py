@@ -1,7 +1,7 @@
-"""Chameleon: pictures become tokens of the vocabulary itself.
+"""Chameleon: images become tokens of the vocabulary itself.
 
 Chameleon Team, "Chameleon: Mixed-Modal Early-Fusion Foundation Models" (2024). The encoder's rows
-are the embeddings of the codes that a picture is quantised to. Every prompt ends in a separator,
+are the embeddings of the codes that an image is quantised to. Every prompt ends in a separator,
 and the model never says a code.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Chameleon", "ChameleonMultiModalProcessor"]
 
 
 class ChameleonMultiModalProcessor(GenericMultiModalProcessor):
-    """The separator behind every prompt, with pictures or without."""
+    """The separator behind every prompt, with images or without."""
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
         return [*prompt_tokens, self.info.get_tokenizer().sep_token_id]
@@ -35,7 +35,7 @@ class ChameleonMultiModalProcessor(GenericMultiModalProcessor):
     dummy_inputs=GenericDummyInputsBuilder,
 )
 class Chameleon(GenericModel):
-    """No code of a picture is ever the next token."""
+    """No code of an image is ever the next token."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

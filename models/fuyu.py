@@ -1,9 +1,9 @@
-"""Fuyu: a Persimmon decoder that reads a picture's patches themselves, row by row.
+"""Fuyu: a Persimmon decoder that reads an image's patches themselves, row by row.
 
 Bavishi et al., "Fuyu-8B: A Multimodal Architecture for AI Agents" (2023). There is no tower: a
-patch becomes a row by one linear layer. The picture stands before the text, each of its rows of
-patches ended by a token of its own; between picture and text stands `<s>`, and behind the text the
-token that begins the answer. Without a picture a text is what the tokenizer makes of it.
+patch becomes a row by one linear layer. The image stands before the text, each of its rows of
+patches ended by a token of its own; between image and text stands `<s>`, and behind the text the
+token that begins the answer. Without an image a text is what the tokenizer makes of it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _PATCH, _ROW_END, _TEXT_START, _ANSWER = "|SPEAKER|", "|NEWLINE|", "<s>", "<0x04
 
 
 class FuyuProcessingInfo(BaseProcessingInfo):
-    """One picture in a prompt, and how many patches it has."""
+    """One image in a prompt, and how many patches it has."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
 
     def get_token_id(self, token: str) -> int:
-        """Of one of the pieces that the HF processor writes around a picture and a text."""
+        """Tokenize one of the pieces that the HF processor writes around an image and a text."""
         return int(self.get_tokenizer().convert_tokens_to_ids(token))
 
     def get_image_options(self, mm_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         image_height: int,
         mm_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[int, int]:
-        """Columns and rows of patches, after a picture larger than `size` is shrunk into it.
+        """Columns and rows of patches, after an image larger than `size` is shrunk into it.
 
         Raises MediaError where nothing is left of it.
         """
@@ -86,11 +86,11 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return math.ceil(image_width / side), math.ceil(image_height / side)
 
     def get_patch_side(self) -> int:
-        """Of a patch, in pixels: what the model's one layer takes."""
+        """Edge of a patch, in pixels: what the model's one layer takes."""
         return int(self.get_hf_config().patch_size)
 
     def get_image_size_with_most_features(self) -> ImageSize:
-        """What the image processor leaves as it is."""
+        """Greatest size that the image processor leaves as it is."""
         return _width_and_height(self.get_image_processor().size)
 
     def get_mm_max_tokens_per_item(
@@ -104,7 +104,7 @@ class FuyuProcessingInfo(BaseProcessingInfo):
 
 
 class FuyuDummyInputsBuilder(BaseDummyInputsBuilder):
-    """No placeholder, and a white picture."""
+    """No placeholder, and a white image."""
 
     info: FuyuProcessingInfo
 
@@ -122,7 +122,7 @@ class FuyuDummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 class FuyuMultiModalProcessor(BaseMultiModalProcessor):
-    """A picture's patches before the text; rows stand at patches only, not at the row ends."""
+    """An image's patches before the text; rows stand at patches only, not at the row ends."""
 
     info: FuyuProcessingInfo
 
@@ -130,7 +130,7 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor):
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, Any]:
         # Of transformers 5.23's two image processors only the one with torchvision can cut patches,
-        # so pictures are cut here; a text has no part in it.
+        # so images are cut here; a text has no part in it.
         options = {**self.info.get_image_options(mm_kwargs), "return_tensors": None}
         outputs = self.info.get_image_processor()(mm_data["images"], **options)
         pixels = torch.as_tensor(outputs["images"][0][0])
@@ -141,7 +141,7 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor):
         return {"pixel_values": self._patches(pixels, *shape)[None]}
 
     def _patches(self, pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """The patches [n, side * side * 3] of `pixels` [3, H, W], as far as they have a picture.
+        """The patches [n, side * side * 3] of `pixels` [3, H, W], as far as they have an image.
 
         Raises ValueError where that is less than whole patches.
         """
@@ -194,19 +194,19 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor):
     ) -> Layout:
         if not updates.num_items:
             return Layout(token_ids=token_ids, placeholders={})
-        # The HF processor puts no BOS before a text that has a picture, and so a picture, whose
+        # The HF processor puts no BOS before a text that has an image, and so an image, whose
         # place is before everything, is in nobody's way: nothing in the text stands for it.
         start = self.tokenize("")[:1]
         plain = token_ids[len(start) :] if token_ids[: len(start)] == start else token_ids
         return super()._expand(plain, None, updates)
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
-        """Behind the text of a picture the answer begins."""
+        """Behind the text of an image the answer begins."""
         return [*prompt_tokens, self.info.get_token_id(_ANSWER)]
 
 
 def _width_and_height(size: Any) -> ImageSize:
-    """Of an option, or raises InvalidRequestError."""
+    """Read an option's value, or raise InvalidRequestError."""
     try:
         return ImageSize(width=int(size["width"]), height=int(size["height"]))
     except (KeyError, TypeError, ValueError):
@@ -221,4 +221,4 @@ def _width_and_height(size: Any) -> ImageSize:
     FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=FuyuDummyInputsBuilder
 )
 class Fuyu(TransformersModel):
-    """The picture comes before the text; beyond the processor's `size` it is shrunk into it."""
+    """The image comes before the text; beyond the processor's `size` it is shrunk into it."""

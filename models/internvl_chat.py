@@ -87,7 +87,7 @@ _ROW, _TURN_END = "<IMG_CONTEXT>", "<|im_end|>"
 class InternVLChatConfig(InternVLConfig):  # type: ignore[misc]
     """transformers' config for InternVL, read from an original config.json.
 
-    The settings of the published class that say how pictures are cut up keep their names.
+    The settings of the published class that say how images are cut up keep their names.
     """
 
     turn_end_id: int | None = None
@@ -236,7 +236,7 @@ class InternVLChatModule(InternVLForConditionalGeneration):  # type: ignore[misc
 
 
 class InternVLChatProcessingInfo(GenericProcessingInfo):
-    """An HF processor made of the model's config, and how pictures are cut up."""
+    """An HF processor made of the model's config, and how images are cut up."""
 
     placeholders_are_text = True
 
@@ -281,7 +281,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
         return int(self.get_hf_config().image_token_id)
 
     def get_largest_item(self, modality: str) -> tuple[Any, int]:
-        """A picture of as many tiles as there may be, and its encoder rows."""
+        """An image of as many tiles as there may be, and its encoder rows."""
         from aioengine.processors.hf.internvl_chat import grids
 
         processor = self.get_hf_processor()
@@ -299,7 +299,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
         return image, pictures.count_tiles(*image.size, options) * processor.num_image_token
 
     def expand(self, width: int, height: int, mm_kwargs: Mapping[str, Any]) -> str:
-        """What stands in a prompt for a picture of this size.
+        """Build what stands in a prompt for an image of this size.
 
         Raises InvalidRequestError for options that the model cannot take.
         """
@@ -327,7 +327,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
 
 
 class InternVLChatMultiModalProcessor(GenericMultiModalProcessor):
-    """A picture's tiles follow from its size, so that prompts are laid out from headers."""
+    """An image's tiles follow from its size, so that prompts are laid out from headers."""
 
     layout_needs_hf_outputs = False
 

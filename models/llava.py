@@ -1,7 +1,7 @@
 """LLaVA 1.5 and its kin: a CLIP or SigLIP tower, a projector, and any decoder.
 
-Liu et al., "Improved Baselines with Visual Instruction Tuning" (2023). Every picture is resized and
-cropped to the tower's square, so all pictures take the same number of tokens.
+Liu et al., "Improved Baselines with Visual Instruction Tuning" (2023). Every image is resized and
+cropped to the tower's square, so all images take the same number of tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         return {"image": None}
 
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
-        """Encoder rows of one picture; its size plays no part."""
+        """Encoder rows of one image; its size plays no part."""
         hf_config = self.get_hf_config()
         vision_config = hf_config.vision_config
         patches_per_side = vision_config.image_size // vision_config.patch_size
@@ -66,7 +66,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         return ImageSize(width=side, height=side)
 
     def get_max_image_tokens(self) -> int:
-        """Encoder rows of the largest picture."""
+        """Encoder rows of the largest image."""
         width, height = self.get_image_size_with_most_features()
         return self.get_num_image_tokens(image_width=width, image_height=height)
 
@@ -77,7 +77,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
 
 
 class LlavaDummyInputsBuilder(BaseDummyInputsBuilder):
-    """A placeholder and a white picture for each item."""
+    """A placeholder and a white image for each item."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         image_token: str = self.info.get_hf_processor().image_token
@@ -95,7 +95,7 @@ class LlavaDummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 class LlavaMultiModalProcessor(BaseMultiModalProcessor):
-    """`<image>` becomes as many of itself as the picture has rows."""
+    """`<image>` becomes as many of itself as the image has rows."""
 
     info: LlavaProcessingInfo
 
@@ -153,7 +153,7 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
     LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputsBuilder
 )
 class Llava(TransformersModel):
-    """Pictures of one size. With a Pixtral tower, whose pictures keep theirs, the generic model."""
+    """Images of one size. With a Pixtral tower, whose images keep theirs, the generic model."""
 
     @classmethod
     def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:

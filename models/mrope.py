@@ -1,6 +1,6 @@
 """Families whose positions have three axes: time, height and width (M-RoPE).
 
-Wang et al., "Qwen2-VL" (2024). A prompt's positions depend on the grids of its pictures and videos,
+Wang et al., "Qwen2-VL" (2024). A prompt's positions depend on the grids of its images and videos,
 and are computed once, by transformers' own `get_rope_index`; the text behind them counts on from
 the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack", Meng et al.,
 2024): they travel beside the first ones, as further columns of one wide row.
@@ -96,7 +96,7 @@ class DeepStackInfo(GenericProcessingInfo):
     GenericMultiModalProcessor, info=DeepStackInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class DeepStackModel(MRopeModel):
-    """What is seen reaches the first layers too, not the embeddings alone.
+    """Pass encoder rows to the first layers too, not the embeddings alone.
 
     Rows of `hidden_size` for the embeddings, and as many again for each of the first layers.
     """
@@ -106,7 +106,7 @@ class DeepStackModel(MRopeModel):
         return _row_size(self.hf_config, self.hidden_size)
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
-        """As the base class; embeddings as wide as rows carry those of further layers."""
+        """Do as the base class; embeddings as wide as rows carry those of further layers."""
         width = self.hidden_size
         if embeds.shape[-1] == width:
             return super().call_decoder(decoder, embeds, positions)

@@ -1,7 +1,7 @@
-"""Qwen2.5-Omni's thinker: pictures, videos and recordings in one prompt, answered in text.
+"""Qwen2.5-Omni's thinker: images, videos and audio in one prompt, answered in text.
 
 Xu et al., "Qwen2.5-Omni Technical Report" (2025). Positions have three axes, as in Qwen2-VL; a
-recording's rows take them as text does, and a video's frames lie as far apart as seconds do. The
+audio's rows take them as text does, and a video's frames lie as far apart as seconds do. The
 talker, which would speak the answer, is left out of a whole checkpoint; and a video's own sound
 woven into its frames (`use_audio_in_video`) is not built.
 """
@@ -87,7 +87,7 @@ class OmniInfo(GenericProcessingInfo):
 
 
 class OmniMultiModalProcessor(GenericMultiModalProcessor):
-    """As the HF processor says, and no sound woven into videos."""
+    """Sample as the HF processor says, and no sound woven into videos."""
 
     def merged_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """See the base class. Raises InvalidRequestError for `use_audio_in_video`."""
@@ -115,20 +115,20 @@ class OmniThinker(MRopeModel):
         return super().probe(_thinker_config(hf_config))
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """As the base class; recordings are `input_features` [n, mel bins, frames] with
+        """Do as the base class; audio is `input_features` [n, mel bins, frames] with
         `feature_attention_mask` [n, frames], 1 where there is sound."""
         rows = super().embed_multimodal(**kwargs)
         mask = kwargs.get("feature_attention_mask")
         if not isinstance(mask, Tensor) or kwargs.get("input_features") is None:
             return rows
-        # The tower gives those of all recordings as one.
+        # The tower gives those of all audio as one.
         sizes = [count_audio_rows(length) for length in mask.sum(-1).tolist()]
         return list(torch.split(torch.cat(list(rows)), sizes))
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
     ) -> tuple[Tensor, int]:
-        """As the base class, which leaves it to transformers' `get_rope_index`.
+        """Do as the base class, which leaves it to transformers' `get_rope_index`.
 
         That one finds media by the tokens around them, which a prompt need not have; with them, the
         positions are the same.

@@ -47,7 +47,7 @@ class PerLayerModel(TransformersModel):
 
     @property
     def bidirectional(self) -> str | None:
-        """Which tokens see those behind them: "vision" (a picture's), "all" or None."""
+        """Kind of tokens that see those behind them: "vision" (an image's), "all" or None."""
         found: str | None = getattr(self.text_config, "use_bidirectional_attention", None)
         return found
 
@@ -75,7 +75,7 @@ class PerLayerModel(TransformersModel):
         return torch.cat([embeds, decoder.get_per_layer_inputs(input_ids).flatten(-2)], dim=-1)
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
-        """As the base class, on embeddings as `embed` makes them."""
+        """Do as the base class, on embeddings as `embed` makes them."""
         if not self.per_layer_size:
             return super().call_decoder(decoder, embeds, positions)
         first, layers = torch.split(embeds, [self.hidden_size, self.per_layer_size], dim=-1)
@@ -96,7 +96,8 @@ class PerLayerText(PerLayerModel):
 
 
 class Gemma3nTextPart(Gemma3nTextConfig):  # type: ignore[misc]
-    """What a checkpoint's config.json says of its text model; of the towers nothing is read."""
+    """Read what a checkpoint's config.json says of its text model; of the towers nothing is
+    read."""
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,7 +141,7 @@ class Gemma3n(PerLayerText):
 
 
 class Gemma4ProcessingInfo(GenericProcessingInfo):
-    """Recordings only where the config has a tower for them: transformers' processor always has."""
+    """Audio only where the config has a tower for them: transformers' processor always has."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
         super().__init__(ctx)
@@ -153,18 +154,18 @@ class Gemma4ProcessingInfo(GenericProcessingInfo):
     GenericMultiModalProcessor, info=Gemma4ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class Gemma4(PerLayerModel, Gemma3):
-    """In some sizes a picture's soft tokens see each other both ways, in layers with a window.
+    """Let an image's soft tokens see each other both ways, in layers with a window.
 
     Layers without one are causal throughout, unlike Gemma 3's.
     """
 
     def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> Tensor | None:
-        """A block for every run of a picture's soft tokens, where the config wants them."""
+        """A block for every run of an image's soft tokens, where the config wants them."""
         seen = [item for item in items if item.modality != "audio"]
         return super().blocks(token_ids, seen) if self.bidirectional == "vision" else None
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """As the base class; of recordings the rows that hold sound.
+        """Do as the base class; of audio the rows that hold sound.
 
         `input_features` [n, frames, mel bins] with `input_features_mask` [n, frames].
         """
@@ -187,7 +188,7 @@ class Gemma4(PerLayerModel, Gemma3):
         *,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """As the base class; blocks are for the groups of layers that have a window."""
+        """Do as the base class; blocks are for the groups of layers that have a window."""
         groups = zip(metadata, self.kv_groups, strict=True)
         metadata = [_causal(meta) if group.window is None else meta for meta, group in groups]
         return super().forward(inputs_embeds, positions, metadata, encoded, rows=rows)

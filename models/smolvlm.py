@@ -1,7 +1,7 @@
 """SmolVLM and SmolVLM2: Idefics 3 in small, with videos.
 
 Marafioti et al., "SmolVLM: Redefining small and efficient multimodal models" (2025). A video is its
-frames, each a picture that is not cut up, behind its time.
+frames, each an image that is not cut up, behind its time.
 """
 
 from __future__ import annotations
@@ -35,4 +35,4 @@ class SmolVLMProcessingInfo(GenericProcessingInfo):
     GenericMultiModalProcessor, info=SmolVLMProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class SmolVLM(GenericModel):
-    """Nothing of its own: frames go through `get_image_features`, as pictures do."""
+    """Nothing of its own: frames go through `get_image_features`, as images do."""

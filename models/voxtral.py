@@ -1,7 +1,7 @@
 """Voxtral: a Whisper tower over chunks of 30 seconds, four of its states to a row, and Llama.
 
-Liu et al., "Voxtral" (2025). A recording is padded with silence to whole chunks, each of which the
-tower hears on its own, and stands in the prompt as one `[BEGIN_AUDIO]` and an `[AUDIO]` for each
+Liu et al., "Voxtral" (2025). Audio is padded with silence to whole chunks, each of which the tower
+hears on its own, and stands in the prompt as one `[BEGIN_AUDIO]` and an `[AUDIO]` for each
 row, 375 in a chunk. transformers' processor takes media through mistral_common's chat requests
 only; here the same tokens and features are made from a prompt like any other.
 """
@@ -36,9 +36,9 @@ from aioengine.processors.registry import MULTIMODAL_REGISTRY
 __all__ = ["Voxtral", "VoxtralDummyInputsBuilder", "VoxtralInfo", "VoxtralMultiModalProcessor"]
 
 MOST_CHUNKS = 60
-"""Of the longest recording for which memory is laid out: half an hour, as the authors name it."""
+"""Of the longest audio for which memory is laid out: half an hour, as the authors name it."""
 CHUNKS_AT_ONCE = 8
-"""That go through the tower together, so that its memory does not grow with the recording."""
+"""That go through the tower together, so that its memory does not grow with the audio."""
 # What mistral_common writes for its seventh tokenizer version; the checkpoints bring no template.
 CHAT_TEMPLATE = (
     "<s>{% for message in messages %}"
@@ -101,13 +101,13 @@ class VoxtralInfo(BaseProcessingInfo):
         return int(config.max_source_positions * config.hidden_size // config.intermediate_size)
 
     def get_num_audio_tokens(self, *, num_samples: int) -> int:
-        """Encoder rows of a recording; its last chunk counts whole."""
+        """Encoder rows of an audio item; its last chunk counts whole."""
         return -(-num_samples // self.get_chunk_samples()) * self.get_rows_per_chunk()
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Of half an hour, or of what a prompt can hold."""
+        """Length of half an hour, or of what a prompt can hold."""
         rows = self.get_rows_per_chunk()
         longest = seq_len or int(self.get_hf_config().text_config.max_position_embeddings)
         return {"audio": rows * max(1, min(MOST_CHUNKS, longest // rows))}
@@ -150,7 +150,7 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
     def _call_hf_processor(
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, Any]:
-        """`input_features`: a tensor [chunks, mel bins, frames] for each recording."""
+        """`input_features`: a tensor [chunks, mel bins, frames] for each audio item."""
         recordings: Any = mm_data["audio"]
         return {"input_features": [self._mel(samples) for samples in recordings]}
 
@@ -206,10 +206,10 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
     VoxtralMultiModalProcessor, info=VoxtralInfo, dummy_inputs=VoxtralDummyInputsBuilder
 )
 class Voxtral(TransformersModel):
-    """Recordings of any length."""
+    """Audio of any length."""
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """Rows [n, rows, hidden] of n recordings of equally many chunks.
+        """Rows [n, rows, hidden] of n audio items of equally many chunks.
 
         `input_features` [n, chunks, mel bins, frames]; or `audio_embeds`, which pass through.
         """
@@ -225,7 +225,7 @@ class Voxtral(TransformersModel):
         return torch.cat(rows).reshape(len(features), -1, self.hidden_size)
 
     def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
-        """See the base class. transformers takes the chunks of all recordings as one batch."""
+        """See the base class. transformers takes the chunks of all audio as one batch."""
         if not prompt.items:
             return run_whole(self.model, prompt, rows)
         chunks = torch.cat([item.features["input_features"] for item in prompt.items])

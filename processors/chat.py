@@ -220,7 +220,7 @@ class ChatRenderer:
         return str(rendered)
 
     def _survives(self, content: str | list[dict[str, str]]) -> bool:
-        """Whether the template reads content of this kind."""
+        """Return whether the template reads content of this kind."""
         try:
             rendered = self._apply_template([{"role": "user", "content": content}])
         except Exception:  # A template for one kind may do anything with the other.
@@ -247,7 +247,7 @@ class ChatRenderer:
     # Tokenising what came out.
 
     def _find_literals(self) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
-        """What user text must not be able to say: special tokens, and what the family expands.
+        """List what user text must not be able to say: special tokens, and what the family expands.
 
         A pattern for these, and one for them between marks, which finds marks alone too.
         """

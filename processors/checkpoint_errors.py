@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint's folder, in words: which file or token, and the way out.
+"""Diagnosis of a checkpoint's folder, in words: which file or token, and the way out.
 
 transformers' own errors name a class or a whole path, and seldom the file; what they say is kept
 where nothing better is known, without the folders on the way to it.
@@ -62,7 +62,8 @@ def read_settings(file: Path, source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def explain(what: str, source: str, hf_config: Any, error: Exception | None) -> str:
-    """Why "tokenizer" or "processor" of a folder or hub id could not be loaded. Never raises.
+    """Explain why "tokenizer" or "processor" of a folder or hub id could not be loaded. Never
+    raises.
 
     `error` is what transformers raised; None if what it says must not be told.
     """
@@ -77,7 +78,7 @@ def explain(what: str, source: str, hf_config: Any, error: Exception | None) -> 
 
 
 def _faults(what: str, folder: Path, hf_config: Any) -> Iterator[str]:
-    """What can be seen of the files without loading them, the likeliest first."""
+    """List what can be seen of the files without loading them, the likeliest first."""
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         yield (
             "the folder has no tokenizer files (tokenizer.json, or a vocabulary of an older kind); "
@@ -98,7 +99,8 @@ def _faults(what: str, folder: Path, hf_config: Any) -> Iterator[str]:
 
 
 def _has_processor(hf_config: Any) -> bool:
-    """Whether transformers has a processor class, and not a mere tokenizer, for such models."""
+    """Return whether transformers has a processor class, and not a mere tokenizer, for such
+    models."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     return getattr(hf_config, "model_type", None) in PROCESSOR_MAPPING_NAMES

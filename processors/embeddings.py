@@ -62,7 +62,7 @@ class EmbeddingItems(ModalityDataItems[torch.Tensor]):
         return {key: _checked_extra(value, f"{name}.{key:.40}") for key, value in extra.items()}
 
     def get_feature_size(self, item_idx: int) -> int:
-        """How many encoder rows the item brings."""
+        """Return how many encoder rows the item brings."""
         return int(self.get(item_idx).shape[0])
 
     def get_processor_data(self) -> Mapping[str, object]:

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """What a caller has given: the prompt, and either half by name; None where nothing."""
+    """Halves that a caller has given: the prompt, and either half by name; None where nothing."""
 
     prompt: TextOrTokens | None = None
     encoder: TextOrTokens | None = None
@@ -75,13 +75,13 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
     def create_encoder_prompt(
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems
     ) -> TextOrTokens:
-        """What the encoder reads, placeholders not expanded: the caller's prompt, or a dummy token
-        for each item where the encoder takes media only."""
+        """Return what the encoder reads, placeholders not expanded: the caller's prompt, or a dummy
+        token for each item where the encoder takes media only."""
 
     def create_decoder_prompt(
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems
     ) -> TextOrTokens:
-        """What the decoder begins with: here the caller's prompt."""
+        """Return what the decoder begins with: here the caller's prompt."""
         return prompt
 
     @property
@@ -101,7 +101,7 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
         return found
 
     def default_decoder_prompt(self) -> list[int]:
-        """What HF `generate` would start with, if the caller says nothing.
+        """Return what HF `generate` would start with, if the caller says nothing.
 
         It would with nothing where no config names a start token. Then the start token and BOS are
         the prompt, and the former is the latter: one BOS.
@@ -165,7 +165,7 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
         return [start, *token_ids]
 
     def has_start(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether a decoder's prompt has its start token already."""
+        """Return whether a decoder's prompt has its start token already."""
         return list(token_ids[:1]) == [start]
 
     def apply(
@@ -203,7 +203,7 @@ class EncDecTextProcessor(EncDecMultiModalProcessor, TextOnlyProcessor):
 
 
 def half_name(half: str, given: TextOrTokens | None) -> str:
-    """What a caller calls what it has given for a half; the prompt, if nothing by name."""
+    """Name what a caller has given for a half; the prompt, if nothing by name."""
     if given is None:
         return "prompt"
     return f"{half}_text" if isinstance(given, str) else f"{half}_token_ids"
@@ -211,7 +211,7 @@ def half_name(half: str, given: TextOrTokens | None) -> str:
 
 @contextmanager
 def _blaming(half: str, given: TextOrTokens | None) -> Iterator[None]:
-    """What is wrong with the prompt in the block is wrong with the half that was given by name."""
+    """Report an error about the prompt in the block for the half that was given by name."""
     try:
         yield
     except InvalidRequestError as error:
@@ -223,7 +223,8 @@ def _blaming(half: str, given: TextOrTokens | None) -> Iterator[None]:
 def start_tokens(
     generation_config: Any, hf_config: Any, bos_token_id: int | None = None
 ) -> list[int]:
-    """What a decoder's prompt begins with: the start token, then those that would be forced.
+    """Compute what a decoder's prompt begins with: the start token, then those that would be
+    forced.
 
     `generation_config`: transformers', or None; `hf_config`: the model's; `bos_token_id`: the
     tokenizer's, the start token where neither has one. Raises ModelLoadError where there is none at
@@ -247,7 +248,7 @@ def start_tokens(
 
 
 def forced_tokens(*configs: Any) -> list[int]:
-    """What the first config that has `forced_decoder_ids` puts behind the start token."""
+    """Find what the first config with `forced_decoder_ids` puts behind the start token."""
     for config in configs:
         pairs = getattr(config, "forced_decoder_ids", None)
         if pairs:

@@ -187,7 +187,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         return ids[places[0] : places[-1] + 1]
 
     def _is_fixed(self, token_id: int) -> bool:
-        """Whether the tokenizer makes this token of its text, whatever stands beside it.
+        """Return whether the tokenizer makes this token of its text, whatever stands beside it.
 
         So it does of added tokens, if they take no spaces from beside them, and unless another one
         may begin or end within them, as with runs of line ends.
@@ -217,7 +217,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         )
 
     def _text_around_rows(self, modality: str, num_rows: int) -> str:
-        """What rows that were computed elsewhere become in the text: one run, in its markers.
+        """Return what rows computed elsewhere become in the text: one run, in its markers.
 
         Raises UnsupportedModalityError where rows lie in several runs: their number does not tell
         them.
@@ -294,7 +294,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
 
 
 def _overlap(token: str, other: str) -> bool:
-    """Whether `other` may reach into `token` from outside, at its start or at its end."""
+    """Return whether `other` may reach into `token` from outside, at its start or at its end."""
     if token[0] not in other[1:] and token[-1] not in other[:-1]:
         return False  # nearly always, and there may be thousands
     for cut in range(1, len(other)):
@@ -316,6 +316,6 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 def _is_small(data: torch.Tensor) -> bool:
-    """Whether these are counts, sizes or grids, which the host reads."""
+    """Return whether these are counts, sizes or grids, which the host reads."""
     is_grid = not data.is_floating_point() and data.ndim <= 2 and data.shape[-1] <= 4
     return is_grid or data.numel() <= 4

@@ -1,4 +1,4 @@
-"""What an HF processor that reports its replacements takes, and how it is asked.
+"""Interface of an HF processor that reports its replacements.
 
 `generic.py` makes items and prompts of it.
 """
@@ -34,7 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Contract:
-    """How HF processors take a modality: `_process_images(images, **images_kwargs)`, say."""
+    """Way in which HF processors take a modality: `_process_images(images, **images_kwargs)`,
+    say."""
 
     modality: str
     keyword: str
@@ -59,7 +60,7 @@ class Contract:
         return f"_{self.modality}_replacement_text"
 
     def is_met_by(self, hf_processor: Any) -> bool:
-        """Whether the HF processor takes the modality and reports its replacements."""
+        """Return whether the HF processor takes the modality and reports its replacements."""
         from transformers.processing_utils import ProcessorMixin
 
         if not isinstance(hf_processor, ProcessorMixin):
@@ -76,7 +77,7 @@ class Contract:
         return options.issuperset(self.extra_parameters(hf_processor))
 
     def extra_parameters(self, hf_processor: Any) -> list[str]:
-        """What the method takes by name, beside the items and whatever options there are."""
+        """List what the method takes by name, beside the items and whatever options there are."""
         _, *others = inspect.signature(getattr(hf_processor, self.process)).parameters.values()
         return [each.name for each in others if each.kind is not inspect.Parameter.VAR_KEYWORD]
 
@@ -89,7 +90,7 @@ CONTRACTS = (
 
 
 class GenericProcessingInfo(BaseProcessingInfo):
-    """What the HF processor can do, and how it is asked.
+    """Abilities of the HF processor, and how it is asked.
 
     `contracts`: modality -> how it is processed. Raises ModelLoadError where there is none.
     """
@@ -118,7 +119,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
         }
 
     def get_placeholder(self, modality: str) -> str:
-        """What stands in a prompt for one item."""
+        """Return what stands in a prompt for one item."""
         return str(getattr(self.get_hf_processor(), f"{modality}_token"))
 
     def get_part(self, modality: str) -> Any:
@@ -126,7 +127,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
         return getattr(self.get_hf_processor(), self.contracts[modality].part)
 
     def get_sample_rate(self) -> int:
-        """The rate in Hz at which the HF feature extractor takes recordings."""
+        """The rate in Hz at which the HF feature extractor takes audio."""
         return int(self.get_part("audio").sampling_rate)
 
     def describe_processor(self) -> str:
@@ -183,11 +184,11 @@ class GenericProcessingInfo(BaseProcessingInfo):
         return counts.most_common(1)[0][0]
 
     def get_largest_item(self, modality: str) -> tuple[Any, int]:
-        """Of a few blank dummies the one with the most encoder rows, and how many those are.
+        """Choose of a few blank dummies the one with the most encoder rows, and how many those are.
 
         Found by processing them, once for a context and its clones. A trial and not a bound:
-        pictures of the sizes that the HF processor's settings name (edges, pixels, tiles, grids),
-        a recording as long as the feature extractor takes it (30 s if it does not say), a video of
+        images of the sizes that the HF processor's settings name (edges, pixels, tiles, grids),
+        audio as long as the feature extractor takes it (30 s if it does not say), a video of
         32 frames. Raises ModelLoadError where none can be processed.
         """
         notes = notes_of(self.ctx)
@@ -278,13 +279,13 @@ class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 def notes_of(ctx: ProcessingContext) -> dict[tuple[str, object], Any]:
-    """What was found out about a context's HF processor, for its later clones too."""
+    """Return what was found out about a context's HF processor, for its later clones too."""
     notes: dict[tuple[str, object], Any] = vars(ctx).setdefault("_generic_notes", {})
     return notes
 
 
 def _placeholder_ids(owner: Any, modality: str) -> Iterator[int]:
-    """The ids that a config or an HF processor names; videos may use the pictures'."""
+    """The ids that a config or an HF processor names; videos may use the images'."""
     for name in (modality, "image") if modality == "video" else (modality,):
         for ending in ("token_id", "token_index", "token_ids"):
             value = getattr(owner, f"{name}_{ending}", None)
@@ -313,7 +314,7 @@ _GRIDS = ("image_grid_pinpoints", "split_resolutions")
 
 
 def _image_sizes(part: Any, settings: Mapping[str, Any]) -> list[ImageSize]:
-    """Sizes at which an HF image processor may make the most of a picture, the likeliest first."""
+    """Sizes at which an HF image processor may make the most of an image, the likeliest first."""
 
     def values(names: Sequence[str]) -> list[Any]:
         return [settings.get(name, getattr(part, name, None)) for name in names]

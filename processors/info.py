@@ -1,4 +1,4 @@
-"""What a family knows about its HF processor, and where that processor comes from."""
+"""Knowledge of a family about its HF processor, and the loading of it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ProcessingContext:
 
     @property
     def tokenizer(self) -> Any:
-        """This worker's tokenizer: its HF processor's where that is loaded, else loaded now."""
+        """Tokenizer of this worker: its HF processor's where that is loaded, else loaded now."""
         if self._tokenizer is None:
             # A large vocabulary takes a second to load: not twice.
             self._tokenizer = _tokenizer_in(self._hf_processor)
@@ -70,7 +70,7 @@ class ProcessingContext:
 
     @property
     def hf_processor(self) -> Any:
-        """This worker's HF processor, loaded on first use."""
+        """HF processor of this worker, loaded on first use."""
         if self._hf_processor is None:
             self._hf_processor = self._load("processor", self._processor_factory)
         return self._hf_processor
@@ -150,7 +150,7 @@ def load_context(
 
 
 def _generation_config(source: str, hf_config: Any, revision: str | None) -> Any:
-    """As it is saved, or what of it the model's config holds."""
+    """Load it as it is saved, or what of it the model's config holds."""
     from transformers import GenerationConfig
 
     try:
@@ -160,7 +160,7 @@ def _generation_config(source: str, hf_config: Any, revision: str | None) -> Any
 
 
 class BaseProcessingInfo(ABC):
-    """What layout and admission need to know about a family's processing."""
+    """Facts about a family's processing for layout and admission."""
 
     placeholders_are_text: ClassVar[bool] = False
     """Whether what stands for an item is ordinary text, of which the tokenizer has no token."""
@@ -203,7 +203,7 @@ class BaseProcessingInfo(ABC):
         return self.ctx.hf_config
 
     def get_hf_processor(self, **kwargs: Any) -> Any:
-        """This worker's HF processor; with arguments, a new one that has these settings."""
+        """Return this worker's HF processor; with arguments, a new one that has these settings."""
         return self.ctx.make_hf_processor(**kwargs) if kwargs else self.ctx.hf_processor
 
     def get_image_processor(self, **kwargs: Any) -> Any:
@@ -211,11 +211,11 @@ class BaseProcessingInfo(ABC):
         return self.get_hf_processor(**kwargs).image_processor
 
     def get_tokenizer(self) -> Any:
-        """This worker's tokenizer."""
+        """Return this worker's tokenizer."""
         return self.ctx.tokenizer
 
     def get_sample_rate(self) -> int:
-        """The rate in Hz at which the HF feature extractor takes recordings."""
+        """The rate in Hz at which the HF feature extractor takes audio."""
         hf_processor = self.get_hf_processor()
         extractor = getattr(hf_processor, "feature_extractor", None) or hf_processor
         return int(extractor.sampling_rate)
@@ -288,11 +288,11 @@ class ProcessorInputs:
 
 
 class OnePictureInfo(BaseProcessingInfo):
-    """One picture in a prompt, of as many rows as any other."""
+    """One image in a prompt, of as many rows as any other."""
 
     @abstractmethod
     def get_num_image_tokens(self) -> int:
-        """Encoder rows of any picture."""
+        """Encoder rows of any image."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}

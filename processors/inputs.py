@@ -1,4 +1,4 @@
-"""What the encoder is given for each media item, and where its rows go in the prompt.
+"""Encoder inputs of each media item, and where its rows go in the prompt.
 
 HF processors return one batch for all of a request's media; caches and single flight want items.
 A `MultiModalFieldConfig` says, for each output of the HF processor, how the batch is cut into
@@ -36,13 +36,13 @@ FieldData: TypeAlias = torch.Tensor | list[torch.Tensor]
 
 
 def is_host_only(name: str) -> bool:
-    """Whether an item's tensor of that name is for layouts, and never for the encoder."""
+    """Return whether an item's tensor of that name is for layouts, and never for the encoder."""
     return name.startswith("_")
 
 
 @dataclass(frozen=True, eq=False)
 class PlaceholderRange:
-    """Where one item lies in the prompt: positions [offset, offset + length).
+    """Place of one item in the prompt: positions [offset, offset + length).
 
     `is_embed`: bool tensor `[length]`, True where a position takes an encoder row; None: all do.
     """
@@ -61,7 +61,7 @@ class PlaceholderRange:
 
     @cached_property
     def num_embeds(self) -> int:
-        """How many encoder rows the range takes."""
+        """Return how many encoder rows the range takes."""
         return self.length if self.is_embed is None else int(self.is_embed.sum())
 
     @cached_property
@@ -89,7 +89,7 @@ class PlaceholderRange:
 
 @dataclass(frozen=True)
 class _Field:
-    """How one HF output is cut into items. `split` and `join` are inverses."""
+    """Rule by which one HF output is cut into items. `split` and `join` are inverses."""
 
     modality: str
     keep_on_cpu: bool
@@ -157,7 +157,7 @@ class _Shared(_Field):
 
 
 class MultiModalFieldConfig:
-    """How one output of the HF processor belongs to the items of a modality.
+    """Relation of one output of the HF processor to the items of a modality.
 
     `keep_on_cpu` marks small tensors that the host reads (grids, counts), so that they are not sent
     to the device and back.
@@ -210,7 +210,7 @@ class MultiModalFieldConfig:
 
 
 class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
-    """What the encoder is given for one item: name -> contiguous CPU tensor that the item owns.
+    """Encoder input of one item: name -> contiguous CPU tensor that the item owns.
 
     The tensors share no storage with the item's batch neighbours, so caching one item keeps only
     that item's bytes alive.
@@ -244,11 +244,11 @@ class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def field(self, name: str) -> _Field:
-        """How the tensor of that name is batched."""
+        """Return how the tensor of that name is batched."""
         return self._fields[name]
 
     def keep_on_cpu(self, name: str) -> bool:
-        """Whether the host reads this tensor, so that it should stay in its memory."""
+        """Return whether the host reads this tensor, so that it should stay in its memory."""
         return self._fields[name].keep_on_cpu
 
     def __repr__(self) -> str:

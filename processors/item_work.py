@@ -67,19 +67,19 @@ def _import_controller() -> Any:
 ThreadpoolController = _import_controller()
 
 BAND_PIXELS = 1 << 16
-"""Of a picture that is turned into bytes at once, with the GIL held."""
+"""Of an image that is turned into bytes at once, with the GIL held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the layout gave one item: so many tokens, and which of them take encoder rows."""
+    """Share of a layout that one item has: so many tokens, and which of them take encoder rows."""
 
     length: int
     embed_runs: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, layout: Layout, modality: str, index: int) -> Promise:
-        """That of one item of a prompt's layout."""
+        """Take that of one item of a prompt's layout."""
         placed = layout.placeholders[modality][index]
         return cls(placed.length, placed.embed_runs)
 
@@ -94,7 +94,7 @@ class Promise:
         return Layout(token_ids=[], placeholders={modality: [placed] * (index + 1)})
 
     def pack(self) -> list[Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return [self.length, [list(run) for run in self.embed_runs]]
 
     @classmethod
@@ -187,7 +187,7 @@ class Described(NamedTuple):
 def describe(source: MediaSource[Any, Any] | Embeddings) -> Described:
     """A source, or `Embeddings`, taken apart, so that `rebuild` makes one of the same content.
 
-    Encoded media stay encoded, and an array stays what it is. A picture of Pillow's, samples and
+    Encoded media stay encoded, and an array stays what it is. An image of Pillow's, samples and
     frames are decoded here: the caller's objects can be in too many states to be told of, and what
     they cost to read is paid for their identity anyway. Raises MediaError, from decoding.
     """
@@ -249,7 +249,7 @@ def rebuild(
 
 
 class _Decoded:
-    """What was decoded before it came here."""
+    """Source that was decoded before it came here."""
 
     def __init__(self, content: Any) -> None:
         self._content = content
@@ -259,11 +259,11 @@ class _Decoded:
         return self._content
 
     def verify(self) -> None:
-        """Where it was decoded, it was looked at."""
+        """Do nothing: where it was decoded, it was checked."""
 
 
 def _bands(picture: Image.Image) -> Iterator[bytes]:
-    """The pixels of an RGB picture, some rows at a time."""
+    """The pixels of an RGB image, some rows at a time."""
     width, height = picture.size
     num_rows = max(1, BAND_PIXELS // width)
     for upper in range(0, height, num_rows):

@@ -34,7 +34,7 @@ OtherItemsT = TypeVar("OtherItemsT", bound="ModalityDataItems[Any]")
 
 
 class ImageSize(NamedTuple):
-    """A picture's size in pixels, as it is shown (EXIF orientation applied)."""
+    """An image's size in pixels, as it is shown (EXIF orientation applied)."""
 
     width: int
     height: int
@@ -42,10 +42,10 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What a picture's header tells without decoding it.
+    """Header of an image, read without decoding it.
 
     `mode` and `format` are Pillow's names (`format` is None for pixels in memory); `orientation` is
-    the EXIF value, 1 to 8, still to be applied when the picture is decoded.
+    the EXIF value, 1 to 8, still to be applied when the image is decoded.
     """
 
     size: ImageSize
@@ -56,7 +56,8 @@ class ImageHeader:
 
 @dataclass(frozen=True, slots=True)
 class AudioHeader:
-    """What is known of a recording before it is decoded: mono samples, at the model's rate (Hz)."""
+    """Header of an audio item, read before it is decoded: mono samples, at the model's rate
+    (Hz)."""
 
     num_samples: int
     sample_rate: int
@@ -64,7 +65,7 @@ class AudioHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioClip:
-    """A decoded recording: `samples` float32 `[num_samples]`, mono, at `sample_rate` (Hz)."""
+    """A decoded audio item: `samples` float32 `[num_samples]`, mono, at `sample_rate` (Hz)."""
 
     samples: np.ndarray[Any, Any]
     sample_rate: int
@@ -72,10 +73,10 @@ class AudioClip:
 
 @dataclass(frozen=True, slots=True)
 class VideoHeader:
-    """What is known of a video before it is decoded.
+    """Header of a video, read before it is decoded.
 
     `size` of a frame; `indices`: the frames that are taken, of `num_source_frames`, which come
-    `fps` in a second (None: not known, as for a list of pictures).
+    `fps` in a second (None: not known, as for a list of images).
     """
 
     size: ImageSize
@@ -85,7 +86,7 @@ class VideoHeader:
 
     @property
     def num_frames(self) -> int:
-        """How many frames the model is given."""
+        """Return how many frames the model is given."""
         return len(self.indices)
 
 
@@ -111,7 +112,7 @@ class ModalityDataItems(ABC, Generic[ItemT]):
         return (self.get(index) for index in range(len(self)))
 
     def get_count(self) -> int:
-        """How many items there are."""
+        """Return how many items there are."""
         return len(self)
 
     def get(self, index: int) -> ItemT:
@@ -124,13 +125,14 @@ class ModalityDataItems(ABC, Generic[ItemT]):
 
     @abstractmethod
     def get_processor_data(self) -> Mapping[str, object]:
-        """What the HF processor is given, under its plural keyword; empty if it need not run."""
+        """Return what the HF processor is given, under its plural keyword; empty if it need not
+        run."""
 
 
 class ImageProcessorItems(ModalityDataItems[Any]):
-    """Pictures for the HF image processor.
+    """Images for the HF image processor.
 
-    An entry is a decoded picture (`PIL.Image`, or an array in HWC order), or an `ImageHeader` while
+    An entry is a decoded image (`PIL.Image`, or an array in HWC order), or an `ImageHeader` while
     only the layout is wanted.
     """
 
@@ -138,14 +140,14 @@ class ImageProcessorItems(ModalityDataItems[Any]):
         super().__init__(items, "image")
 
     def get(self, index: int) -> Any:
-        """The decoded picture. Raises ValueError if only its header is here."""
+        """The decoded image. Raises ValueError if only its header is here."""
         item = self._items[index]
         if isinstance(item, ImageHeader):
             raise ValueError(f"image {index} is not decoded, only its header is known")
         return item
 
     def get_image_size(self, item_idx: int) -> ImageSize:
-        """The picture's size, from the header if it is not decoded yet."""
+        """The image's size, from the header if it is not decoded yet."""
         item = self._items[item_idx]
         if isinstance(item, ImageHeader | Image.Image):
             return ImageSize(*item.size)
@@ -157,13 +159,13 @@ class ImageProcessorItems(ModalityDataItems[Any]):
 
 
 class AudioProcessorItems(ModalityDataItems[Any]):
-    """Recordings for the HF feature extractor: `AudioClip`, or `AudioHeader` for a layout."""
+    """Audio for the HF feature extractor: `AudioClip`, or `AudioHeader` for a layout."""
 
     def __init__(self, items: Sequence[AudioClip | AudioHeader]) -> None:
         super().__init__(items, "audio")
 
     def get(self, index: int) -> AudioClip:
-        """The decoded recording. Raises ValueError if only its header is here."""
+        """The decoded audio. Raises ValueError if only its header is here."""
         item = self._items[index]
         if not isinstance(item, AudioClip):
             raise ValueError(f"audio {index} is not decoded, only its header is known")
@@ -199,7 +201,7 @@ class VideoProcessorItems(ModalityDataItems[Any]):
         return header
 
     def get_num_frames(self, item_idx: int) -> int:
-        """How many frames the model is given."""
+        """Return how many frames the model is given."""
         return self.get_header(item_idx).num_frames
 
     def get_frame_size(self, item_idx: int) -> ImageSize:
@@ -248,7 +250,7 @@ class MultiModalDataItems(Mapping[str, ModalityDataItems[Any]]):
         return len(self._items)
 
     def get_count(self, modality: str) -> int:
-        """How many items of that modality there are."""
+        """Return how many items of that modality there are."""
         group = self._items.get(modality)
         return 0 if group is None else len(group)
 
@@ -257,7 +259,8 @@ class MultiModalDataItems(Mapping[str, ModalityDataItems[Any]]):
         return {modality: len(group) for modality, group in self._items.items()}
 
     def parts(self) -> list[tuple[MultiModalDataItems, dict[str, Sequence[int]]]]:
-        """What a family is asked for at once, with the items' places: all, if nothing is mixed."""
+        """Return what a family is asked for at once, with the items' places: all, if nothing is
+        mixed."""
         parts: list[dict[str, tuple[ModalityDataItems[Any], Sequence[int]]]] = [{}, {}]
         for modality, group in self._items.items():
             if isinstance(group, MixedItems):

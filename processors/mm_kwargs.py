@@ -1,7 +1,7 @@
 """A request's own options for the HF processor: copied, counted, and held to what an item may cost.
 
 They may come from anybody, and reach code that was written for a developer's own settings: asked
-for it, that would make gigabytes of a small picture. The engine's `mm_processor_kwargs` are the
+for it, that would make gigabytes of a small image. The engine's `mm_processor_kwargs` are the
 application's own, and nothing here is asked of them.
 """
 
@@ -26,7 +26,7 @@ MAX_BITS = 62
 MAX_COUNT = 64
 """Of whatever an option counts, where the processor's own setting is not larger by itself."""
 TILE_PIXELS = 448 * 448
-"""Of one of the tiles into which pictures are cut."""
+"""Of one of the tiles into which images are cut."""
 MAX_EDGE = 4096
 """Larger numbers in a processor's own `size` count pixels, whatever they are called."""
 
@@ -56,7 +56,7 @@ def check_cost(
 ) -> None:
     """Raise InvalidRequestError for options that would make more of an item than one may be.
 
-    `options`: as `copy_options` gave them; `size`: of the picture, or of each frame. They are held
+    `options`: as `copy_options` gave them; `size`: of the image, or of each frame. They are held
     to `max_image_pixels` and `max_video_pixels`, as they are when they come; any other number to
     four times the HF processor's own.
     """
@@ -115,7 +115,7 @@ class _Copier:
 
 
 class _Bounds:
-    """What the options of one item may say."""
+    """Bounds on the options of one item."""
 
     def __init__(self, part: Any, aspect: float, max_pixels: int) -> None:
         self._part = part
@@ -144,7 +144,7 @@ class _Bounds:
                 self._check_count(name, value)
 
     def _pixels_of(self, value: Any, *, is_count: bool) -> float:
-        """The pixels of the largest picture that a size can mean for this one."""
+        """The pixels of the largest image that a size can mean for this one."""
         if isinstance(value, Mapping):
             return self._pixels_of_mapping(value)
         numbers = _flat_numbers(value)
@@ -165,7 +165,7 @@ class _Bounds:
 
     @staticmethod
     def _product(edges: Mapping[str, float]) -> float:
-        """Of two edges; of one with itself."""
+        """Multiply two edges; one with itself."""
         known = [edge for edge in edges.values() if edge]
         return math.prod(known) if len(known) == 2 else max(known, default=0) ** 2
 

@@ -1,4 +1,5 @@
-"""From a prompt and its media to token ids, placeholder ranges, and what the encoder is given.
+"""Processing of a prompt and its media into token ids, placeholder ranges, and what the encoder is
+given.
 
 Text and media never go through the HF processor together. The text is tokenised as it is, the media
 are processed beside a dummy text, and the placeholders are expanded by this module according to the
@@ -91,7 +92,7 @@ class BaseMultiModalProcessor(ABC):
     def _get_mm_fields_config(
         self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        """How the HF processor's outputs belong to items: output name -> field."""
+        """Return how the HF processor's outputs belong to items: output name -> field."""
 
     @abstractmethod
     def _get_prompt_updates(
@@ -100,14 +101,15 @@ class BaseMultiModalProcessor(ABC):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargs,
     ) -> Sequence[PromptUpdate]:
-        """What the HF processor does to the text for each item.
+        """Return what the HF processor does to the text for each item.
 
         `mm_items` may know headers only, and `out_mm_kwargs` be empty, unless
         `layout_needs_hf_outputs` says otherwise.
         """
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
-        """What the HF processor does to the tokens whatever media there are; here nothing."""
+        """Return what the HF processor does to the tokens whatever media there are; here
+        nothing."""
         return prompt_tokens
 
     def _call_hf_processor(
@@ -122,9 +124,9 @@ class BaseMultiModalProcessor(ABC):
         return outputs
 
     def _preprocess_resizes_first(self, image_processor: Any, options: Mapping[str, Any]) -> bool:
-        """Whether the image processor's own `_preprocess` begins by resizing each picture.
+        """Return whether the image processor's own `_preprocess` begins by resizing each image.
 
-        Then large pictures are resized before they become arrays, which is faster and changes no
+        Then large images are resized before they become arrays, which is faster and changes no
         bit. Not asked where `_preprocess` is transformers' stock one.
         """
         return False
@@ -311,7 +313,8 @@ class BaseMultiModalProcessor(ABC):
         return self._apply_prompt_updates(plain, updates)
 
     def _has_open_ends(self, updates: ResolvedUpdates) -> bool:
-        """Whether the text beside an update may merge with it, so that the text is expanded."""
+        """Return whether the text beside an update may merge with it, so that the text is
+        expanded."""
         return has_open_ends(updates, self.info.get_tokenizer())
 
     def _apply_prompt_updates(
@@ -332,7 +335,8 @@ class BaseMultiModalProcessor(ABC):
         outputs: Mapping[str, Sequence[MultiModalKwargsItem]],
         indices: Mapping[str, Sequence[int]] | None = None,
     ) -> ResolvedUpdates:
-        """What the family says for each item; `indices`: their places, if these are not all."""
+        """Collect what the family says for each item; `indices`: their places, if these are not
+        all."""
         merged, tokenizer = self.merged_kwargs(mm_kwargs), self.info.get_tokenizer()
         parts = []
         for part, places in items.parts() or [(items, {})]:

@@ -1,4 +1,4 @@
-"""Which processor belongs to which model class."""
+"""Registry of the processor of each model class."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MultiModalRegistry:
         return register
 
     def is_multimodal(self, model_cls: type[Any]) -> bool:
-        """Whether a processor is registered for the class or one that it derives from."""
+        """Return whether a processor is registered for the class or one that it derives from."""
         return any(base in self._entries for base in model_cls.__mro__)
 
     def find_info(self, model_cls: type[Any]) -> type[BaseProcessingInfo]:

@@ -1,4 +1,4 @@
-"""Helpers for models that write down speech: a prompt's tokens, windows of long recordings."""
+"""Helpers for models that write down speech: a prompt's tokens, windows of long audio."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class SupportsTranscription(Protocol):
     """A processor of a model that writes down speech, in windows as long as it hears."""
 
     def create_transcription_prompt(self, language: str | None, context: str) -> list[int]:
-        """What the decoder begins with. `language`: its code or English name; None: the model's
-        own. `context`: what was said before. Raises InvalidRequestError where it cannot know."""
+        """Build what the decoder begins with. `language`: its code or English name; None: the
+        model's own. `context`: what was said before. Raises InvalidRequestError where it cannot
+        know."""
 
     def get_audio_window(self) -> tuple[int, int]:
-        """The longest recording that the model hears: samples, and their rate in Hz."""
+        """The longest audio that the model hears: samples, and their rate in Hz."""
 
 
 def whisper_prompt(
@@ -70,10 +71,10 @@ def cut_windows(
     window_s: float = 30.0,
     search_s: float = 3.0,
 ) -> list[tuple[np.ndarray[Any, np.dtype[Any]], int]]:
-    """A recording [n] as windows of `window_s` at most, each `(samples, sample_rate)`.
+    """An audio item [n] as windows of `window_s` at most, each `(samples, sample_rate)`.
 
     A window ends where it is quietest in its last `search_s`, so that words are left whole. The
-    windows are views, and joined they are the recording. Raises InvalidRequestError.
+    windows are views, and joined they are the audio. Raises InvalidRequestError.
     """
     if samples.ndim != 1:
         raise InvalidRequestError("samples must be [n], of one channel", parameter="samples")

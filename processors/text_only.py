@@ -15,7 +15,7 @@ __all__ = ["TextOnlyDummyInputs", "TextOnlyInfo", "TextOnlyProcessor"]
 
 
 class TextOnlyInfo(BaseProcessingInfo):
-    """For models that take no media."""
+    """Processing for models that take no media."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {}
@@ -27,7 +27,7 @@ class TextOnlyInfo(BaseProcessingInfo):
 
 
 class TextOnlyDummyInputs(BaseDummyInputsBuilder):
-    """For models that take no media."""
+    """Processing for models that take no media."""
 
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -36,7 +36,7 @@ class TextOnlyDummyInputs(BaseDummyInputsBuilder):
 
 
 class TextOnlyProcessor(BaseMultiModalProcessor):
-    """For models that take no media: text is tokenised, token ids pass through."""
+    """Processing for models that take no media: text is tokenised, token ids pass through."""
 
     def _get_mm_fields_config(
         self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]

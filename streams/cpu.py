@@ -15,7 +15,7 @@ class CpuDevice(QueuedDevice):
     """Jobs are done one after the other, on the launch thread itself.
 
     An encoder's run on the processors that decode other media takes twice its time, and so do they:
-    it begins when they are done, or after as long as a few pictures take.
+    it begins when they are done, or after as long as a few images take.
     """
 
     run_ahead = 0

@@ -37,7 +37,7 @@ class Mark(Protocol):
 
 
 class Driver(Protocol):
-    """What a `CudaDevice` needs of the device. Called on the launch thread."""
+    """Interface that a `CudaDevice` needs of the device. Called on the launch thread."""
 
     def start(self) -> None:
         """Before the first job."""

@@ -23,7 +23,7 @@ DECODER, ENCODER = "decoder", "encoder"
 
 
 class Device(Protocol):
-    """Where jobs run. Methods are called on the loop that the device was made for.
+    """Device that runs jobs. Methods are called on the loop that the device was made for.
 
     `run_ahead` is how many steps may be planned before the oldest has committed. `gather_s` is how
     long an item that is ready for the encoder waits for others that are being made ready.
@@ -151,7 +151,7 @@ class QueuedDevice(ABC):
 
     @abstractmethod
     def _launch_all(self) -> None:
-        """On the launch thread: take jobs (`_next`) until there are none, and settle each."""
+        """Run on the launch thread: take jobs (`_next`) until there are none, and settle each."""
 
     def _longest_streak(self) -> int:
         patience = self._encodes[0].patience

@@ -34,7 +34,7 @@ class SharedJobs:
         self._ending: set[asyncio.Task[Any]] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether `join` would wait for a job that is there already."""
+        """Return whether `join` would wait for a job that is there already."""
         return key in self._jobs and not self._jobs[key].has_failed
 
     async def aclose(self) -> None:

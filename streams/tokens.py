@@ -31,7 +31,7 @@ class StreamStatistics:
 
 
 class _Mailbox:
-    """What sink and stream share."""
+    """State that sink and stream share."""
 
     def __init__(
         self, close_request: Callable[[], object], loop: asyncio.AbstractEventLoop | None
@@ -53,7 +53,7 @@ class _Mailbox:
         return self.is_closed or self.output is not None or self.error is not None
 
     def wake_readers(self) -> None:
-        """There is a new delta."""
+        """Announce a new delta."""
         for waiter in self.readers:
             if not waiter.done():
                 waiter.set_result(None)
@@ -168,7 +168,8 @@ class TokenStream:
         return self._take()
 
     def receive_nowait(self) -> Delta | None:
-        """What is there now, or None. Raises the request's error, once all tokens are out."""
+        """Return what is there now, or None. Raises the request's error, once all tokens are
+        out."""
         return self._take()
 
     def _take(self) -> Delta | None:

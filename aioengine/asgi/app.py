@@ -56,7 +56,7 @@ def openai_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starle
 
 
 def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
-    """What `python -m aioengine serve` serves: the same below /v1, beside a status page at /.
+    """Build the app of `python -m aioengine serve`: the same below /v1, beside a status page at /.
 
     Arguments as in `openai_app`. A browser that has no key asks its user: any name, and the key as
     the password.

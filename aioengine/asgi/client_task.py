@@ -74,7 +74,7 @@ async def _client_leaves(receive: Receive) -> None:
 async def failures_in(
     events: EventStream, translate: Callable[[Exception], Exception] = lambda error: error
 ) -> AsyncIterator[None]:
-    """What goes wrong once events have begun is the last of them; before, it is raised."""
+    """Report an error: once events have begun it is the last of them; before, it is raised."""
     try:
         yield
     except ClientDisconnect:

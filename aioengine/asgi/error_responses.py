@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's clients expect to hear of it."""
+"""Errors as OpenAI's clients expect them."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class BoundedBody:
 
 
 async def read_object(receive: BoundedBody, read: Callable[[dict[str, Any]], Read]) -> Read:
-    """What `read` makes of the JSON object that is the whole body; a large one is read in a thread.
+    """Apply `read` to the JSON object that is the whole body; a large one in a thread.
 
     Base64 where media stand is `bytes` in a large one. Raises ApiError, ClientDisconnect, and what
     `read` raises.

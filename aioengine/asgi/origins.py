@@ -61,7 +61,7 @@ def _listed(given: str | Sequence[str] | None) -> Sequence[str] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without a port, is this machine's own."""
+    """Return whether a name or an address, without a port, is this machine's own."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -78,7 +78,7 @@ ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What one request asks for. A chat has one prompt. `model`: None takes the one there is.
+    """Fields of one request. A chat has one prompt. `model`: None takes the one there is.
 
     `aliases`: the engine's names of parameters -> those that the client has used.
     """

@@ -55,7 +55,7 @@ class Answer(ABC):
         return {"id": self.id, "object": self.whole, **self._head, "choices": choices, **usage}
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        """What a delta of the request `number` adds; half a character adds nothing yet.
+        """Write what a delta of the request `number` adds; half a character adds nothing yet.
 
         A delta of many tokens with logprobs, as a slow reader gets, makes several chunks.
         """
@@ -104,11 +104,11 @@ class Answer(ABC):
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
-        """Where a finished completion has its text."""
+        """Field of a finished completion that has its text."""
 
     @abstractmethod
     def _addition(self, text: str) -> dict[str, Any]:
-        """Where a chunk has its text."""
+        """Field of a chunk that has its text."""
 
     @abstractmethod
     def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class TextAnswer(Answer):
 
 
 def _most_probable(entries: Iterable[tuple[Any, Any]], count: int) -> list[Any]:
-    """Of `(Logprob, what is said of it)` pairs, the latter of the `count` most probable, in
+    """Choose from `(Logprob, its entry)` pairs the entries of the `count` most probable, in
     order."""
     ranked = sorted((found.rank, number, said) for number, (found, said) in enumerate(entries))
     return [said for rank, _, said in ranked if rank <= count]

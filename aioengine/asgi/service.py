@@ -1,4 +1,4 @@
-"""What all endpoints of one engine share: its names, its limits and its keys."""
+"""State that all endpoints of one engine share: its names, its limits and its keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODY_TIMEOUT_S = 60.0
 
 
 class ServiceOptions(TypedDict, total=False):
-    """How an engine is served."""
+    """Options for serving an engine."""
 
     model_names: str | Sequence[str] | None
     """Names under which clients ask for the model; None: the model's own."""
@@ -75,7 +75,7 @@ class Service:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """Of the engine's tokenizer; the engine has to be running."""
+        """Token texts of the engine's tokenizer; the engine has to be running."""
         return TokenTexts(self.engine.tokenizer)
 
     def bounded(self, scope: Scope, receive: Receive) -> BoundedBody:

@@ -135,7 +135,8 @@ class _Feed:
                 self._ticking = self._tick = None
 
     async def events(self, seen: int) -> AsyncIterator[bytes]:
-        """What a viewer is sent who has the spans before number `seen`. A slow one skips ticks."""
+        """Yield updates for a viewer who has the spans before number `seen`. A slow one skips
+        ticks."""
         clock = asyncio.get_running_loop().time
         end = clock() + MAX_RESPONSE_S
         tick = self._tick or await self._next()

@@ -1,4 +1,4 @@
-"""What the status page shows: one engine's spans, moments and counters as plain objects.
+"""Model of the status page: one engine's spans, moments and counters as plain objects.
 
 Pure: it knows no clock, no loop and no server. Times that come in are seconds of
 `time.perf_counter()`; those that go out are milliseconds, and spans count from the board's begin.
@@ -130,7 +130,7 @@ class StatusBoard:
         self._num_at[stage] += 1
 
     def note_loop_lag(self, now: float, seconds: float) -> None:
-        """How late the event loop was with a timer."""
+        """Record how late the event loop was with a timer."""
         self._loop_lag.add(now, seconds)
 
     def _note_token(self, event: RequestEvent) -> None:
@@ -209,7 +209,7 @@ class StatusBoard:
         }
 
     def _oldest(self, now: float) -> list[dict[str, object]]:
-        """Those that have been live for longest."""
+        """List those that have been live for longest."""
         return [
             {
                 "id": printable(name),
@@ -260,7 +260,7 @@ def _caches(statistics: EngineStatistics) -> dict[str, dict[str, float | None]]:
 
 
 def _work(stages: Mapping[str, StageStatistics]) -> list[dict[str, float]]:
-    """How often each stage ran, and for how long on average, in the order of STAGES."""
+    """List how often each stage ran, and for how long on average, in the order of STAGES."""
     found = (stages.get(stage, StageStatistics()) for stage in STAGES)
     return [
         {"count": each.count, "mean_ms": _ms(each.total_s / max(1, each.count))} for each in found

@@ -1,7 +1,7 @@
-"""audio/transcriptions: a recording in, however long, and what was said in it out.
+"""audio/transcriptions: an audio item in, however long, and what was said in it out.
 
-A recording longer than the model hears is cut into windows where it is quiet. They are written down
-side by side, and told in order.
+Audio longer than the model hears is cut into windows where it is quiet. They are transcribed side
+by side, and joined in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIELDS = frozenset(
 FORMATS = ("json", "text")
 MAX_FIELD_BYTES = 1 << 16
 AT_ONCE = 8
-"""Windows of one recording."""
+"""Windows of one audio item."""
 MULTIPART = re.compile(r"\s*multipart/form-data\s*(;|$)", re.IGNORECASE)
 UTF8 = re.compile(r"^(?!.*charset)|charset=[\"']?utf-?8", re.IGNORECASE)
 
@@ -47,7 +47,7 @@ Number = TypeVar("Number")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What one request asks for. `data`: the recording's file."""
+    """Fields of one request. `data`: the audio file."""
 
     data: bytes
     model: str | None
@@ -174,7 +174,7 @@ def _about_the_file(error: Exception) -> Exception:
 def _windows(
     data: bytes, config: MediaConfig, max_samples: int, sample_rate: int
 ) -> tuple[list[Any], float]:
-    """The recording in pieces that the model can hear, and its length in seconds.
+    """The audio in pieces that the model can hear, and its length in seconds.
 
     One that is short enough stays a file: it is decoded like any other, and known by its bytes.
     """

@@ -1,4 +1,4 @@
-"""`aioengine bench`: requests of random tokens and pictures, and how fast they are answered."""
+"""`aioengine bench`: requests of random tokens and images, and how fast they are answered."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _random_picture(chance: random.Random, width: int, height: int) -> Any:
 
 
 def _moments(options: argparse.Namespace) -> list[float]:
-    """When each request is sent, in seconds since the first."""
+    """Draw when each request is sent, in seconds since the first."""
     chance = random.Random(options.seed)
     moments = [0.0]
     for _ in range(options.num_prompts - 1):

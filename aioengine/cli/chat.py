@@ -101,7 +101,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
 
 
 class Conversation:
-    """What has been said, and what is to go with the next message."""
+    """Conversation so far, and the media that go with the next message."""
 
     def __init__(self, engine: AsyncEngine, options: argparse.Namespace) -> None:
         """Raises InvalidRequestError where there is nobody to talk to."""

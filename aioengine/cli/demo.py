@@ -1,4 +1,4 @@
-"""`aioengine demo`: pictures described side by side, and how it went."""
+"""`aioengine demo`: images described side by side, and how it went."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def run_demo(options: argparse.Namespace) -> None:
-    """Describe all pictures at once, ask one more question about each, and report."""
+    """Describe all images at once, ask one more question about each, and report."""
     console = Console()
     pictures = options.pictures or demo_pictures()
     console.print(
@@ -109,7 +109,7 @@ async def _round(
     question: str,
     max_tokens: int,
 ) -> tuple[list[Row], float]:
-    """One request for each picture, all at once; the rows and the seconds that it took."""
+    """One request for each image, all at once; the rows and the seconds that it took."""
     rows = [Row(picture) for picture in pictures]
     names = {f"{title} {row.picture.stem}": row for row in rows}
 

@@ -379,7 +379,7 @@ def _close_where_body_is_left(cycle: RequestResponseCycle) -> None:
 
 
 class _BehindHead:
-    """What a protocol hears of a parser once a first head is complete."""
+    """Callbacks of a parser once a first head is complete."""
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         self._protocol = protocol

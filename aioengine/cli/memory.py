@@ -46,7 +46,7 @@ class BurstWatch:
         self._due: float | None = None
 
     def is_over(self, now: float) -> bool:
-        """Whether a burst has just ended; true once for each."""
+        """Return whether a burst has just ended; true once for each."""
         bodies = self._bodies
         if bodies.peak_bytes - bodies.num_bytes >= BURST_BYTES:
             bodies.peak_bytes = bodies.num_bytes

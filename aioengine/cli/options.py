@@ -157,7 +157,7 @@ def _add_fields(
 
 
 def _settings(name: str, hint: Any) -> dict[str, Any] | None:
-    """How a field's value is read from text; None where no text says it."""
+    """Return how a field's value is read from text; None where no text says it."""
     kinds = [each for each in get_args(hint) if each is not NoneType]
     is_optional = isinstance(hint, UnionType) and len(kinds) < len(get_args(hint))
     if isinstance(hint, UnionType):
@@ -212,7 +212,7 @@ def _help(meaning: str, field: Field[Any], default: Any) -> str:
 
 @cache
 def _docstrings(kind: Any) -> dict[str, str]:
-    """What stands under each field in the source; nothing where the source is not at hand."""
+    """Read what stands under each field in the source; nothing where the source is not at hand."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     except (OSError, SyntaxError, ValueError):

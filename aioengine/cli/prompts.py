@@ -1,4 +1,4 @@
-"""What a person types, as a prompt and as sampling parameters for the model at hand."""
+"""Typed text and flags as a prompt and as sampling parameters for the model at hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _tagged(modality: str, text: str) -> tuple[str, str | Path]:
 
 
 def takes_messages(engine: AsyncEngine) -> bool:
-    """Whether the model is spoken to in chat messages: whether it has a template for them."""
+    """Return whether the model is spoken to in chat messages: whether it has a template for
+    them."""
     # torch is there by now; at the top, these would make `--help` take seconds.
     from aioengine.processors.chat import find_template
     from aioengine.processors.encdec import EncDecMultiModalProcessor
@@ -109,7 +110,7 @@ def in_own_words(
 
 
 def sampling_params(engine: AsyncEngine, options: argparse.Namespace) -> SamplingParams:
-    """What the flags say, on top of what the checkpoint's makers recommend; greedy by default.
+    """Merge the flags with what the checkpoint's makers recommend; greedy by default.
 
     Raises InvalidRequestError.
     """

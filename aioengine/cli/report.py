@@ -1,4 +1,4 @@
-"""What a benchmark has shown, as numbers and as a table."""
+"""Report of a benchmark, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How times are spread, in seconds: the mean, and what so many percent do not exceed."""
+    """Spread of times, in seconds: the mean, and what so many percent do not exceed."""
 
     mean: float
     p50: float
@@ -62,7 +62,7 @@ class Report:
 def make_report(
     records: Sequence[Record], took_s: float, before: EngineStatistics, after: EngineStatistics
 ) -> Report:
-    """Of at least one request, with the engine's counters before and after all of them."""
+    """Summarize at least one request, with the engine's counters before and after all of them."""
     prompt_tokens = sum(record.num_prompt_tokens for record in records)
     output_tokens = sum(count for record in records for _, count in record.arrivals)
     gaps = [gap for record in records for gap in record.gaps()]
@@ -93,7 +93,7 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def show_report(report: Report, console: Console) -> None:
-    """For people."""
+    """Write the report for people."""
     lines = [
         f"{report.num_prompts} requests in {report.duration_s:.2f} s, "
         f"{report.requests_per_s:.2f} a second",

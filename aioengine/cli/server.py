@@ -95,7 +95,7 @@ class DrainingServer(uvicorn.Server):
         self._announce()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop; asked ten times a second."""
+        """Return whether to stop; asked ten times a second."""
         is_idle = self._trimming is None or self._trimming.done()
         if is_idle and self._watch is not None and self._watch.is_over(time.monotonic()):
             self._trimming = asyncio.ensure_future(run_apart(give_back_memory))

@@ -1,4 +1,4 @@
-"""A picture of who did what when."""
+"""An image of who did what when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can never be served is refused at once, by what the layout shows."""
+"""Admission: refuse at once what can never be served, by its layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["refuse_impossible", "whole_ranges"]
 
 
 def whole_ranges(request: Request, limits: Limits) -> tuple[tuple[int, int], ...]:
-    """What must not be cut: ranges that see each other both ways, and items, if so configured."""
+    """List ranges that must not be cut: ranges that see each other both ways, and items, if so
+    configured."""
     spans = [item.span for item in request.items] if limits.disable_chunked_mm_input else []
     inside = [(s.offset, s.end) for s in spans if not _covers(request.bidirectional, s)]
     return tuple(sorted([*request.bidirectional, *inside]))

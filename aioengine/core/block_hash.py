@@ -1,4 +1,4 @@
-"""What makes a KV block reusable: a SHA-256 chain over everything its content depends on.
+"""Identity of a KV block: a SHA-256 chain over everything its content depends on.
 
 A block's digest covers its parent's digest, its token ids, and extra keys: each media item that
 overlaps it (identity and where it starts), the whole content of a range whose tokens see each other
@@ -69,7 +69,7 @@ def extend_digests(request: Request, block_size: int) -> list[bytes]:
 
 
 def cross_digests(request: Request, block_size: int) -> list[bytes]:
-    """What the keys and values of cross-attention are, block by block; kept on the request."""
+    """Digest the keys and values of cross-attention, block by block; kept on the request."""
     digests = request.cross_digests
     if request.encoder is not None and not digests:
         keys = [request.encoder.key.encode()]

@@ -130,7 +130,8 @@ class BlockPool:
         return min(len(tables[0]) * self.block_size, request.num_known - 1)
 
     def _prefix_of_sibling(self, request: Request) -> KnownPrefix | None:
-        """What the last request has found, if it is another completion of the same prompt."""
+        """Return what the last request has found, if it is another completion of the same
+        prompt."""
         if self._last_search is None or self._last_search[0] is not request.prompt_token_ids:
             return None
         _, found, known = self._last_search

@@ -56,11 +56,11 @@ class EncoderCache:
 
     @property
     def is_encoding(self) -> bool:
-        """Whether any entry waits for its rows."""
+        """Return whether any entry waits for its rows."""
         return bool(self._encoding)
 
     def is_ready(self, key: str) -> bool:
-        """Whether the rows of `key` can be used."""
+        """Return whether the rows of `key` can be used."""
         return key in self._entries and key not in self._encoding
 
     def reserve(

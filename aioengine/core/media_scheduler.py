@@ -1,4 +1,4 @@
-"""Which media are decoded and encoded next, and which positions still wait for their rows.
+"""Order in which media are decoded and encoded; positions that still wait for rows.
 
 Needs are ranked: first what running requests need soonest, then waiting requests by seniority, and
 before these whoever runs but lacks KV blocks: its rows are of no use until others have got theirs.
@@ -54,7 +54,7 @@ class MediaScheduler:
                 self._decoded.pop(key, None)
 
     def is_needed(self, key: str) -> bool:
-        """Whether a live request has this item."""
+        """Return whether a live request has this item."""
         return key in self._users
 
     def users(self, key: str) -> Collection[str]:
@@ -63,7 +63,7 @@ class MediaScheduler:
 
     @property
     def is_waiting_for_others(self) -> bool:
-        """Whether somebody's pixels or an encoder run are still to come."""
+        """Return whether somebody's pixels or an encoder run are still to come."""
         return self.cache.is_encoding or not all(self._decoded.values())
 
     # ---- what a request waits for
@@ -103,17 +103,17 @@ class MediaScheduler:
         return None if blocker is None or self.has_pixels(blocker) else blocker.key
 
     def is_encoded(self, item: Item | None) -> bool:
-        """Whether the item's rows are there to be used."""
+        """Return whether the item's rows are there to be used."""
         return item is not None and self.cache.is_ready(item.key)
 
     def has_pixels(self, item: Item) -> bool:
-        """Whether the item is decoded, being encoded, or encoded."""
+        """Return whether the item is decoded, being encoded, or encoded."""
         return item.key in self.cache or self._decoded.get(item.key, False)
 
     # ---- work for others, and their results
 
     def schedule(self, running: Sequence[Request], waiting: Sequence[Request]) -> MediaPlan:
-        """What to decode now, and what to encode, if the encoder is free."""
+        """Choose what to decode now, and what to encode if the encoder is free."""
         if not self._users:
             return MediaPlan((), None)
         needs = self._needs(running, waiting)
@@ -200,7 +200,7 @@ class MediaScheduler:
         return tuple(asked)
 
     def _patience(self, running: Sequence[Request], needs: dict[str, Need]) -> int:
-        """How many steps may go before the encoder's run: as many as are fair to both sides.
+        """Count the steps that may go before the encoder's run: as many as are fair to both sides.
 
         A step is of use to the requests that run, the encoder's run to those that wait for it. Few
         that run would keep many waiting, with steps that read all weights for a few tokens.

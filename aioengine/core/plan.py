@@ -1,4 +1,4 @@
-"""What the scheduler tells the device to do, and what comes back: immutable data, no behaviour.
+"""Plans of steps from the scheduler to the device, and their results: immutable data, no behaviour.
 
 A plan is a snapshot: the launch thread may read it while the event loop goes on changing requests.
 """
@@ -29,7 +29,7 @@ UNSAMPLED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What there is to share. `max_model_len` tokens must fit the pool's blocks, beside an encoder
+    """Resources to share. `max_model_len` tokens must fit the pool's blocks, beside an encoder
     input of `max_encoder_len` rows where there are cross-attention groups.
 
     `max_encode_items` bounds one encoder batch (few on a CPU); `max_media_rows` bounds, in encoder
@@ -120,7 +120,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step found. `token_ids`: one for each sequence that samples, in the plan's order.
+    """Result of a step. `token_ids`: one for each sequence that samples, in the plan's order.
 
     `failures`: requests that cannot go on; their tokens mean nothing.
 

@@ -33,7 +33,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When a request ends by itself; stop strings are looked for where there is text."""
+    """Conditions under which a request ends by itself; stop strings are looked for where there is
+    text."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -41,7 +42,8 @@ class StopRule:
     stop_token_ids: frozenset[int] = frozenset()
 
     def check(self, num_output: int, token_id: int) -> tuple[FinishReason, int | None] | None:
-        """Whether `token_id`, the `num_output`-th output token, ends the request, and by what."""
+        """Return whether `token_id`, the `num_output`-th output token, ends the request, and by
+        what."""
         if num_output >= self.min_tokens:
             if token_id in self.eos_token_ids:
                 return FinishReason.STOP, None
@@ -137,7 +139,7 @@ class Request:
 
     @property
     def all_items(self) -> tuple[Item, ...]:
-        """What is to be encoded, for the prompt or for cross-attention."""
+        """Media to encode, for the prompt or for cross-attention."""
         return self.items if self.encoder is None else (self.encoder, *self.items)
 
     @property
@@ -147,7 +149,7 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """Whether it holds block tables (they may be empty of blocks)."""
+        """Return whether it holds block tables (they may be empty of blocks)."""
         return bool(self.block_tables)
 
     @property
@@ -167,17 +169,17 @@ class Request:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the steps in flight already sample the last token that it may have."""
+        """Return whether the steps in flight already sample the last token that it may have."""
         return self.num_output >= self.stop.max_tokens
 
     @property
     def has_computed_prompt(self) -> bool:
-        """Whether the prompt's KV is there, for others to share."""
+        """Return whether the prompt's KV is there, for others to share."""
         return self.num_computed >= len(self.prompt_token_ids)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether one token is all there is to compute."""
+        """Return whether one token is all there is to compute."""
         return self.num_tokens - self.num_scheduled == 1
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
@@ -213,7 +215,8 @@ class Request:
         return min((low for low, high in self.whole_ranges if low <= first < high), default=first)
 
     def is_first_hit(self, key: str) -> bool:
-        """Whether this is its first use of an item that was encoded for another; notes the use."""
+        """Return whether this is its first use of an item that was encoded for another; notes the
+        use."""
         is_first = key not in self.seen_keys
         self.seen_keys.add(key)
         return is_first and key not in self.encoded_keys
@@ -229,7 +232,7 @@ class Request:
     def open_items(self, position: int) -> Sequence[Item]:
         """The items that take rows at `position` or later, in prompt order."""
         if not self.items or self.items[-1].span.last_row_position < position:
-            return ()  # the usual case: all pictures are behind
+            return ()  # the usual case: all images are behind
         for index, item in enumerate(self.items):
             if item.span.last_row_position >= position:
                 return self.items[index:]

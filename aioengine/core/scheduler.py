@@ -125,11 +125,11 @@ class Scheduler:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether requests are pending and nothing that could move them is under way."""
+        """Return whether requests are pending and nothing that could move them is under way."""
         return bool(self._live) and not self._in_flight and not self.media.is_waiting_for_others
 
     def schedule_media(self) -> MediaPlan:
-        """What to decode now, and what to encode, if the encoder is free."""
+        """Choose what to decode now, and what to encode if the encoder is free."""
         return self.media.schedule(self._running, self._waiting.media)
 
     # ---- one step of the decoder
@@ -192,7 +192,7 @@ class Scheduler:
         return Advance(request.request_id, token_id, *verdict)
 
     def _serve_urgent(self, step: _Step) -> None:
-        """What must be computed whole and did not fit behind the others goes first."""
+        """Plan first what must be computed whole and did not fit behind the others."""
         request, self._urgent = self._urgent, None
         if request is None:
             return
@@ -234,7 +234,7 @@ class Scheduler:
     def _plan_waiting(self, step: _Step) -> None:
         """Start waiting requests by seniority, until one of them holds up those behind it.
 
-        A request with media does not pass another whose next picture has its pixels: running ones
+        A request with media does not pass another whose next image has its pixels: running ones
         are encoded for first, so that it could be passed for ever. Where more rows are missed than
         are asked for at a time, one looks a little further for those who miss none. Text passes.
         """
@@ -261,7 +261,7 @@ class Scheduler:
     def _admit(self, request: Request, step: _Step) -> bool:
         """Start a waiting request if that gives it tokens now. False: nobody behind it may pass.
 
-        Only a shortage of blocks holds up those behind, and only for a request whose next picture,
+        Only a shortage of blocks holds up those behind, and only for a request whose next image,
         if it has one, is encoded; all others are skipped. A request that lacks no rows starts when
         the whole of it fits; one that does, when its first chunk fits. What cross-attention reads
         has to be encoded, or its keys and values to be there.
@@ -310,7 +310,7 @@ class Scheduler:
         return True
 
     def _may_write_cross(self, request: Request, step: _Step) -> bool:
-        """Whether the encoder's output is there, and not too much for one step with others'."""
+        """Return whether the encoder's output is there and fits the step beside others."""
         num_rows = step.num_new_rows + request.num_encoder_rows
         fits = num_rows <= self.limits.max_num_encoder_input_tokens or not step.num_new_rows
         return fits and self.media.is_encoded(request.encoder)

@@ -56,7 +56,7 @@ class WaitingRequests:
     def add_followers(
         self, leader: Request, num_cached: int, cross: Sequence[Sequence[int]] | None
     ) -> None:
-        """Those that wait for the leader's prompt may start: so many tokens of it, and these blocks
+        """Release those that wait for the leader's prompt: so many tokens of it, and these blocks
         of cross-attention, are cached."""
         for request in leader.followers.values():
             request.hit_estimate = min(num_cached, request.num_known - 1)

@@ -147,7 +147,7 @@ class AsyncEngine:
 
     @property
     def state(self) -> EngineState:
-        """Whether the engine is new, starting, running, draining, closed or dead."""
+        """Return whether the engine is new, starting, running, draining, closed or dead."""
         return self._lifecycle.state
 
     async def drain(self) -> None:

@@ -25,7 +25,7 @@ MAX_UNREAD = 64
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """Methods needed of a tokenizer."""
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = ...) -> str:
         """The text of `token_ids`."""
@@ -33,7 +33,8 @@ class Tokenizer(Protocol):
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer:
-    """What decodes for a transformers tokenizer, without its Python layers where they do nothing.
+    """Choose what decodes for a transformers tokenizer, without its Python layers where they do
+    nothing.
 
     They take most of the time, once for each token of each stream.
     """
@@ -104,7 +105,8 @@ class Detokenizer:
         return self._show(text[: len(text) - keep])
 
     def flush(self) -> Piece:
-        """What was held back for a stop string that did not come. Half a character stays out."""
+        """Return what was held back for a stop string that did not come. Half a character stays
+        out."""
         held, self._held = self._held, ""
         return self._show(held)
 
@@ -198,7 +200,7 @@ _automaton = lru_cache(maxsize=64)(_Automaton)
 
 
 class TokenTexts:
-    """What single tokens stand for. Those of a tokenizer by bytes may be less than a character."""
+    """Texts of single tokens. Those of a tokenizer by bytes may be less than a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: transformers' own, for use on the thread of the caller."""
@@ -221,7 +223,7 @@ class TokenTexts:
         return list(self._bytes(token_id))
 
     def is_special(self, token_id: int) -> bool:
-        """Whether texts leave it out."""
+        """Return whether texts leave it out."""
         return token_id in self._added and bool(self._added[token_id].special)
 
     def _bytes(self, token_id: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What the encoder of an encoder-decoder model reads: token ids, and features of media among them.
+"""Input of an encoder-decoder model's encoder: token ids, and features of media among them.
 
 It is one item to the scheduler and one entry of the encoder cache, whatever it is made of.
 """

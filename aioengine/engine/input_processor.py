@@ -1,9 +1,9 @@
-"""From a caller's prompt to a request that can be scheduled.
+"""Processing of a caller's prompt into a request that can be scheduled.
 
 Layout first: a request's media are fetched and measured by their headers (pipeline.py), the prompt
 is laid out, and the request is admitted; decoding and processing follow when the scheduler asks for
 an item. Text waits for its own thread only, so that a prompt without media never queues behind
-pictures, and nothing but bookkeeping runs on the event loop.
+images, and nothing but bookkeeping runs on the event loop.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class InputProcessor:
         options: ProcessorOptions,
         cache_salt: str | None,
     ) -> Item:
-        """What cross-attention reads, as one item."""
+        """Build one item of what cross-attention reads."""
         num_rows = len(layout.token_ids)
         parameter = half_name("encoder", halves.encoder)
         if not num_rows:

@@ -64,12 +64,12 @@ class EngineLifecycle:
         self.transition(EngineState.DEAD)
 
     def is_closed(self) -> bool:
-        """Whether it has ended by being closed."""
+        """Return whether it has ended by being closed."""
         return self.state is EngineState.CLOSED
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests may be live."""
+        """Return whether requests may be live."""
         return self.state in SERVING
 
     def check_loop(self) -> None:

@@ -1,4 +1,4 @@
-"""From a folder to a running model: everything that needs torch before the first request.
+"""Loading of a model from its folder: everything that needs torch before the first request.
 
 Runs on the device's launch thread. Importing this module imports torch and transformers.
 """
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an engine is made of.
+    """Parts of a loaded engine.
 
     Tokenizers and HF processors must not be shared between threads, so there are several:
     `processors` for the media threads (none, if media have processes of their own),
@@ -289,7 +289,7 @@ def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:
 
 
 def _check_start(processor: EncDecMultiModalProcessor) -> None:
-    """That the decoder has tokens to begin with, before a request asks for them."""
+    """Check that the decoder has tokens to begin with, before a request asks for them."""
     config = processor.info.get_hf_config().get_text_config(decoder=True)
     known = max(len(processor.info.get_tokenizer()), int(config.vocab_size))
     outside = [i for i in processor.default_decoder_prompt() if not 0 <= i < known]

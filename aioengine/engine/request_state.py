@@ -48,7 +48,7 @@ class CompletionState:
     stop_reason: int | str | None = None
 
     def take(self, advance: Advance, logprobs: TokenLogprobs | None) -> Delta:
-        """What one accepted token adds."""
+        """Append one accepted token and return the delta."""
         reason = advance.finish_reason
         text, stop = self._text(advance, reason)
         self.stop_reason = advance.stop_reason

@@ -61,7 +61,7 @@ class RequestTracker:
         return len(self._preparing)
 
     def owner(self, name: str) -> RequestState:
-        """Whose completion the scheduler calls so."""
+        """Split the scheduler's id into request and completion."""
         return self._owners[name]
 
     def open(self, state: RequestState, begin: Callable[[], asyncio.Task[None]]) -> None:
@@ -201,7 +201,7 @@ class RequestTracker:
 
 
 def _kind(error: BaseException) -> Kind:
-    """How a request ends that ends with this error."""
+    """Return the outcome of a request that ends with this error."""
     if isinstance(error, RequestAbortedError):
         return "aborted"
     return "rejected" if isinstance(error, InvalidRequestError) else "failed"

@@ -1,4 +1,4 @@
-"""How much more memory this process may use: what the machine has, and what its limits leave.
+"""Memory that this process may still use: what the machine has, and what its limits leave.
 
 Limits are those of control groups, versions 1 and 2, at every level above the process, and the
 process's own. Linux tells; elsewhere nothing is known.

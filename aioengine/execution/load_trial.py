@@ -56,7 +56,7 @@ QUANTIZED_NOISE = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """What the module's own forward made of a prompt.
+    """Result of the module's own forward over a prompt.
 
     `bounds`: where the steps' chunks begin and end; two that are equal are a step without any.
     `logits` [n, vocab]: of each chunk's last position. `noise` [n]: by how much rounding moves
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """Of the tolerance."""
+        """Distance as a part of the tolerance."""
         return self.distance / self.tolerance
 
 
@@ -136,7 +136,8 @@ class Trial:
         self._windows = [f"a window of {each} tokens" for each in sorted(windows) if each >= tried]
 
     def _answers_alike(self, shell: TransformersModel) -> bool:
-        """Whether the module still says of a short prompt what it said: it has seen others since.
+        """Return whether the module still says of a short prompt what it said: it has seen others
+        since.
 
         Else it keeps something between calls, and noise would measure that.
         """
@@ -154,12 +155,14 @@ class Trial:
 
     @property
     def is_thorough(self) -> bool:
-        """Whether all that the model takes was compared; windows may be longer than prompts."""
+        """Return whether all that the model takes was compared; windows may be longer than
+        prompts."""
         return bool(self._whole or self._cut) and not self._unseen
 
     @property
     def reservations(self) -> str:
-        """What of the model the trial does not show, for a log's line; empty if it shows all."""
+        """Describe what of the model the trial does not show, for a log's line; empty if it shows
+        all."""
         unseen = [*self._unseen, *self._windows]
         if not (self._whole or self._cut):
             unseen.append("any prompt")
@@ -168,7 +171,7 @@ class Trial:
     def compare(
         self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
     ) -> list[Comparison]:
-        """How far each chunk's last logits are from the module's own.
+        """Measure how far each chunk's last logits are from the module's own.
 
         Raises ModelLoadError where the model cannot compute a prompt that its module could.
         """
@@ -195,7 +198,8 @@ class Trial:
     def find_fault(
         self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
     ) -> str | None:
-        """What the model computes otherwise than its module did, in words; None if nothing.
+        """Describe what the model computes otherwise than its module did, in words; None if
+        nothing.
 
         Raises ModelLoadError where the model cannot compute a prompt that its module could.
         """
@@ -238,7 +242,7 @@ def _paths(module: nn.Module, decoder: nn.Module, specs: Sequence[LayerSpec]) ->
 
 
 def _num_bytes(module: nn.Module, paths: Sequence[str]) -> int:
-    """Of the weights of these layers."""
+    """Sum the bytes of the weights of these layers."""
     layers = map(module.get_submodule, paths)
     return sum(weight.nbytes for layer in layers for weight in layer.parameters())
 
@@ -284,7 +288,8 @@ def _rows(bounds: Sequence[int]) -> list[int]:
 
 
 def _find_cut(whole: WholePrompt, inputs: PromptInputs | None) -> int:
-    """Where the first chunk ends: inside a media span, unless it cannot be split; 0 for nowhere."""
+    """Choose where the first chunk ends: inside a media span, unless it cannot be split; 0 for
+    nowhere."""
     length = len(whole.token_ids) - 1
     cut = length // 2
     if whole.items:
@@ -297,7 +302,7 @@ def _find_cut(whole: WholePrompt, inputs: PromptInputs | None) -> int:
 
 
 def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
-    """By how much each row [vocab] is off, as a part of what is in the other's row."""
+    """Measure how far each row [vocab] is off, relative to the other's row."""
     masked = ~(theirs > MASKED)
     kept = (~masked).sum(-1, keepdim=True).clamp_min(1)
     mine, other = ours.masked_fill(masked, 0), theirs.masked_fill(masked, 0)

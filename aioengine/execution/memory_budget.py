@@ -1,4 +1,4 @@
-"""How much memory an engine takes: as configured, else of what its largest step leaves."""
+"""Memory of an engine: as configured, else of what its largest step leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLENTY = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What of a model decides how much memory it takes.
+    """Properties of a model that decide how much memory it takes.
 
     `itemsize`: bytes of one number; `row_size`: width of an encoder row; `max_item_rows`: encoder
     rows of the largest item to encode, 0 for a model without an encoder; `max_encoder_len`: rows
@@ -67,7 +67,7 @@ def resolve_limits(
     device: torch.device,
     measure: Callable[[Limits], int],
 ) -> Limits:
-    """What the scheduler may share out.
+    """Compute what the scheduler may share out.
 
     `measure` finds how many bytes the largest step needs beside the caches; it is called where the
     configuration leaves a size open and memory could be what limits it. Raises ModelLoadError, with

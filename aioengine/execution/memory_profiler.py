@@ -1,4 +1,4 @@
-"""How much memory the largest encoder run and the largest step take, found by running them.
+"""Memory that the largest encoder run and the largest step take, found by running them.
 
 The items are the worst that a family's dummy inputs name; the step has as many tokens and sequences
 as one can have, each at the end of the longest context.
@@ -125,7 +125,7 @@ def largest_items(processor: BaseMultiModalProcessor, seq_len: int) -> Mapping[s
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """By how much memory in use grows, at its highest, while `work()` runs.
+    """Measure how much memory in use grows, at its highest, while `work()` runs.
 
     What the process's allocator has kept for reuse counts as in use.
     """
@@ -195,7 +195,7 @@ class _AnyToken:
 
 
 def _is_shortage(error: BaseException) -> bool:
-    """Whether memory ran out: torch has a class of its own for that on a GPU only."""
+    """Return whether memory ran out: torch has a class of its own for that on a GPU only."""
     is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_known or "DefaultCPUAllocator" in str(error)
 

@@ -1,4 +1,4 @@
-"""From plans to tensors: owns the model, the KV pages and the encoder rows on the device.
+"""Execution of plans: owns the model, the KV pages and the encoder rows on the device.
 
 Every method runs on the device's launch thread, one at a time, so nothing here is locked. The
 runner follows plans to the letter and decides nothing.
@@ -179,7 +179,8 @@ class ModelRunner:
             return error
 
     def _check_rows(self, rows: object, num_rows: int) -> Exception | None:
-        """What is wrong with an item's rows, if anything: a later step must not stumble on it."""
+        """Describe what is wrong with an item's rows, if anything: a later step must not stumble on
+        it."""
         if isinstance(rows, Exception):
             return rows
         want = (num_rows, self.model.row_size)

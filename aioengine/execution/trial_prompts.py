@@ -39,7 +39,7 @@ class TrialPrompt:
 
     @property
     def is_long(self) -> bool:
-        """Whether all layers would take too long: a start has other things to do."""
+        """Return whether all layers would take too long: a start has other things to do."""
         return max(len(self.whole.token_ids), self.num_encoder_rows) > LONG
 
 

@@ -54,7 +54,7 @@ def settings_of(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def is_kept(name: str) -> bool:
-    """Whether a trial of this name has been passed before."""
+    """Return whether a trial of this name has been passed before."""
     with suppress(OSError, RuntimeError):
         return (_folder() / name).is_file()
     return False

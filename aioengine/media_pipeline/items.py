@@ -65,18 +65,18 @@ class IdentifiedMedia:
 
     @property
     def may_change(self) -> bool:
-        """Whether it is an object of the caller's own, which may be broken meanwhile."""
+        """Return whether it is an object of the caller's own, which may be broken meanwhile."""
         return bool(getattr(self.source, "may_change", False))
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """What an encoder-decoder model's encoder reads: features of its own, and those of media."""
+    """Input of an encoder-decoder model's encoder: features of its own, and those of media."""
 
     features: Mapping[str, Any]
     media: tuple[IdentifiedMedia, ...]
 
     @property
     def may_change(self) -> bool:
-        """Whether that is so of a medium in it."""
+        """Return whether that is so of a medium in it."""
         return any(media.may_change for media in self.media)

@@ -155,7 +155,7 @@ class MediaPipeline:
             self._store(self._disk.discard, key)
 
     def lease(self) -> Lease:
-        """For one request to hold features with, until it ends."""
+        """Open a lease for one request to hold features with, until it ends."""
         return Lease(self.held)
 
     async def read_options(
@@ -420,7 +420,8 @@ def _open_disk(folder: Path, capacity_bytes: int) -> DiskCache:
 
 
 def _fingerprint(processor: BaseMultiModalProcessor, revision: str | None) -> str:
-    """What processed media depend on beside the model's name: they may outlive the process."""
+    """Digest what processed media depend on beside the model's name: they may outlive the
+    process."""
     if not processor.info.get_supported_mm_limits():
         return ""
     hf_processor, tokenizer = processor.info.get_hf_processor(), processor.info.get_tokenizer()

@@ -226,7 +226,7 @@ class _Worker:
         self._processor = _make_processor(setup)
 
     def work(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What to answer: how many bytes the result has and how long it took, or the error."""
+        """Build the answer: how many bytes the result has and how long it took, or the error."""
         # A watchdog that needs no GIL, for a job that is stuck with it when the parent dies.
         with open(os.devnull, "w") as null:
             faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=null)
@@ -271,7 +271,7 @@ class _Worker:
 
 
 def _make_processor(setup: dict[str, Any]) -> BaseMultiModalProcessor:
-    """As loading.py makes the engine's, but for the weights, of the very classes the engine has."""
+    """Load as loader.py does, but for the weights, of the very classes the engine has."""
     from transformers import AutoConfig
 
     from aioengine.processors.info import load_context

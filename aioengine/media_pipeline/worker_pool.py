@@ -93,7 +93,7 @@ class ProcessorPool:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Those of the workers that are up or starting."""
+        """Workers that are up or starting."""
         return tuple(worker.process_id for worker in self._workers)
 
     def statistics(self) -> PoolStatistics:
@@ -340,13 +340,15 @@ def _plain_limits(media: MediaConfig) -> dict[str, Any]:
 
 
 def _locate_config(kind: type[Any]) -> tuple[str, str] | None:
-    """Where a worker finds the config's class; None where transformers does, in its own ways."""
+    """Return where a worker finds the config's class; None where transformers does, in its own
+    ways."""
     is_own = kind.__module__.partition(".")[0] not in ("transformers", "transformers_modules")
     return _locate(kind) if is_own else None
 
 
 def _locate(kind: type[Any]) -> tuple[str, str]:
-    """Where a worker finds a class. Raises ModelLoadError for one that only this process has."""
+    """Return where a worker finds a class. Raises ModelLoadError for one that only this process
+    has."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)

@@ -217,7 +217,7 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will answer no more."""
+        """Return whether it will answer no more."""
         return self._channel.has_ended
 
     async def prepare(self, setup: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Where media are decoded and processed: threads of this process, or processes of their own."""
+"""Workers that decode and process media: threads of this process, or processes of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Workers(Protocol):
 
 
 class ThreadWorkers:
-    """As many threads as processors: a tokenizer or an HF processor is never used by two."""
+    """Threads, as many as processors: a tokenizer or an HF processor is never used by two."""
 
     def __init__(self, processors: Sequence[BaseMultiModalProcessor], niceness: int = 0) -> None:
         self._processors: SimpleQueue[BaseMultiModalProcessor] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""What engines are doing, as Prometheus metrics.
+"""Prometheus metrics of engines.
 
 Counters and gauges are read from the engine's statistics when somebody scrapes, and cost nothing
 in between. Durations are counted into buckets as they happen, by hand: the locks of the library's
@@ -107,14 +107,14 @@ class _Buckets:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """As Prometheus has them: bound, and how many values were no greater."""
+        """Buckets as Prometheus has them: bound, and how many values were no greater."""
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         return list(zip(names, accumulate(self.counts), strict=True))
 
 
 @dataclass(slots=True)
 class _Life:
-    """What is kept of a live request; times in seconds of `time.perf_counter()`."""
+    """Record of a live request; times in seconds of `time.perf_counter()`."""
 
     submitted: float
     last_tokens: dict[int, float] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class _Meter:
             self._engine.instruments.listeners.remove(self.hear_span)
 
     def read(self) -> Reading:
-        """What the engine is at: now, or on another thread than its own as of the last tick."""
+        """State of the engine: now, or on another thread than its own as of the last tick."""
         state = self._engine.state
         if state in SILENT:
             return Reading(state, self._num_tokens, None)
@@ -215,7 +215,7 @@ class _Meter:
 
 
 class _Collector:
-    """What a registry asks about all engines in it: each metric may be listed only once."""
+    """Collector for all engines in a registry: each metric may be listed only once."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry

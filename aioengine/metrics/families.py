@@ -32,7 +32,7 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one engine's figures are read from. `statistics`: None while it is not open."""
+    """Sources of one engine's figures. `statistics`: None while it is not open."""
 
     state: EngineState
     num_tokens: int

@@ -1,4 +1,4 @@
-"""How late the event loop runs what is due: whatever holds it holds up every stream."""
+"""Lag of the event loop: whatever holds it holds up every stream."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which replica's caches are good for a request, and whether its queue is worth that.
+"""Affinity of requests to replicas by their caches, weighed against queues.
 
-A prompt's beginning is known by a chain of SHA-256 digests at growing lengths, a picture or a
-recording by the digest of its data or URL. Who has had which of them lately is remembered in a
+A prompt's beginning is known by a chain of SHA-256 digests at growing lengths, an image or a
+audio by the digest of its data or URL. Who has had which of them lately is remembered in a
 bounded table. What nobody has had goes to its home, by rendezvous hashing: routers that share
 nothing agree on it, and a replica that comes or goes moves its own share of the keys only.
 
@@ -29,12 +29,12 @@ MAX_KEYS = 64
 MAX_FIELDS = 32
 """Of a form that are looked at."""
 PIECE = 1 << 16
-"""Characters that are encoded at once, so that no picture holds the GIL."""
+"""Characters that are encoded at once, so that no image holds the GIL."""
 
 REQUEST_COST = 512
 """One more request in a replica's queue weighs as much as so many characters to compute again."""
 MEDIA_WEIGHT = 8 * REQUEST_COST
-"""What a picture or recording counts that a replica has encoded."""
+"""What an image or audio counts that a replica has encoded."""
 HOME_WEIGHT = 2 * REQUEST_COST
 """What a request's home counts."""
 MAX_GAIN = 16 * REQUEST_COST
@@ -43,9 +43,9 @@ MAX_GAIN = 16 * REQUEST_COST
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What a request has in common with others.
+    """Cache keys that a request shares with others.
 
-    `home`: what they all share that belong to it, a conversation's begin or its first picture;
+    `home`: what they all share that belong to it, a conversation's begin or its first image;
     `keys`: digests of what a cache may hold, with what finding it is worth in characters of text.
     """
 
@@ -54,7 +54,7 @@ class Affinity:
 
 
 class Placements:
-    """Which replicas have had which keys lately, of `max_keys` keys."""
+    """Record of the keys that replicas have had lately, of `max_keys` keys."""
 
     def __init__(self, max_keys: int) -> None:
         self._replicas: LRUCache[bytes, frozenset[str]] = LRUCache(max_keys)
@@ -89,7 +89,8 @@ def _attraction(home: bytes, replica: str) -> bytes:
 
 
 def affinity_of_object(body: Mapping[str, Any]) -> Affinity:
-    """Of the body of chat/completions or completions; of no shape that they refuse."""
+    """Extract keys from the body of chat/completions or completions; of no shape that they
+    refuse."""
     chain = _Chain(_digest(_text(body.get("cache_salt"))))
     messages, prompt = body.get("messages"), body.get("prompt")
     home = b""
@@ -108,7 +109,7 @@ def affinity_of_object(body: Mapping[str, Any]) -> Affinity:
 
 
 def affinity_of_form(content_type: str, body: bytes) -> Affinity:
-    """Of a multipart form: its files."""
+    """Extract the keys of a multipart form's files."""
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_param("boundary")
@@ -151,7 +152,7 @@ class _Chain:
             start, end = end, 2 * end
 
     def add_media(self, data: str | bytes) -> None:
-        """A picture, a recording or a video, by its data or URL."""
+        """An image, an audio item or a video, by its data or URL."""
         digest = _digest(data)
         self._extend(b"media", digest)
         if len(self.keys) < MAX_KEYS:

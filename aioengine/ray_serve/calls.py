@@ -1,4 +1,4 @@
-"""What the front hands to the router and to a replica, and an ASGI application's answer to it."""
+"""Calls from the front to the router and to a replica, and an ASGI application's answer to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request should go, and `tried`: the replicas that had it before.
+    """Routing hint of a request, and `tried`: the replicas that had it before.
 
     The router adds to `tried` in the process that sends the request. Replicas have no use for it.
     """

@@ -31,7 +31,8 @@ Messages = AsyncGenerator[Message, None]
 
 
 class Front:
-    """What Serve makes for its HTTP proxies. `engines`: a handle to the deployment of replicas."""
+    """Deployment that Serve makes for its HTTP proxies. `engines`: a handle to the deployment of
+    replicas."""
 
     def __init__(
         self, engines: Any, *, max_body_bytes: int, body_timeout_s: float, max_attempts: int
@@ -86,7 +87,7 @@ class Front:
 
 
 async def _affinity(call: HttpRequest) -> Affinity:
-    """What a request has in common with others; nothing, if a replica will refuse it."""
+    """Extract what a request has in common with others; nothing, if a replica will refuse it."""
     content_type = dict(call.headers).get(b"content-type", b"").decode("latin-1")
     try:
         if len(call.body) <= LONG:
@@ -135,7 +136,7 @@ async def _events(begun: bytes, messages: Messages) -> AsyncGenerator[bytes, Non
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether a replica's end, and nothing about the request, is what went wrong."""
+    """Return whether a replica's end, and nothing about the request, is what went wrong."""
     if isinstance(error, EngineError):
         return True
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)

@@ -28,7 +28,8 @@ __all__ = ["EngineReplica"]
 
 
 class EngineReplica:
-    """What Serve makes in each replica's process; the front and handles call its methods.
+    """Deployment that Serve makes in each replica's process; the front and handles call its
+    methods.
 
     Calls that take a `route` go where its affinity leads; Serve's router reads it on the way.
     """

@@ -1,1 +1,1 @@
-"""From logits to tokens: parameters as numbers, adjustments, grammars, draws, log probabilities."""
+"""Sampling from logits: parameters as numbers, adjustments, grammars, draws, log probabilities."""

@@ -1,4 +1,4 @@
-"""What a request asks to be done to its logits before a token is chosen.
+"""Changes to a request's logits before a token is chosen.
 
 In this order: allowed tokens, bias, bans, bad words, the mask of a grammar, then penalties (for
 repetition, Keskar et al. 2019; for frequency and presence, as OpenAI's API defines them). The
@@ -22,7 +22,7 @@ __all__ = ["Adjuster", "Adjustments"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Adjustments:
-    """Of one request. Token ids are below the vocabulary's size.
+    """Changes that one request asks for. Token ids are below the vocabulary's size.
 
     `allowed`: the only tokens that may come (int64 on the CPU), or None for all; `bias`: token id
     and what is added to its logit; `banned`: token id and the output token before which it gets no
@@ -42,13 +42,13 @@ class Adjustments:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is anything to do."""
+        """Return whether there is anything to do."""
         lists = self.allowed is not None, self.bias, self.banned, self.bad_words
         return any(lists) or self.has_penalties
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that have come before cost."""
+        """Return whether tokens that have come before cost."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -57,7 +57,7 @@ class Adjustments:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the tokens chosen before matter."""
+        """Return whether the tokens chosen before matter."""
         return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
@@ -109,7 +109,7 @@ class Adjuster:
     def _add_fixed(
         self, logits: Tensor, asked: list[tuple[int, Adjustments, object]], indices: Sequence[int]
     ) -> None:
-        """What does not depend on the tokens so far, but for the end of a ban."""
+        """Apply what does not depend on the tokens so far, but for the end of a ban."""
         rows, columns, values = [], [], []
         for row, a, _ in asked:
             if a not in self._fixed:
@@ -211,7 +211,7 @@ class _Histories:
         table.index_put_(places, token_ids)
 
     def counts(self, owners: Sequence[object], lengths: Sequence[int], like: Tensor) -> Tensor:
-        """How often each sequence has each token: [m, vocab], in the dtype of `like`."""
+        """Count how often each sequence has each token: [m, vocab], in the dtype of `like`."""
         counts = torch.zeros(len(owners), like.shape[-1], dtype=like.dtype, device=like.device)
         longest = max(lengths)
         if longest:

@@ -20,7 +20,7 @@ CHUNK_NUMBERS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of m positions: the given tokens and the `k` most probable ones.
+    """Log probabilities at m positions: the given tokens and the `k` most probable ones.
 
     `token_ids`, `ranks` int64 [m] and `logprobs` float32 [m]; `top_ids` int64 and `top_logprobs`
     float32 [m, k].
@@ -53,7 +53,8 @@ class Scores:
         )
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """For each position the given token, then so many (`counts`) of the most probable ones."""
+        """List for each position the given token, then so many (`counts`) of the most probable
+        ones."""
         read: list[TokenLogprobs] = []
         rows = zip(
             self.token_ids.tolist(),

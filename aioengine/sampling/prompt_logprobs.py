@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ScoreColumns(NamedTuple):
-    """Of m positions: the given tokens and the k most probable ones.
+    """Log probabilities at m positions: the given tokens and the k most probable ones.
 
     `token_ids`, `ranks` int64 [m] and `logprobs` float32 [m]; `top_ids` int64 and `top_logprobs`
     float32 [m, k].
@@ -32,15 +32,17 @@ class ScoreColumns(NamedTuple):
     top_logprobs: Array
 
     def blank(self, length: int) -> PromptLogprobs:
-        """For a prompt of `length` tokens, with nothing in it yet."""
+        """Make one for a prompt of `length` tokens, with nothing in it yet."""
         return PromptLogprobs(length, self.top_ids.shape[1])
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """By position; None where no token was predicted, or where encoder rows stand."""
+    """Log probabilities by position; None where no token was predicted, or where encoder rows
+    stand."""
 
     def __init__(self, length: int, width: int) -> None:
-        """Of a prompt of `length` tokens, with `width` of the most probable ones at each."""
+        """Allocate for a prompt of `length` tokens, with `width` of the most probable ones at
+        each."""
         self._columns = ScoreColumns(
             np.zeros(length, np.int64),
             np.zeros(length, np.float32),

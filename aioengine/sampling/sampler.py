@@ -1,4 +1,4 @@
-"""From logits to token ids, for all sequences of a step at once.
+"""Sampling of token ids from logits, for all sequences of a step at once.
 
 Each sequence needs one uniform number, drawn from a hash of its seed and the token's index: the
 same seed gives the same tokens alone, in company, and after a preemption, and no generator's state
@@ -42,7 +42,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Sampling:
-    """How one completion's tokens are chosen.
+    """Sampling settings of one completion.
 
     `logprobs`: of so many tokens beside the chosen one, or None; `prompt_logprobs`: the same for
     each of `prompt_token_ids`; `adjustments` and `constraint` come before all.

@@ -1,4 +1,4 @@
-"""From a caller's sampling parameters to what the scheduler and the sampler work with."""
+"""Conversion of sampling parameters for the scheduler and the sampler."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["SamplingContext"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """What of the model matters here. `vocab_size`: logits per position; `suppress`: tokens that it
-    must never say, `begin_suppress`: nor begin with, by its generation config.
+    """Properties of the model that matter here. `vocab_size`: logits per position; `suppress`:
+    tokens that it must never say, `begin_suppress`: nor begin with, by its generation config.
     """
 
     tokenizer: Any
@@ -34,7 +34,7 @@ class SamplingContext:
     begin_suppress: tuple[int, ...] = ()
 
     def stop_rule(self, params: SamplingParams) -> StopRule:
-        """When a completion ends by itself."""
+        """Build the conditions under which a completion ends by itself."""
         return StopRule(
             max_tokens=params.max_tokens or self.max_model_len,
             min_tokens=params.min_tokens,
@@ -48,7 +48,7 @@ class SamplingContext:
         prompt_token_ids: tuple[int, ...],
         constraints: Sequence[Constraint],
     ) -> list[Sampling]:
-        """How the tokens of each of the `n` completions are chosen.
+        """Build the sampling settings of each of the `n` completions.
 
         `constraints`: one for each, or none. The i-th uses the seed plus i, so that the first of
         several is what a single one would be. Raises InvalidRequestError for token ids that the

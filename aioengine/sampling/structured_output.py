@@ -221,7 +221,8 @@ class Constraint:
         self._spent_s = 0.0
 
     def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor:
-        """Which tokens may be number `output_index`: int32 [ceil(vocab / 32)], one bit each.
+        """Compute which tokens may be number `output_index`: int32 [ceil(vocab / 32)], one bit
+        each.
 
         `token_ids` end with the output so far. Raises InvalidRequestError where the grammar turns
         out to be too complex: every other sequence of the step waits for the mask.

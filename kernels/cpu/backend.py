@@ -129,7 +129,7 @@ class CpuBackend:
 
 
 def _places(meta: AttentionMetadata) -> tuple[Tensor | None, ...]:
-    """Where new rows go, and which ones each token reads, in the operators' order."""
+    """Metadata of where new rows go and which ones each token reads, in the operators' order."""
     return (
         meta.slot_blocks,
         meta.slot_offsets,
@@ -141,7 +141,7 @@ def _places(meta: AttentionMetadata) -> tuple[Tensor | None, ...]:
 
 
 def _close(rows: Tensor) -> Tensor:
-    """With the numbers of a row side by side, which they nearly always are."""
+    """Return it with the numbers of a row side by side, which they nearly always are."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -19,7 +19,8 @@ _KEY_MULTIPLE, _VALUE_MULTIPLE = 32, 16
 
 
 def is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `attend_to_all` is the better way for such tensors, whose shapes are as there."""
+    """Return whether `attend_to_all` is the better way for such tensors, whose shapes are as
+    there."""
     return (
         query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.device.type == "cpu"

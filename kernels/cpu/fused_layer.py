@@ -73,7 +73,7 @@ def feed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UsualLayer:
-    """What a layer is made of, as `project`, attention and `feed` take it.
+    """Weights and sizes of a layer, as `project`, attention and `feed` take it.
 
     `window`: tokens that one sees, 0 for all; `softcap`: 0 for none.
     """
@@ -95,7 +95,7 @@ class UsualLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """In the order of the operator; what there is none of is empty."""
+        """Tensors in the order of the operator; what there is none of is empty."""
         nothing = torch.empty(0)
         products = (self.product, self.out, self.up, self.down)
         product, out, up, down = (
@@ -105,13 +105,13 @@ class UsualLayer:
 
     @property
     def sizes(self) -> list[int]:
-        """In the order of the operator."""
+        """Values in the order of the operator."""
         feeds = [self.up.num_outputs, int(self.activation), int(self.is_gated)]
         return [*self.heads, *feeds, self.window]
 
     @property
     def numbers(self) -> list[float]:
-        """In the order of the operator."""
+        """Values in the order of the operator."""
         return [self.epsilon, self.feed_epsilon, self.scale, self.softcap]
 
 

@@ -49,18 +49,19 @@ def is_available() -> bool:
 
 
 def instruction_set() -> str:
-    """What the operators use: "generic", "avx2", "avx512", "avx512_bf16" or "amx_bf16"."""
+    """Return the instruction set that the operators use: "generic", "avx2", "avx512", "avx512_bf16"
+    or "amx_bf16"."""
     found: str = torch.ops.aioengine_cpu.instruction_set("")
     return found
 
 
 def has_bfloat16() -> bool:
-    """Whether there are operators and they multiply bfloat16 as such, not as floats."""
+    """Return whether there are operators and they multiply bfloat16 as such, not as floats."""
     return is_available() and instruction_set() in ("avx512_bf16", "amx_bf16")
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those that this CPU has, the best last."""
+    """List those that this CPU has, the best last."""
     before = instruction_set()
     found = tuple(name for name in _KNOWN if use_instruction_set(name) == name)
     use_instruction_set(before)

@@ -23,7 +23,7 @@ PAIRED_INPUTS = 32
 
 
 class Activation(IntEnum):
-    """What the operator can make of its outputs; numbered as in linear.h."""
+    """Activations that the operator can apply to its outputs; numbered as in linear.h."""
 
     NONE = 0
     SILU = 1
@@ -77,17 +77,17 @@ class NativeLinear:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the operators take of it: the packed weight, scales and bias."""
+        """Arguments of the operators: the packed weight, scales and bias."""
         return self._packed, self._scales, self._bias
 
     @property
     def is_paired(self) -> bool:
-        """Whether the CPU multiplies the weights as bfloat16, not as float32."""
+        """Return whether the CPU multiplies the weights as bfloat16, not as float32."""
         return self._packed.dim() == 4
 
     @property
     def can_gate(self) -> bool:
-        """Whether each half of the outputs fills whole panels."""
+        """Return whether each half of the outputs fills whole panels."""
         return self.num_outputs % (2 * self._panel_outputs) == 0
 
 
@@ -115,7 +115,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def reads_plain(weight: Tensor) -> bool:
-    """Whether `PlainLinear` takes a weight: bfloat16 where the CPU multiplies it."""
+    """Return whether `PlainLinear` takes a weight: bfloat16 where the CPU multiplies it."""
     return (
         weight.dtype is torch.bfloat16
         and weight.device.type == "cpu"
@@ -128,7 +128,7 @@ def reads_plain(weight: Tensor) -> bool:
 
 
 def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
-    """For all that the operators read, where they are the faster ones."""
+    """Choose the operators for all they read, where they are the faster ones."""
     if not is_available():
         return None
     if instruction_set() == "generic":

@@ -69,7 +69,7 @@ def _growth(factor: float, share: float) -> float:
 
 
 def _slowing(size: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """What each of YaRN's frequencies is multiplied by, float32 [size / 2].
+    """Compute the factor of each of YaRN's frequencies, float32 [size / 2].
 
     Those that turn more than `beta_fast` times in the original length stay, those that turn fewer
     than `beta_slow` times are divided by the factor, and between them it goes over in a line.
@@ -176,7 +176,7 @@ class _MLP(nn.Module):
 
 
 class _Router(nn.Module):
-    """Which experts a token goes to, and how much each of them counts.
+    """Choose the experts a token goes to, and their weights.
 
     "greedy": the best `num_experts_per_tok`; "group_limited_greedy": of the groups with the best
     expert; "noaux_tc": of the groups with the best two, by scores with a correction that is learnt

@@ -1,7 +1,7 @@
-"""DeepSeek-VL2: tiles of a picture through SigLIP, two by two patches to a row.
+"""DeepSeek-VL2: tiles of an image through SigLIP, two by two patches to a row.
 
 Wu et al., "DeepSeek-VL2: Mixture-of-Experts Vision-Language Models for Advanced Multimodal
-Understanding" (2024). A picture's rows are those of one tile that shows it whole, and those of
+Understanding" (2024). An image's rows are those of one tile that shows it whole, and those of
 tiles that show it closely, put together as the tiles lie; a learnt row ends each line of either,
 and another parts the two. Modules are named as in the published checkpoints.
 """
@@ -173,7 +173,7 @@ class DeepseekVLV2ForCausalLM(nn.Module):
         return logits
 
     def get_image_features(self, pixel_values: Tensor, images_spatial_crop: Tensor) -> list[Tensor]:
-        """Rows [rows, hidden] of each picture.
+        """Rows [rows, hidden] of each image.
 
         `pixel_values` [tiles, 3, S, S]: of each the tile that shows it whole, then the close ones
         row by row; `images_spatial_crop` [n, 2]: columns and rows of these.
@@ -240,7 +240,7 @@ class DeepseekVLV2ForCausalLM(nn.Module):
     dummy_inputs=DeepseekVL2DummyInputsBuilder,
 )
 class DeepseekVL2(DefinedModel):
-    """Tiny, small and base. Beside more than two pictures, none is seen in tiles of its own."""
+    """Tiny, small and base. Beside more than two images, none is seen in tiles of its own."""
 
     definition: ClassVar[type[nn.Module]] = DeepseekVLV2ForCausalLM
     config_class = DeepseekVL2Config

@@ -1,7 +1,7 @@
 """DeepSeek-VL2's config, and how its prompts are processed.
 
 Wu et al., "DeepSeek-VL2: Mixture-of-Experts Vision-Language Models for Advanced Multimodal
-Understanding" (2024). Tokenizer and pictures: processors/hf/deepseek_vl2.py.
+Understanding" (2024). Tokenizer and images: processors/hf/deepseek_vl2.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _MOST_CROPPED = 2
-"""Pictures of a prompt that are still seen in many tiles each."""
+"""Images of a prompt that are still seen in many tiles each."""
 
 
 class DeepseekLanguageConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -104,7 +104,8 @@ class DeepseekVL2Config(PreTrainedConfig):  # type: ignore[misc]
 
 
 class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
-    """How many rows a picture has, by its size. Raises ModelLoadError for options it has not."""
+    """Return how many rows an image has, by its size. Raises ModelLoadError for options it has
+    not."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
         super().__init__(ctx)
@@ -146,7 +147,7 @@ class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
     def get_num_image_tokens(
         self, *, image_width: int, image_height: int, cropping: bool = True
     ) -> int:
-        """Rows of a picture: of its two views, of each one's line ends, and of what parts them."""
+        """Rows of an image: of its two views, of each one's line ends, and of what parts them."""
         processor = self.get_hf_processor()
         side: int = processor.tile_side
         num_columns, num_rows = processor.count_tiles(
@@ -156,7 +157,7 @@ class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
         return side * (side + 1) + 1 + num_close
 
     def get_image_size_with_most_features(self) -> ImageSize:
-        """A picture of the candidate resolution that becomes most rows."""
+        """An image of the candidate resolution that becomes most rows."""
         candidates = self.get_hf_processor().candidate_resolutions
         width, height = max(
             candidates,
@@ -172,7 +173,7 @@ class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
 
 
 class DeepseekVL2DummyInputsBuilder(BaseDummyInputsBuilder):
-    """A placeholder for each picture, and white pictures of the most tiles."""
+    """A placeholder for each image, and white images of the most tiles."""
 
     info: DeepseekVL2ProcessingInfo
 
@@ -193,14 +194,14 @@ class DeepseekVL2DummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 class DeepseekVL2MultiModalProcessor(BaseMultiModalProcessor):
-    """A placeholder becomes as many of itself as the picture has rows."""
+    """A placeholder becomes as many of itself as the image has rows."""
 
     info: DeepseekVL2ProcessingInfo
 
     def options_for(
         self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
     ) -> Mapping[str, Any]:
-        """Beside more than two pictures, none is cropped, unless the options say otherwise."""
+        """Beside more than two images, none is cropped, unless the options say otherwise."""
         if "cropping" in self.merged_kwargs(mm_kwargs):
             return mm_kwargs
         crops = mm_counts.get("image", 0) <= _MOST_CROPPED

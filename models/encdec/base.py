@@ -74,7 +74,7 @@ class EncoderDecoderModel(TransformersModel):
         return embeds
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
-        """As the base class, with the step's memory; the probe has one of `NUM_PROBE_ROWS`."""
+        """Do as the base class, with the step's memory; the probe has one of `NUM_PROBE_ROWS`."""
         step = self._holder.current
         memory = embeds.new_zeros(NUM_PROBE_ROWS, self.row_size) if step is None else step.memory
         assert memory is not None
@@ -88,7 +88,7 @@ class EncoderDecoderModel(TransformersModel):
         return hidden
 
     def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
-        """What tells the decoder the positions [T] of its tokens."""
+        """Build the arguments that give the decoder the positions [T] of its tokens."""
         return {"position_ids": positions[None]}
 
 

@@ -61,15 +61,15 @@ class Florence2ConfigReader:
 
 
 class Florence2ProcessingInfo(OnePictureInfo):
-    """One picture in a prompt, or none."""
+    """One image in a prompt, or none."""
 
     def get_num_image_tokens(self) -> int:
-        """Encoder rows of any picture: all are resized to one size."""
+        """Encoder rows of any image: all are resized to one size."""
         return int(self.get_hf_processor().num_image_tokens)
 
 
 class Florence2DummyInputsBuilder(BaseDummyInputsBuilder):
-    """No text, and a white picture."""
+    """No text, and a white image."""
 
     info: Florence2ProcessingInfo
 
@@ -84,10 +84,10 @@ class Florence2DummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
-    """The encoder's prompt is the picture, then a sentence between `<s>` and `</s>`.
+    """The encoder's prompt is the image, then a sentence between `<s>` and `</s>`.
 
-    Without a picture it is the sentence alone. A prompt of token ids is read as it is, with the
-    picture before it if it holds no placeholder.
+    Without an image it is the sentence alone. A prompt of token ids is read as it is, with the
+    image before it if it holds no placeholder.
     """
 
     info: Florence2ProcessingInfo
@@ -112,7 +112,7 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
         return self.default_decoder_prompt()
 
     def _sentence(self, prompt: str) -> str:
-        """What transformers makes of a task's token and its text."""
+        """Expand a task's token and its text as transformers does."""
         try:
             (sentence,) = self.info.get_hf_processor()._construct_prompts(prompt)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Encoders that read a picture among the tokens of a text, for a decoder that attends to them."""
+"""Encoders that read an image among the tokens of a text, for a decoder that attends to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["PictureReader"]
 
 
 class PictureReader(EncoderDecoderModel):
-    """The picture's rows stand where the encoder's prompt has the config's `image_token_id`.
+    """The image's rows stand where the encoder's prompt has the config's `image_token_id`.
 
     To be put before the family of the language model among a class's bases. The prompt has to hold
     that token nowhere else: the family's processor sees to it.
     """
 
     def encode_prompt(self, **kwargs: Any) -> Tensor:
-        """The encoder's output [n, length, dim], of token ids and of a picture in each, or in none.
+        """The encoder's output [n, length, dim], of token ids and of an image in each, or in none.
 
         `input_ids` [n, length]; `pixel_values` [n, 3, height, width], or `image_embeds`
         [n, rows, dim]. Raises EngineError where the rows are not as many as their placeholders.

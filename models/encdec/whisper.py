@@ -3,7 +3,7 @@
 Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022): log-mel
 features of 30 seconds, always 1,500 rows. Jeffries et al., "Moonshine: Speech Recognition for Live
 Transcription and Voice Commands" (2024): convolutions over the samples themselves, as many rows as
-the recording is long. A prompt is the decoder's; the encoder reads nothing but the recording.
+the audio is long. A prompt is the decoder's; the encoder reads nothing but the audio.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 CONTEXT_CHARACTERS = 16
 """Of what was said before, for each token that there is room for: few tokens are longer."""
 MOONSHINE_SECONDS = 64
-"""Of the longest recording that Moonshine is given: twice what it was trained on."""
+"""Of the longest audio that Moonshine is given: twice what it was trained on."""
 
 
 def count_moonshine_rows(num_samples: int) -> int:
@@ -54,7 +54,7 @@ def count_moonshine_rows(num_samples: int) -> int:
 
 
 class SpeechInfo(BaseProcessingInfo):
-    """One recording in a prompt."""
+    """One audio item in a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"audio": 1}
@@ -66,11 +66,11 @@ class SpeechInfo(BaseProcessingInfo):
 
     @abstractmethod
     def get_num_audio_tokens(self, *, num_samples: int) -> int:
-        """Encoder rows of a recording."""
+        """Encoder rows of an audio item."""
 
     @abstractmethod
     def get_max_samples(self) -> int:
-        """Of the longest recording."""
+        """Number of rows of the longest audio."""
 
 
 class WhisperInfo(SpeechInfo):
@@ -84,7 +84,7 @@ class WhisperInfo(SpeechInfo):
 
 
 class MoonshineInfo(SpeechInfo):
-    """Recordings as long as they are."""
+    """Audio as long as they are."""
 
     def get_num_audio_tokens(self, *, num_samples: int) -> int:
         return count_moonshine_rows(num_samples)
@@ -110,7 +110,7 @@ class SpeechDummyInputs(BaseDummyInputsBuilder):
 
 
 class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
-    """The encoder's prompt is one token, which becomes as many as the recording has rows."""
+    """The encoder's prompt is one token, which becomes as many as the audio has rows."""
 
     prompt_half: ClassVar[Literal["encoder", "decoder"]] = "decoder"
     info: SpeechInfo
@@ -284,7 +284,7 @@ def _find(token_ids: Mapping[str, int], name: str, what: str) -> int:
 
 
 class Listener(EncoderDecoderModel):
-    """An encoder of recordings."""
+    """An encoder of audio."""
 
     field: ClassVar[str]
     """The HF feature extractor's output that the encoder takes."""
@@ -307,7 +307,7 @@ class Listener(EncoderDecoderModel):
     WhisperMultiModalProcessor, info=WhisperInfo, dummy_inputs=SpeechDummyInputs
 )
 class Whisper(Listener):
-    """Recordings of 30 seconds at most; longer ones in windows, as the caller cuts them."""
+    """Audio of 30 seconds at most; longer ones in windows, as the caller cuts them."""
 
     field = "input_features"
 
@@ -321,7 +321,7 @@ class Whisper(Listener):
     SpeechMultiModalProcessor, info=MoonshineInfo, dummy_inputs=SpeechDummyInputs
 )
 class Moonshine(Listener):
-    """Recordings of 64 seconds at most, which are encoded as long as they are."""
+    """Audio of 64 seconds at most, which are encoded as long as they are."""
 
     field = "input_values"
 

@@ -268,7 +268,8 @@ def _straight(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _fits(x: Tensor, angles: tuple[Tensor, Tensor] | None, head_dim: int) -> bool:
-    """Whether they are [1, T, hidden], contiguous, and [1, T, head_dim] twice, of one dtype."""
+    """Return whether they are [1, T, hidden], contiguous, and [1, T, head_dim] twice, of one
+    dtype."""
     if angles is None or x.dim() != 3 or x.shape[0] != 1 or len(angles) != 2:
         return False
     if not x.is_contiguous():

@@ -80,7 +80,7 @@ def fuse_activations(model: nn.Module) -> int:
 
 
 def _fuse_layers(model: nn.Module) -> int:
-    """Those that are modules of their own."""
+    """Fuse those that are modules of their own."""
     count = 0
     found: dict[type[nn.Module], FeedForward | None] = {}
     tried: dict[tuple[type[nn.Module], Activation], bool] = {}
@@ -106,7 +106,7 @@ def _fuse_layers(model: nn.Module) -> int:
 
 
 def _fuse_parts(model: nn.Module) -> int:
-    """Those that are written out in another module's code."""
+    """Fuse those that are written out in another module's code."""
     count = 0
     found: dict[type[nn.Module], tuple[str, str] | None] = {}
     parents = Counter(id(child) for module in model.modules() for child in module.children())
@@ -152,7 +152,7 @@ def activated_child(kind: type[nn.Module]) -> tuple[str, str] | None:
 
 
 def feed_forward(kind: type[nn.Module]) -> FeedForward | None:
-    """What a class computes, if its forward says that and no more."""
+    """Read what a class computes, if its forward says that and no more."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, TypeError, SyntaxError):
@@ -201,7 +201,8 @@ class _Substitution(ast.NodeTransformer):
 
 
 def _result(function: ast.FunctionDef) -> ast.expr | None:
-    """What is returned, with variables replaced by what they were set to; None for other code."""
+    """Resolve what is returned, with variables replaced by what they were set to; None for other
+    code."""
     values: dict[str, ast.expr] = {}
     for statement in function.body:
         match statement:

@@ -65,7 +65,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """What a module that looks like an RMS norm adds to the mean square."""
+    """Find what a module that looks like an RMS norm adds to the mean square."""
     weight = getattr(module, "weight", None)
     is_norm = type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm)
     if not is_norm or not isinstance(weight, Tensor) or weight.dim() != 1:

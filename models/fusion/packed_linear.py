@@ -124,7 +124,7 @@ def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Line
 
 
 def _are_alike(layers: Sequence[nn.Linear]) -> bool:
-    """Whether one input fits all, and one product may serve them."""
+    """Return whether one input fits all, and one product may serve them."""
     return len({(x.in_features, x.weight.dtype, x.weight.device) for x in layers}) == 1
 
 
@@ -162,7 +162,7 @@ def _classes(module: str) -> Mapping[str, str]:
 
 
 def _reads_weight(source: str | None, name: str) -> bool:
-    """Whether a class computes with the weight of its child `name` itself.
+    """Return whether a class computes with the weight of its child `name` itself.
 
     Its dtype, device and shape may be read, of the stand-in too.
     """

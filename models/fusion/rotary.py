@@ -81,7 +81,8 @@ def _fused(apply: Apply) -> Apply:
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether they are [1, heads, T, D] twice and [1, T, D] twice, of one dtype on the CPU."""
+    """Return whether they are [1, heads, T, D] twice and [1, T, D] twice, of one dtype on the
+    CPU."""
     if q.dim() != 4 or k.dim() != 4 or cos.shape != (1, *q.shape[2:]) or sin.shape != cos.shape:
         return False
     if q.shape[0] != 1 or k.shape[0] != 1 or k.shape[2:] != q.shape[2:] or q.shape[-1] % 2:
@@ -91,7 +92,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _is_usual(apply: Apply) -> bool:
-    """Whether it turns the first half of each head against the second."""
+    """Return whether it turns the first half of each head against the second."""
     generator = torch.Generator().manual_seed(0)
     q, k = (
         torch.randn(1, heads, 3, 16, generator=generator, dtype=torch.float64) for heads in (4, 2)

@@ -24,7 +24,7 @@ _CALLERS = ("get_image_features", "get_video_features")
 
 
 class PassedOn(nn.Module):
-    """In the place of a layer: its output is its input, alone or as the first of a tuple."""
+    """Stand-in for a layer: its output is its input, alone or as the first of a tuple."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`hidden_states` as they are."""

@@ -121,7 +121,8 @@ class MolmoTransformer(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Of all tokens to all tokens, or of `queries` to others; softmax in float32 at least."""
+    """Attend from all tokens to all tokens, or of `queries` to others; softmax in float32 at
+    least."""
 
     def __init__(self, config: Any, num_layers: int = 1) -> None:
         super().__init__()
@@ -243,7 +244,7 @@ class MolmoVisionBackbone(nn.Module):
     def forward(self, patches: Tensor, masks: Tensor) -> Tensor:
         """[n, patches, 3 * side * side] and [n, patches] -> rows [n, pooled patches, hidden].
 
-        `masks`: how much of a patch is picture and not padding, 0 to 1.
+        `masks`: how much of a patch is image and not padding, 0 to 1.
         """
         layers = self.image_vit(patches)
         features = torch.cat([layers[index][:, 1:] for index in self.layers], -1)

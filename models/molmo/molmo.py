@@ -1,8 +1,8 @@
-"""Molmo: a decoder of OLMo's or Qwen2's kind that looks at a small view of a picture and its crops.
+"""Molmo: a decoder of OLMo's or Qwen2's kind that looks at a small view of an image and its crops.
 
 Deitke et al., "Molmo and PixMo: Open Weights and Open Data for State-of-the-Art Vision-Language
 Models" (2024). transformers has no class for it; modules are in modeling.py, the processor is in
-processors/hf/molmo.py. Pictures stand before the text, whatever it says, and rows are added to the
+processors/hf/molmo.py. Images stand before the text, whatever it says, and rows are added to the
 embeddings of their tokens.
 """
 
@@ -87,7 +87,7 @@ class MolmoConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class MolmoProcessingInfo(BaseProcessingInfo):
-    """Pictures in any number. Raises ModelLoadError for a processor that does not fit the model."""
+    """Images in any number. Raises ModelLoadError for a processor that does not fit the model."""
 
     @classmethod
     def load_hf_processor(
@@ -117,13 +117,13 @@ class MolmoProcessingInfo(BaseProcessingInfo):
         return {"image": None}
 
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
-        """Encoder rows of one picture, with the engine's own options."""
+        """Encoder rows of one image, with the engine's own options."""
         images = self.get_image_processor()
         rows, columns = images.grid(image_height, image_width, self.ctx.mm_processor_kwargs)
         return int(rows * columns + images.side**2)
 
     def get_image_size_with_most_features(self) -> ImageSize:
-        """Of the sizes that fill their crops, one with the most rows."""
+        """Choose of the sizes that fill their crops one with the most rows."""
         images = self.get_image_processor()
         geometry = images.with_options(self.ctx.mm_processor_kwargs)
         rows, columns = max(geometry.canvases(), key=lambda size: size[0] * size[1])
@@ -137,7 +137,7 @@ class MolmoProcessingInfo(BaseProcessingInfo):
 
 
 class MolmoDummyInputsBuilder(BaseDummyInputsBuilder):
-    """No placeholder, and white pictures that fill their crops."""
+    """No placeholder, and white images that fill their crops."""
 
     info: MolmoProcessingInfo
 
@@ -154,7 +154,7 @@ class MolmoDummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 class MolmoMultiModalProcessor(BaseMultiModalProcessor):
-    """First token, pictures, text. A text begins with a space, which is put there if it does not.
+    """First token, images, text. A text begins with a space, which is put there if it does not.
 
     Texts are taken as they are: "User: ... Assistant:" is the chat template's, which chat messages
     go through.
@@ -239,7 +239,7 @@ class Molmo(AddedRows, DefinedModel):
     config_class = MolmoConfig
 
     def embed_multimodal(self, **kwargs: Any) -> list[Tensor]:
-        """Rows [rows, hidden] of each picture, in the order of its tokens.
+        """Rows [rows, hidden] of each image, in the order of its tokens.
 
         Takes what the processor makes: see `MolmoProcessor`.
         """

@@ -1,4 +1,4 @@
-"""Molmo 2: Molmo's successor, in which all tokens of all pictures see each other both ways.
+"""Molmo 2: Molmo's successor, in which all tokens of all images see each other both ways.
 
 Allen Institute for AI, "Molmo2: Open Weights and Data for Vision-Language Models with Video
 Understanding and Grounding" (2026). transformers' own class. Rows are added to the embeddings of
@@ -29,7 +29,7 @@ __all__ = ["Molmo2", "Molmo2MultiModalProcessor", "Molmo2ProcessingInfo"]
 
 
 class Molmo2ProcessingInfo(GenericProcessingInfo):
-    """Pictures only, by an image processor that needs no torchvision.
+    """Images only, by an image processor that needs no torchvision.
 
     Raises ModelLoadError for a processor that does not fit the tower.
     """
@@ -74,7 +74,7 @@ class Molmo2ProcessingInfo(GenericProcessingInfo):
 
 
 class Molmo2MultiModalProcessor(GenericMultiModalProcessor):
-    """Every prompt begins with the first token, and a picture's markers are of its range."""
+    """Every prompt begins with the first token, and an image's markers are of its range."""
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
         tokenizer = self.info.get_tokenizer()
@@ -83,7 +83,7 @@ class Molmo2MultiModalProcessor(GenericMultiModalProcessor):
         return prompt_tokens if prompt_tokens[:1] == [first] else [first, *prompt_tokens]
 
     def _details(self, modality: str, full: str | list[int], ids: list[int]) -> PromptUpdateDetails:
-        # What sees each other both ways begins and ends with a picture's markers.
+        # What sees each other both ways begins and ends with an image's markers.
         embed_id = self.info.get_embed_token_id(modality, ids)
         return PromptUpdateDetails.select_token_id(full, embed_id)
 
@@ -93,10 +93,10 @@ class Molmo2MultiModalProcessor(GenericMultiModalProcessor):
     Molmo2MultiModalProcessor, info=Molmo2ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class Molmo2(AddedRows, GenericModel):
-    """From the first picture's first token to the last one's last, all is computed in one step."""
+    """Keep all from the first image's first token to the last one's last in one step."""
 
     def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> Tensor | None:
-        """One block of all pictures; the text between them is causal."""
+        """One block of all images; the text between them is causal."""
         if not items:
             return None
         ids = torch.full((len(token_ids),), -1)
@@ -112,9 +112,9 @@ class Molmo2(AddedRows, GenericModel):
         return run_whole(self.model, prompt, rows, mm_token_type_ids=kinds)
 
     def embed_multimodal(self, **kwargs: Any) -> MultiModalEmbeddings:
-        """See `TransformersModel.embed_multimodal`; takes what the processor makes of each picture.
+        """See `TransformersModel.embed_multimodal`; takes what the processor makes of each image.
 
-        A token's patches are numbered within their picture, and here within the batch.
+        A token's patches are numbered within their image, and here within the batch.
         """
         counts, grids = kwargs.pop("image_num_crops"), kwargs["image_grids"]
         before = (counts.cumsum(0) - counts) * kwargs["pixel_values"].shape[1]

@@ -292,7 +292,7 @@ class QwenLMHeadModel(nn.Module):
         return logits
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Rows [n, n_queries, hidden] of pictures [n, 3, S, S]."""
+        """Rows [n, n_queries, hidden] of images [n, 3, S, S]."""
         rows: Tensor = self.transformer.visual(pixel_values)
         return rows
 

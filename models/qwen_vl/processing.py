@@ -1,7 +1,7 @@
 """Qwen-VL's config, and how its prompts are processed.
 
 Bai et al., "Qwen-VL: A Versatile Vision-Language Model for Understanding, Localization, Text
-Reading, and Beyond" (2023). Tokenizer and pictures: processors/hf/qwen_vl.py.
+Reading, and Beyond" (2023). Tokenizer and images: processors/hf/qwen_vl.py.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class QwenProcessingInfo(TextOnlyInfo):
 
 
 class QwenVLProcessingInfo(BaseProcessingInfo):
-    """As many rows for each picture. Raises ModelLoadError for a tokenizer of another model."""
+    """Check that each image has as many rows. Raises ModelLoadError for a tokenizer of another
+    model."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
         super().__init__(ctx)
@@ -102,7 +103,7 @@ class QwenVLProcessingInfo(BaseProcessingInfo):
         return {"image": None}
 
     def get_num_image_tokens(self) -> int:
-        """Encoder rows of any picture: one for each of the resampler's queries."""
+        """Encoder rows of any image: one for each of the resampler's queries."""
         return int(self.get_hf_config().visual.get("n_queries", 256))
 
     def get_mm_max_tokens_per_item(
@@ -112,7 +113,7 @@ class QwenVLProcessingInfo(BaseProcessingInfo):
 
 
 class QwenVLDummyInputsBuilder(BaseDummyInputsBuilder):
-    """White pictures between their tags."""
+    """White images between their tags."""
 
     info: QwenVLProcessingInfo
 
@@ -132,7 +133,7 @@ class QwenVLDummyInputsBuilder(BaseDummyInputsBuilder):
 
 
 class QwenVLMultiModalProcessor(BaseMultiModalProcessor):
-    """`<img></img>` is filled with the picture's rows."""
+    """`<img></img>` is filled with the image's rows."""
 
     info: QwenVLProcessingInfo
 

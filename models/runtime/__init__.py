@@ -1,1 +1,1 @@
-"""What runs a model: transformers' module on a flattened batch, its loading and its checks."""
+"""Runtime of a model: transformers' module on a flattened batch, its loading and its checks."""

@@ -89,7 +89,7 @@ AttentionInterface.register(ATTENTION_NAME, _attend_by_slot)
 
 
 class AttentionType(enum.Enum):
-    """Who attends to whom."""
+    """Attention mask: who attends to whom."""
 
     DECODER = "decoder"
     """Tokens to earlier tokens of their sequence, over the KV cache."""

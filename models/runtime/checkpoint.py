@@ -95,7 +95,8 @@ def check_files(source: Source, hf_config: Any, *, revision: str | None = None) 
 
 
 def _is_here(source: Source) -> bool:
-    """Whether this is a folder. Raises ModelLoadError for what is neither folder nor hub id."""
+    """Return whether this is a folder. Raises ModelLoadError for what is neither folder nor hub
+    id."""
     if os.path.isdir(source):
         return True
     name = shown(source)
@@ -112,7 +113,7 @@ def _is_here(source: Source) -> bool:
 
 
 def _read_folder(source: Source) -> dict[str, Any]:
-    """What is in a folder's config.json."""
+    """Read a folder's config.json."""
     file, name = Path(source) / _CONFIG, shown(source)
     if not file.is_file():
         raise ModelLoadError(
@@ -142,7 +143,7 @@ def _unreachable(source: Source) -> str:
 
 
 def _finder(source: Source, revision: str | None) -> Find:
-    """From a file's name to where it lies; None where it is not, or not yet."""
+    """Locate a file by its name; None where it is not, or not yet."""
     if _is_here(source):
         return lambda name: path if (path := Path(source) / name).is_file() else None
 

@@ -60,7 +60,7 @@ def encode_batch(
     inputs = {key: place(value, dtype, device) for key, value in kwargs.items()}
     encoder = _find_method(model, _SAMPLES[name])
     if encoder is None and name == "pixel_values_videos":
-        # A model without a way of its own takes frames as it takes pictures.
+        # A model without a way of its own takes frames as it takes images.
         encoder = _find_method(model, "get_image_features")
         inputs = frames_as_images(inputs)
     if encoder is None:
@@ -175,7 +175,7 @@ def _encode_alone(
 
 
 def _sizes(items: Sequence[Mapping[str, Tensor]], stacked: Mapping[str, Any]) -> list[int]:
-    """How many samples of the batch each item has; those that were stacked have one."""
+    """Return how many samples of the batch each item has; those that were stacked have one."""
     name = next((name for name in _SAMPLES if name in stacked), None)
     if name is None or not isinstance(stacked[name], Tensor):
         return [1] * len(items)

@@ -203,7 +203,7 @@ def _rotary_modules(root: nn.Module) -> list[Any]:
 
 
 def _set_static(module: Any) -> None:
-    """From now on the module's forward leaves its frequencies alone."""
+    """Make the module's forward leave its frequencies alone from now on."""
     if isinstance(module.rope_type, dict):
         module.rope_type = dict.fromkeys(module.rope_type, "default")
     else:

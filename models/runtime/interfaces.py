@@ -1,4 +1,4 @@
-"""What a model class promises, as protocols, and the merging of encoder rows into embeddings."""
+"""Interfaces of a model class, as protocols, and the merging of encoder rows into embeddings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PromptMedia:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptInputs:
-    """What a model computes of a prompt once, for all of its steps. On the CPU.
+    """Values that a model computes of a prompt once, for all of its steps. On the CPU.
 
     `positions`: position ids [L] or [3, L], and what a later token's index is off by; None where a
     token's position is its index. `block_ids` int32 [L]: see `AttentionMetadata`.

@@ -1,4 +1,4 @@
-"""How far a load is, told from wherever its work is done.
+"""Progress of a load, reported from wherever its work is done.
 
 Between whoever wants to know and the loop over the weights lie `load` methods that an application
 may override. So the way down is a context variable of the loading thread, and two engines that load
@@ -55,7 +55,7 @@ _current: ContextVar[Reporter] = ContextVar("aioengine_load")
 
 
 def is_watched() -> bool:
-    """Whether anybody wants to know of a load on this thread."""
+    """Return whether anybody wants to know of a load on this thread."""
     return _current.get(_UNHEARD).is_heard
 
 

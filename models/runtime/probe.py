@@ -56,14 +56,15 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What a layer was called with."""
+    """Arguments that a layer was called with."""
 
     spec: LayerSpec
     key: Tensor
     value: Tensor
 
     def has_pages_of(self, other: _Call) -> bool:
-        """Whether `other` has been given the very same keys and values, and keeps them as long."""
+        """Return whether `other` has been given the very same keys and values, and keeps them as
+        long."""
         return (
             self.spec.kind == other.spec.kind
             and self.spec.window == other.spec.window
@@ -148,7 +149,8 @@ def _with_owner(call: _Call, earlier: Sequence[_Call]) -> LayerSpec:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same view of one storage: on the meta device there are no addresses."""
+    """Return whether both are the same view of one storage: on the meta device there are no
+    addresses."""
     return (
         one.untyped_storage() is other.untyped_storage()
         and one.storage_offset() == other.storage_offset()

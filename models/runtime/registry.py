@@ -1,4 +1,4 @@
-"""Which class runs which architecture.
+"""Registry of the class that runs each architecture.
 
 A checkpoint's `architectures` are looked up by name; the first that is known wins. Families that
 ship with the engine are written down here and imported when one is asked for; an application adds

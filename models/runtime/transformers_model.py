@@ -199,13 +199,13 @@ class TransformersModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, embeddings and encoder rows."""
+        """Dtype of weights, embeddings and encoder rows."""
         dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
         return dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """Device of the weights."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
@@ -284,7 +284,7 @@ class TransformersModel:
     def prompt_inputs(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
     ) -> PromptInputs | None:
-        """What `positions` and `blocks` say of a prompt; None where all is as usual.
+        """Compute what `positions` and `blocks` say of a prompt; None where all is as usual.
 
         Reads nothing that a step changes: it may be called while one runs.
         """
@@ -356,8 +356,8 @@ class TransformersModel:
         return encoding.encode_items(self.embed_multimodal, items)
 
     def memory(self, items: Sequence[Tensor]) -> Tensor | None:
-        """What cross-attention layers are given in a step that writes the keys and values of these
-        encoder outputs, [rows, dim] each; None for a model that has no such layers."""
+        """Build what cross-attention layers are given in a step that writes the keys and values of
+        these encoder outputs, [rows, dim] each; None for a model that has no such layers."""
         return None
 
     def embed(

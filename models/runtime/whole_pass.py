@@ -118,7 +118,7 @@ def spare_layers(
 
 
 def _is_stack(root: nn.Module, path: str, module: nn.Module) -> TypeGuard[nn.ModuleList]:
-    """Whether a module's config counts these as its layers."""
+    """Return whether a module's config counts these as its layers."""
     if not isinstance(module, nn.ModuleList):
         return False
     config = getattr(root.get_submodule(path.rpartition(".")[0]), "config", None)
@@ -128,7 +128,7 @@ def _is_stack(root: nn.Module, path: str, module: nn.Module) -> TypeGuard[nn.Mod
 def _signatures(
     stack: nn.ModuleList, paths: Sequence[str], kinds: Mapping[str, Hashable]
 ) -> list[Hashable]:
-    """What tells each layer of a stack from others, but for its place in the stack."""
+    """Describe what tells each layer of a stack from others, but for its place in the stack."""
     settings = [_settings(layer) for layer in stack]
     places = {
         name

@@ -1,7 +1,7 @@
 """The processor-output cache on disk: what was processed once is found again after a restart.
 
 One file for each item, written under another name and renamed, so that a file is either whole or
-not there. Several processes may share a folder; each keeps its own picture of what is in it, and
+not there. Several processes may share a folder; each keeps its own image of what is in it, and
 looks again now and then. Nothing here fails a request: what cannot be read is a miss, what cannot
 be written is not stored, and both are counted.
 """
@@ -340,7 +340,7 @@ def _check_key(key: str) -> None:
 
 
 def _check_owner(fd: int) -> None:
-    """In a folder that others may write to, a file could be anyone's."""
+    """Refuse a folder that others may write to: a file could be anyone's."""
     status = os.fstat(fd)
     if status.st_uid != os.geteuid():
         raise PermissionError("the folder belongs to another user")
@@ -349,7 +349,7 @@ def _check_owner(fd: int) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether this module gives such names; others' files are left alone."""
+    """Return whether this module gives such names; others' files are left alone."""
     if name.endswith(_SUFFIX):
         return _KEY.fullmatch(name.removesuffix(_SUFFIX)) is not None
     return name.startswith(".") and name.endswith(_TEMPORARY) and bool(_KEY.match(name, 1))

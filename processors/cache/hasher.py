@@ -101,7 +101,8 @@ class ContentHasher:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie in memory one by one: not sparse, nested, quantised or meta.
+    """Return whether a tensor's numbers lie in memory one by one: not sparse, nested, quantised or
+    meta.
 
     A sparse tensor's indices are not checked by torch before they are used: never densify one.
     """

@@ -70,7 +70,7 @@ def dump_item(item: MultiModalKwargsItem, *, key: str | None = None) -> bytes:
 
 
 def item_parts(item: MultiModalKwargsItem, *, key: str | None = None) -> list[Readable]:
-    """What `dump_item` returns in pieces: the header, then views of the item's own memory.
+    """Yield what `dump_item` returns in pieces: the header, then views of the item's own memory.
 
     Raises ValueError for a dtype that the format does not have.
     """
@@ -142,7 +142,7 @@ def _encode(header: Mapping[str, Any]) -> bytes:
 
 
 def _digest(header: Mapping[str, Any], views: list[Readable]) -> str:
-    """Of the header, its own digest left empty, and the data."""
+    """Digest the header, its own digest left empty, and the data."""
     digest = hashlib.sha256(_encode(header))
     for view in views:
         digest.update(view)

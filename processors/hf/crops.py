@@ -1,6 +1,6 @@
-"""Overlapping crops of a picture, as Molmo and Molmo 2 look at it: how many, and their patches.
+"""Overlapping crops of an image, as Molmo and Molmo 2 look at it: how many, and their patches.
 
-A picture is resized to a canvas of crops that overlap by a margin. Of the patches that two crops
+An image is resized to a canvas of crops that overlap by a margin. Of the patches that two crops
 share, one of them keeps each, so that the windows that are left lie side by side.
 """
 
@@ -61,7 +61,7 @@ class CropGeometry:
         return self.window_patches * self.patch_size
 
     def tiling(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of crops for a picture of that size."""
+        """Rows and columns of crops for an image of that size."""
         margin = sum(self.margins) * self.patch_size
         return select_tiling(height - margin, width - margin, self.window_size, self.max_crops)
 
@@ -71,7 +71,7 @@ class CropGeometry:
         return rows, columns
 
     def canvases(self) -> list[tuple[int, int]]:
-        """Of all numbers of crops that there may be."""
+        """List all numbers of crops that there may be."""
         most = self.max_crops
         return [self.canvas((n, m)) for n in range(1, most + 1) for m in range(1, most // n + 1)]
 
@@ -89,7 +89,7 @@ class CropGeometry:
 
 
 def select_tiling(height: int, width: int, size: int, max_tiles: int) -> tuple[int, int]:
-    """Rows and columns of tiles of `size` pixels into which a picture fits best.
+    """Rows and columns of tiles of `size` pixels into which an image fits best.
 
     Those that enlarge it least, or, if all shrink it, those that do so least; of equals the fewest
     tiles, then the fewest rows. In float32, as in the published processors: it decides ties.
@@ -97,7 +97,7 @@ def select_tiling(height: int, width: int, size: int, max_tiles: int) -> tuple[i
     shapes = [(n, m) for n in range(1, max_tiles + 1) for m in range(1, max_tiles // n + 1)]
     shapes.sort(key=lambda shape: (shape[0] * shape[1], shape[0]))
     edges = np.asarray(shapes, np.int32) * size
-    # A picture within the margins has edges of nothing, or less.
+    # An image within the margins has edges of nothing, or less.
     with np.errstate(divide="ignore"):
         scales = (edges.astype(np.float32) / np.array([height, width], np.float32)).min(-1)
     if (scales < 1).all():
@@ -129,7 +129,7 @@ def to_patches(crops: Tensor, size: int) -> Tensor:
 
 
 def as_channels(image: Any) -> Tensor:
-    """uint8 [3, height, width] of a picture from Pillow, or of pixels [height, width, 3]."""
+    """uint8 [3, height, width] of an image from Pillow, or of pixels [height, width, 3]."""
     if isinstance(image, Image.Image) and image.mode != "RGB":
         image = image.convert("RGB")
     return torch.from_numpy(np.array(image, np.uint8)).movedim(-1, 0).contiguous()

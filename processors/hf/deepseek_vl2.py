@@ -1,8 +1,8 @@
-"""DeepSeek-VL2's tokenizer and pictures, which transformers reads only with other people's code.
+"""DeepSeek-VL2's tokenizer and images, which transformers reads only with other people's code.
 
 Wu et al., "DeepSeek-VL2: Mixture-of-Experts Vision-Language Models for Advanced Multimodal
-Understanding" (2024), section 2: a picture is seen whole in one tile, and once more in as many
-tiles as fit it best. With more than two pictures in a prompt each is seen in two tiles only.
+Understanding" (2024), section 2: an image is seen whole in one tile, and once more in as many
+tiles as fit it best. With more than two images in a prompt each is seen in two tiles only.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ _CHAT_TEMPLATE = (
 def select_best_resolution(
     size: tuple[int, int], candidates: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
-    """The candidate (width, height) that keeps most of a picture's pixels, and wastes fewest.
+    """The candidate (width, height) that keeps most of an image's pixels, and wastes fewest.
 
-    What a picture has beyond its own pixels does not count; the first of equal ones is taken.
+    What an image has beyond its own pixels does not count; the first of equal ones is taken.
     """
 
     def rank(candidate: Sequence[int]) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def select_best_resolution(
 
 
 def load_deepseek_settings(source: str, revision: str | None) -> dict[str, Any]:
-    """What the folder or hub id says of its processor; nothing where it has no such file."""
+    """Read what the folder or hub id says of its processor; nothing where it has no such file."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         path = cached_file(
             source,
@@ -117,7 +117,7 @@ def load_deepseek_tokenizer(source: str, revision: str | None, image_token: str)
 
 
 class DeepseekVL2Processor:
-    """What stands for the published processor; its settings have the published names."""
+    """Substitute for the published processor; its settings have the published names."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class DeepseekVL2Processor:
         return math.ceil(self.image_size // self.patch_size / self.downsample_ratio)
 
     def count_tiles(self, size: tuple[int, int], *, cropping: bool) -> tuple[int, int]:
-        """Columns and rows of the tiles in which a picture is seen closely."""
+        """Columns and rows of the tiles in which an image is seen closely."""
         if not cropping:
             return 1, 1
         width, height = select_best_resolution(size, self.candidate_resolutions)
@@ -161,9 +161,9 @@ class DeepseekVL2Processor:
         cropping: bool = True,
         return_tensors: str = "pt",
     ) -> dict[str, Any]:
-        """`pixel_values` float32 [tiles, 3, S, S] of RGB pictures, `images_spatial_crop` [n, 2].
+        """`pixel_values` float32 [tiles, 3, S, S] of RGB images, `images_spatial_crop` [n, 2].
 
-        Of each picture the tile that shows it whole, then the others row by row; the crop tells
+        Of each image the tile that shows it whole, then the others row by row; the crop tells
         their columns and rows. `input_ids` [1, T]: the text as it is.
         """
         outputs: dict[str, Any] = {}
@@ -205,6 +205,6 @@ class DeepseekVL2Processor:
         return np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
     def to_json_string(self) -> str:
-        """What its outputs depend on."""
+        """Settings that its outputs depend on."""
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
         return json.dumps(settings, sort_keys=True)

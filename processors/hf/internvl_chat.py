@@ -1,6 +1,6 @@
 """The HF processor that the original InternVL checkpoints lack: theirs is code beside the weights.
 
-A picture is resized to the grid of square tiles whose shape is closest to its own, cut up, and
+An image is resized to the grid of square tiles whose shape is closest to its own, cut up, and
 followed by itself as one more tile, as in Chen et al., "How Far Are We to GPT-4V? Closing the Gap
 to Commercial Multimodal Models with Open-Source Suites" (2024), section 3.2. Text and tensors are
 those of the loading code that the checkpoints' pages show.
@@ -39,9 +39,9 @@ def grids(fewest: int, most: int) -> tuple[tuple[int, int], ...]:
 
 
 def choose_grid(width: int, height: int, *, side: int, fewest: int, most: int) -> tuple[int, int]:
-    """Columns and rows of tiles for a picture: of the grids the one closest to its shape.
+    """Columns and rows of tiles for an image: of the grids the one closest to its shape.
 
-    Of grids equally close the largest of which the picture would fill more than half; one tile if
+    Of grids equally close the largest of which the image would fill more than half; one tile if
     there is no grid.
     """
     best, least = (1, 1), float("inf")
@@ -61,9 +61,9 @@ class _ImagesKwargs(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
 
 
 class InternVLChatImageProcessor(PilBackend):  # type: ignore[misc]
-    """Pictures to tiles: `pixel_values` float32 [num_tiles, 3, side, side] of all pictures.
+    """Images to tiles: `pixel_values` float32 [num_tiles, 3, side, side] of all images.
 
-    `num_patches`: tiles of each picture. Settings have the names that they have in the config.
+    `num_patches`: tiles of each image. Settings have the names that they have in the config.
     """
 
     resample = PILImageResampling.BICUBIC
@@ -76,7 +76,8 @@ class InternVLChatImageProcessor(PilBackend):  # type: ignore[misc]
     model_input_names = ("pixel_values",)
 
     def count_tiles(self, width: int, height: int, options: Mapping[str, Any]) -> int:
-        """Of a picture of this size; `options`: those that differ from the settings."""
+        """Count the tiles of an image of this size; `options`: those that differ from the
+        settings."""
         columns, rows = self._grid(width, height, {**vars(self), **options})
         has_thumbnail = options.get("use_thumbnail", self.use_thumbnail)
         return columns * rows + bool(has_thumbnail and columns * rows > 1)
@@ -148,13 +149,13 @@ class InternVLChatProcessor(ProcessorMixin):  # type: ignore[misc]
 
     @property
     def unused_input_names(self) -> list[str]:
-        """What no model takes."""
+        """Refuse what no model takes."""
         return ["num_patches"]
 
     def expand(self, num_tiles: int) -> str:
-        """What stands in a prompt for a picture of so many tiles."""
+        """Build what stands in a prompt for an image of so many tiles."""
         return f"<img>{self.row_token * (self.num_image_token * num_tiles)}</img>"
 
     def replace_image_token(self, image_inputs: Any, image_idx: int, **_: Any) -> str:
-        """What stands in a prompt for one picture."""
+        """Build what stands in a prompt for one image."""
         return self.expand(int(image_inputs["num_patches"][image_idx]))

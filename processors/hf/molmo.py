@@ -1,7 +1,7 @@
-"""Molmo's processor, which transformers does not have: a small view of a picture, and its crops.
+"""Molmo's processor, which transformers does not have: a small view of an image, and its crops.
 
 Deitke et al., "Molmo and PixMo" (2024), section 3 and the processor that is published with the
-weights: a picture keeps its proportions and is padded, once to a single crop and once to ones that
+weights: an image keeps its proportions and is padded, once to a single crop and once to ones that
 overlap; of each crop, two by two patches become one token.
 """
 
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 
 
 class MolmoImageProcessor:
-    """Pictures to patches. The settings are those of the published preprocessor_config.json."""
+    """Images to patches. The settings are those of the published preprocessor_config.json."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class MolmoImageProcessor:
         return (self.geometry.crop_patches + 1) // 2
 
     def grid(self, height: int, width: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Rows and columns of the tokens of a picture's crops together.
+        """Rows and columns of the tokens of an image's crops together.
 
-        Raises MediaError for a picture of which scaling would leave nothing.
+        Raises MediaError for an image of which scaling would leave nothing.
         """
         geometry = self.with_options(options)
         tiling = geometry.tiling(height, width)
@@ -123,9 +123,9 @@ class MolmoImageProcessor:
         return (rows + 1) // 2, (columns + 1) // 2
 
     def __call__(self, image: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """One picture: `pixel_values` float32 [n, patches, 3 * patch size squared], the small view
-        first; `image_masks` float32 [n, patches], how much of a patch is picture; `image_input_idx`
-        int64 [n, tokens of a crop], the place of each token among the picture's, else NO_TOKEN.
+        """One image: `pixel_values` float32 [n, patches, 3 * patch size squared], the small view
+        first; `image_masks` float32 [n, patches], how much of a patch is image; `image_input_idx`
+        int64 [n, tokens of a crop], the place of each token among the image's, else NO_TOKEN.
         """
         geometry, pixels = self.with_options(options), as_channels(image)
         height, width = pixels.shape[1:]
@@ -145,7 +145,7 @@ class MolmoImageProcessor:
         }
 
     def _fit(self, pixels: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """The picture in the middle of black, normalised, and where it is: [1, height, width]."""
+        """The image in the middle of black, normalised, and where it is: [1, height, width]."""
         inner_height, inner_width = _scaled(pixels.shape[1], pixels.shape[2], height, width)
         fitted = resize(pixels, inner_height, inner_width, divisor=255, antialias=True).clamp(0, 1)
         top, left = (height - inner_height) // 2, (width - inner_width) // 2
@@ -159,7 +159,7 @@ class MolmoImageProcessor:
     def _places(
         self, geometry: CropGeometry, tiling: tuple[int, int], grid: tuple[int, int]
     ) -> Tensor:
-        """Where each crop's tokens lie in the text, as `layout_tokens` writes it."""
+        """Locate each crop's tokens in the text, as `layout_tokens` writes it."""
         side = self.side
         # After the start, a row's end behind every row.
         small = 1 + torch.arange(side)[:, None] * (side + 1) + torch.arange(side)
@@ -184,7 +184,7 @@ class MolmoImageProcessor:
 
 
 class MolmoProcessor:
-    """What transformers' processors are to other families: called like one, and copied like one."""
+    """Substitute for transformers' processors: called like one, and copied like one."""
 
     chat_template = CHAT_TEMPLATE
 
@@ -202,7 +202,7 @@ class MolmoProcessor:
             raise ModelLoadError("the tokenizer has neither a first nor a last token")
 
     def layout_tokens(self, height: int, width: int, options: Mapping[str, Any]) -> list[int]:
-        """The tokens of a picture: the small view's rows, and those of the crops."""
+        """The tokens of an image: the small view's rows, and those of the crops."""
         side, found = self.image_processor.side, []
         for rows, columns in ((side, side), self.image_processor.grid(height, width, options)):
             row = [*[self.patch_id] * columns, self.column_id]
@@ -216,8 +216,8 @@ class MolmoProcessor:
         return_tensors: Any = None,
         **options: Any,
     ) -> dict[str, Tensor]:
-        """Encoder inputs of all pictures, crop after crop, with `num_crops` int64 [pictures]; with
-        a text, the prompt's `input_ids` [1, tokens]: first token, pictures, text.
+        """Encoder inputs of all images, crop after crop, with `num_crops` int64 [images]; with
+        a text, the prompt's `input_ids` [1, tokens]: first token, images, text.
         """
         found: dict[str, Tensor] = {}
         given = list(images) if isinstance(images, list | tuple) else [images]
@@ -237,12 +237,12 @@ class MolmoProcessor:
         return found
 
     def to_json_string(self) -> str:
-        """What its outputs depend on beside the tokenizer."""
+        """Settings that its outputs depend on beside the tokenizer."""
         return json.dumps(self.image_processor.to_dict(), sort_keys=True)
 
 
 def _scaled(height: int, width: int, most_height: int, most_width: int) -> tuple[int, int]:
-    """A picture's size when it just fits, in float32 as the published processor computes it."""
+    """An image's size when it just fits, in float32 as the published processor computes it."""
     scale = min(
         np.float32(most_height) / np.float32(height), np.float32(most_width) / np.float32(width)
     )

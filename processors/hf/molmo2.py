@@ -1,6 +1,6 @@
-"""Molmo 2's processor without torchvision, which transformers' own needs for its pictures.
+"""Molmo 2's processor without torchvision, which transformers' own needs for its images.
 
-A picture is stretched to a square and, beside that, to a canvas of overlapping crops; tokens stand
+An image is stretched to a square and, beside that, to a canvas of overlapping crops; tokens stand
 for windows of patches, told by their numbers. The settings, names and results are transformers'.
 """
 
@@ -33,7 +33,7 @@ MAX_POOLING = 8
 
 
 class Molmo2ImagesKwargs(ImagesKwargs, total=False):  # type: ignore[call-arg, misc]
-    """What a picture may be processed with, beside what all processors know."""
+    """Options that an image may be processed with, beside what all processors know."""
 
     max_crops: int
     overlap_margins: list[int]
@@ -95,7 +95,7 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         return [math.ceil(edge / step) for edge, step in edges], 1 + tiling[0] * tiling[1]
 
     def largest_size(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Return height and width of a picture that fills its crops and takes the most tokens."""
+        """Return height and width of an image that fills its crops and takes the most tokens."""
         geometry = self.geometry(options)
         size = geometry.patch_size
         canvases = [(rows * size, columns * size) for rows, columns in geometry.canvases()]
@@ -121,7 +121,7 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         return BatchFeature(data=data, tensor_type=return_tensors)
 
     def _one(self, pixels: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor, list[int]]:
-        """A picture [3, height, width]: its crops' patches [n, patches, pixels], the small view
+        """An image [3, height, width]: its crops' patches [n, patches, pixels], the small view
         first; for each token the patches in its window, -1 where there are fewer; its grid."""
         if options["resample"] not in (PILImageResampling.BILINEAR, int(self.resample)):
             raise _refused("pictures are resized bilinearly only")

@@ -1,6 +1,6 @@
 """Pixtral's HF processor where torchvision is missing, which transformers' own imports.
 
-A picture becomes its rows of patches, each row ended by a token, the last one by another.
+An image becomes its rows of patches, each row ended by a token, the last one by another.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
 
     @property
     def _side(self) -> int:
-        """Of the square of pixels that becomes one token."""
+        """Edge of the square of pixels that becomes one token."""
         return self.patch_size * self.spatial_merge_size
 
     def _process_images(self, images: Any, **options: Any) -> Any:
         return super()._process_images(images, **{**options, "patch_size": self._side})
 
     def replace_image_token(self, image_inputs: Any, image_idx: int, **_: Any) -> str:
-        """What stands in a prompt for one picture."""
+        """Build what stands in a prompt for one image."""
         height, width = image_inputs["image_sizes"][image_idx]
         row = self.image_token * (int(width) // self._side)
         rows = [row] * (int(height) // self._side)

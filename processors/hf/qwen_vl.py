@@ -1,4 +1,4 @@
-"""Qwen-VL's tokenizer and pictures, which transformers reads only with a checkpoint's code.
+"""Qwen-VL's tokenizer and images, which transformers reads only with a checkpoint's code.
 
 The published tokenizer is a file of byte sequences and their ranks (`qwen.tiktoken`); the fast
 tokenizer made of it here gives the same ids. A folder with a `tokenizer.json` is read as it is.
@@ -113,7 +113,7 @@ def tokenizer_from_ranks(ranks: Mapping[bytes, int], special_tokens: Sequence[st
 def load_qwen_tokenizer(source: str, revision: str | None, *, with_images: bool) -> Any:
     """The tokenizer of a folder or hub id, in a chat model with its chat template.
 
-    `with_images`: whether the model's tokens for pictures and boxes follow those of its texts.
+    `with_images`: whether the model's tokens for images and boxes follow those of its texts.
     Raises OSError or ValueError where there is no tokenizer that can be read.
     """
     if _find(source, "tokenizer.json", revision) is not None:
@@ -151,9 +151,9 @@ def _find(source: str, name: str, revision: str | None) -> Path | None:
 
 
 class QwenVLProcessor:
-    """What stands for the HF processor that was never published.
+    """Substitute for the HF processor that was never published.
 
-    Pictures are stretched to a square of `image_size` pixels; the text is left to the tokenizer.
+    Images are stretched to a square of `image_size` pixels; the text is left to the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, image_size: int) -> None:
@@ -167,7 +167,7 @@ class QwenVLProcessor:
         images: Sequence[Image.Image] = (),
         return_tensors: str = "pt",
     ) -> dict[str, Any]:
-        """`input_ids` [1, T] of the text, `pixel_values` float32 [n, 3, S, S] of RGB pictures."""
+        """`input_ids` [1, T] of the text, `pixel_values` float32 [n, 3, S, S] of RGB images."""
         outputs: dict[str, Any] = {}
         if text is not None:
             outputs["input_ids"] = torch.tensor([self.tokenizer(text)["input_ids"]])
@@ -184,5 +184,5 @@ class QwenVLProcessor:
         return np.ascontiguousarray(((pixels - mean) / std).transpose(2, 0, 1))
 
     def to_json_string(self) -> str:
-        """What its outputs depend on."""
+        """Settings that its outputs depend on."""
         return json.dumps({"image_size": self.image_size, "image_mean": _MEAN, "image_std": _STD})

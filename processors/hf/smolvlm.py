@@ -1,6 +1,6 @@
 """SmolVLM's HF processor where torchvision or num2words is missing.
 
-transformers' own wants both, for videos only. Here its pictures are as ever, and a video becomes
+transformers' own wants both, for videos only. Here its images are as ever, and a video becomes
 the same frames and the same text: tests/processors/make_smolvlm_goldens.py says how that is known.
 """
 
@@ -194,7 +194,7 @@ class SmolVLMProcessor(transformers.SmolVLMProcessor):  # type: ignore[misc]
         return super().check_argument_for_proper_class(argument_name, argument)
 
     def replace_video_token(self, video_inputs: Any, video_idx: int, **_: Any) -> str:
-        """What stands in a prompt for one video: each frame behind its time."""
+        """Build what stands in a prompt for one video: each frame behind its time."""
         metadata = video_inputs["video_metadata"][video_idx]
         if metadata.fps is None:
             metadata.fps = _UNKNOWN_FPS

@@ -41,7 +41,7 @@ def load_processor(source: str, hf_config: Any, options: Mapping[str, Any], **kw
 
 
 def lacks_video(hf_processor: Any) -> bool:
-    """Whether the processor is for videos too, but has no video part here."""
+    """Return whether the processor is for videos too, but has no video part here."""
     parts = _video_parts(type(hf_processor))
     return any(getattr(hf_processor, part, None) is None for part in parts)
 

@@ -1,4 +1,4 @@
-"""Recordings, hostile until decoded: recognised, measured and bounded, then mono at one rate.
+"""Audio, hostile until decoded: recognised, measured and bounded, then mono at one rate.
 
 Everything moves in blocks, so that neither memory nor the time without the GIL grows with what a
 header claims. soundfile and soxr, the optional extra "audio", are imported on first use.
@@ -46,9 +46,9 @@ _INTEGERS = {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31
 
 
 class AudioSource(MediaSource[AudioHeader, AudioClip]):
-    """One recording of a request, not decoded yet.
+    """One audio item of a request, not decoded yet.
 
-    Encoded recordings are told apart by their bytes; samples by dtype, shape, rate and bytes. The
+    Encoded audio is identified by their bytes; samples by dtype, shape, rate and bytes. The
     model's rate is no part of their identity.
     """
 
@@ -61,7 +61,7 @@ class AudioSource(MediaSource[AudioHeader, AudioClip]):
         self._holds_floats = False
 
     def decode(self) -> AudioClip:
-        """The recording as float32 `[num_samples]`, exactly as many as the header told.
+        """The audio as float32 `[num_samples]`, exactly as many as the header told.
 
         Channels are averaged, then resampled (soxr, HQ). What was stored as floats keeps its range,
         all else lies in [-1, 1]. Raises MediaError for samples that are not finite.
@@ -81,7 +81,8 @@ class AudioSource(MediaSource[AudioHeader, AudioClip]):
         return AudioClip(samples, header.sample_rate)
 
     def _read_header(self) -> AudioHeader:
-        """How many samples the model gets: the length in seconds times its rate, rounded up."""
+        """Return how many samples the model gets: the length in seconds times its rate, rounded
+        up."""
         frames, rate = self._num_frames, self._source_rate = self._measure()
         if rate != self._sample_rate:
             self._load("soxr")  # Said before the prompt is laid out, if it is missing.
@@ -129,11 +130,11 @@ class AudioSource(MediaSource[AudioHeader, AudioClip]):
 def open_audio(
     item: object, config: MediaConfig, *, parameter: str, sample_rate: int
 ) -> AudioSource:
-    """The source for one recording as the caller gave it, or as it was fetched.
+    """The source for one audio item as the caller gave it, or as it was fetched.
 
     `sample_rate` is the model's, in Hz. Reads headers only. Samples are uint8 (128 is silence),
     int16, int32 or floating, `[n]`, `[channels, n]` or `[n, channels]`, the shorter axis being the
-    channels. Raises MediaError for other types, formats that are not allowed, and recordings over
+    channels. Raises MediaError for other types, formats that are not allowed, and audio over
     the limits of `config`.
     """
     source: AudioSource
@@ -150,7 +151,7 @@ def open_audio(
 
 
 class _EncodedAudio(AudioSource):
-    """A recording's file in memory."""
+    """An audio item's file in memory."""
 
     _data: memoryview
 
@@ -336,7 +337,8 @@ def _recognise(data: memoryview) -> tuple[str, memoryview]:
 
 
 def _is_cut_wav(data: memoryview) -> bool:
-    """Whether a WAV has less than it says; writers to a pipe say something close to 2 or 4 GiB."""
+    """Return whether a WAV has less than it says; writers to a pipe say something close to 2 or 4
+    GiB."""
     position = 12
     for _ in range(1000):
         name, size = bytes(data[position : position + 4]), data[position + 4 : position + 8]
@@ -349,7 +351,8 @@ def _is_cut_wav(data: memoryview) -> bool:
 
 
 def _has_more_streams(data: memoryview) -> bool:
-    """Whether an OGG starts a second stream, which libsndfile would leave out without a word."""
+    """Return whether an OGG starts a second stream, which libsndfile would leave out without a
+    word."""
     starts = range(4, len(data), 1 << 20)
     return any(b"OggS\0\2" in bytes(data[start : start + (1 << 20) + 5]) for start in starts)
 
@@ -363,7 +366,7 @@ def _with_length(data: memoryview) -> memoryview:
     at = max(head.find(tag, 4, 44) for tag in (b"Xing", b"Info"))
     if at > 0 and head[at + 7] & 3 == 3 and any(head[at + 8 : at + 12]):
         end = int.from_bytes(head[at + 12 : at + 16], "big")
-        # More frames, or another tag: recordings joined end to end, of which it tells the first's.
+        # More frames, or another tag: audio joined end to end, of which it tells the first's.
         if bytes(data[end : end + 1]) not in (b"\xff", b"I"):
             return data
     is_first, is_mono = head[1] & 24 == 24, head[3] >= 192

@@ -1,8 +1,8 @@
-"""What reading a picture file may cost: files whose cost is out of proportion to their size.
+"""Cost of reading an image file: files whose cost is out of proportion to their size.
 
 Pixels and bytes are limited elsewhere. But a JPEG of 300 kilobytes may hold thousands of scans that
 each pass over all 64 million pixels, a TIFF of 64 by 64 pixels may be one tile of 20000 by 20000,
-and a reader written in Python takes as long for a million empty blocks as for a thousand pictures.
+and a reader written in Python takes as long for a million empty blocks as for a thousand images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_PLAIN_SCANS = 4
 MAX_RUN_LENGTH_COST = 4 << 20
 MAX_EXIF_SEGMENTS = 100
 MAX_SEGMENTS = 10_000
-# The strips of the thinnest picture that passes are fewer.
+# The strips of the thinnest image that passes are fewer.
 MAX_TIFF_VALUES = 120_000
 PIECE_BYTES = 1 << 20
 
@@ -64,7 +64,7 @@ class _BoundedReader(io.BytesIO):
         self._reads_left = FREE_READS + len(data) // BYTES_PER_READ
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """At most `size` bytes; raises EffortError where the file has too many blocks."""
+        """Read at most `size` bytes; raise EffortError where the file has too many blocks."""
         self._reads_left -= 1
         if self._reads_left < 0:
             raise EffortError(_TOO_MANY_BLOCKS)
@@ -76,7 +76,8 @@ class _BoundedReader(io.BytesIO):
 
 
 def excess_before_opening(data: bytes, format: str) -> str:
-    """Why its header alone takes too long, or too much memory, to read; "" if it does not."""
+    """Explain why its header alone takes too long, or too much memory, to read; "" if it does
+    not."""
     # Pillow joins them one by one.
     if format == "JPEG" and _exif_segments(data) > MAX_EXIF_SEGMENTS:
         return _TOO_MANY_BLOCKS
@@ -102,7 +103,7 @@ def _exif_segments(data: bytes) -> int:
 
 
 def _count_scans(data: bytes) -> int:
-    """How often the marker of a scan stands in a JPEG file. numpy lets other threads run."""
+    """Count the markers of scans in a JPEG file. numpy lets other threads run."""
     count = 0
     numbers = np.frombuffer(data, np.uint8)
     for start in range(0, len(data) - 1, PIECE_BYTES):
@@ -131,7 +132,7 @@ def _most_values(data: bytes) -> int:
 
 
 def excess_when_opened(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> str:
-    """Why its pixels take too long, or too much memory, to decode; "" if they do not."""
+    """Explain why its pixels take too long, or too much memory, to decode; "" if they do not."""
     width, height = image.size
     part = width * height
     if image.format == "TIFF":

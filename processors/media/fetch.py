@@ -32,7 +32,7 @@ MAX_DATA_HEAD = 256
 
 @dataclass(frozen=True)
 class _Order:
-    """What is wanted: an item of this modality, which the caller knows under this name."""
+    """Target of a fetch: an item of this modality, which the caller knows under this name."""
 
     config: MediaConfig
     parameter: str
@@ -40,7 +40,7 @@ class _Order:
     threads: anyio.CapacityLimiter | None
 
     async def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        """In a worker thread of the engine's own count: the application's may all be held by
+        """Run in a worker thread of the engine's own count: the application's may all be held by
         handlers that wait for this very fetch."""
         limiter = self.threads or anyio.CapacityLimiter(1)
         return await anyio.to_thread.run_sync(function, *args, limiter=limiter)

@@ -88,7 +88,7 @@ _WRONG_ENTRY = (
 
 
 class _RefusedError(Exception):
-    """Why a fetch ended; the text is safe to show."""
+    """Reason why a fetch ended; the text is safe to show."""
 
 
 class _FailedError(Exception):
@@ -267,7 +267,7 @@ async def _lookup(host: str, port: int) -> list[str]:
 
 
 def _is_public(address: str) -> bool:
-    """Whether it is an address on the internet, and so is every address hidden inside it."""
+    """Return whether it is an address on the internet, and so is every address hidden inside it."""
     try:
         ip = ip_address(address)
     except ValueError:

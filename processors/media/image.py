@@ -1,4 +1,4 @@
-"""Pictures, hostile until decoded: recognised, measured and bounded before a pixel is touched."""
+"""Images, hostile until decoded: recognised, measured and bounded before a pixel is touched."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ MAX_ASPECT_RATIO = 200
 # Of a PNG, looked through for EXIF data behind the pixels.
 MAX_CHUNKS = 50_000
 
-# Pillow decodes a lazily opened picture on first use, and not safely from two threads at once. The
+# Pillow decodes a lazily opened image on first use, and not safely from two threads at once. The
 # same object may be part of two requests, so its loading is guarded by one of a few locks.
 _LOAD_LOCKS = tuple(threading.Lock() for _ in range(64))
 
 
-# Their readers decode a picture in one go into the memory that they find.
+# Their readers decode an image in one go into the memory that they find.
 _PLAIN_FORMATS = {"JPEG", "MPO", "PNG", "BMP", "WEBP"}
 _PLAIN_MODES = {"RGB", "RGBA", "L", "CMYK"}
 
 
 class ImageSource(MediaSource[ImageHeader, Image.Image]):
-    """One picture of a request, not decoded yet. Its header tells size, mode and format.
+    """One image of a request, not decoded yet. Its header tells size, mode and format.
 
-    Encoded pictures are told apart by their bytes; pixels by mode, shape, type and bytes.
+    Encoded images are told apart by their bytes; pixels by mode, shape, type and bytes.
     """
 
     _noun = "picture"
@@ -68,10 +68,10 @@ class ImageSource(MediaSource[ImageHeader, Image.Image]):
 
     @abstractmethod
     def _pixels(self, header: ImageHeader) -> Image.Image:
-        """The decoded picture, in any mode, as stored."""
+        """The decoded image, in any mode, as stored."""
 
     def decode(self) -> Image.Image:
-        """The picture in RGB as it is to be shown, of exactly the size that the header told.
+        """The image in RGB as it is to be shown, of exactly the size that the header told.
 
         EXIF orientation applied, transparency over white, first frame of an animation. Pixels that
         were RGB in memory already are not copied.
@@ -104,10 +104,10 @@ class ImageSource(MediaSource[ImageHeader, Image.Image]):
 
 
 def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSource:
-    """The source for one picture as the caller gave it, or as it was fetched.
+    """The source for one image as the caller gave it, or as it was fetched.
 
     Reads headers only. Raises MediaError for other types, formats that are not allowed, and
-    pictures over the limits of `config`.
+    images over the limits of `config`.
     """
     source: ImageSource
     if isinstance(item, Encoded):
@@ -135,7 +135,7 @@ def load_formats(config: MediaConfig) -> list[str]:
 
 
 class _EncodedImage(ImageSource):
-    """A picture file in memory."""
+    """An image file in memory."""
 
     _data: bytes
 
@@ -154,7 +154,7 @@ class _EncodedImage(ImageSource):
         image = self._open()
         if image.tile and image.format in _PLAIN_FORMATS and image.mode in _PLAIN_MODES:
             # Pillow's reader would make room itself, and hold the GIL while it clears it. Without
-            # any pixels to read it would take this for the picture.
+            # any pixels to read it would take this for the image.
             image.im = blank(image.mode, image.size).im
         image.load()
         return image
@@ -193,7 +193,7 @@ class _EncodedImage(ImageSource):
         raise self._error(f"it is in none of the allowed formats ({', '.join(names)})")
 
     def _read_with(self, factory: Callable[..., Any], name: str) -> ImageFile.ImageFile:
-        """The picture with its header read."""
+        """The image with its header read."""
         reason = excess_before_opening(self._data, name)
         if reason:
             raise self._error(reason)
@@ -210,7 +210,7 @@ class _EncodedImage(ImageSource):
 
 
 class _PillowImage(ImageSource):
-    """A picture of Pillow's, possibly opened and not loaded yet."""
+    """An image of Pillow's, possibly opened and not loaded yet."""
 
     may_change = True
 
@@ -228,7 +228,7 @@ class _PillowImage(ImageSource):
         return self._identity
 
     def verify(self) -> None:
-        # The application may draw on its picture; a copy would cost more than looking again.
+        # The application may draw on its image; a copy would cost more than looking again.
         before = self._identity
         if before is not None and self.identity() != before:
             raise self._error("it was changed while the request was using it")
@@ -302,7 +302,7 @@ def _accepts(accepts: Callable[[bytes], bool | str], prefix: bytes) -> bool:
 
 
 def _shown(image: Image.Image, orientation: int) -> ImageSize:
-    """The size that a picture has once its orientation is applied."""
+    """The size that an image has once its orientation is applied."""
     width, height = image.size
     return ImageSize(height, width) if orientation >= 5 else ImageSize(width, height)
 
@@ -312,12 +312,12 @@ def _orientation(image: Image.Image, data: bytes) -> int:
     if image.format == "TIFF":
         return 1  # Pillow applies it itself, in the size from the start, in the pixels on loading.
     try:
-        # The base class's method: a PNG's own would decode the picture to look behind its pixels.
+        # The base class's method: a PNG's own would decode the image to look behind its pixels.
         exif = Image.Image.getexif(image)
         if image.format == "PNG" and "exif" not in image.info and (late := _late_exif(data)):
             exif.load(late)
         value: Any = exif.get(ExifTags.Base.Orientation, 1)
-    # Metadata is as hostile as pixels, but a picture without it is still a picture.
+    # Metadata is as hostile as pixels, but an image without it is still an image.
     except Exception:
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1

@@ -47,7 +47,7 @@ def open_media(
     """The source for one item as the caller gave it, or as it was fetched. Reads headers only.
 
     `options`: the HF processor's, of which a video's sampling is read (`num_frames`, `fps`, flat or
-    in `videos_kwargs`); `get_sample_rate`: in Hz, asked for recordings. Raises MediaError.
+    in `videos_kwargs`); `get_sample_rate`: in Hz, asked for audio. Raises MediaError.
     """
     if modality == "image":
         from aioengine.processors.media.image import open_image

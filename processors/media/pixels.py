@@ -1,6 +1,6 @@
 """Pixels to RGB, in tiles small enough that no step holds the GIL for long.
 
-Pillow composites and numpy converts a whole 4K picture in one call that may hold the GIL for a
+Pillow composites and numpy converts a whole 4K image in one call that may hold the GIL for a
 fifth of a second. Cut into tiles, the same operations give the same pixels, and the interpreter can
 serve other threads between any two of them.
 """
@@ -41,7 +41,7 @@ class PixelError(ValueError):
 
 
 def tiles(size: tuple[int, int]) -> Iterator[Box]:
-    """Boxes (left, upper, right, lower) of at most TILE_PIXELS that cover the picture by rows."""
+    """Boxes (left, upper, right, lower) of at most TILE_PIXELS that cover the image by rows."""
     width, height = size
     tile_width = min(width, TILE_PIXELS)
     tile_height = max(1, TILE_PIXELS // tile_width)
@@ -51,7 +51,7 @@ def tiles(size: tuple[int, int]) -> Iterator[Box]:
 
 
 def blank(mode: str, size: tuple[int, int]) -> Image.Image:
-    """A black picture, made without holding the GIL while its memory is cleared.
+    """A black image, made without holding the GIL while its memory is cleared.
 
     `Image.new` clears it with the GIL held: up to 18 ms for 3840 x 2160 pixels, measured.
     """
@@ -59,13 +59,13 @@ def blank(mode: str, size: tuple[int, int]) -> Image.Image:
 
 
 def orient(image: Image.Image, orientation: int) -> Image.Image:
-    """The picture as EXIF orientation 1 to 8 says it is to be shown."""
+    """The image as EXIF orientation 1 to 8 says it is to be shown."""
     method = _TRANSPOSITIONS.get(orientation)
     return image if method is None else image.transpose(method)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture in mode RGB without transparency; itself, not a copy, if it is that already.
+    """The image in mode RGB without transparency; itself, not a copy, if it is that already.
 
     Transparency is composed over white; pixels of more than eight bits keep their upper eight.
     Raises PixelError for pixels out of every known range.
@@ -136,7 +136,7 @@ def _deep_factor(low: float, high: float, *, is_float: bool) -> float:
 
 
 def array_to_image(array: Array) -> Image.Image:
-    """A picture from an array `[height, width, channels]`, uint8 or floating in [0, 1].
+    """An image from an array `[height, width, channels]`, uint8 or floating in [0, 1].
 
     1 channel is grey, 3 are RGB, 4 are RGB and alpha. Floats are rounded to the nearest of 256
     levels. Raises PixelError for floats outside [0, 1].

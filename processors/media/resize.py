@@ -1,10 +1,10 @@
-"""Shrinking pictures before the HF image processor sees them, where that changes no bit.
+"""Shrinking images before the HF image processor sees them, where that changes no bit.
 
-transformers' Pillow-based image processors turn the full-size picture into an array, back into a
-picture, resize it, and go on with the small result. The way through the array changes nothing but
-costs three copies of the full picture, with the GIL held for parts of them. Where resizing is
-provably the first thing that happens, it is done here on the picture itself, in one call that lets
-other threads run; the processor then finds a picture of the wanted size and leaves it as it is.
+transformers' Pillow-based image processors turn the full-size image into an array, back into a
+image, resize it, and go on with the small result. The way through the array changes nothing but
+costs three copies of the full image, with the GIL held for parts of them. Where resizing is
+provably the first thing that happens, it is done here on the image itself, in one call that lets
+other threads run; the processor then finds an image of the wanted size and leaves it as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["resize_ahead", "resizes_first"]
 OwnStep: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 """Whether an image processor's own `_preprocess`, given these options, begins by resizing."""
 
-# The steps between a picture and its resizing. One that a processor overrides may do anything.
+# The steps between an image and its resizing. One that a processor overrides may do anything.
 _STOCK_STEPS = (
     "__call__",
     "preprocess",
@@ -40,7 +40,7 @@ def resize_ahead(
     mm_kwargs: Mapping[str, object],
     own_preprocess_resizes_first: OwnStep = lambda image_processor, options: False,
 ) -> dict[str, object]:
-    """`mm_data` with its pictures resized, where the HF processor's result stays bit-identical."""
+    """`mm_data` with its images resized, where the HF processor's result stays bit-identical."""
     images = mm_data.get("images")
     image_processor = getattr(hf_processor, "image_processor", None)
     if not isinstance(images, list) or not _hands_images_on(hf_processor):
@@ -56,7 +56,7 @@ def resize_ahead(
 
 
 def _hands_images_on(hf_processor: Any) -> bool:
-    """Whether an HF processor gives its image processor the pictures as it gets them."""
+    """Return whether an HF processor gives its image processor the images as it gets them."""
     from transformers.processing_utils import ProcessorMixin
 
     steps = ("__call__", "prepare_inputs_layout", "_process_images", "_merge_kwargs")
@@ -68,7 +68,8 @@ def _hands_images_on(hf_processor: Any) -> bool:
 
 
 def resizes_first(image_processor: Any, options: Mapping[str, Any], own: OwnStep) -> bool:
-    """Whether an HF image processor is a stock Pillow one up to and including its resizing."""
+    """Return whether an HF image processor is a stock Pillow one up to and including its
+    resizing."""
     try:
         from transformers.image_processing_backends import PilBackend
     except ImportError:  # Older and newer layouts of transformers: the plain way still works.
@@ -102,7 +103,7 @@ def _resize(image: object, image_processor: Any, options: Mapping[str, Any]) -> 
 def _target(
     size: tuple[int, int], settings: Mapping[str, Any], image_processor: Any
 ) -> tuple[int, int] | None:
-    """The (width, height) that the processor resizes a picture of `size` to, None if unknown."""
+    """The (width, height) that the processor resizes an image of `size` to, None if unknown."""
     from transformers.image_transforms import get_resize_output_image_size
     from transformers.image_utils import ChannelDimension
 

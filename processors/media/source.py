@@ -1,4 +1,4 @@
-"""What pictures, recordings and videos have in common before they are decoded."""
+"""Common parts of images, audio and videos before they are decoded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class MediaSource(ABC, Generic[HeaderT, DecodedT]):
         return self._data
 
     def header(self) -> HeaderT:
-        """What the layout needs, without decoding where the format tells; checked against limits.
+        """Read what the layout needs, without decoding where the format tells; checked against
+        limits.
 
         The decoded item is exactly as the header says.
         """
@@ -87,7 +88,7 @@ class MediaSource(ABC, Generic[HeaderT, DecodedT]):
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """What `call` returns; a MediaError about `what` for whatever it raises."""
+        """Call `call`; raise a MediaError about `what` for whatever it raises."""
         try:
             return call(*args, **kwargs)
         except MediaError:

@@ -1,6 +1,6 @@
 """Videos, hostile until decoded: recognised, counted and bounded before frames are decoded.
 
-A video is a file in memory, an array of frames, or a list of pictures.
+A video is a file in memory, an array of frames, or a list of images.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ACCEPTED = (
 class VideoSource(MediaSource[VideoHeader, VideoClip]):
     """One video of a request, not decoded yet.
 
-    Files are told apart by their bytes; arrays and pictures by the frames that are taken, and by
+    Files are told apart by their bytes; arrays and images by the frames that are taken, and by
     how many there were. Which frames are taken is part of the identity of all.
     """
 
@@ -64,7 +64,7 @@ class VideoSource(MediaSource[VideoHeader, VideoClip]):
         """The frames that the header tells, RGB, as they are to be shown.
 
         Rotation of the file is applied, the shape of its pixels is not corrected for. Transparency
-        of pictures and arrays goes over white; that of a file's frames is dropped.
+        of images and arrays goes over white; that of a file's frames is dropped.
         """
         header = self.header()
         frames = self._guarded("its data", self._frames, header)
@@ -233,7 +233,7 @@ class _ArrayVideo(VideoSource):
 
 
 class _PictureList(VideoSource):
-    """Pictures, one for each frame. Those that are not taken are not looked at."""
+    """Images, one for each frame. Those that are not taken are not looked at."""
 
     may_change = True
 
@@ -284,7 +284,7 @@ def _room(header: VideoHeader) -> Array:
 
 
 def _paint(frame: Array, picture: Image.Image) -> None:
-    # In tiles: numpy takes a picture over in one go, and holds the GIL meanwhile.
+    # In tiles: numpy takes an image over in one go, and holds the GIL meanwhile.
     for box in tiles(picture.size):
         left, upper, right, lower = box
         np.copyto(frame[upper:lower, left:right], np.asarray(picture.crop(box)))

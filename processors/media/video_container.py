@@ -1,9 +1,9 @@
-"""What FFmpeg is shown of a video file: one known container, and in it nothing but video.
+"""Part of a video file that FFmpeg is shown: one known container, and in it nothing but video.
 
 FFmpeg's readers make room for what a header claims before they look whether it is there: an MP4
 file of 1590 bytes was seen to take 2.1 GB and 16 s (30 million frames of one byte each in its table
 of sizes). And they follow what a file refers to. So the boxes of an MP4 file are walked here first,
-its claims are counted, and every box that the pictures do not need (sound, subtitles, chapters,
+its claims are counted, and every box that the images do not need (sound, subtitles, chapters,
 references to other files, tables that lead to boxes elsewhere) is shown as one to be skipped.
 """
 
@@ -135,12 +135,13 @@ class FileReader:
         return position
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Position of the next byte."""
         return self._position
 
 
 def hidden_boxes(data: memoryview) -> list[int]:
-    """Where, in an MP4 or MOV file, the types of the boxes lie that FFmpeg is not to see, in order.
+    """Find where, in an MP4 or MOV file, the types of the boxes lie that FFmpeg is not to see, in
+    order.
 
     Raises VideoError if the file is broken or claims more than MAX_SOURCE_FRAMES frames.
     """
@@ -166,7 +167,7 @@ class _BoxWalk:
 
     @property
     def num_frames(self) -> int:
-        """How many frames are claimed so far."""
+        """Return how many frames are claimed so far."""
         return self._claims[b"stsz"] + self._claims[b"stz2"] + self._claims[b"trun"]
 
     def visit(self, parent: bytes, begin: int, end: int) -> None:

@@ -51,7 +51,7 @@ _MAX_PACKETS_TO_FIRST_FRAME = 1000
 
 @dataclass(frozen=True, eq=False)
 class VideoTable:
-    """What reading a file's packets, and decoding its first frame, has shown.
+    """Facts from a file's packets and its first decoded frame.
 
     `times` int64 `[num_frames]`, ascending, in the stream's own unit; None if there are none to
     trust. Packet `orders[i]` holds frame i; `key_orders` and `key_times` are those of the packets
@@ -71,18 +71,18 @@ class VideoTable:
 
     @property
     def num_frames(self) -> int:
-        """How many frames are shown."""
+        """Return how many frames are shown."""
         return len(self.orders)
 
     @property
     def size(self) -> ImageSize:
-        """Of a frame as it is shown. The shape of the pixels is not corrected for."""
+        """Size of a frame as it is shown. The shape of the pixels is not corrected for."""
         width, height = self.stored_size
         return ImageSize(height, width) if self.turn.swaps_axes else self.stored_size
 
 
 def check_frame_size(width: int, height: int, config: MediaConfig) -> ImageSize:
-    """The size, if it is within the limits for a picture. Raises VideoError."""
+    """The size, if it is within the limits for an image. Raises VideoError."""
     limit = config.max_image_pixels
     shown = f"its frames of {width} x {height} pixels"
     if width < 1 or height < 1:
@@ -152,7 +152,7 @@ def read_table(data: memoryview, config: MediaConfig) -> VideoTable:
 
 
 class _PacketNotes:
-    """What is kept of the packets that were read: a few numbers each."""
+    """Record of the packets that were read: a few numbers each."""
 
     def __init__(self) -> None:
         self.times = array("q")
@@ -177,7 +177,7 @@ class _PacketNotes:
 
 
 def _frames_per_second(num_frames: int, span: Fraction, told: Fraction | None) -> float | None:
-    """What the container tells, unless the frames' own times say something else."""
+    """Return what the container says, unless the frames' own times differ."""
     if (
         told is not None
         and told > 0
@@ -210,7 +210,8 @@ class _Run:
 
 
 def _plan(table: VideoTable, indices: Sequence[int]) -> list[_Run]:
-    """How to get the frames `indices` (ascending) with little decoding; slots count within them."""
+    """Plan how to get the frames `indices` (ascending) with little decoding; slots count within
+    them."""
     end = table.num_packets
     times = table.times
     if times is None:

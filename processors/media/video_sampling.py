@@ -1,4 +1,4 @@
-"""Which frames of a video the model is given.
+"""Choice of the frames of a video that the model is given.
 
 For the same number of frames, or rate, these are the frames that transformers takes
 (`default_sample_indices_fn`): frame `i * total // wanted`, for each i below `wanted`. Where it
@@ -18,7 +18,7 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many frames are taken, or how many of each second, which wins.
+    """Number of frames taken, or of each second, which wins.
 
     `is_asked`: by the caller, not by the configuration.
     """

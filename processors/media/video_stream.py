@@ -45,7 +45,7 @@ VideoPacket: TypeAlias = "Packet[VideoStream]"
 
 
 class Turn(NamedTuple):
-    """How a stored frame becomes the shown one: axes swapped, then mirrored."""
+    """Transform from a stored frame to the shown one: axes swapped, then mirrored."""
 
     swaps_axes: bool = False
     mirrors_x: bool = False
@@ -61,7 +61,8 @@ class Turn(NamedTuple):
 
     @classmethod
     def of(cls, frame: VideoFrame) -> Turn:
-        """As the container's display matrix says; other than right angles go to the nearest."""
+        """Make one as the container's display matrix says; other than right angles go to the
+        nearest."""
         from av.sidedata.sidedata import Type
 
         try:
@@ -203,7 +204,8 @@ class OpenVideo:
 
 
 def _is_sane_av1(data: memoryview) -> bool:
-    """Whether a packet holds no more frames than there can be (AV1 specification, section 5.3)."""
+    """Return whether a packet holds no more frames than there can be (AV1 specification, section
+    5.3)."""
     position = num_units = num_frames = 0
     while position < len(data):
         header = data[position]

@@ -1,1 +1,1 @@
-"""What a family's HF processor puts into the text, found in the tokens and replaced there."""
+"""Prompt updates: what a family's HF processor puts into the text, replaced in the tokens."""

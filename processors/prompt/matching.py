@@ -30,7 +30,7 @@ Ranges: TypeAlias = dict[str, list[PlaceholderRange]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an item goes: the prompt's [start, stop) matched its update's target."""
+    """Match of an item's place: the prompt's [start, stop) matched its update's target."""
 
     modality: str
     update: ResolvedUpdate
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def point(self) -> int:
-        """Where the output changes."""
+        """Place where the output changes."""
         return self.stop if self.update.keeps_target else self.start
 
 
@@ -62,7 +62,7 @@ class Matcher:
         self._literal_ends = [stop for _, stop in literals]
 
     def places(self, updates: ResolvedUpdates) -> list[Place]:
-        """Where items go, leftmost first and without overlap, each modality's in their order.
+        """Find where items go, leftmost first and without overlap, each modality's in their order.
 
         Of an item's alternatives the first that matches anywhere counts; of modalities that match
         at the same point, the earlier one. Ends with the first item that finds no place.
@@ -92,7 +92,7 @@ class Matcher:
                 floor = place.stop
 
     def count(self, targets: Iterable[PromptSequence], start: int) -> int:
-        """How many of the targets there are from `start` on."""
+        """Return how many of the targets there are from `start` on."""
         positions: set[int] = set()
         for target in targets:
             wanted, position = self._spell(target), start
@@ -126,7 +126,7 @@ class Matcher:
         return (0, len(prefix)) if self._prompt.startswith(prefix) else (-1, -1)
 
     def _position(self, wanted: str, start: int) -> int:
-        """Where `wanted` lies from `start` on, outside of literals, or -1."""
+        """Find where `wanted` lies from `start` on, outside of literals, or -1."""
         while wanted and (start := self._prompt.find(wanted, start)) >= 0:
             index = bisect_right(self._literal_ends, start)
             if index == len(self._literals) or self._literals[index][0] >= start + len(wanted):
@@ -206,7 +206,8 @@ def _first_content(
 
 
 def has_open_ends(updates: Iterable[ResolvedUpdate], tokenizer: Any) -> bool:
-    """Whether a tokenizer may merge what stands beside an update with it, or with its target.
+    """Return whether a tokenizer may merge what stands beside an update with it, or with its
+    target.
 
     So it is where a text begins or ends in anything but one of the tokenizer's added tokens.
     """

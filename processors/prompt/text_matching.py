@@ -112,7 +112,7 @@ def _expand(text: str, updates: ResolvedUpdates, tokenizer: Any) -> tuple[str, l
 def _locate(
     put: _Put, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> PlaceholderRange | None:
-    """Where the item's own tokens lie, among those that its characters became."""
+    """Find where the item's own tokens lie, among those that its characters became."""
     content = put.content
     features = content.token_ids[content.start : content.stop]
     # Tokens that end behind the item's start, and begin before its end.

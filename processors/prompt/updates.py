@@ -37,7 +37,7 @@ PromptSequence: TypeAlias = str | Sequence[int]
 
 
 class TextEncoder(Protocol):
-    """What matching needs of a tokenizer."""
+    """Methods that matching needs of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The token ids of a text, with or without what the tokenizer puts around every text."""
@@ -144,7 +144,7 @@ Content: TypeAlias = PromptSequence | PromptUpdateDetails
 
 @dataclass(frozen=True, kw_only=True)
 class PromptUpdate:
-    """What is done to the prompt for each item of a modality.
+    """Update of the prompt for each item of a modality.
 
     `target` and the content may be functions of the item's index. Several updates for one modality
     are alternatives: for each item, the first one whose target is found is taken. Where a prompt
@@ -156,12 +156,12 @@ class PromptUpdate:
 
     @property
     def content(self) -> Content | Callable[[int], Content]:
-        """What is put into the prompt."""
+        """Return what is put into the prompt."""
         raise NotImplementedError
 
     @property
     def keeps_target(self) -> bool:
-        """Whether the target stays in the prompt."""
+        """Return whether the target stays in the prompt."""
         raise NotImplementedError
 
 
@@ -221,7 +221,7 @@ class ResolvedUpdate:
 
 @dataclass(frozen=True)
 class ResolvedUpdates:
-    """What is done to one prompt.
+    """Updates of one prompt.
 
     `items`: modality -> the alternatives of each item; `replaced`: modality -> the targets that
     each stand for an item, known without one.
@@ -236,7 +236,7 @@ class ResolvedUpdates:
 
     @property
     def num_items(self) -> int:
-        """Of all modalities."""
+        """Updates of all modalities."""
         return sum(map(len, self.items.values()))
 
 

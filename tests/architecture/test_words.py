@@ -1,4 +1,4 @@
-"""What the source may say: no model's name outside `models/`, a meaning for every setting."""
+"""Words of the source: no model's name outside `models/`, docstrings on every setting, openers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,30 @@ FAMILIES = (
 )
 ABOUT_THE_DEMO = ("__init__.py", "demo.py")
 """The shipped model's folder has a name, and whoever shows the model says what it is."""
+
+OPENERS = frozenset(
+    "what who whose where those as whether how why when which that of in to for from with by at on "
+    "if it they there this these here so many much".split()
+)
+"""Words that no docstring opens with: it opens with an imperative verb or a noun phrase."""
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    wrong, count = [], 0
+    for path in files():
+        for node in ast.walk(tree(path)):
+            if not isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ):
+                continue
+            text = ast.get_docstring(node)
+            if text is None:
+                continue
+            count += 1
+            if re.split(r"\W", text.strip(), maxsplit=1)[0].lower() in OPENERS:
+                wrong.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert count > 1000
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_model_is_named_outside_models() -> None:
