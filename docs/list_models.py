@@ -87,7 +87,7 @@ The names are those of vLLM's model guide; what is other here:
 
 Quantized checkpoints: [`quantization.md`](quantization.md).
 """
-TITLES = ("Pictures", "Pictures and videos", "Recordings", "Encoder-decoder", "Text")
+TITLES = ("Images", "Images and videos", "Audio", "Encoder-decoder", "Text")
 NOTES = {
     "Encoder-decoder": "More about prompts of two halves: "
     "[`encoder_decoder.md`](encoder_decoder.md).\n\n",
@@ -95,12 +95,12 @@ NOTES = {
 COLUMNS = (
     "architecture", "takes", "parity error", "HF float32", "processing", "what is special",
 )  # fmt: skip
-WORDS = {"image": ("picture", "pictures"), "video": ("video", "videos")}
-WORDS["audio"] = "recording", "recordings"
+WORDS = {"image": ("image", "images"), "video": ("video", "videos")}
+WORDS["audio"] = "audio item", "audio"
 
 # What is lacking, and the architecture, with the modality, that would end it.
 LACKING: Sequence[tuple[str, str, str | None]] = (
-    ("pictures and recordings of Gemma 3n", "Gemma3nForConditionalGeneration", "image"),
+    ("images and audio of Gemma 3n", "Gemma3nForConditionalGeneration", "image"),
     ("videos of Gemma 4", "Gemma4ForConditionalGeneration", "video"),
     ("videos of Molmo 2", "Molmo2ForConditionalGeneration", "video"),
     ("videos of original InternVL checkpoints", "InternVLChatModel", "video"),
@@ -180,11 +180,11 @@ def title_of(name: str, model: Any) -> str:
         return "Encoder-decoder"
     kinds = takes_of(name) if name in parity() else {}
     if "audio" in kinds:
-        return "Recordings"
+        return "Audio"
     if "video" in kinds:
-        return "Pictures and videos"
+        return "Images and videos"
     takes_media = "image" in kinds or processing_of(model) != "tokenizer"
-    return "Pictures" if takes_media else "Text"
+    return "Images" if takes_media else "Text"
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -71,7 +71,7 @@ class Qwen2AudioMultiModalProcessor(GenericMultiModalProcessor):
         num_frames, window = outputs["input_features"].shape[-1], self.info.get_window_frames()
         if num_frames != window:
             raise InvalidRequestError(
-                f"the processor makes recordings of {num_frames} mel frames, and the model takes "
+                f"the processor makes audio of {num_frames} mel frames, and the model takes "
                 f"{window} only; leave the lengths in mm_processor_kwargs as they are",
                 parameter="mm_processor_kwargs",
             )

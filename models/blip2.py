@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from aioengine.errors import ModelLoadError, PlaceholderMismatchError
-from aioengine.models.encdec.media import PictureReader
+from aioengine.models.encdec.media import ImageReader
 from aioengine.models.encdec.t5 import T5
 from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor
-from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, ProcessorInputs
+from aioengine.processors.info import BaseDummyInputsBuilder, OneImageInfo, ProcessorInputs
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargs,
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-class Blip2ProcessingInfo(OnePictureInfo):
+class Blip2ProcessingInfo(OneImageInfo):
     """One image in a prompt."""
 
     def get_num_image_tokens(self) -> int:
@@ -162,7 +162,7 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProce
         spare = found.token_ids.count(image_token_id) - sum(place.length for place in places)
         if spare:
             raise PlaceholderMismatchError(
-                f"the prompt has {spare} placeholder(s) for pictures; leave them out, as a picture "
+                f"the prompt has {spare} placeholder(s) for images; leave them out, as an image "
                 "comes before the text by itself",
                 parameter="prompt",
                 value=spare,
@@ -173,7 +173,7 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProce
 @MULTIMODAL_REGISTRY.register_processor(
     Blip2T5MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=Blip2DummyInputsBuilder
 )
-class Blip2T5(PictureReader, T5):
+class Blip2T5(ImageReader, T5):
     """A whole T5 inside; `Blip2.chosen_for` hands it the configs that say so."""
 
     @classmethod

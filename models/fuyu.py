@@ -168,7 +168,7 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor):
             images = mm_items["image"]
             if isinstance(images, EmbeddingItems):
                 raise UnsupportedModalityError(
-                    "the model takes no image embeddings: how its rows lie depends on the picture",
+                    "the model takes no image embeddings: how its rows lie depends on the image",
                     parameter="images",
                 )
             assert isinstance(images, ImageProcessorItems)

@@ -108,7 +108,7 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
             if tuple(pixels.shape[-2:]) != (height, width):
                 # The tower has a position for each of its own patches, and no others.
                 raise InvalidRequestError(
-                    f"the processor makes pictures of {pixels.shape[-1]} x {pixels.shape[-2]} "
+                    f"the processor makes images of {pixels.shape[-1]} x {pixels.shape[-2]} "
                     f"pixels, and the model takes {width} x {height} only; leave the sizes in "
                     "mm_processor_kwargs as they are",
                     parameter="mm_processor_kwargs",

@@ -20,7 +20,7 @@ from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHea
 __all__ = [
     "BaseDummyInputsBuilder",
     "BaseProcessingInfo",
-    "OnePictureInfo",
+    "OneImageInfo",
     "ProcessingContext",
     "ProcessorInputs",
     "load_context",
@@ -287,7 +287,7 @@ class ProcessorInputs:
     mm_data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class OnePictureInfo(BaseProcessingInfo):
+class OneImageInfo(BaseProcessingInfo):
     """One image in a prompt, of as many rows as any other."""
 
     @abstractmethod

@@ -173,7 +173,7 @@ class _Bounds:
         if num_pixels > self._max_pixels:
             raise _refused(
                 f"asks with {name!r} for {num_pixels:.3g} pixels, more than the "
-                f"{self._max_pixels:.3g} of the largest picture that is taken",
+                f"{self._max_pixels:.3g} of the largest image that is taken",
                 num_pixels,
             )
 

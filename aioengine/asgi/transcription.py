@@ -70,7 +70,7 @@ class Transcription:
         content_type = request.headers.get("content-type", "")
         if not MULTIPART.match(content_type):
             # An URL-encoded form is parsed byte by byte on the loop, and has no files.
-            message = "file must be a recording's file, in a form that is multipart/form-data"
+            message = "file must be an audio file, in a form that is multipart/form-data"
             raise ApiError(400, message, parameter="file", code="invalid_value")
         if not UTF8.search(content_type):
             raise ApiError(415, "the form must be in UTF-8")
@@ -204,7 +204,7 @@ async def _read_form(form: FormData) -> Ask:
         raise InvalidRequestError(f"{unknown[0]!r:.60} is not supported", parameter=unknown[0])
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
-        raise InvalidRequestError("file must be a recording's file", parameter="file")
+        raise InvalidRequestError("file must be an audio file", parameter="file")
     fields = {name: value for name, value in form.items() if isinstance(value, str) and value}
     response_format = fields.get("response_format", "json")
     if response_format not in FORMATS:

@@ -32,7 +32,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "bench",
         "measure an engine in this process",
-        "Prompts are random tokens, pictures are random pixels, and answers are as long as they "
+        "Prompts are random tokens, images are random pixels, and answers are as long as they "
         "are asked to be. One request that is not counted goes first.",
     )
     for name, default, least, meaning in (
@@ -40,7 +40,7 @@ def add_parser(commands: Commands) -> None:
         ("input-len", 128, 1, "tokens of text in each"),
         ("output-len", 64, 1, "tokens of each answer"),
         ("prefix-len", 0, 0, "how many of the input tokens are the same in all"),
-        ("images-per-prompt", 0, 0, "pictures in each"),
+        ("images-per-prompt", 0, 0, "images in each"),
     ):
         parser.add_argument(
             f"--{name}",
@@ -128,15 +128,15 @@ def _prompts(engine: AsyncEngine, options: argparse.Namespace) -> list[Prompt]:
 
     def draw() -> Prompt:
         own = chance.choices(token_ids, k=options.input_len - len(prefix))
-        pictures = [
-            _random_picture(chance, *options.image_size) for _ in range(options.images_per_prompt)
+        images = [
+            _random_image(chance, *options.image_size) for _ in range(options.images_per_prompt)
         ]
-        return Prompt(token_ids=[*placeholders, *prefix, *own], media={"image": pictures})
+        return Prompt(token_ids=[*placeholders, *prefix, *own], media={"image": images})
 
     return [draw() for _ in range(1 + options.num_prompts)]
 
 
-def _random_picture(chance: random.Random, width: int, height: int) -> Any:
+def _random_image(chance: random.Random, width: int, height: int) -> Any:
     """Pixels, as a uint8 array [height, width, 3]."""
     import numpy as np  # takes a while, which --help can do without
 

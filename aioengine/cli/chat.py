@@ -41,7 +41,7 @@ __all__ = ["add_parser", "run"]
 
 PROMPT = "> "
 HELP = """\
-/image FILE   a picture for the next message (also /video, /audio); may be given again
+/image FILE   an image for the next message (also /video, /audio); may be given again
 /clear        forget the conversation
 /save FILE    write the conversation as JSON
 /help         this list

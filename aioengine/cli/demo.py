@@ -56,10 +56,8 @@ class Row:
 
 def add_parser(commands: Commands) -> None:
     """The flags of the command."""
-    parser = commands.add_parser("demo", help="describe pictures with the demo model, all at once")
-    parser.add_argument(
-        "pictures", nargs="*", type=Path, help="picture files (default: the shipped)"
-    )
+    parser = commands.add_parser("demo", help="describe images with the demo model, all at once")
+    parser.add_argument("pictures", nargs="*", type=Path, help="image files (default: the shipped)")
     parser.add_argument("--model", type=Path, default=None, help="a model folder")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the timeline goes")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -172,7 +170,7 @@ def _display(console: Console, rows: Sequence[Row]) -> Iterator[None]:
 
 def _live_table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("picture", no_wrap=True)
+    table.add_column("image", no_wrap=True)
     table.add_column("stage", no_wrap=True, min_width=13)
     table.add_column("tokens", justify="right")
     table.add_column("text")

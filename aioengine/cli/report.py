@@ -103,7 +103,7 @@ def show_report(report: Report, console: Console) -> None:
         f"{report.output_tokens} output tokens; {report.preemptions} preemptions",
     ]
     if report.encoder_items:
-        lines.append(f"{report.encoder_items} pictures, {report.encoder_items_cached} cached")
+        lines.append(f"{report.encoder_items} images, {report.encoder_items_cached} cached")
     console.print("\n".join(lines), highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in ("", "mean", "p50", "p90", "p99"):

@@ -18,7 +18,7 @@ COLOURS = {
 }
 MEANINGS = {
     "fetch": "fetch the file",
-    "decode": "decode the picture",
+    "decode": "decode the image",
     "process": "resize and normalise",
     "encode": "vision encoder",
     "step": "part of a decoder step",

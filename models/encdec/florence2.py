@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.encdec.bart import Bart
 from aioengine.models.encdec.base import EncoderDecoderModel
-from aioengine.models.encdec.media import PictureReader
+from aioengine.models.encdec.media import ImageReader
 from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.encdec import EncDecMultiModalProcessor
-from aioengine.processors.info import BaseDummyInputsBuilder, OnePictureInfo, ProcessorInputs
+from aioengine.processors.info import BaseDummyInputsBuilder, OneImageInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
@@ -60,7 +60,7 @@ class Florence2ConfigReader:
         return Florence2Config.from_pretrained(source, **options)
 
 
-class Florence2ProcessingInfo(OnePictureInfo):
+class Florence2ProcessingInfo(OneImageInfo):
     """One image in a prompt, or none."""
 
     def get_num_image_tokens(self) -> int:
@@ -95,15 +95,15 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
     def create_encoder_prompt(
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems
     ) -> TextOrTokens:
-        has_picture = bool(mm_items.get_all_counts().get("image"))
+        has_image = bool(mm_items.get_all_counts().get("image"))
         if isinstance(prompt, str):
             text, tokenizer = self._sentence(prompt), self.info.get_tokenizer()
-            if has_picture:
+            if has_image:
                 image_token = self.info.get_hf_processor().image_token
                 text = f"{image_token}{tokenizer.bos_token}{text}{tokenizer.eos_token}"
             return self.tokenize(text, add_special_tokens=False)
         image_token_id = self.info.get_hf_config().image_token_id
-        is_missing = has_picture and image_token_id not in prompt
+        is_missing = has_image and image_token_id not in prompt
         return [image_token_id, *prompt] if is_missing else prompt
 
     def create_decoder_prompt(
@@ -155,7 +155,7 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
     info=Florence2ProcessingInfo,
     dummy_inputs=Florence2DummyInputsBuilder,
 )
-class Florence2(PictureReader, Bart):
+class Florence2(ImageReader, Bart):
     """The prompt is a task token or a sentence; checkpoints in transformers' format.
 
     A BART without its head inside, whose decoder is one level further down.

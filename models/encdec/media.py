@@ -10,10 +10,10 @@ from aioengine.errors import EngineError
 from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime.interfaces import merge_multimodal_embeddings
 
-__all__ = ["PictureReader"]
+__all__ = ["ImageReader"]
 
 
-class PictureReader(EncoderDecoderModel):
+class ImageReader(EncoderDecoderModel):
     """The image's rows stand where the encoder's prompt has the config's `image_token_id`.
 
     To be put before the family of the language model among a class's bases. The prompt has to hold
@@ -36,7 +36,7 @@ class PictureReader(EncoderDecoderModel):
             counts = is_row.sum(1).tolist()
             if any(counts):  # else it is a trial of how much memory it takes
                 if counts != [len(each) for each in rows]:
-                    raise EngineError("the picture has not as many rows as placeholders")
+                    raise EngineError("the image has not as many rows as placeholders")
                 flat = embeds.flatten(0, 1)
                 merge_multimodal_embeddings(None, flat, rows, is_multimodal=is_row.flatten())
                 embeds = flat.view_as(embeds)

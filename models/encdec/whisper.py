@@ -120,7 +120,7 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
     ) -> TextOrTokens:
         if not mm_items.get_all_counts().get("audio"):
             raise InvalidRequestError(
-                "the model writes down what it hears; give it a recording: audios=[...]",
+                "the model transcribes what it hears; give it audio: audios=[...]",
                 parameter="audios",
             )
         return [0]

@@ -93,7 +93,7 @@ class Molmo2MultiModalProcessor(GenericMultiModalProcessor):
     Molmo2MultiModalProcessor, info=Molmo2ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class Molmo2(AddedRows, GenericModel):
-    """Keep all from the first image's first token to the last one's last in one step."""
+    """All from the first image's first token to the last one's last is computed in one step."""
 
     def blocks(self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()) -> Tensor | None:
         """One block of all images; the text between them is causal."""

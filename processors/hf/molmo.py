@@ -116,7 +116,7 @@ class MolmoImageProcessor:
             target = edges[0] * geometry.patch_size, edges[1] * geometry.patch_size
             if min(_scaled(height, width, *target)) < 1:
                 raise MediaError(
-                    f"a picture of {width} x {height} pixels is too narrow: scaled into "
+                    f"an image of {width} x {height} pixels is too narrow: scaled into "
                     f"{target[1]} x {target[0]}, nothing is left of it",
                     parameter="images",
                 )

@@ -124,7 +124,7 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         """An image [3, height, width]: its crops' patches [n, patches, pixels], the small view
         first; for each token the patches in its window, -1 where there are fewer; its grid."""
         if options["resample"] not in (PILImageResampling.BILINEAR, int(self.resample)):
-            raise _refused("pictures are resized bilinearly only")
+            raise _refused("images are resized bilinearly only")
         geometry, pooling = self.geometry(options), self._pooling(options)
         height, width = pixels.shape[1:]
         tiling = geometry.tiling(height, width)

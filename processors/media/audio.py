@@ -52,7 +52,7 @@ class AudioSource(MediaSource[AudioHeader, AudioClip]):
     model's rate is no part of their identity.
     """
 
-    _noun = "recording"
+    _noun = "audio item"
 
     def __init__(self, config: MediaConfig, parameter: str, sample_rate: int) -> None:
         super().__init__(config, parameter)

@@ -63,7 +63,7 @@ class ImageSource(MediaSource[ImageHeader, Image.Image]):
     Encoded images are told apart by their bytes; pixels by mode, shape, type and bytes.
     """
 
-    _noun = "picture"
+    _noun = "image"
     _own_errors = (PixelError, EffortError)
 
     @abstractmethod

@@ -40,7 +40,7 @@ from aioengine.processors.media.video_sampling import Sampling
 __all__ = ["VideoSource", "open_video"]
 
 ACCEPTED = (
-    "the bytes of a video file, a list of pictures, or a numpy array or torch tensor of shape "
+    "the bytes of a video file, a list of images, or a numpy array or torch tensor of shape "
     "(frames, height, width, channels) or (frames, channels, height, width) holding uint8 or "
     "floats in [0, 1]"
 )
@@ -129,7 +129,7 @@ def open_video(
     elif isinstance(item, np.ndarray | torch.Tensor):
         source = _ArrayVideo(item, config, parameter, sampling)
     elif isinstance(item, list | tuple):
-        source = _PictureList(item, config, parameter, sampling)
+        source = _ImageList(item, config, parameter, sampling)
     else:
         kind = type(item).__name__
         raise MediaError(
@@ -232,7 +232,7 @@ class _ArrayVideo(VideoSource):
         return frames
 
 
-class _PictureList(VideoSource):
+class _ImageList(VideoSource):
     """Images, one for each frame. Those that are not taken are not looked at."""
 
     may_change = True
@@ -266,7 +266,7 @@ class _PictureList(VideoSource):
         for index, size in zip(indices, sizes, strict=True):
             if size != sizes[0]:
                 raise VideoError(
-                    f"picture {index} is of {size.width} x {size.height} pixels, the first one of "
+                    f"image {index} is of {size.width} x {size.height} pixels, the first one of "
                     f"{sizes[0].width} x {sizes[0].height}",
                     value=tuple(size),
                 )

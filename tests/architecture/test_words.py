@@ -17,8 +17,39 @@ ABOUT_THE_DEMO = ("__init__.py", "demo.py")
 """The shipped model's folder has a name, and whoever shows the model says what it is."""
 
 OPENERS = frozenset(
-    "what who whose where those as whether how why when which that of in to for from with by at on "
-    "if it they there this these here so many much".split()
+    [
+        "what",
+        "who",
+        "whose",
+        "where",
+        "those",
+        "as",
+        "whether",
+        "how",
+        "why",
+        "when",
+        "which",
+        "that",
+        "of",
+        "in",
+        "to",
+        "for",
+        "from",
+        "with",
+        "by",
+        "at",
+        "on",
+        "if",
+        "it",
+        "they",
+        "there",
+        "this",
+        "these",
+        "here",
+        "so",
+        "many",
+        "much",
+    ]
 )
 """Words that no docstring opens with: it opens with an imperative verb or a noun phrase."""
 

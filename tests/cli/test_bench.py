@@ -66,7 +66,7 @@ def test_pictures_and_what_is_shared(command: Command, folder: Path) -> None:
     assert report["encoder_items"] == 6
     assert report["encoder_items_cached"] == 0
     assert report["itl_s"] is None
-    assert "6 pictures, 0 cached" in done.out
+    assert "6 images, 0 cached" in done.out
     # Without pictures before it, the prefix is found by all but the first.
     done = command("bench", folder, "--num-prompts", "3", "--output-len", "1", *shared, *SIZES,
                    "--json")  # fmt: skip

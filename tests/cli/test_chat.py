@@ -85,7 +85,7 @@ def test_what_cannot_be_done_is_told_and_forgotten(
     assert told[2].startswith(f"'{tmp_path}' cannot be written: ")
     assert told[3:-4] == chat.HELP.splitlines()
     forgotten = "The message is not part of the conversation."
-    assert told[-4].startswith(f"{str(bad)[:80]} is not a usable picture")
+    assert told[-4].startswith(f"{str(bad)[:80]} is not a usable image")
     assert told[-2].endswith(": the model takes no audio items")
     assert told[-3] == told[-1] == forgotten
     assert json.loads(file.read_text()) == []

@@ -155,7 +155,7 @@ def test_media_errors_name_the_file(command: Command, folder: Path, pictures: li
         done = command(*arguments, form)
         assert (done.status, done.out) == (1, "")
         told = done.err.splitlines()[-1]
-        assert told.startswith(f"aioengine: {str(bad)[:80]} is not a usable picture"), told
+        assert told.startswith(f"aioengine: {str(bad)[:80]} is not a usable image"), told
     done = command("generate", folder, QUESTION, "--audio", bad, *SHORT)
     assert done.err.splitlines()[-1].endswith(": the model takes no audio items")
 
