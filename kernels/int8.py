@@ -6,7 +6,7 @@ by the memory that weights are read from, is the quicker for it.
 
 Where these operators were not built, inputs are quantised too (`dynamic`), at each call with a
 scale for each row, never one for a batch: what company a row has changes nothing of its output. The
-integer product is exact: where the CPU adds pairs of 8-bit products in 16 bits, and so would
+integer matmul is exact: where the CPU adds pairs of 8-bit products in 16 bits, and so would
 saturate, rows are given 7 bits, which leave room. PyTorch's own dynamic operators
 (`quantized::linear_dynamic`) have one scale for all rows of a call.
 """
@@ -75,7 +75,7 @@ def weight_only(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
 
 
 def dynamic(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | None:
-    """See `quantize_linear`: inputs are quantised too. None without an exact integer product."""
+    """See `quantize_linear`: inputs are quantised too. None without an exact integer matmul."""
     bits = _exact_bits()
     return None if bits is None else _Int8Linear(weight, bias, bits)
 

@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_ROWS = 64
 """The rows that oneDNN is told of: many enough for the blocked layout."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Of the largest output of a trial, which a way may differ by from the plain product."""
+"""Of the largest output of a trial, which a way may differ by from the plain matmul."""
 
 
 class PackedLinear(Protocol):
@@ -93,7 +93,7 @@ def _operators() -> Any:
 
 @cache
 def _onednn_takes(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN's product of this type is there and right: found by a trial.
+    """Return whether oneDNN's matmul of this type is there and right: found by a trial.
 
     The operators are not public ones: a build may lack them, and what a CPU lacks they tell in
     several ways.

@@ -15,7 +15,7 @@ from aioengine.kernels.cpu.library import has_bfloat16
 __all__ = ["attend_to_all", "is_faster"]
 
 _KEY_MULTIPLE, _VALUE_MULTIPLE = 32, 16
-"""What a head's width must be a multiple of for products of bfloat16."""
+"""What a head's width must be a multiple of for matmuls of bfloat16."""
 
 
 def is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -1,1 +1,42 @@
-"""Faster layers in the place of a loaded model's own, each only where a trial shows the same."""
+"""Faster layers in the place of a loaded model's own, each only where a trial shows the same.
+
+A pass looks for modules of one kind, tries the faster form, and swaps it in. `fuse_layers` runs
+them in the order of `PASSES`; a pass finds what the ones before it have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from aioengine.models.fusion.encoder_attention import route_encoders
+from aioengine.models.fusion.fused_decoder import fuse_decoder_layers
+from aioengine.models.fusion.fused_mlp import fuse_activations
+from aioengine.models.fusion.fused_rms_norm import fuse_norms
+from aioengine.models.fusion.packed_conv1d import pack_convolutions
+from aioengine.models.fusion.packed_linear import pack_layers
+from aioengine.models.fusion.rotary import fuse_rotary
+from aioengine.models.fusion.tied_head import read_tied_heads
+from aioengine.models.fusion.trimmed import trim_encoders
+
+__all__ = ["PASSES", "fuse_layers"]
+
+PASSES: tuple[Callable[[nn.Module], int], ...] = (
+    trim_encoders,  # frees layers that would be packed for nothing
+    pack_layers,  # gives the matmuls that the passes after it fuse into
+    pack_convolutions,  # the same for convolutions over time
+    read_tied_heads,  # takes the heads that packing has left plain
+    fuse_activations,  # joins packed matmuls with activations and gates
+    fuse_norms,
+    fuse_rotary,
+    route_encoders,
+)
+"""What is done to a whole model, in order. Each mutates it and returns how many modules it took."""
+
+
+def fuse_layers(model: nn.Module, decoder: nn.Module) -> None:
+    """Run all passes over `model`, then fuse the layers of its `decoder`, which consist of them."""
+    for each in PASSES:
+        each(model)
+    fuse_decoder_layers(decoder)

@@ -1,10 +1,10 @@
 """Decoder layers computed operator after operator, without the modules in between.
 
 The usual layer (norm, attention with rotary embeddings, sum, norm, feed-forward, sum) comes down to
-three operators once its products, norms and rotations are ours: what comes before attention,
+three operators once its matmuls, norms and rotations are ours: what comes before attention,
 attention, and what comes after it (`kernels.cpu.fused_layer`). For a few tokens its modules, their
 views and copies take longer than small operators: so a layer whose parts are all of that kind calls
-the operators itself. Queries, keys and values stay where their product wrote them. With norms of
+the operators itself. Queries, keys and values stay where their matmul wrote them. With norms of
 PyTorch's, as in float32, it calls the operators one by one.
 
 A layer is taken for one by what it holds, and by a trial: on random rows, with an attention that
@@ -15,9 +15,9 @@ The last layer attends with all rows of a step, as their keys and values stay; w
 it computes for the rows alone that are read.
 
 Where all that a decoder does, by another trial, is to call such layers, they are called without it
-(`compute_straight`). What its own forward does around them (arguments merged with the config, masks
-that nobody reads, a wrapper around each layer) takes as long as a small layer where there are few
-tokens, the more so as products of megabytes leave nothing of Python in the caches.
+(`run_fused_decoder`). What its own forward does around them (arguments merged with the config,
+masks that nobody reads, a wrapper around each layer) takes as long as a small layer where there are
+few tokens, the more so as matmuls of megabytes leave nothing of Python in the caches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from aioengine.models.fusion.fused_mlp import ActivatedFeedForward
 from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 
-__all__ = ["compute_straight", "layer_by_layer", "straighten_layers"]
+__all__ = ["fuse_decoder_layers", "layer_by_layer", "run_fused_decoder"]
 
 Forward = Callable[..., Tensor]
 
@@ -112,7 +112,7 @@ class _Layer:
 
     @property
     def _down(self) -> NativeLinear | None:
-        """The feed-forward module's last product, where it is ours."""
+        """The feed-forward module's last matmul, where it is ours."""
         down = getattr(self.feed_forward, self.feed_forward.fused[0].down)
         packed = getattr(down, "packed", None)
         return packed if isinstance(packed, NativeLinear) else None
@@ -159,7 +159,7 @@ class _Stack:
     at_once: Layers | None
 
     def compute(self, embeds: Tensor, positions: Tensor) -> Tensor | None:
-        """See `compute_straight`."""
+        """See `run_fused_decoder`."""
         x, slots = embeds[None], [slot_of(layer.attention) for layer in self.layers]
         angles = self.rotary(x, positions[None])
         if None in slots or not _fits(x, angles, self.layers[0].head_dim):
@@ -191,10 +191,10 @@ class _Stack:
         return step.backend.run_layers(x, cos, sin, self.at_once, caches, meta)
 
 
-def compute_straight(decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor | None:
+def run_fused_decoder(decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor | None:
     """The last hidden states [T, hidden] of `embeds` [T, hidden], tokens at `positions` [T].
 
-    None for a decoder that does more than call layers which `straighten_layers` has taken.
+    None for a decoder that does more than call layers which `fuse_decoder_layers` has taken.
     """
     stack: _Stack | None = getattr(decoder, _STACK, None)
     return None if stack is None else stack.compute(embeds, positions)
@@ -215,7 +215,7 @@ def layer_by_layer(root: nn.Module) -> Iterator[None]:
             setattr(module, _STACK, stack)
 
 
-def straighten_layers(decoder: nn.Module) -> int:
+def fuse_decoder_layers(decoder: nn.Module) -> int:
     """Have the layers of `decoder` that qualify call their operators themselves, in place.
 
     Attention layers must have their slots. Returns how many do.
@@ -234,7 +234,7 @@ def straighten_layers(decoder: nn.Module) -> int:
                 continue
             kind = type(module)
             if kind not in kinds:
-                kinds[kind] = _straight(kind)
+                kinds[kind] = _fused_class(kind)
             module.__class__ = kinds[kind]
             setattr(module, _LAYER, layer)
             count += 1
@@ -242,7 +242,7 @@ def straighten_layers(decoder: nn.Module) -> int:
     return count
 
 
-def _straight(kind: type[nn.Module]) -> type[nn.Module]:
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class whose layers compute what they are made of."""
     own: Forward = kind.forward
 
@@ -381,24 +381,24 @@ def _tried_stack(decoder: nn.Module) -> _Stack | None:
     around = (decoder, rotary, norm)
     if None in layers or any(each._forward_hooks or each._forward_pre_hooks for each in around):
         return None
-    straight = [layer for layer in layers if layer is not None]
-    slots = [slot_of(layer.attention) for layer in straight]
-    weight = straight[0].attention_norm.weight
+    fused = [layer for layer in layers if layer is not None]
+    slots = [slot_of(layer.attention) for layer in fused]
+    weight = fused[0].attention_norm.weight
     generator = torch.Generator().manual_seed(0)
     embeds = torch.randn(_TRIAL_ROWS, len(weight), generator=generator).to(weight.dtype)
     positions = torch.tensor(_TRIAL_POSITIONS)
     try:
-        for layer in straight:
+        for layer in fused:
             attach_slot(layer.attention, _StandIn())
         output = decoder(inputs_embeds=embeds[None], position_ids=positions[None], use_cache=False)
-        stack = _Stack(rotary, straight, norm, slots, _at_once(straight, slots))
+        stack = _Stack(rotary, fused, norm, slots, _at_once(fused, slots))
         found = stack.compute(embeds, positions)
         if found is not None and torch.equal(found, output.last_hidden_state[0]):
             return stack
     except Exception:
         return None  # it wants other arguments, or more than its layers
     finally:
-        for layer, slot in zip(straight, slots, strict=True):
+        for layer, slot in zip(fused, slots, strict=True):
             assert slot is not None
             attach_slot(layer.attention, slot)
     return None

@@ -1,8 +1,8 @@
-"""Feed-forward layers whose activation, and the product of gates, the first product applies.
+"""Fuse a feed-forward layer's activation and gating into its first matmul.
 
 `down(act(up(x)))` and `down(act(gate(x)) * up(x))` are found by the code of a class, which must do
 nothing else, and the activation by a trial. So is the whole, for one layer of each class: what
-becomes of random rows must be what the layer itself makes of them. Between the two products nothing
+becomes of random rows must be what the layer itself makes of them. Between the two matmuls nothing
 is written then but what the second one reads.
 
 In a class that does more, as a layer with its feed-forward part written out, `act(up(x))` is taken
@@ -74,7 +74,7 @@ class ActivatedLinear(nn.Linear):
 
 
 def fuse_activations(model: nn.Module) -> int:
-    """Fuse the feed-forward layers of `model` whose products are ours, in place; how many were."""
+    """Fuse the feed-forward layers of `model` whose matmuls are ours, in place; how many were."""
     with torch.no_grad():
         return _fuse_layers(model) + _fuse_parts(model)
 
@@ -219,7 +219,7 @@ def _result(function: ast.FunctionDef) -> ast.expr | None:
 
 
 def _product(module: nn.Module, names: FeedForward) -> NativeLinear | None:
-    """The product of `up`, or of `gate` and `up` together, if it is packed, ours and not hooked."""
+    """The matmul of `up`, or of `gate` and `up` together, if it is packed, ours and not hooked."""
     up = getattr(module, names.up, None)
     gate = up if names.gate is None else getattr(module, names.gate, None)
     if any(

@@ -33,7 +33,7 @@ branches around the call."""
 
 
 class Merged:
-    """One product for several layers. `sizes`: of the outputs, one after the other."""
+    """One matmul for several layers. `sizes`: of the outputs, one after the other."""
 
     def __init__(self, packed: PackedLinear, sizes: Sequence[int]) -> None:
         self.packed = packed

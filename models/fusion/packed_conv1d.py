@@ -1,4 +1,4 @@
-"""Convolutions over time, computed as products by the kernels of linear layers.
+"""Conv1d as a GEMM over overlapping rows, without an im2col copy.
 
 The inputs under a kernel are `kernel * channels` numbers that lie side by side where a sequence is
 laid out step by step, those of the next output `stride * channels` further on: rows of a matrix,
@@ -19,7 +19,7 @@ from aioengine.models.fusion.packed_linear import Pack, leave_empty, own_layers
 __all__ = ["PackedConv1d", "pack_convolutions"]
 
 _MULTIPLE = 32
-"""What the inputs of a product are rounded up to, by weights of zero: some kernels ask for it."""
+"""What the inputs of a matmul are rounded up to, by weights of zero: some kernels ask for it."""
 
 
 class PackedConv1d(nn.Conv1d):

@@ -124,7 +124,7 @@ def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Line
 
 
 def _are_alike(layers: Sequence[nn.Linear]) -> bool:
-    """Return whether one input fits all, and one product may serve them."""
+    """Return whether one input fits all, and one matmul may serve them."""
     return len({(x.in_features, x.weight.dtype, x.weight.device) for x in layers}) == 1
 
 

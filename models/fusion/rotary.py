@@ -1,7 +1,7 @@
 """Rotary position embeddings applied by one operator instead of ten, where that is the same.
 
 transformers' attention classes call a function of their module's, `apply_rotary_pos_emb`. A class
-whose function turns the halves of a head against each other, which a trial in float64 tells, gets
+whose function rotates the halves of a head against each other, which a trial in float64 tells, gets
 a forward of its own: the same code, for which that name means the operator. Where a call is of
 another shape than the operator takes, the function is called as before.
 """
@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fuse_rotary(model: nn.Module) -> int:
-    """Have attention layers of `model` turn queries and keys on a CPU by the operator, in place.
+    """Have attention layers of `model` rotate queries and keys on a CPU by the operator, in place.
 
     Returns how many do: 0 where the operators were not built.
     """
@@ -71,13 +71,13 @@ def _fused(apply: Apply) -> Apply:
     dtypes = _DTYPES if instruction_set() != "generic" else _DTYPES[:2]
 
     @wraps(apply)
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
         if more or named or q.dtype not in dtypes or not _fits(q, k, cos, sin):
             return apply(q, k, cos, sin, *more, **named)
         query, key = rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
         return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
 
-    return turned
+    return rotated
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -92,7 +92,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _is_usual(apply: Apply) -> bool:
-    """Return whether it turns the first half of each head against the second."""
+    """Return whether it rotates the first half of each head against the second."""
     generator = torch.Generator().manual_seed(0)
     q, k = (
         torch.randn(1, heads, 3, 16, generator=generator, dtype=torch.float64) for heads in (4, 2)
@@ -103,8 +103,8 @@ def _is_usual(apply: Apply) -> bool:
     except Exception:
         return False  # it wants other arguments
     halves = (x.chunk(2, -1) for x in (q, k))
-    turned = (torch.cat((-second, first), -1) for first, second in halves)
-    wanted = [x * cos + y * sin for x, y in zip((q, k), turned, strict=True)]
+    rotated = (torch.cat((-second, first), -1) for first, second in halves)
+    wanted = [x * cos + y * sin for x, y in zip((q, k), rotated, strict=True)]
     return len(found) == 2 and all(
         x.shape == y.shape and torch.allclose(x, y) for x, y in zip(found, wanted, strict=True)
     )

@@ -121,7 +121,7 @@ def _weights_counted() -> Iterator[None]:
 def build_on_meta(model_class: Any, hf_config: Any) -> Any:
     """The model with shapes and without weights, ready to be probed."""
     with loading(), torch.device("meta"), torch.no_grad():
-        # Grouped matrix products of expert layers are checked for bfloat16 on this device.
+        # Grouped matrix matmuls of expert layers are checked for bfloat16 on this device.
         model = model_class(copy.deepcopy(hf_config)).to(torch.bfloat16).eval()
     for module in _rotary_modules(model):
         # Frequencies do not matter to a probe, and choosing them would read data that is not there.

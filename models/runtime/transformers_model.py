@@ -31,15 +31,9 @@ from torch.nn.functional import pad
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.kernels.int8 import quantize_linear
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
-from aioengine.models.fusion.encoder_attention import route_encoders
-from aioengine.models.fusion.fused_decoder import compute_straight, straighten_layers
-from aioengine.models.fusion.fused_mlp import fuse_activations
-from aioengine.models.fusion.fused_rms_norm import fuse_norms
-from aioengine.models.fusion.packed_conv1d import pack_convolutions
+from aioengine.models.fusion import fuse_layers
+from aioengine.models.fusion.fused_decoder import run_fused_decoder
 from aioengine.models.fusion.packed_linear import pack_layers
-from aioengine.models.fusion.rotary import fuse_rotary
-from aioengine.models.fusion.tied_head import read_tied_heads
-from aioengine.models.fusion.trimmed import trim_encoders
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
 from aioengine.models.runtime.hf_loading import (
@@ -215,18 +209,10 @@ class TransformersModel:
         On any device, encoder layers that are computed for nothing go. `quantize`: the decoder's
         linear layers in 8 bits. Mutates the modules; to be called before the first step.
         """
-        trim_encoders(self.model)
         if quantize:
             heads = self.model.get_output_embeddings()
             pack_layers(self.decoder(), quantize_linear, without=(heads,))
-        pack_layers(self.model)
-        pack_convolutions(self.model)
-        read_tied_heads(self.model)
-        fuse_activations(self.model)
-        fuse_norms(self.model)
-        fuse_rotary(self.model)
-        route_encoders(self.model)
-        straighten_layers(self.decoder())
+        fuse_layers(self.model, self.decoder())
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
         """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.
@@ -401,7 +387,7 @@ class TransformersModel:
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Run `decoder` on [T, hidden] and [T] or [3, T]; the probe and `forward` share it."""
-        found = compute_straight(decoder, embeds, positions) if positions.dim() == 1 else None
+        found = run_fused_decoder(decoder, embeds, positions) if positions.dim() == 1 else None
         if found is not None:
             return found
         ids = positions[None] if positions.dim() == 1 else positions[:, None]
