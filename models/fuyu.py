@@ -48,7 +48,7 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return {"image": 1}
 
     def get_token_id(self, token: str) -> int:
-        """Tokenize one of the pieces that the HF processor writes around an image and a text."""
+        """Return the token id of one of the pieces around an image and a text."""
         return int(self.get_tokenizer().convert_tokens_to_ids(token))
 
     def get_image_options(self, mm_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:

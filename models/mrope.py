@@ -96,7 +96,7 @@ class DeepStackInfo(GenericProcessingInfo):
     GenericMultiModalProcessor, info=DeepStackInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class DeepStackModel(MRopeModel):
-    """Pass encoder rows to the first layers too, not the embeddings alone.
+    """Encoder rows that reach the first layers too, not the embeddings alone.
 
     Rows of `hidden_size` for the embeddings, and as many again for each of the first layers.
     """

@@ -87,7 +87,7 @@ class OmniInfo(GenericProcessingInfo):
 
 
 class OmniMultiModalProcessor(GenericMultiModalProcessor):
-    """Sample as the HF processor says, and no sound woven into videos."""
+    """Processing as the HF processor has it, without sound woven into videos."""
 
     def merged_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """See the base class. Raises InvalidRequestError for `use_audio_in_video`."""

@@ -96,8 +96,7 @@ class PerLayerText(PerLayerModel):
 
 
 class Gemma3nTextPart(Gemma3nTextConfig):  # type: ignore[misc]
-    """Read what a checkpoint's config.json says of its text model; of the towers nothing is
-    read."""
+    """Config of a checkpoint's text model; of the towers nothing is read."""
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,7 +153,7 @@ class Gemma4ProcessingInfo(GenericProcessingInfo):
     GenericMultiModalProcessor, info=Gemma4ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class Gemma4(PerLayerModel, Gemma3):
-    """Let an image's soft tokens see each other both ways, in layers with a window.
+    """Soft tokens of an image see each other both ways in some sizes, in layers with a window.
 
     Layers without one are causal throughout, unlike Gemma 3's.
     """

@@ -107,7 +107,7 @@ class VoxtralInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Length of half an hour, or of what a prompt can hold."""
+        """Return the rows of half an hour of audio, or of what a prompt can hold."""
         rows = self.get_rows_per_chunk()
         longest = seq_len or int(self.get_hf_config().text_config.max_position_embeddings)
         return {"audio": rows * max(1, min(MOST_CHUNKS, longest // rows))}

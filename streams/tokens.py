@@ -53,7 +53,7 @@ class _Mailbox:
         return self.is_closed or self.output is not None or self.error is not None
 
     def wake_readers(self) -> None:
-        """Announce a new delta."""
+        """Wake the readers: there is a new delta."""
         for waiter in self.readers:
             if not waiter.done():
                 waiter.set_result(None)

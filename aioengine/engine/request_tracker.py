@@ -61,7 +61,7 @@ class RequestTracker:
         return len(self._preparing)
 
     def owner(self, name: str) -> RequestState:
-        """Split the scheduler's id into request and completion."""
+        """Return the request whose completion the scheduler calls `name`."""
         return self._owners[name]
 
     def open(self, state: RequestState, begin: Callable[[], asyncio.Task[None]]) -> None:

@@ -176,7 +176,7 @@ class _MLP(nn.Module):
 
 
 class _Router(nn.Module):
-    """Choose the experts a token goes to, and their weights.
+    """Router: the experts a token goes to, and their weights.
 
     "greedy": the best `num_experts_per_tok`; "group_limited_greedy": of the groups with the best
     expert; "noaux_tc": of the groups with the best two, by scores with a correction that is learnt

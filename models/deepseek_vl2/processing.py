@@ -104,8 +104,7 @@ class DeepseekVL2Config(PreTrainedConfig):  # type: ignore[misc]
 
 
 class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
-    """Return how many rows an image has, by its size. Raises ModelLoadError for options it has
-    not."""
+    """Rows of an image by its size. Raises ModelLoadError for options it has not."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
         super().__init__(ctx)

@@ -121,8 +121,7 @@ class MolmoTransformer(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attend from all tokens to all tokens, or of `queries` to others; softmax in float32 at
-    least."""
+    """Attention of all tokens, or of `queries` to others; softmax in float32 at least."""
 
     def __init__(self, config: Any, num_layers: int = 1) -> None:
         super().__init__()

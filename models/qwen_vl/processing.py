@@ -75,8 +75,7 @@ class QwenProcessingInfo(TextOnlyInfo):
 
 
 class QwenVLProcessingInfo(BaseProcessingInfo):
-    """Check that each image has as many rows. Raises ModelLoadError for a tokenizer of another
-    model."""
+    """Rows of an image, as many for each. Raises ModelLoadError for another model's tokenizer."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
         super().__init__(ctx)

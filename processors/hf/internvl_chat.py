@@ -149,7 +149,7 @@ class InternVLChatProcessor(ProcessorMixin):  # type: ignore[misc]
 
     @property
     def unused_input_names(self) -> list[str]:
-        """Refuse what no model takes."""
+        """Names of outputs that no model takes."""
         return ["num_patches"]
 
     def expand(self, num_tiles: int) -> str:

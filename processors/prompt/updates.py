@@ -236,7 +236,7 @@ class ResolvedUpdates:
 
     @property
     def num_items(self) -> int:
-        """Updates of all modalities."""
+        """Number of items of all modalities."""
         return sum(map(len, self.items.values()))
 
 
