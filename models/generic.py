@@ -6,6 +6,10 @@ Their HF processor says what each item becomes in the text, and their model has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
@@ -13,6 +17,9 @@ from aioengine.processors.generic_info import GenericDummyInputsBuilder, Generic
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["GenericModel"]
+
+_TOWERS = ("clip_vision_model", "siglip_vision_model")
+"""Whose layers give hidden states and nothing else."""
 
 
 @register_model(
@@ -28,4 +35,17 @@ __all__ = ["GenericModel"]
     GenericMultiModalProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class GenericModel(TransformersModel):
-    """Nothing of its own: transformers' module as it is."""
+    """transformers' module as it is, but for layers of a vision tower that nobody reads."""
+
+    def unread_layers(self) -> Sequence[nn.Module]:
+        """Layers after the last one whose hidden states are features (`vision_feature_layer`)."""
+        config = self.hf_config
+        chosen = getattr(config, "vision_feature_layer", None)
+        if chosen is None or config.vision_config.model_type not in _TOWERS:
+            return ()
+        tower = self.model.model.vision_tower
+        layers = next(each for each in tower.modules() if isinstance(each, nn.ModuleList))
+        # Hidden state 0 is what goes into the first layer.
+        states = len(layers) + 1
+        used = max(each % states for each in ([chosen] if isinstance(chosen, int) else chosen))
+        return [*layers][used:]

@@ -152,7 +152,7 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
 @MULTIMODAL_REGISTRY.register_processor(
     LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputsBuilder
 )
-class Llava(TransformersModel):
+class Llava(GenericModel):
     """Images of one size. With a Pixtral tower, whose images keep theirs, the generic model."""
 
     @classmethod

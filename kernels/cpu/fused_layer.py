@@ -22,18 +22,18 @@ def project(
     x: Tensor,
     norm: Tensor,
     epsilon: float,
-    product: NativeLinear,
+    qkv: NativeLinear,
     heads: tuple[int, int],
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, D] of `x` [T, hidden].
 
-    `rms_norm` with the weight `norm`, then `product`, whose outputs are heads of queries, then of
-    keys, then of values; `heads`: Hq and Hkv. The first two turn as by `rotate`. To the bits of
-    these operators. Raises RuntimeError where shapes or dtypes do not go together.
+    `rms_norm` with the weight `norm`, then `qkv`, whose outputs are heads of queries, then of
+    keys, then of values; `heads`: Hq and Hkv. The first two are rotated as by `rotate`. To the bits
+    of these operators. Raises RuntimeError where shapes or dtypes do not go together.
     """
-    packed, scales, bias = product.operands
+    packed, scales, bias = qkv.operands
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aioengine_cpu.project(
         x, norm, epsilon, packed, scales, bias, *heads, cos, sin
     )
@@ -80,7 +80,7 @@ class UsualLayer:
 
     norm: Tensor
     epsilon: float
-    product: NativeLinear
+    qkv: NativeLinear
     heads: tuple[int, int]
     scale: float
     softcap: float
@@ -97,11 +97,11 @@ class UsualLayer:
     def tensors(self) -> list[Tensor]:
         """Tensors in the order of the operator; what there is none of is empty."""
         nothing = torch.empty(0)
-        products = (self.product, self.out, self.up, self.down)
-        product, out, up, down = (
-            [nothing if each is None else each for each in linear.operands] for linear in products
+        layers = (self.qkv, self.out, self.up, self.down)
+        qkv, out, up, down = (
+            [nothing if each is None else each for each in layer.operands] for layer in layers
         )
-        return [self.norm, *product, *out, self.feed_norm, *up, *down]
+        return [self.norm, *qkv, *out, self.feed_norm, *up, *down]
 
     @property
     def sizes(self) -> list[int]:

@@ -18,12 +18,10 @@ from aioengine.models.fusion.packed_conv1d import pack_convolutions
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
 from aioengine.models.fusion.tied_head import read_tied_heads
-from aioengine.models.fusion.trimmed import trim_encoders
 
 __all__ = ["PASSES", "fuse_layers"]
 
 PASSES: tuple[Callable[[nn.Module], int], ...] = (
-    trim_encoders,  # frees layers that would be packed for nothing
     pack_layers,  # gives the matmuls that the passes after it fuse into
     pack_convolutions,  # the same for convolutions over time
     read_tied_heads,  # takes the heads that packing has left plain

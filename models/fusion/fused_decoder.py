@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,12 @@ from aioengine.kernels.cpu.fused_layer import Layers, UsualLayer, feed, listed, 
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
-from aioengine.kernels.layer_slot import LayerSlot, Slot, attach_slot, slot_of
+from aioengine.kernels.layer_slot import LayerSlot, Slot, slot_of
 from aioengine.models.fusion.fused_mlp import ActivatedFeedForward
 from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
+from aioengine.models.fusion.swap import subclass, swap
+from aioengine.models.fusion.trial import StandIn, agree, random_rows, stand_ins
 
 __all__ = ["fuse_decoder_layers", "layer_by_layer", "run_fused_decoder"]
 
@@ -56,7 +59,7 @@ class _Layer:
     """The parts of a layer in the order of their use."""
 
     attention_norm: FusedRMSNorm
-    product: NativeLinear  # queries, keys and values
+    qkv: NativeLinear  # queries, keys and values
     sizes: list[int]  # of their rows
     head_dim: int
     attention: nn.Module
@@ -87,12 +90,12 @@ class _Layer:
         compute, epsilon = self.attention_norm.fused
         if compute is rms_norm:
             weight = self.attention_norm.weight
-            return project(x, weight, epsilon, self.product, self._heads, cos, sin)
+            return project(x, weight, epsilon, self.qkv, self._heads, cos, sin)
         # Without hooks (`_find`) a module's call is its forward.
         normed = self.attention_norm.forward(x)
         query, key, value = (
             part.view(len(x), -1, self.head_dim)
-            for part in torch.split(self.product(normed), self.sizes, -1)
+            for part in torch.split(self.qkv(normed), self.sizes, -1)
         )
         return *rotate(query, key, cos, sin), value
 
@@ -129,7 +132,7 @@ class _Layer:
         return UsualLayer(
             norm=norm.weight,
             epsilon=norm.fused[1],
-            product=self.product,
+            qkv=self.qkv,
             heads=self._heads,
             scale=self.options["scale"],
             softcap=self.options["softcap"] or 0.0,
@@ -235,8 +238,7 @@ def fuse_decoder_layers(decoder: nn.Module) -> int:
             kind = type(module)
             if kind not in kinds:
                 kinds[kind] = _fused_class(kind)
-            module.__class__ = kinds[kind]
-            setattr(module, _LAYER, layer)
+            swap(module, kinds[kind], **{_LAYER: layer})
             count += 1
         setattr(decoder, _STACK, _tried_stack(decoder))
     return count
@@ -262,9 +264,7 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
         cos, sin = position_embeddings
         return layer.compute(hidden_states[0], cos[0], sin[0], slot, layer.wanted(slot))[None]
 
-    # Whoever reads its source finds that of the class it was made of.
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {**names, "forward": forward})
+    return subclass(kind, forward)
 
 
 def _fits(x: Tensor, angles: tuple[Tensor, Tensor] | None, head_dim: int) -> bool:
@@ -306,7 +306,7 @@ def _find(module: nn.Module, *, is_last: bool) -> _Layer | None:
         return None
     return _Layer(
         attention_norm=first,
-        product=merged.packed,
+        qkv=merged.packed,
         sizes=merged.sizes,
         head_dim=head_dim,
         attention=attention,
@@ -324,50 +324,33 @@ def _rank(module: nn.Module) -> int:
     return 1 if isinstance(module, ActivatedFeedForward) else 2
 
 
-class _StandIn:
-    """Attention for a trial: of every row all of its query, key and value, and no other row."""
-
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        self.options = options
-        group = query.shape[1] // key.shape[1]
-        seen = key * 2 + value * 4
-        return query + seen.repeat_interleave(group, dim=1)
-
-
 def _tried(module: nn.Module, layer: _Layer) -> _Layer | None:
     """The layer with its attention's options, if it comes to the module's own bits."""
-    slot = slot_of(layer.attention)
-    assert slot is not None
-    weight = layer.attention_norm.weight
-    generator = torch.Generator().manual_seed(0)
+    dtype, width = layer.attention_norm.weight.dtype, len(layer.attention_norm.weight)
+    x = random_rows(1, _TRIAL_ROWS, width, dtype=dtype)
+    cos, sin = random_rows(2, _TRIAL_ROWS, layer.head_dim, dtype=dtype)
 
-    def random(width: int) -> Tensor:
-        return torch.randn(1, _TRIAL_ROWS, width, generator=generator).to(weight.dtype)
-
-    x, cos, sin = random(len(weight)), random(layer.head_dim), random(layer.head_dim)
-    stand_in = _StandIn()
-    attach_slot(layer.attention, stand_in)
-    try:
-        wanted = module(
+    def plain() -> Tensor:
+        output: Tensor = module(
             x,
             attention_mask=None,
             position_ids=torch.arange(_TRIAL_ROWS)[None],
             past_key_values=None,
             use_cache=False,
-            position_embeddings=(cos, sin),
+            position_embeddings=(cos[None], sin[None]),
         )
+        return output[0]
+
+    with stand_ins(module):
+        stand_in = slot_of(layer.attention)
+        assert isinstance(stand_in, StandIn)
+        if not agree(plain, plain, roundings=0):
+            return None
         layer = replace(layer, options=stand_in.options)
         first, second = layer.attention_norm, layer.feed_forward_norm
-        for found in (layer, replace(layer, attention_norm=second, feed_forward_norm=first)):
-            if torch.equal(found.compute(x[0], cos[0], sin[0], stand_in)[None], wanted):
-                return found
-    except Exception:
-        return None  # it wants other arguments, or parts of other shapes
-    finally:
-        attach_slot(layer.attention, slot)
+        for each in (layer, replace(layer, attention_norm=second, feed_forward_norm=first)):
+            if agree(partial(each.compute, x[0], cos, sin, stand_in), plain, roundings=0):
+                return each
     return None
 
 
@@ -384,24 +367,22 @@ def _tried_stack(decoder: nn.Module) -> _Stack | None:
     fused = [layer for layer in layers if layer is not None]
     slots = [slot_of(layer.attention) for layer in fused]
     weight = fused[0].attention_norm.weight
-    generator = torch.Generator().manual_seed(0)
-    embeds = torch.randn(_TRIAL_ROWS, len(weight), generator=generator).to(weight.dtype)
+    embeds = random_rows(_TRIAL_ROWS, len(weight), dtype=weight.dtype)
     positions = torch.tensor(_TRIAL_POSITIONS)
-    try:
-        for layer in fused:
-            attach_slot(layer.attention, _StandIn())
-        output = decoder(inputs_embeds=embeds[None], position_ids=positions[None], use_cache=False)
-        stack = _Stack(rotary, fused, norm, slots, _at_once(fused, slots))
-        found = stack.compute(embeds, positions)
-        if found is not None and torch.equal(found, output.last_hidden_state[0]):
-            return stack
-    except Exception:
-        return None  # it wants other arguments, or more than its layers
-    finally:
-        for layer, slot in zip(fused, slots, strict=True):
-            assert slot is not None
-            attach_slot(layer.attention, slot)
-    return None
+    stack = _Stack(rotary, fused, norm, slots, _at_once(fused, slots))
+
+    def plain() -> Tensor:
+        given = {"inputs_embeds": embeds[None], "position_ids": positions[None]}
+        output: Tensor = decoder(**given, use_cache=False).last_hidden_state[0]
+        return output
+
+    def found() -> Tensor:
+        output = stack.compute(embeds, positions)
+        assert output is not None
+        return output
+
+    with stand_ins(decoder):
+        return stack if agree(found, plain, roundings=0) else None
 
 
 def _at_once(layers: Sequence[_Layer], slots: Sequence[Slot | None]) -> Layers | None:

@@ -17,12 +17,12 @@ from torch.nn.functional import rms_norm
 
 from aioengine.kernels.cpu import norm
 from aioengine.kernels.cpu.library import is_available
+from aioengine.models.fusion.swap import swap
+from aioengine.models.fusion.trial import agree, largest_error, random_rows
 
 __all__ = ["FusedRMSNorm", "fuse_norms"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROUNDINGS = 8
-"""Units in the last place of the largest number that the usual norm is off by, at most."""
 _EPSILONS = ("variance_epsilon", "eps")
 
 
@@ -51,15 +51,13 @@ def fuse_norms(model: nn.Module) -> int:
     float64 is left alone: it is for parity, and transformers' own norms compute in float32 then.
     """
     count = 0
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for module in list(model.modules()):
             epsilon = _epsilon(module)
-            found = None if epsilon is None else _operator(module, epsilon, generator)
+            found = None if epsilon is None else _operator(module, epsilon)
             if found is None:
                 continue
-            module.__class__ = FusedRMSNorm
-            setattr(module, "fused", (found, epsilon))  # noqa: B010 - it is another class now
+            swap(module, FusedRMSNorm, fused=(found, epsilon))
             count += 1
     return count
 
@@ -78,18 +76,17 @@ def _epsilon(module: nn.Module) -> float | None:
     return float(found[0]) if len(found) == 1 and isinstance(found[0], float) else None
 
 
-def _operator(module: nn.Module, epsilon: float, generator: torch.Generator) -> Norm | None:
+def _operator(module: nn.Module, epsilon: float) -> Norm | None:
     """The best operator that computes what the module does, None where it is another norm."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    rows = torch.randn(2, 8, len(weight), generator=generator)
-    rows *= torch.logspace(-3, 2, 8)[:, None]
-    rows = rows.to(weight.dtype)
+    rows = random_rows(2, 8, len(weight), dtype=torch.float32)
+    rows = (rows * torch.logspace(-3, 2, 8)[:, None]).to(weight.dtype)
     exact = rms_norm(rows.double(), weight.shape, weight.double(), epsilon)
-    error = (module(rows).double() - exact).abs().max()
-    if error > _ROUNDINGS * torch.finfo(weight.dtype).eps * exact.abs().max():
+    if not agree(lambda: module(rows), lambda: exact):
         return None
+    error = largest_error(module(rows), exact)
     is_narrow = weight.dtype != torch.float32 and weight.is_contiguous()
     for operator in (*([norm.rms_norm] if is_narrow and is_available() else []), _plain):
-        if (operator(rows, weight, epsilon).double() - exact).abs().max() <= error:
+        if largest_error(operator(rows, weight, epsilon), exact) <= error:
             return operator
     return None

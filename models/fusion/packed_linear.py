@@ -1,35 +1,39 @@
-"""Linear layers of a loaded model, packed where they are.
+"""Linear layers of a loaded model, packed where they are, those of one input as one.
 
-A module that is packed stays the object it was, so that whoever holds it, hooks it or finds it by
-its path goes on as before; its class changes, and its plain weight is freed at once, so that a
-model never takes twice its memory. In the weight's place there is a stand-in of the same shape,
-dtype and device, which takes no memory and has no values: all its numbers are NaN, so that nobody
-computes with it unnoticed.
+The plain weight of a module that is packed is freed at once, so that a model never takes twice its
+memory. In the weight's place there is a stand-in of the same shape, dtype and device, which takes
+no memory and has no values: all its numbers are NaN, so that nobody computes with it unnoticed.
+
+Queries, keys and values of one attention, or the two halves of a gated layer, are one matmul: their
+names say where that pays (`layer_names`). Whichever of the layers is called first computes the
+outputs of all, and the others hand theirs out if they are called with that very tensor. With
+another one they compute again. Each output is handed out once; what nobody has asked for goes when
+the input goes.
 
 A layer is left alone where
   its weight is another module's too (a head that is tied to the embeddings),
-  the class that calls it reads the weight itself instead of calling the layer, or
+  the class that holds it reads the weight itself instead of calling the layer, or
   `aioengine.kernels.linear` has no way for it.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.linear import PackedLinear, pack_linear
-from aioengine.models.fusion.merged_linear import Merged, joined, shared_inputs
+from aioengine.models.fusion.layer_names import layer_names_of
+from aioengine.models.fusion.swap import swap
 
-__all__ = ["Pack", "Packed", "PackedPart", "leave_empty", "own_layers", "pack_layers", "source_of"]
+__all__ = ["Merged", "Pack", "Packed", "PackedPart", "leave_empty", "own_layers", "pack_layers"]
 
 Pack = Callable[[Tensor, Tensor | None], PackedLinear | None]
 Layer = TypeVar("Layer", nn.Linear, nn.Conv1d)
@@ -43,6 +47,34 @@ class Packed(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., in] -> [..., out]."""
         return self.packed(input)
+
+
+class Merged:
+    """One matmul for several layers. `sizes`: of the outputs, one after the other."""
+
+    def __init__(self, packed: PackedLinear, sizes: Sequence[int]) -> None:
+        self.packed = packed
+        self.sizes = list(sizes)
+        # What was computed last: of which input, and the parts that were not handed out yet.
+        self._last: tuple[weakref.ref[Tensor], list[Tensor | None]] | None = None
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """Layer `index`'s output of `x` [..., in]: [..., sizes[index]], contiguous."""
+        last = self._last
+        if last is None or last[0]() is not x or last[1][index] is None:
+            outputs: list[Tensor | None] = [*torch.split(self.packed(x), self.sizes, -1)]
+            last = self._last = (weakref.ref(x, self._forget), outputs)
+        found = last[1][index]
+        assert found is not None
+        last[1][index] = None
+        if self._last is last and not any(each is not None for each in last[1]):
+            self._last = None
+        return found.contiguous()
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        last = self._last
+        if last is not None and last[0] is gone:
+            self._last = None
 
 
 class PackedPart(nn.Linear):
@@ -99,21 +131,43 @@ def own_layers(
         for module in model.modules()
         if type(module) is kind and owners[id(module.weight)] == 1 and id(module) not in without
     }
+    code: dict[type[nn.Module], str] = {}
     for parent in model.modules():
-        for name, child in parent.named_children():
-            if id(child) in found and _reads_weight(source_of(type(parent)), name):
-                del found[id(child)]
+        names = [name for name, child in parent.named_children() if id(child) in found]
+        owner = type(parent)
+        if names and owner not in code:
+            code[owner] = _code(owner)
+        for name in names:
+            if _is_of_torch(owner) or re.search(_READS_WEIGHT.format(name), code[owner]):
+                del found[id(getattr(parent, name))]
     return found
 
 
+_READS_WEIGHT = r"(?<!isinstance\()\bself\.{}\.weight\b(?!\.(?:dtype|device|shape)\b)"
+"""Code that computes with a child's weight; its dtype, device and shape the stand-in has too."""
+
+
+def _is_of_torch(kind: type[nn.Module]) -> bool:
+    """Return whether a class is torch's own, whose fast paths read their children's weights."""
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return kind.__module__.startswith("torch.nn.") and kind not in containers
+
+
+def _code(kind: type[nn.Module]) -> str:
+    """The methods of a class and of its bases, but torch's; nothing where they have no source."""
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+    methods = [each for base in bases for each in vars(base).values() if inspect.isfunction(each)]
+    with suppress(OSError):
+        return "".join(map(inspect.getsource, methods))
+    return ""
+
+
 def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Linear]]:
-    """Layers that can be packed, those together that are given the same tensor."""
+    """Layers that can be packed, those together whose names say that they have one input."""
     free = own_layers(model, nn.Linear, without)
     parents = Counter(id(child) for module in model.modules() for child in module.children())
-    owners = [each for each in model.modules() if any(id(x) in free for x in each.children())]
-    shared = {kind: shared_inputs(source_of(kind) or "") for kind in {type(x) for x in owners}}
-    for parent in owners:
-        for names in shared[type(parent)]:
+    for parent in list(model.modules()):
+        for names in layer_names_of(parent).merged:
             found = [id(getattr(parent, name, None)) for name in names]
             layers = [free[each] for each in found if each in free and parents[each] == 1]
             if len(layers) > 1 and _are_alike(layers):
@@ -128,57 +182,26 @@ def _are_alike(layers: Sequence[nn.Linear]) -> bool:
     return len({(x.in_features, x.weight.dtype, x.weight.device) for x in layers}) == 1
 
 
-def source_of(owner: type[nn.Module]) -> str | None:
-    """A class's own code; None for those of torch, whose fast paths read what they hold."""
-    if owner in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-        return ""
-    if owner.__module__.startswith("torch.nn."):
-        return None
-    return _classes(owner.__module__).get(owner.__qualname__, "")
-
-
-@cache
-def _classes(module: str) -> Mapping[str, str]:
-    """The code of a module's classes by their qualified names (`inspect` parses all for each)."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError, KeyError):
-        return {}
-    lines = source.splitlines(keepends=True)
-    found: dict[str, str] = {}
-
-    def collect(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = prefix
-            if isinstance(child, ast.ClassDef):
-                found[prefix + child.name] = "".join(lines[child.lineno - 1 : child.end_lineno])
-                inner = f"{prefix}{child.name}."
-            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                inner = f"{prefix}{child.name}.<locals>."
-            collect(child, inner)
-
-    collect(ast.parse(source), "")
-    return found
-
-
-def _reads_weight(source: str | None, name: str) -> bool:
-    """Return whether a class computes with the weight of its child `name` itself.
-
-    Its dtype, device and shape may be read, of the stand-in too.
-    """
-    if source is None:
-        return True
-    harmless = rf"(?<!isinstance\(self\.{name})\.weight\b(?!\.(?:dtype|device|shape)\b)"
-    return re.search(rf"\bself\.{name}{harmless}", source) is not None
+def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight [sum of out, in] and bias [sum of out] of all; zeros for biases that some lack."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    weights: tuple[Tensor, ...] = tuple(layer.weight for layer in layers)
+    weight = torch.cat(weights)
+    if all(layer.bias is None for layer in layers):
+        return weight, None
+    biases: list[Tensor] = [
+        weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+        for layer in layers
+    ]
+    return weight, torch.cat(biases)
 
 
 def leave_empty(layer: Layer, kind: type[Layer], **attributes: object) -> None:
     """Make the layer one of `kind`, and free its weight."""
     weight = layer.weight
     empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
-    layer.__class__ = kind
-    for name, value in attributes.items():
-        setattr(layer, name, value)
+    swap(layer, kind, **attributes)
     layer.weight = nn.Parameter(empty.expand(weight.shape), requires_grad=False)
 
 

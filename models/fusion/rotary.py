@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.cpu.rotary import rotate
+from aioengine.models.fusion.swap import subclass, swap
+from aioengine.models.fusion.trial import agree, random_rows
 
 __all__ = ["fuse_rotary"]
 
@@ -41,7 +43,7 @@ def fuse_rotary(model: nn.Module) -> int:
             kinds[type(module)] = _with_operator(type(module))
         kind = kinds[type(module)]
         if kind is not None and "forward" not in vars(module):
-            module.__class__ = kind
+            swap(module, kind)
             count += 1
     return count
 
@@ -62,9 +64,7 @@ def _with_operator(kind: type[nn.Module]) -> type[nn.Module] | None:
         forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
     )
     made.__kwdefaults__ = forward.__kwdefaults__
-    # Whoever reads its source finds that of the class it was made of.
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {**names, "forward": made})
+    return subclass(kind, made)
 
 
 def _fused(apply: Apply) -> Apply:
@@ -93,18 +93,12 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 def _is_usual(apply: Apply) -> bool:
     """Return whether it rotates the first half of each head against the second."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (
-        torch.randn(1, heads, 3, 16, generator=generator, dtype=torch.float64) for heads in (4, 2)
-    )
-    cos, sin = (torch.randn(1, 3, 16, generator=generator, dtype=torch.float64) for _ in range(2))
-    try:
-        found = apply(q, k, cos, sin)
-    except Exception:
-        return False  # it wants other arguments
-    halves = (x.chunk(2, -1) for x in (q, k))
-    rotated = (torch.cat((-second, first), -1) for first, second in halves)
-    wanted = [x * cos + y * sin for x, y in zip((q, k), rotated, strict=True)]
-    return len(found) == 2 and all(
-        x.shape == y.shape and torch.allclose(x, y) for x, y in zip(found, wanted, strict=True)
-    )
+    q, k = (random_rows(1, heads, 3, 16, dtype=torch.float64) for heads in (4, 2))
+    cos, sin = random_rows(2, 1, 3, 16, dtype=torch.float64)
+
+    def rotated() -> Tensor:
+        halves = (x.chunk(2, -1) for x in (q, k))
+        turned = (torch.cat((-second, first), -1) for first, second in halves)
+        return torch.cat([x * cos + y * sin for x, y in zip((q, k), turned, strict=True)], 1)
+
+    return agree(rotated, lambda: torch.cat(apply(q, k, cos, sin), 1))

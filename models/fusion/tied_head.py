@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from aioengine.kernels.cpu.linear import PlainLinear, reads_plain
+from aioengine.models.fusion.swap import swap
 
 __all__ = ["TiedLinear", "read_tied_heads"]
 
@@ -17,11 +18,11 @@ __all__ = ["TiedLinear", "read_tied_heads"]
 class TiedLinear(nn.Linear):
     """Made of a linear layer by `read_tied_heads`, never by itself."""
 
-    product: PlainLinear
+    matmul: PlainLinear
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., in] -> [..., out]."""
-        return self.product(input)
+        return self.matmul(input)
 
 
 def read_tied_heads(model: nn.Module) -> int:
@@ -30,8 +31,6 @@ def read_tied_heads(model: nn.Module) -> int:
     count = 0
     for layer in model.modules():
         if type(layer) is nn.Linear and id(layer.weight) in tables and reads_plain(layer.weight):
-            product = PlainLinear(layer.weight, layer.bias)
-            layer.__class__ = TiedLinear
-            setattr(layer, "product", product)  # noqa: B010 - it is another class now
+            swap(layer, TiedLinear, matmul=PlainLinear(layer.weight, layer.bias))
             count += 1
     return count

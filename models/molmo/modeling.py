@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention, silu
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.fusion.layer_names import LayerNames
 from aioengine.models.runtime.attention import Attention
 from aioengine.models.runtime.weights import copy_weight, copy_weights
 
@@ -122,6 +123,8 @@ class MolmoTransformer(nn.Module):
 
 class VisionAttention(nn.Module):
     """Attention of all tokens, or of `queries` to others; softmax in float32 at least."""
+
+    layer_names = LayerNames(merged=[("wk", "wv")])
 
     def __init__(self, config: Any, num_layers: int = 1) -> None:
         super().__init__()

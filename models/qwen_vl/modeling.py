@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, scaled_dot_product_attention, silu
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.fusion.layer_names import LayerNames
 from aioengine.models.qwen_vl.processing import (
     QwenConfig,
     QwenProcessingInfo,
@@ -219,6 +220,8 @@ class _QwenAttention(nn.Module):
 
 
 class _QwenMLP(nn.Module):
+    layer_names = LayerNames(merged=[("w1", "w2")])
+
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         # The config counts both of the layers that are multiplied.

@@ -6,6 +6,7 @@ what a family may override is below, each hook with a default that fits most mod
     decoder    the module that turns embeddings into hidden states
     layers     its attention layers (a run on the meta device tells)
     patch      make the loaded modules run flattened
+    unread_layers  encoder layers that are computed for nothing
     positions  a prompt's position ids
     blocks     which prompt tokens attend to each other in both directions
     encode     media items to encoder rows
@@ -34,6 +35,7 @@ from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, att
 from aioengine.models.fusion import fuse_layers
 from aioengine.models.fusion.fused_decoder import run_fused_decoder
 from aioengine.models.fusion.packed_linear import pack_layers
+from aioengine.models.fusion.swap import pass_on
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
 from aioengine.models.runtime.hf_loading import (
@@ -206,9 +208,11 @@ class TransformersModel:
     def pack(self, *, quantize: bool = False) -> None:
         """Lay linear layers out for the CPU's kernels, fuse what is around, but in float64.
 
-        On any device, encoder layers that are computed for nothing go. `quantize`: the decoder's
-        linear layers in 8 bits. Mutates the modules; to be called before the first step.
+        On any device, `unread_layers` go. `quantize`: the decoder's linear layers in 8 bits.
+        Mutates the modules; to be called before the first step.
         """
+        for layer in self.unread_layers():
+            pass_on(layer)
         if quantize:
             heads = self.model.get_output_embeddings()
             pack_layers(self.decoder(), quantize_linear, without=(heads,))
@@ -316,6 +320,10 @@ class TransformersModel:
             is_last = index == len(self.specs) - 1
             slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
             attach_slot(decoder.get_submodule(spec.name), slot)
+
+    def unread_layers(self) -> Sequence[nn.Module]:
+        """Layers of encoders that compute hidden states which nobody reads."""
+        return ()
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()

@@ -85,7 +85,7 @@ def usual_layer(
     return UsualLayer(
         norm=norms[0].to(dtype),
         epsilon=EPSILON * (1 + index),
-        product=product(outputs, HIDDEN, dtype, has_bias=has_bias),
+        qkv=product(outputs, HIDDEN, dtype, has_bias=has_bias),
         heads=HEADS,
         scale=0.1 * (1 + index),
         softcap=softcap,
@@ -109,9 +109,7 @@ def one_by_one(
     backend = CpuBackend()
     cos, sin = angles(x)
     for layer, (keys, values) in zip(layers, caches, strict=True):
-        query, key, value = project(
-            x, layer.norm, layer.epsilon, layer.product, layer.heads, cos, sin
-        )
+        query, key, value = project(x, layer.norm, layer.epsilon, layer.qkv, layer.heads, cos, sin)
         attended = backend.attend(
             query,
             keys,

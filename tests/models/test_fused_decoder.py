@@ -24,11 +24,12 @@ from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import native_way
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
-from aioengine.models.fusion.fused_decoder import _StandIn, fuse_decoder_layers, run_fused_decoder
+from aioengine.models.fusion.fused_decoder import fuse_decoder_layers, run_fused_decoder
 from aioengine.models.fusion.fused_mlp import fuse_activations
 from aioengine.models.fusion.fused_rms_norm import fuse_norms
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
+from aioengine.models.fusion.trial import StandIn
 from aioengine.models.runtime.attention import route_attention
 
 pytestmark = pytest.mark.skipif(
@@ -246,7 +247,7 @@ def test_rows_that_do_not_lie_close_together_go_the_old_way() -> None:
     outputs = []
     for each in (model, before):
         layer = each.get_submodule("layers")[0]  # type: ignore[index]
-        attach_slot(layer.self_attn, _StandIn())
+        attach_slot(layer.self_attn, StandIn())
         with torch.inference_mode():
             outputs.append(layer(x, position_embeddings=angles, attention_mask=None))
     assert torch.equal(*outputs)

@@ -13,26 +13,24 @@ from transformers.models.bart.modeling_bart import BartConfig, BartEncoderLayer
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
-from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
+from transformers.models.whisper.modeling_whisper import WhisperConfig, WhisperDecoderLayer
 
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.linear import native_way
+from aioengine.kernels.layer_slot import LayerSlot, StepHolder, attach_slot, slot_of
 from aioengine.models.fusion.fused_mlp import (
     ActivatedFeedForward,
     ActivatedLinear,
-    FeedForward,
-    activated_child,
-    feed_forward,
     fuse_activations,
 )
+from aioengine.models.fusion.layer_names import FeedForward, LayerNames
 from aioengine.models.fusion.packed_linear import pack_layers
+from aioengine.models.runtime.attention import route_attention
 
 needs_kernels = pytest.mark.skipif(
     not library.is_available() or library.instruction_set() == "generic",
     reason="the products are PyTorch's here",
 )
-GATED = FeedForward("down_proj", "act_fn", "up_proj", "gate_proj")
 
 
 def config(activation: str, inner: int = 96) -> Any:
@@ -56,7 +54,11 @@ def packed(layer: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 class Parallel(nn.Module):
-    """Looks much like the others."""
+    """Has the names of the others, and is not what they are."""
+
+    layer_names = LayerNames(
+        merged=[("gate", "up")], feed_forward=FeedForward("down", "act", "up", "gate")
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,24 +85,34 @@ class Branching(Parallel):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] > 4:
             x = x + 1
-        return self.down(self.act(self.up(x)))
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Swapped(Parallel):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.act(self.up(x)))
 
 
 class Straight(Parallel):
+    """Is what its names say, by the names of its own."""
+
     def forward(self, x: Tensor) -> Tensor:
-        """Says what it does."""
-        y = self.up(x)
-        y = self.act(y)
+        y = self.act(self.gate(x))
+        y = y * self.up(x)
         return self.down(y)
 
 
-def test_what_classes_are_read_as() -> None:
-    for kind in (LlamaMLP, GemmaMLP, Qwen2MLP):
-        assert feed_forward(kind) == GATED
-    assert feed_forward(CLIPMLP) == FeedForward("fc2", "activation_fn", "fc1", None)
-    assert feed_forward(Straight) == FeedForward("down", "act", "up", None)
-    for kind in (Doubled, Crossed, Added, Branching, nn.Linear, nn.Module):
-        assert feed_forward(kind) is None, kind
+@needs_kernels
+def test_a_trial_decides() -> None:
+    for kind in (Doubled, Added, Branching, Swapped, Crossed):
+        holder = packed(kind())
+        assert fuse_activations(holder) == 0, kind
+        assert type(holder[0]) is kind and isinstance(holder[0].act, nn.SiLU)
+    named = packed(Straight())
+    plain = copy.deepcopy(named)
+    assert fuse_activations(named) == 1 and isinstance(named[0], ActivatedFeedForward)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(named(x), plain(x), atol=1e-4, rtol=0)
 
 
 @needs_kernels
@@ -148,6 +160,8 @@ def test_an_activation_is_known_by_what_it_does() -> None:
 class Inside(nn.Module):
     """A layer with its feed-forward part written out."""
 
+    layer_names = LayerNames(activated=("act", "first"))
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
@@ -158,10 +172,6 @@ class Inside(nn.Module):
 
 
 class Twice(Inside):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
-
     def forward(self, x: Tensor) -> Tensor:
         inner = self.act(self.first(x)) + self.first(x)
         return x + self.last(inner)
@@ -174,21 +184,50 @@ class Inherited(Inside):
 
 
 class Reader(Inside):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
-
     def forward(self, x: Tensor) -> Tensor:
         inner = self.act(self.first(x))
         return x + self.act(self.last(inner))
 
 
-def test_parts_of_other_layers() -> None:
-    for kind in (BartEncoderLayer, WhisperEncoderLayer, WhisperDecoderLayer):
-        assert activated_child(kind) == ("activation_fn", "fc1")
-    assert activated_child(Inside) == ("act", "first")
-    for other in (Twice, Inherited, Reader, nn.Linear, nn.Module):
-        assert activated_child(other) is None, other
+class Chunked(Inside):
+    """As a gated layer whose halves are one matmul."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.first(x).chunk(2, -1)
+        return x + self.last(torch.cat([self.act(gate), up], -1))
+
+
+class Asking(Inside):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + self.last(self.act(self.first(y)))
+
+
+@needs_kernels
+def test_a_trial_decides_of_parts() -> None:
+    for kind in (Twice, Inherited, Reader, Chunked, Asking):
+        holder = packed(kind())
+        layer: Any = holder[0]
+        assert fuse_activations(holder) == 0, kind
+        assert isinstance(layer.act, nn.GELU) and not isinstance(layer.first, ActivatedLinear)
+    assert fuse_activations(packed(Inside())) == 1
+    two = nn.ModuleList([packed(Twice()), packed(Twice())])
+    assert fuse_activations(two) == 0, "one trial for all of a class"
+
+
+@needs_kernels
+def test_layers_of_decoders() -> None:
+    """Their attention belongs to the engine's pages, which no trial touches."""
+    config = WhisperConfig(d_model=64, decoder_attention_heads=2, decoder_ffn_dim=96)
+    config._attn_implementation = "sdpa"
+    layer: Any = WhisperDecoderLayer(config, layer_idx=0).eval()
+    route_attention(layer)
+    slot = LayerSlot(0, 0, StepHolder())
+    for attention in (layer.self_attn, layer.encoder_attn):
+        attach_slot(attention, slot)
+    holder = packed(layer)
+    assert fuse_activations(holder) == 1
+    assert isinstance(layer.fc1, ActivatedLinear) and isinstance(layer.activation_fn, nn.Identity)
+    assert slot_of(layer.self_attn) is slot_of(layer.encoder_attn) is slot
 
 
 @needs_kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import threading
 import weakref
 
@@ -18,8 +19,8 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
-from aioengine.models.fusion.merged_linear import Merged, joined, shared_inputs
-from aioengine.models.fusion.packed_linear import PackedPart, pack_layers
+from aioengine.models.fusion.layer_names import LayerNames, layer_names_of
+from aioengine.models.fusion.packed_linear import Merged, PackedPart, joined, pack_layers
 
 SIZES = (12, 4, 6)
 
@@ -134,32 +135,40 @@ def test_two_threads_with_a_model_each() -> None:
         (T5DenseGatedActDense, [["wi_0", "wi_1"]]),
     ],
 )
-def test_what_is_found_in_transformers(kind: type, groups: list[list[str]]) -> None:
-    assert shared_inputs(inspect.getsource(kind)) == groups
+def test_what_is_found_in_transformers(kind: type[nn.Module], groups: list[list[str]]) -> None:
+    shell = kind.__new__(kind)
+    nn.Module.__init__(shell)
+    for name in re.findall(r"self\.(\w+) = nn\.Linear", inspect.getsource(kind)):
+        shell.add_module(name, nn.Identity())
+    assert [list(names) for names in layer_names_of(shell).merged] == groups
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "y = self.a(x)\n        x = y + 1\n        return self.b(x)",
-        "y = self.a(x)\n        x += 1\n        return self.b(x)",
-        "y = self.a(x)\n        x.add_(1)\n        return self.b(x)",
-        "y, x = self.a(x), 1\n        return self.b(x)",
-        "if x: self.a(x)\n        return self.b(x)",
-        "return self.a(x) + self.b(z)",
-        "return self.a(x) + self.b(x, 1)",
-    ],
-)
-def test_what_is_not_taken_together(code: str) -> None:
-    assert shared_inputs(f"class A:\n    def forward(self, x, z):\n        {code}\n") == []
+class Elsewhere(nn.Module):
+    """Has the names of an attention, and gives each layer another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        return self.q_proj(x) + self.k_proj(y) * self.v_proj(y) + self.v_proj(x)
 
 
-def test_code_that_cannot_be_read() -> None:
-    assert shared_inputs("") == shared_inputs("class ?") == []
+@torch.inference_mode()
+def test_names_that_say_too_much() -> None:
+    model = nn.Sequential(Elsewhere()).requires_grad_(False)
+    x = torch.randn(5, 8)
+    wanted = model(x)
+    pack_layers(model)
+    assert all(isinstance(each, PackedPart) for each in model[0].children())
+    torch.testing.assert_close(model(x), wanted, atol=1e-5, rtol=1e-5)
 
 
 class Gated(nn.Module):
     """Two of one width and one that is wider, all of the same input."""
+
+    layer_names = LayerNames(merged=[("a", "b", "c")])
 
     def __init__(self, third: int) -> None:
         super().__init__()

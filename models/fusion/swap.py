@@ -1,0 +1,42 @@
+"""The one way in which a pass puts a faster form in a module's place.
+
+The module stays the object it was, so that whoever holds it, hooks it or finds it by its path goes
+on as before; its class changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["pass_on", "subclass", "swap"]
+
+
+def swap(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
+    """Make `module` one of `kind`, with these attributes."""
+    module.__class__ = kind
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+def subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A class like `kind`, of its name and its kin, but for its `forward`."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, "forward": forward})
+
+
+def pass_on(layer: nn.Module) -> None:
+    """Have `layer` hand on the hidden states that it is given, and free its weights.
+
+    Hidden states are collected of the modules of a class, so it stays one of that class.
+    """
+    for name in [name for name, _ in layer.named_children()]:
+        delattr(layer, name)
+    layer._parameters.clear()
+    swap(layer, subclass(type(layer), _pass_on))
+
+
+def _pass_on(_: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states

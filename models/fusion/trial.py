@@ -1,0 +1,77 @@
+"""Trials of a fused form against the plain one, on the same random rows.
+
+Every pass decides by them what is right. A plain module that does not take what it is given, or
+gives something else than a tensor, has failed its trial and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.layer_slot import attach_slot, slot_of
+
+__all__ = ["ROUNDINGS", "StandIn", "agree", "largest_error", "random_rows", "stand_ins"]
+
+ROUNDINGS = 8
+"""Units in the last place of the largest output that two ways of computing may be apart."""
+
+
+def random_rows(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Normal numbers [*shape], the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def agree(
+    found: Callable[[], Tensor], wanted: Callable[[], Tensor], *, roundings: float = ROUNDINGS
+) -> bool:
+    """Return whether both give one shape, and numbers that are `roundings` apart at most.
+
+    The units are those of what is `found`; 0 asks for the same numbers.
+    """
+    try:
+        ours, theirs = found(), wanted()
+        bound = roundings * torch.finfo(ours.dtype).eps * float(theirs.abs().max())
+        return ours.shape == theirs.shape and largest_error(ours, theirs) <= bound
+    except Exception:
+        return False  # it wants other arguments, or is of another kind
+
+
+def largest_error(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, in float64."""
+    return float((found.double() - wanted.double()).abs().max())
+
+
+class StandIn:
+    """Attention for a trial: of every row all of its query, key and value, and no other row.
+
+    `options`: what it was called with last.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """See `Slot.attend`."""
+        self.options = options
+        group = query.shape[1] // key.shape[1]
+        seen = key * 2 + value * 4
+        return query + seen.repeat_interleave(group, dim=1)
+
+
+@contextmanager
+def stand_ins(root: nn.Module) -> Iterator[None]:
+    """Meanwhile, a `StandIn` each takes the attention calls of the modules in `root`."""
+    slots = {module: slot for module in root.modules() if (slot := slot_of(module)) is not None}
+    for module in slots:
+        attach_slot(module, StandIn())
+    try:
+        yield
+    finally:
+        for module, slot in slots.items():
+            attach_slot(module, slot)
