@@ -2,7 +2,7 @@
 
 Batch and context: decode steps of the benchmark model (benchmarks/make_model.py), through the
 runner. Queue: what the scheduler does for a step with 256 running requests while up to 10,000 wait,
-with text, and with pictures whose pixels are not there; and, as its share, how long that takes
+with text, and with images whose pixels are not there; and, as its share, how long that takes
 beside the step itself. A line is fitted to each curve by least relative squares; "worst_deviation"
 is the largest distance of a point from it, as a share of the line. Live requests: what one callback
 or call of the whole engine takes of its event loop with 10,000 of them, beside 100
@@ -119,10 +119,10 @@ def in_turns(works: dict[int, Callable[[], object]], rounds: int) -> Curve:
 # ---- the scheduler
 
 
-def make_request(number: int, *, has_picture: bool) -> Request:
+def make_request(number: int, *, has_image: bool) -> Request:
     prompt = tuple((number * 7 + i * 13) % 7000 + 10 for i in range(BATCH_CONTEXT))
     items = ()
-    if has_picture:
+    if has_image:
         items = (Item(f"picture-{number}", "image", Span(4, 256), 256 * 4096),)
     return Request(
         request_id=str(number),
@@ -133,7 +133,7 @@ def make_request(number: int, *, has_picture: bool) -> Request:
     )
 
 
-def crowded(num_running: int, num_waiting: int, *, have_pictures: bool) -> Scheduler:
+def crowded(num_running: int, num_waiting: int, *, have_images: bool) -> Scheduler:
     """A scheduler in the midst of its work: so many decode, so many wait."""
     scheduler = Scheduler(
         Limits(
@@ -148,13 +148,13 @@ def crowded(num_running: int, num_waiting: int, *, have_pictures: bool) -> Sched
         )
     )
     for number in range(num_running):
-        scheduler.submit(make_request(number, has_picture=False))
+        scheduler.submit(make_request(number, has_image=False))
     while any(not request.has_computed_prompt for request in scheduler._running) or (
         scheduler.num_running < num_running
     ):
         one_step(scheduler)
     for number in range(num_waiting):
-        scheduler.submit(make_request(num_running + number, has_picture=have_pictures))
+        scheduler.submit(make_request(num_running + number, has_image=have_images))
     return scheduler
 
 
@@ -166,11 +166,11 @@ def one_step(scheduler: Scheduler) -> None:
     scheduler.commit(plan, [7] * sum(sequence.samples for sequence in plan.sequences))
 
 
-def measure_queue(num_running: int, rounds: int, *, have_pictures: bool) -> Curve:
+def measure_queue(num_running: int, rounds: int, *, have_images: bool) -> Curve:
     """Milliseconds of the scheduler's work for a step, by the length of the queue."""
     works = {}
     for length in QUEUES:
-        scheduler = crowded(num_running, length, have_pictures=have_pictures)
+        scheduler = crowded(num_running, length, have_images=have_images)
         works[length] = lambda scheduler=scheduler: one_step(scheduler)
     return in_turns(works, rounds)
 
@@ -193,10 +193,10 @@ def fit(curve: Curve) -> dict[str, float]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     curves: dict[str, Curve] = {}
-    curves["queue of text"] = measure_queue(RUNNING, args.rounds * 5, have_pictures=False)
-    curves["queue of pictures"] = measure_queue(RUNNING, args.rounds * 5, have_pictures=True)
+    curves["queue of text"] = measure_queue(RUNNING, args.rounds * 5, have_images=False)
+    curves["queue of pictures"] = measure_queue(RUNNING, args.rounds * 5, have_images=True)
     curves["queue of pictures, a slot free"] = measure_queue(
-        RUNNING - 1, args.rounds * 2, have_pictures=True
+        RUNNING - 1, args.rounds * 2, have_images=True
     )
     live = live_requests.measure()
     curves["batch"], curves["context"] = measure_steps(args)

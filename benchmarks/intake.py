@@ -1,14 +1,14 @@
-"""How fast prompts with pictures get in, beside an application that calls the HF processor itself.
+"""How fast prompts with images get in, beside an application that calls the HF processor itself.
 
 Throughput: prompts with 1, 4 and 8 JPEGs of 1920 x 1080 to a model so small that intake takes the
-time. The baseline, in the same run and with the same engine, decodes and processes each picture
+time. The baseline, in the same run and with the same engine, decodes and processes each image
 inline, in the coroutine that asks, as an application without this engine would: Pillow's decoder,
-then the HF processor. Then the same prompts again, with their pictures cached. torch is given one
+then the HF processor. Then the same prompts again, with their images cached. torch is given one
 core less than there are, as the README advises where other work runs beside it.
 
-Features: how long one picture takes from its bytes to the encoder's input, cold and cached.
+Features: how long one image takes from its bytes to the encoder's input, cold and cached.
 
-First token: the prompt with 8 pictures to the benchmark model (make_model.py), beside the same
+First token: the prompt with 8 images to the benchmark model (make_model.py), beside the same
 stages one after the other: decode, process, encode, prefill. Last line: JSON.
 
     python benchmarks/intake.py [--prompts 24] [--rounds 3] [--layers 16] [--skip-model]
@@ -41,14 +41,14 @@ SIZE = (1920, 1080)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
-class Pictures:
+class Images:
     """JPEGs with a photograph's worth of detail; each is new, but all are equal work."""
 
     def __init__(self) -> None:
         small = np.random.default_rng(0).integers(0, 256, (135, 240, 3), dtype=np.uint8)
         buffer = io.BytesIO()
-        picture = Image.fromarray(small).resize(SIZE, Image.Resampling.BICUBIC)
-        picture.save(buffer, "JPEG", quality=90)
+        image = Image.fromarray(small).resize(SIZE, Image.Resampling.BICUBIC)
+        image.save(buffer, "JPEG", quality=90)
         self._data = buffer.getvalue()
         self._number = 0
 
@@ -67,14 +67,12 @@ def prompt_of(count: int) -> str:
 
 
 def process_inline(engine: AsyncEngine, data: bytes) -> tuple[Any, float, float, float]:
-    """One picture as an application would do it; the item, and when its stages were done."""
+    """One image as an application would do it; the item, and when its stages were done."""
     processor = engine.processor
     began = time.perf_counter()
-    picture = Image.open(io.BytesIO(data)).convert("RGB")
+    image = Image.open(io.BytesIO(data)).convert("RGB")
     decoded = time.perf_counter()
-    outputs = processor.info.get_hf_processor()(
-        text="<image>", images=[picture], return_tensors="pt"
-    )
+    outputs = processor.info.get_hf_processor()(text="<image>", images=[image], return_tensors="pt")
     config = processor._get_mm_fields_config(outputs, {})
     (item,) = MultiModalKwargs.build(dict(outputs), config)["image"]
     return item, began, decoded, time.perf_counter()
@@ -99,7 +97,7 @@ async def requests_per_s(engine: AsyncEngine, prompts: Sequence[list[bytes]]) ->
 
 
 async def throughput(
-    engine: AsyncEngine, pictures: Pictures, num_images: int, num_prompts: int, rounds: int
+    engine: AsyncEngine, pictures: Images, num_images: int, num_prompts: int, rounds: int
 ) -> dict[str, float]:
     """Requests per second: inline, cold and cached. In turns, medians."""
     workers: Any = engine._core.input_processor.media._workers
@@ -121,7 +119,7 @@ async def throughput(
 
 
 async def features_s(engine: AsyncEngine, data: bytes) -> float:
-    """From a picture's bytes to what the encoder is given."""
+    """From an image's bytes to what the encoder is given."""
     pipeline = engine._core.input_processor.media
     media = [MediaInput("image", 0, data, "images[0]", True)]
     begin = time.perf_counter()
@@ -132,7 +130,7 @@ async def features_s(engine: AsyncEngine, data: bytes) -> float:
     return time.perf_counter() - begin
 
 
-async def features(engine: AsyncEngine, pictures: Pictures, rounds: int) -> dict[str, float]:
+async def features(engine: AsyncEngine, pictures: Images, rounds: int) -> dict[str, float]:
     """Milliseconds, cold and cached."""
     cold, cached = [], []
     for data in pictures.take(rounds):
@@ -147,7 +145,7 @@ async def features(engine: AsyncEngine, pictures: Pictures, rounds: int) -> dict
 
 
 async def first_token(
-    engine: AsyncEngine, pictures: Pictures, num_images: int, rounds: int
+    engine: AsyncEngine, pictures: Images, num_images: int, rounds: int
 ) -> dict[str, Any]:
     """Seconds to the first token of one prompt, beside its stages one after the other."""
     together, apart, stages = [], [], []
@@ -214,7 +212,7 @@ def medians_of(stages: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    pictures = Pictures()
+    pictures = Images()
     all_threads = torch.get_num_threads()
     torch.set_num_threads(args.threads or max(1, all_threads - 1))
     result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}

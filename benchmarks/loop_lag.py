@@ -1,4 +1,4 @@
-"""How long the event loop is held up while pictures are decoded and processed on worker threads.
+"""How long the event loop is held up while images are decoded and processed on worker threads.
 
 32 JPEGs of 3840 x 2160 go through the engine's own stages (header, identity, decode, HF processor)
 on two worker threads, while a probe on the main thread's asyncio loop sleeps a millisecond at a
@@ -7,7 +7,7 @@ the kernel counts for each thread (Linux). "Held" lags are without that time, an
 processor time that this process used meanwhile: they bound from above what its own threads did to
 the loop. The garbage collector's longest pass is told apart: a full one over
 torch's and transformers' objects holds the GIL for a quarter of a second, whoever triggers it. The
-last line is JSON: milliseconds, and pictures per second.
+last line is JSON: milliseconds, and images per second.
 
     python benchmarks/loop_lag.py [--images 32] [--workers 2] [--stage all]
 """
@@ -92,7 +92,7 @@ def make_worker(folder: Path) -> Any:
 
 
 def run_stages(data: bytes, stage: str, processor: Any) -> None:
-    """One picture through the stages; "hf" calls the HF processor on Pillow's own decoding."""
+    """One image through the stages; "hf" calls the HF processor on Pillow's own decoding."""
     if stage == "hf":
         image = Image.open(io.BytesIO(data))
         hf_processor = processor.info.get_hf_processor()

@@ -1,11 +1,11 @@
-"""The longest stall of an application's loop while the engine takes 32 large pictures at once.
+"""The longest stall of an application's loop while the engine takes 32 large images at once.
 
 Four streams run; then 32 requests come, each with a JPEG of 3840 x 2160. A probe on the loop sleeps
 a millisecond at a time and notes how late it wakes. Beside each lag stands its *stall*: the lag
 less the time for which the kernel let one of this process's threads, ready to run, wait for a core,
 so that a busy machine is told from a busy engine (Linux only; elsewhere both are the same). Beside
 it stands another process whose loop runs the probe and nothing else. The baseline, in the same run,
-is an application that decodes the pictures itself, on its loop, before it hands them over. The
+is an application that decodes the images itself, on its loop, before it hands them over. The
 application sets nothing of the interpreter's: neither the garbage collector nor the switch
 interval. Last line: JSON, in milliseconds, with the longest garbage collection of each thread. The
 exit status is 1 where a bound is broken: the worst lag under 20 ms or twice the bare loop's, the
@@ -42,17 +42,17 @@ Take = Callable[[AsyncEngine, bytes], Awaitable[None]]
 
 
 def make_jpegs(count: int) -> list[bytes]:
-    """Pictures with a photograph's worth of detail, that differ in a comment only."""
+    """Images with a photograph's worth of detail, that differ in a comment only."""
     small = np.random.default_rng(0).integers(0, 256, (135, 240, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    picture = Image.fromarray(small).resize((3840, 2160), Image.Resampling.BICUBIC)
-    picture.save(buffer, "JPEG", quality=90)
+    image = Image.fromarray(small).resize((3840, 2160), Image.Resampling.BICUBIC)
+    image.save(buffer, "JPEG", quality=90)
     data = buffer.getvalue()
     return [data[:2] + b"\xff\xfe\x00\x06%04d" % number + data[2:] for number in range(count)]
 
 
 class Measured(NamedTuple):
-    """The loop's probe and the bare loop's, seconds for all pictures, and tokens streamed."""
+    """The loop's probe and the bare loop's, seconds for all images, and tokens streamed."""
 
     probe: Probe
     beside: dict[str, float]
@@ -76,8 +76,8 @@ class Collections:
             self.longest[name] = max(self.longest.get(name, 0.0), took)
 
 
-async def ask(engine: AsyncEngine, picture: Any) -> None:
-    parts = [{**PROMPT[0], "image": picture}, PROMPT[1]]
+async def ask(engine: AsyncEngine, image: Any) -> None:
+    parts = [{**PROMPT[0], "image": image}, PROMPT[1]]
     params = SamplingParams(temperature=0, max_tokens=8)
     await engine.generate([{"role": "user", "content": parts}], params)
 
@@ -95,7 +95,7 @@ async def decode_inline(engine: AsyncEngine, data: bytes) -> None:
 async def measure(
     engine: AsyncEngine, pictures: list[bytes], num_streams: int, take: Take, bare: BareLoop
 ) -> Measured:
-    """One round: all pictures at once, beside the streams."""
+    """One round: all images at once, beside the streams."""
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     async with AsyncExitStack() as stack:
         streams = [

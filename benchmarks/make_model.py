@@ -4,7 +4,7 @@
 
 CLIP tower 12 x 768 at 224/14, two-layer projector, Llama decoder 16 x 1024 with 16 heads and 8 KV
 heads, 2816 wide, vocabulary 8000; byte-level tokenizer, filled up with words that mean nothing.
-Seeded; some 500 MB in bfloat16. `--tiny`: the same pictures and tokens, but one narrow layer in
+Seeded; some 500 MB in bfloat16. `--tiny`: the same images and tokens, but one narrow layer in
 each stack, so that everything around the model takes the time.
 """
 

@@ -1,19 +1,19 @@
-"""The engine beside its peers, on the same model, pictures and clips, in one run and in turns.
+"""The engine beside its peers, on the same model, images and clips, in one run and in turns.
 
     python benchmarks/peers.py [--only W1,W2] [--against transformers,vllm,openvino] [--rounds 3]
 
 Each contender is a process in its own environment's Python; it loads once and waits while another
-computes. The model is benchmarks/make_model.py's. Everybody gets the same encoded pictures, and all
+computes. The model is benchmarks/make_model.py's. Everybody gets the same encoded images, and all
 requests at once; times are from the bytes to the last token, greedy, 64 tokens for each request.
 
-W1  16 pictures of 640 x 480, cold: tokens per second
+W1  16 images of 640 x 480, cold: tokens per second
 W2  the same requests again, caches warm
 W3  a fresh process, files in the page cache: import to ready
-W4  one prompt with eight pictures of 1920 x 1080, cold: time to first token
-W5  how late the event loop wakes while 32 pictures of 3840 x 2160 arrive beside four streams
+W4  one prompt with eight images of 1920 x 1080, cold: time to first token
+W5  how late the event loop wakes while 32 images of 3840 x 2160 arrive beside four streams
 W6  Whisper tiny.en on 16 clips (`make real-test` fetches the weights): clips per second
 
-Pictures are new in every round. Ratios are within rounds, and their medians are told. `--results`
+Images are new in every round. Ratios are within rounds, and their medians are told. `--results`
 is a file that keeps what was measured, so that workloads may be run one by one. Last line: JSON.
 docs/benchmarks.md says how to install the peers.
 """

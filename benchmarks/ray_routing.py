@@ -1,7 +1,7 @@
 """What routing by prefix and media saves: two replicas behind aioengine's router and Serve's own.
 
 Both applications run at once on a local Ray cluster, and take turns at the same conversations. Each
-begins with one of a few pictures or long system prompts, goes on with a text of its own, and has
+begins with one of a few images or long system prompts, goes on with a text of its own, and has
 several turns, with pauses between them. Caches are empty before each round. Counted: prompt tokens
 that the prefix cache had, media items that the encoder ran, and how long answers took. Last line:
 JSON, medians over rounds.
@@ -39,7 +39,7 @@ SERVES_OWN = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"
 
 
 def beginnings(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A first message for each conversation: pictures, and rules that are long."""
+    """A first message for each conversation: images, and rules that are long."""
     found: list[dict[str, Any]] = []
     for number in range(options.beginnings):
         if number % 2:

@@ -3,7 +3,7 @@
 One process serves a Starlette application under uvicorn, on one torch thread: /ping, and
 /v1/chat/completions by (engine) aioengine's app mounted in it; (thread) transformers' `generate` in
 a worker thread, one call at a time, streaming; (coroutine) `generate` called in the handler, as is
-often seen. A second process asks: chats arrive at random (Poisson), half of them with a picture of
+often seen. A second process asks: chats arrive at random (Poisson), half of them with an image of
 their own, all streaming. A third asks for /ping every 20 ms over one connection and does nothing
 else. The schedule is the same for all. Times are the client's, in milliseconds; /ping is measured
 before the load too ("idle"), as other work on the machine delays it as well. Last line: JSON.
@@ -184,7 +184,7 @@ def pinging(port: int) -> Iterator[list[float]]:
         times += json.loads(child.communicate()[0])
 
 
-def make_picture(seed: int) -> str:
+def make_image(seed: int) -> str:
     """A JPEG with a photograph's worth of detail, as a `data:` URL."""
     small = np.random.default_rng(seed).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -193,12 +193,12 @@ def make_picture(seed: int) -> str:
 
 
 def make_bodies(count: int, max_tokens: int) -> list[bytes]:
-    """Every other one with a picture."""
+    """Every other one with an image."""
     bodies = []
     for number in range(count):
         content: list[dict[str, Any]] = [{"type": "text", "text": f"{number}: {QUESTION}"}]
         if number % 2:
-            content.insert(0, {"type": "image_url", "image_url": {"url": make_picture(number)}})
+            content.insert(0, {"type": "image_url", "image_url": {"url": make_image(number)}})
         body = {
             "messages": [{"role": "user", "content": content}],
             "max_tokens": max_tokens,

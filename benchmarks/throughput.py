@@ -25,8 +25,8 @@ from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 QUESTION = "Describe the picture."
 
 
-def messages(picture: Any) -> list[dict[str, Any]]:
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+def messages(image: Any) -> list[dict[str, Any]]:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
     return [{"role": "user", "content": content}]
 
 
@@ -44,14 +44,14 @@ class Baseline:
 
     @torch.inference_mode()
     def generate(self, paths: list[Path]) -> int:
-        """All pictures as one padded batch; the number of tokens."""
+        """All images as one padded batch; the number of tokens."""
         pictures = [Image.open(path).convert("RGB") for path in paths]
         text = self.processor.apply_chat_template(
             messages(pictures[0]), add_generation_prompt=True, tokenize=False
         )
         inputs = self.processor(
             text=[text] * len(pictures),
-            images=[[picture] for picture in pictures],
+            images=[[image] for image in pictures],
             return_tensors="pt",
             padding=True,
         )

@@ -7,16 +7,16 @@ from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 
 async def main() -> None:
     prompt = "USER: <image>\nDescribe the picture. ASSISTANT:"
-    picture = demo_pictures()[0]
+    image = demo_pictures()[0]
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         try:
             async with asyncio.timeout(0.2):
                 endless = SamplingParams(max_tokens=None, ignore_eos=True)
-                await engine.generate(prompt, endless, images=[picture])
+                await engine.generate(prompt, endless, images=[image])
         except TimeoutError:
             print("cancelled")
 
-        output = await engine.generate(prompt, SamplingParams(max_tokens=4), images=[picture])
+        output = await engine.generate(prompt, SamplingParams(max_tokens=4), images=[image])
         print(f"the next request got {len(output.token_ids)} tokens")
         statistics = engine.statistics()
         print(f"{statistics.running} running, {statistics.waiting} waiting")

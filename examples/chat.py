@@ -1,4 +1,4 @@
-"""A conversation of two turns about one picture; the second turn computes only what is new."""
+"""A conversation of two turns about one image; the second turn computes only what is new."""
 
 import asyncio
 from typing import Any
@@ -8,9 +8,9 @@ from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 
 async def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=96)
-    picture = {"type": "image", "image": demo_pictures()[0]}
+    image = {"type": "image", "image": demo_pictures()[0]}
     question = {"type": "text", "text": "Describe the picture."}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": [picture, question]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [image, question]}]
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         first = await engine.generate(messages, params)
         print(first.text)

@@ -1,4 +1,4 @@
-"""An engine inside a Starlette application: OpenAI's API, and a picture described as it is read.
+"""An engine inside a Starlette application: OpenAI's API, and an image described as it is read.
 
 `uvicorn embed_in_starlette:app --app-dir examples`
 """
@@ -23,25 +23,25 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
 
 
-async def describe(picture: bytes) -> AsyncIterator[str]:
+async def describe(image: bytes) -> AsyncIterator[str]:
     prompt = "USER: <image>\nDescribe the picture. ASSISTANT:"
     params = SamplingParams(temperature=0, max_tokens=96)
     try:
-        async with engine.stream(prompt, params, images=[picture]) as stream:
+        async with engine.stream(prompt, params, images=[image]) as stream:
             async for delta in stream:
                 yield delta.text
     except errors.MediaError as error:
         yield f"{error}\n"
 
 
-async def post_picture(request: Request) -> StreamingResponse:
+async def post_image(request: Request) -> StreamingResponse:
     return StreamingResponse(describe(await request.body()), media_type="text/plain")
 
 
 app = Starlette(
     lifespan=lifespan,
     routes=[
-        Route("/describe", post_picture, methods=["POST"]),
+        Route("/describe", post_image, methods=["POST"]),
         Mount("/v1", openai_app(engine)),
     ],
 )

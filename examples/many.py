@@ -1,4 +1,4 @@
-"""Many pictures at once: one batch on the device, one `await` here."""
+"""Many images at once: one batch on the device, one `await` here."""
 
 import asyncio
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
 
 
-async def ask(engine: AsyncEngine, picture: Path, question: str) -> str:
+async def ask(engine: AsyncEngine, image: Path, question: str) -> str:
     output = await engine.generate(
         f"USER: <image>\n{question} ASSISTANT:",
         SamplingParams(temperature=0, max_tokens=96),
-        images=[picture],
+        images=[image],
     )
     return output.text
 
@@ -20,8 +20,8 @@ async def main() -> None:
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         for question in ("Describe the picture.", "How many objects are there?"):
             answers = await asyncio.gather(*(ask(engine, p, question) for p in pictures))
-            for picture, answer in zip(pictures, answers, strict=True):
-                print(f"{picture.name}: {answer}")
+            for image, answer in zip(pictures, answers, strict=True):
+                print(f"{image.name}: {answer}")
         print(f"{engine.statistics().encoder_items_run} pictures were encoded")
 
 

@@ -14,14 +14,14 @@ SCHEMA = {
 
 
 async def main() -> None:
-    picture = demo_pictures()[0]
+    image = demo_pictures()[0]
     words = StructuredOutputs(choice=["One.", "Two.", "Three."])
     schema = StructuredOutputs(json=SCHEMA)
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         prompt = "USER: <image>\nHow many objects are there? ASSISTANT:"
         for form in (words, schema):
             params = SamplingParams(temperature=0, max_tokens=32, structured_outputs=form)
-            output = await engine.generate(prompt, params, images=[picture])
+            output = await engine.generate(prompt, params, images=[image])
             print(output.text)
     print(json.loads(output.text)["objects"], "of any kind: this model never learned to write JSON")
 

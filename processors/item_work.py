@@ -262,12 +262,12 @@ class _Decoded:
         """Do nothing: where it was decoded, it was checked."""
 
 
-def _bands(picture: Image.Image) -> Iterator[bytes]:
+def _bands(image: Image.Image) -> Iterator[bytes]:
     """The pixels of an RGB image, some rows at a time."""
-    width, height = picture.size
+    width, height = image.size
     num_rows = max(1, BAND_PIXELS // width)
     for upper in range(0, height, num_rows):
-        yield picture.crop((0, upper, width, min(upper + num_rows, height))).tobytes()
+        yield image.crop((0, upper, width, min(upper + num_rows, height))).tobytes()
 
 
 def _describe_array(array: np.ndarray[Any, Any]) -> tuple[dict[str, Any], list[Readable]]:

@@ -27,7 +27,7 @@ def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
 
 
 def encoded(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
-    """A picture file's bytes."""
+    """An image file's bytes."""
     buffer = io.BytesIO()
     image.save(buffer, image_format, **options)
     return buffer.getvalue()

@@ -37,12 +37,12 @@ class Attack:
 
 
 async def company(engine: AsyncEngine) -> Tokens:
-    """The tokens of three honest requests that run side by side: pictures, text, and both."""
-    picture, other = tiny_image(900), tiny_image(901)
+    """The tokens of three honest requests that run side by side: images, text, and both."""
+    image, other = tiny_image(900), tiny_image(901)
     outputs = await asyncio.gather(
-        engine.generate("USER: <image>\nWhat is it? ASSISTANT:", greedy(12), images=[picture]),
+        engine.generate("USER: <image>\nWhat is it? ASSISTANT:", greedy(12), images=[image]),
         engine.generate("There is a red circle above", greedy(16)),
-        engine.generate("First <image> then <image> so", greedy(10), images=[other, picture]),
+        engine.generate("First <image> then <image> so", greedy(10), images=[other, image]),
     )
     return tuple(output.token_ids for output in outputs)
 
@@ -83,7 +83,7 @@ async def repel(
 ) -> list[AioEngineError]:
     """All attacks at once, beside honest requests whose tokens stay the same; and once more after.
 
-    Caches are cold, so that honest pictures are being worked on meanwhile; afterwards they are
+    Caches are cold, so that honest images are being worked on meanwhile; afterwards they are
     cold again, so that honest requests get the memory that hostile ones have used.
     """
     await engine.reset_caches()

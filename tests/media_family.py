@@ -1,4 +1,4 @@
-"""An out-of-tree family that takes pictures, recordings and videos, over a tiny LLaVA.
+"""An out-of-tree family that takes images, recordings and videos, over a tiny LLaVA.
 
 Recordings and videos become rows in its processor already (so no further encoder is needed), by a
 custom processor with the call signature of HF's: a row for each 160 samples, two for each frame.
@@ -71,15 +71,15 @@ class MediaFamilyDummyInputs(LlavaDummyInputsBuilder):
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> ProcessorInputs:
-        pictures = super().get_dummy_processor_inputs(seq_len, mm_counts)
+        images = super().get_dummy_processor_inputs(seq_len, mm_counts)
         sounds = self._get_dummy_audios(
             length=40 * SAMPLES_PER_ROW, num_audios=mm_counts.get("audio", 0)
         )
         films = self._get_dummy_videos(
             width=48, height=32, num_frames=32, num_videos=mm_counts.get("video", 0)
         )
-        mm_data = {**pictures.mm_data, "audio": sounds, "video": films}
-        return ProcessorInputs(prompt_text=pictures.prompt_text, mm_data=mm_data)
+        mm_data = {**images.mm_data, "audio": sounds, "video": films}
+        return ProcessorInputs(prompt_text=images.prompt_text, mm_data=mm_data)
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         others = "".join(PLACES[m] * count for m, count in mm_counts.items() if m in PLACES)

@@ -83,14 +83,14 @@ def collected() -> Iterator[Collected]:
     found.provider.shutdown()
 
 
-async def test_a_request_with_a_picture(folder: Path, tmp_path: Path, collected: Collected) -> None:
-    picture = tmp_path / "picture.png"
-    tiny_image(0).save(picture)
+async def test_a_request_with_a_image(folder: Path, tmp_path: Path, collected: Collected) -> None:
+    image = tmp_path / "picture.png"
+    tiny_image(0).save(image)
     async with running_engine(folder) as engine:
         tracer = trace_requests(engine, collected.provider, model_name="tiny")
         before = time.time_ns()
         with collected.tracer.start_as_current_span("of the host") as host:
-            output = await engine.generate(PROMPT, greedy(4, n=2), images=[picture], request_id="r")
+            output = await engine.generate(PROMPT, greedy(4, n=2), images=[image], request_id="r")
         assert not tracer._live
     span = collected.request("r")
     assert span.parent is not None and span.parent.span_id == host.get_span_context().span_id

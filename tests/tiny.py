@@ -32,7 +32,7 @@ VOCAB_SIZE = 320
 IMAGE_SIZE = 32
 PATCH_SIZE = 8
 NUM_IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
-"""Encoder rows of one picture, whichever tower."""
+"""Encoder rows of one image, whichever tower."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -205,12 +205,12 @@ def save_tiny_llava(
 
 
 def tiny_image(seed: int = 0, width: int = 40, height: int = 36) -> Image.Image:
-    """A picture that no other seed gives."""
+    """An image that no other seed gives."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def tiny_pixels(num_images: int = 1, *, seed: int = 0) -> torch.Tensor:
-    """Processed pictures, float32 [num_images, 3, IMAGE_SIZE, IMAGE_SIZE]."""
+    """Processed images, float32 [num_images, 3, IMAGE_SIZE, IMAGE_SIZE]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_images, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)

@@ -26,7 +26,7 @@ def digest(*parts: object) -> str:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Image:
     key: str
     length: int
     embed_runs: tuple[tuple[int, int], ...]
@@ -34,12 +34,12 @@ class Picture:
     bidirectional: bool = False
 
 
-PICTURES = (
-    Picture("a", 3, ((0, 3),), 3),
-    Picture("b", 5, ((0, 2), (3, 4)), 3),
-    Picture("c", 4, ((1, 4),), 3),
-    Picture("d", 2, ((0, 2),), 2),
-    Picture("e", 3, ((0, 3),), 3, bidirectional=True),
+IMAGES = (
+    Image("a", 3, ((0, 3),), 3),
+    Image("b", 5, ((0, 2), (3, 4)), 3),
+    Image("c", 4, ((1, 4),), 3),
+    Image("d", 2, ((0, 2),), 2),
+    Image("e", 3, ((0, 3),), 3, bidirectional=True),
 )
 
 
@@ -53,17 +53,17 @@ RECORDINGS = (
 
 def make_request(
     name: str,
-    parts: list[int | Picture],
+    parts: list[int | Image],
     *,
     max_tokens: int = 3,
     eos: bool = True,
     **options: object,
 ) -> Request:
-    """A request whose prompt is made of token ids and pictures; `eos`: whether EOS ends it."""
+    """A request whose prompt is made of token ids and images; `eos`: whether EOS ends it."""
     tokens: list[int] = []
     items, bidirectional = [], []
     for part in parts:
-        if isinstance(part, Picture):
+        if isinstance(part, Image):
             span = Span(len(tokens), part.length, part.embed_runs)
             items.append(Item(part.key, "image", span, part.num_bytes))
             if part.bidirectional:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from lag_probe import Lag, probe, summary
-from protocol import Answer, Contender, read_pictures, serve
+from protocol import Answer, Contender, read_images, serve
 
 KV_CACHE_BYTES = 2 << 30  # as the peers get
 
@@ -33,7 +33,7 @@ class OurEngine(Contender):
     async def batch(
         self, requests: list[dict[str, Any]], max_tokens: int, is_cold: bool, **_: Any
     ) -> Answer:
-        encoded = read_pictures(requests)
+        encoded = read_images(requests)
         params = self.params(max_tokens)
         if is_cold:
             await self.engine.reset_caches()
@@ -64,7 +64,7 @@ class OurEngine(Contender):
     async def lag(
         self, streams: list[str], requests: list[dict[str, Any]], max_tokens: int, **_: Any
     ) -> Answer:
-        encoded = read_pictures(requests)
+        encoded = read_images(requests)
         await self.engine.reset_caches()
         running = [asyncio.create_task(self._stream(text)) for text in streams]
         await asyncio.sleep(0.5)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from protocol import Answer, Contender, decode, read_pictures, serve
+from protocol import Answer, Contender, decode, read_images, serve
 
 
 class OpenVino(Contender):
@@ -30,13 +30,13 @@ class OpenVino(Contender):
         return {"ready_s": time.perf_counter() - begin, "versions": versions}
 
     async def batch(self, requests: list[dict[str, Any]], max_tokens: int, **_: Any) -> Answer:
-        encoded = read_pictures(requests)
+        encoded = read_images(requests)
         config = self.genai.GenerationConfig(
             max_new_tokens=max_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
         )
         begin = time.perf_counter()
         pictures = [
-            [self.tensor(self.np.asarray(picture)[None]) for picture in each]
+            [self.tensor(self.np.asarray(image)[None]) for image in each]
             for each in decode(self.pool, encoded)
         ]
         if any(pictures):

@@ -29,7 +29,7 @@ class Contender:
         raise NotImplementedError
 
     async def batch(self, **job: Any) -> Answer:
-        """`requests` (`text`, `pictures`) all at once, `max_tokens` each, from bytes to tokens."""
+        """`requests` (`text`, `images`) all at once, `max_tokens` each, from bytes to tokens."""
         raise NotImplementedError
 
     async def lag(self, **job: Any) -> Answer:
@@ -67,8 +67,8 @@ async def _serve(contender: Contender, answers: io.TextIOBase) -> None:
     await contender.close()  # the asker has gone
 
 
-def read_pictures(requests: list[dict[str, Any]]) -> list[list[bytes]]:
-    """Every request's pictures as they would come from a client: encoded, in memory."""
+def read_images(requests: list[dict[str, Any]]) -> list[list[bytes]]:
+    """Every request's images as they would come from a client: encoded, in memory."""
     return [[Path(path).read_bytes() for path in each["pictures"]] for each in requests]
 
 
@@ -79,6 +79,6 @@ def decode_one(data: bytes) -> Any:
 
 
 def decode(pool: ThreadPoolExecutor, encoded: list[list[bytes]]) -> list[list[Any]]:
-    """Decoded on the pool's threads, for those who take pictures only."""
+    """Decoded on the pool's threads, for those who take images only."""
     flat = iter(list(pool.map(decode_one, [data for each in encoded for data in each])))
     return [[next(flat) for _ in each] for each in encoded]

@@ -9,7 +9,7 @@ from threading import Event
 from typing import Any
 
 from lag_probe import Lag, probe, settle, summary
-from protocol import Answer, Contender, decode, read_pictures, serve
+from protocol import Answer, Contender, decode, read_images, serve
 
 
 class Transformers(Contender):
@@ -61,7 +61,7 @@ class Transformers(Contender):
         is_one_by_one: bool = False,
         **_: Any,
     ) -> Answer:
-        encoded = read_pictures(requests)
+        encoded = read_images(requests)
         texts = [each["text"] for each in requests]
         begin = time.perf_counter()
         if is_one_by_one:
@@ -79,8 +79,8 @@ class Transformers(Contender):
     async def lag(
         self, streams: list[str], requests: list[dict[str, Any]], max_tokens: int, **_: Any
     ) -> Answer:
-        """Two threads: one generates for the streams as a batch, the other for the pictures."""
-        encoded = read_pictures(requests)
+        """Two threads: one generates for the streams as a batch, the other for the images."""
+        encoded = read_images(requests)
         is_over = Event()
         counts: list[int] = []
 

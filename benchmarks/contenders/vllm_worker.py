@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lag_probe import Lag, probe, settle, summary
-from protocol import Answer, Contender, decode_one, read_pictures, serve
+from protocol import Answer, Contender, decode_one, read_images, serve
 
 
 class Vllm(Contender):
@@ -46,20 +46,20 @@ class Vllm(Contender):
             **options,
         )
 
-    async def _generate(self, text: str, pictures: list[Any], max_tokens: int) -> Any:
+    async def _generate(self, text: str, images: list[Any], max_tokens: int) -> Any:
         params = self._params(max_tokens, ignore_eos=True)
-        ask = await self._render(text, pictures)
+        ask = await self._render(text, images)
         async for output in self.engine.generate(ask, params, str(uuid.uuid4())):
             last = output
         return last
 
-    async def _render(self, text: str, pictures: list[Any]) -> Any:
+    async def _render(self, text: str, images: list[Any]) -> Any:
         """Tokenised and processed on the renderer's own threads, as vLLM's server does it."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         ask: Any = {"prompt": text}
-        if pictures:
-            ask["multi_modal_data"] = {"image": pictures}
+        if images:
+            ask["multi_modal_data"] = {"image": images}
         parsed = parse_model_prompt(self.engine.model_config, ask)
         (rendered,) = await self.engine.renderer.render_cmpl_async([parsed])
         return rendered
@@ -67,10 +67,10 @@ class Vllm(Contender):
     async def _answer(self, text: str, encoded: list[bytes], max_tokens: int) -> Any:
         """Decoded on a thread, as vLLM's own server does it."""
         loop = asyncio.get_running_loop()
-        pictures = await asyncio.gather(
+        images = await asyncio.gather(
             *(loop.run_in_executor(self.pool, decode_one, each) for each in encoded)
         )
-        return await self._generate(text, list(pictures), max_tokens)
+        return await self._generate(text, list(images), max_tokens)
 
     async def _forget(self) -> None:
         await self.engine.reset_mm_cache()
@@ -80,14 +80,14 @@ class Vllm(Contender):
     async def batch(
         self, requests: list[dict[str, Any]], max_tokens: int, is_cold: bool, **_: Any
     ) -> Answer:
-        encoded = read_pictures(requests)
+        encoded = read_images(requests)
         if is_cold:
             await self._forget()
         begin = time.perf_counter()
         outputs = await asyncio.gather(
             *(
-                self._answer(each["text"], pictures, max_tokens)
-                for each, pictures in zip(requests, encoded, strict=True)
+                self._answer(each["text"], images, max_tokens)
+                for each, images in zip(requests, encoded, strict=True)
             )
         )
         return {
@@ -99,7 +99,7 @@ class Vllm(Contender):
     async def lag(
         self, streams: list[str], requests: list[dict[str, Any]], max_tokens: int, **_: Any
     ) -> Answer:
-        encoded = read_pictures(requests)
+        encoded = read_images(requests)
         await self._forget()  # it may have been asked the same just before
         running = [asyncio.create_task(self._stream(text)) for text in streams]
         await asyncio.sleep(0.5)
@@ -109,8 +109,8 @@ class Vllm(Contender):
         begin = time.perf_counter()
         await asyncio.gather(
             *(
-                self._answer(each["text"], pictures, max_tokens)
-                for each, pictures in zip(requests, encoded, strict=True)
+                self._answer(each["text"], images, max_tokens)
+                for each, images in zip(requests, encoded, strict=True)
             )
         )
         seconds = time.perf_counter() - begin

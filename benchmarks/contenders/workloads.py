@@ -1,4 +1,4 @@
-"""What is asked in the peer benchmark: pictures, prompts and clips, new ones for every round."""
+"""What is asked in the peer benchmark: images, prompts and clips, new ones for every round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RATE = 16_000
 CLIP_TOKENS = 224
 
 
-def prompt(num_pictures: int) -> str:
-    """The benchmark model's chat template, rendered: some 280 tokens with one picture."""
-    return f"user: {'<image>' * num_pictures}{QUESTION}\nassistant:"
+def prompt(num_images: int) -> str:
+    """The benchmark model's chat template, rendered: some 280 tokens with one image."""
+    return f"user: {'<image>' * num_images}{QUESTION}\nassistant:"
 
 
 def picture(folder: Path, seed: int, size: tuple[int, int]) -> str:
@@ -43,7 +43,7 @@ def picture(folder: Path, seed: int, size: tuple[int, int]) -> str:
 
 
 def many_small(folder: Path, round_number: int, count: int) -> list[dict[str, Any]]:
-    """W1 and W2: a picture for each request."""
+    """W1 and W2: an image for each request."""
     first = 1000 + 100 * round_number
     return [
         {"text": prompt(1), "pictures": [picture(folder, first + i, VGA)]} for i in range(count)
@@ -51,7 +51,7 @@ def many_small(folder: Path, round_number: int, count: int) -> list[dict[str, An
 
 
 def eight_large(folder: Path, round_number: int) -> list[dict[str, Any]]:
-    """W4: one prompt with eight pictures."""
+    """W4: one prompt with eight images."""
     first = 1000 + 100 * round_number
     return [
         {"text": prompt(8), "pictures": [picture(folder, first + i, FULL_HD) for i in range(8)]}
@@ -59,7 +59,7 @@ def eight_large(folder: Path, round_number: int) -> list[dict[str, Any]]:
 
 
 def many_large(folder: Path, round_number: int, count: int) -> list[dict[str, Any]]:
-    """W5: pictures of the size that cameras take."""
+    """W5: images of the size that cameras take."""
     first = 1000 + 100 * round_number
     return [
         {"text": prompt(1), "pictures": [picture(folder, first + i, UHD)]} for i in range(count)

@@ -71,7 +71,7 @@ class Model:
 
 
 # ---------------------------------------------------------------------------------------------
-# Ways a picture may arrive
+# Ways an image may arrive
 
 
 def as_drawn(seed: int) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Renders the sample pictures in ``aioengine/assets/pictures``.
+"""Renders the sample images in ``aioengine/assets/pictures``.
 
     python examples/demo_model/render_samples.py
 

@@ -1,4 +1,4 @@
-"""Random pictures of simple things, with their description and questions about them.
+"""Random images of simple things, with their description and questions about them.
 
 A scene holds one to three things on a 3x3 grid.  A thing is a shape or a digit with a colour and
 a size, drawn with Pillow on a muted background.  Everything follows from one integer seed, so the
@@ -10,7 +10,7 @@ same seed gives the same scene at any pixel size, on any machine with the same P
     for question in scene.questions:
         print(question.kind, question.text, question.answer)
 
-Lengths are fractions of the shorter side of the picture unless a name ends in ``_px``.
+Lengths are fractions of the shorter side of the image unless a name ends in ``_px``.
 """
 
 import colorsys
@@ -80,9 +80,9 @@ class Thing:
     """Index into PLACES."""
     rgb: RGB
     x: float
-    """Centre, as a fraction of the picture's width."""
+    """Centre, as a fraction of the image's width."""
     y: float
-    """Centre, as a fraction of the picture's height."""
+    """Centre, as a fraction of the image's height."""
     extent: float
     """Side of the square that the glyph is drawn in, as a fraction of the shorter side."""
     angle: float
@@ -217,7 +217,7 @@ def _tone(hue: float, saturation: float, value: float) -> RGB:
 
 
 def draw(layout: Layout, size: int | tuple[int, int]) -> Image.Image:
-    """Draws ``layout`` as an RGB picture of ``size`` pixels (a side, or width and height)."""
+    """Draws ``layout`` as an RGB image of ``size`` pixels (a side, or width and height)."""
     width_px, height_px = (size, size) if isinstance(size, int) else size
     image = _draw_background(layout.background, width_px, height_px)
     for thing in layout.things:
@@ -288,7 +288,7 @@ def _digit_master(digit: int, weight: int, side_px: int) -> Image.Image:
 
 
 def _draw_background(background: Background, width_px: int, height_px: int) -> Image.Image:
-    """Paints the pattern; its grain is tied to the picture's size, not to the pixel."""
+    """Paints the pattern; its grain is tied to the image's size, not to the pixel."""
     rng = Random(background.seed)
     size = (width_px, height_px)
     blend: Image.Image

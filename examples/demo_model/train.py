@@ -2,9 +2,9 @@
 
     python examples/demo_model/train.py
 
-Made for two CPU cores, so every picture is used for several texts: it is encoded once, and its
+Made for two CPU cores, so every image is used for several texts: it is encoded once, and its
 description and questions follow in one sequence under a mask in which each text sees only the
-picture and itself.  A second loss reads shape, colour and size from every image patch; its head
+image and itself.  A second loss reads shape, colour and size from every image patch; its head
 is dropped at export.  For the first part of the run only that loss is used, which is cheap and
 makes the tower useful before the decoder starts.
 
@@ -46,7 +46,7 @@ SYSTEM_PROMPTS = (
     "A chat between a curious user and an artificial intelligence assistant.",
 )
 SMALL_TALK = ("Hello!", "Hi", "Hello", "Who are you?", "What can you do?", "How are you?", "Help")
-NO_PICTURE = "Please show me a picture."
+NO_IMAGE = "Please show me a picture."
 
 KINDS = ("describe", *scenes.QUESTION_KINDS, "no picture")
 QUESTION_WEIGHTS = {
@@ -85,17 +85,17 @@ class Options:
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures: a pool on disk, filled by a second process while training runs
+# Images: a pool on disk, filled by a second process while training runs
 
 
 def layout_of(index: int, crowd: int) -> scenes.Layout:
-    """What picture ``index`` of the pool shows; the first ``crowd`` are full of things."""
+    """What image ``index`` of the pool shows; the first ``crowd`` are full of things."""
     seed = scenes.TRAINING_SEEDS[index]
     return scenes.make_crowd(seed) if index < crowd else scenes.make_layout(seed)
 
 
-def render_training_picture(layout: scenes.Layout, seed: int) -> np.ndarray[Any, Any]:
-    """One picture as the model will get it, uint8 (IMAGE_PX, IMAGE_PX, 3).
+def render_training_image(layout: scenes.Layout, seed: int) -> np.ndarray[Any, Any]:
+    """One image as the model will get it, uint8 (IMAGE_PX, IMAGE_PX, 3).
 
     Most are drawn larger and shrunk by the image processor's filter; some are not square or have
     been through JPEG, since users' files will be.
@@ -114,7 +114,7 @@ def render_training_picture(layout: scenes.Layout, seed: int) -> np.ndarray[Any,
 
 
 class Pool:
-    """Training pictures on disk, uint8 (count, IMAGE_PX, IMAGE_PX, 3): crowds first."""
+    """Training images on disk, uint8 (count, IMAGE_PX, IMAGE_PX, 3): crowds first."""
 
     def __init__(self, folder: Path, crowd: int, rest: int) -> None:
         self.crowd, self.count = crowd, crowd + rest
@@ -135,18 +135,18 @@ class Pool:
         os.nice(5)  # training itself comes first
         for index in range(self.ready.value, self.count):
             layout = layout_of(index, self.crowd)
-            self.pictures[index] = render_training_picture(layout, index)
+            self.pictures[index] = render_training_image(layout, index)
             if (index + 1) % 256 == 0 or index + 1 == self.count:
                 self.ready.value = index + 1
                 self.marker.write_text(str(index + 1))
 
     @property
     def has_scenes(self) -> bool:
-        """Whether there are enough pictures that are not crowds."""
+        """Whether there are enough images that are not crowds."""
         return self.ready.value >= min(self.count, self.crowd + 1024)
 
     def draw(self, number: int, rng: Random, crowded: bool) -> tuple[Any, list[scenes.Layout]]:
-        """Random pictures, uint8 (number, IMAGE_PX, IMAGE_PX, 3), and what they show."""
+        """Random images, uint8 (number, IMAGE_PX, IMAGE_PX, 3), and what they show."""
         ready = self.ready.value
         low, high = (0, min(ready, self.crowd)) if crowded else (self.crowd, ready)
         chosen = [rng.randrange(low, high) for _ in range(number)]
@@ -211,7 +211,7 @@ class Texts:
     ids: Tensor
     positions: Tensor
     groups: Tensor
-    """0: the shared start with the picture; 1...: texts that see it; -1...: texts that do not."""
+    """0: the shared start with the image; 1...: texts that see it; -1...: texts that do not."""
     targets: Tensor
     """The next token where an answer is to be learnt, IGNORED elsewhere."""
     kinds: Tensor
@@ -262,7 +262,7 @@ class Writer:
             turns = turns[take:]
         if rng.random() < 0.06 * odd:
             text = rng.choice((*SMALL_TALK, *scenes.DESCRIPTION_PROMPTS))
-            turn = ("no picture", text, NO_PICTURE)
+            turn = ("no picture", text, NO_IMAGE)
             row += self._conversation([turn], start + "USER: ", 0, -1, plain)
         return row
 
@@ -316,7 +316,7 @@ class Writer:
 def tokenizer_texts() -> Iterator[str]:
     """What the BPE is trained on: everything the demo can ask or say, many times over."""
     rng = Random(0)
-    yield from (*SYSTEM_PROMPTS, *SMALL_TALK, NO_PICTURE, "USER: \n ASSISTANT:")
+    yield from (*SYSTEM_PROMPTS, *SMALL_TALK, NO_IMAGE, "USER: \n ASSISTANT:")
     for seed in range(4000):
         things = scenes.make_layout(seed).things
         yield scenes.describe(things)
@@ -386,7 +386,7 @@ class Trainee(nn.Module):
         return total
 
     def word_loss(self, picture: Tensor, labels: Tensor) -> Tensor:
-        """Pulls picture rows, (B, GRID * GRID, width), towards the words for what they show.
+        """Pulls image rows, (B, GRID * GRID, width), towards the words for what they show.
 
         With a thing's row close to the embedding of " red" and of " star", a question that names
         the thing finds it by plain likeness; left to itself that match is learnt very late.
@@ -404,7 +404,7 @@ class Trainee(nn.Module):
     def answer_logits(self, picture: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
         """Logits (N, vocabulary) at the N target positions, and their mask (B, L).
 
-        ``picture`` holds the projected rows, (B, GRID * GRID, decoder width).
+        ``image`` holds the projected rows, (B, GRID * GRID, decoder width).
         """
         language = self.llava.model.language_model
         embeds = language.get_input_embeddings()(texts.ids)
@@ -563,7 +563,7 @@ def exact_shares(run: Run, count: int, chunk: int = 50) -> dict[str, float]:
         seeds = scenes.DEV_SEEDS[first : first + chunk]
         layouts = [scenes.make_layout(seed) for seed in seeds]
         shown = zip(layouts, seeds, strict=True)
-        pictures = np.stack([render_training_picture(*pair) for pair in shown])
+        pictures = np.stack([render_training_image(*pair) for pair in shown])
         texts = writer.batch(layouts, plain=True)
         texts = texts.to(run.device)
         features = run.trainee.tower(to_pixels(pictures, run.device))

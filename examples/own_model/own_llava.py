@@ -47,7 +47,7 @@ ARCHITECTURE = "YourModelForImage2Seq"
 
 
 class YourInfo(BaseProcessingInfo):
-    """Step 2. Every picture is resized to the tower's square, so all become equally many tokens."""
+    """Step 2. Every image is resized to the tower's square, so all become equally many tokens."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}

@@ -140,8 +140,8 @@ def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) ->
         return None
     name = settings.get("video_processor_type")
     if name is None:
-        pictures = settings.pop("image_processor_type", None) or ""
-        name = pictures.replace("ImageProcessor", "VideoProcessor")
+        images = settings.pop("image_processor_type", None) or ""
+        name = images.replace("ImageProcessor", "VideoProcessor")
     if not hasattr(transformers, name):
         name = MODEL_TYPES.get(hf_config.model_type)
     has_own_code = "AutoVideoProcessor" in settings.get("auto_map", ())

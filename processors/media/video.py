@@ -238,10 +238,10 @@ class _ImageList(VideoSource):
     may_change = True
 
     def __init__(
-        self, pictures: Sequence[Any], config: MediaConfig, parameter: str, sampling: Sampling
+        self, images: Sequence[Any], config: MediaConfig, parameter: str, sampling: Sampling
     ) -> None:
         super().__init__(config, parameter, sampling)
-        self._pictures = tuple(pictures)
+        self._images = tuple(images)
         self._sources: list[ImageSource] = []
 
     def identity(self) -> bytes:
@@ -256,10 +256,10 @@ class _ImageList(VideoSource):
             source.verify()
 
     def _measure(self) -> VideoHeader:
-        total = len(self._pictures)
+        total = len(self._images)
         indices = self._sampling.indices(total, None, self._config.max_video_frames)
         self._sources = [
-            open_image(self._pictures[index], self._config, parameter=f"{self._parameter}[{index}]")
+            open_image(self._images[index], self._config, parameter=f"{self._parameter}[{index}]")
             for index in indices
         ]
         sizes = [source.header().size for source in self._sources]

@@ -33,7 +33,7 @@ def test_the_files_that_vllm_s_names_lead_to_exist() -> None:
         assert (ROOT / "aioengine" / path).exists(), path
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
+def test_the_image_is_what_its_script_draws() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
     assert script["PICTURE"].read_text() == script["draw"](), "run docs/draw_architecture.py"
 

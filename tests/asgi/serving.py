@@ -65,12 +65,12 @@ async def openai_client(url: str, **options: Any) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def picture_url(seed: int, width: int = 60, height: int = 50) -> str:
-    """A picture as a `data:` URL."""
+def image_url(seed: int, width: int = 60, height: int = 50) -> str:
+    """An image as a `data:` URL."""
     data = encoded(tiny_image(seed, width, height))
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def picture_part(seed: int, **size: int) -> dict[str, Any]:
+def image_part(seed: int, **size: int) -> dict[str, Any]:
     """A part of a chat message."""
-    return {"type": "image_url", "image_url": {"url": picture_url(seed, **size)}}
+    return {"type": "image_url", "image_url": {"url": image_url(seed, **size)}}

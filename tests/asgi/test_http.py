@@ -29,7 +29,7 @@ from aioengine import AsyncEngine, EngineState
 from aioengine.asgi import openai_app, service_app
 from aioengine.asgi.error_responses import api_error
 from aioengine.errors import EngineError, InvalidRequestError
-from tests.asgi.serving import picture_part, serving
+from tests.asgi.serving import image_part, serving
 from tests.engines import DEADLINE_S, encoded, greedy, running_engine, settled, until
 
 ASK = {
@@ -402,7 +402,7 @@ urlpatterns: list[Any] = []
 
 async def test_a_slow_reader_slows_nobody(engine: AsyncEngine) -> None:
     """One that does not read at all, while others are served; then it gets everything."""
-    messages = [{"role": "user", "content": [picture_part(1)]}]
+    messages = [{"role": "user", "content": [image_part(1)]}]
     body = {
         **ASK,
         "messages": messages,

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from aioengine.asgi import openai_app
-from tests.asgi.serving import openai_client, picture_part, serving
+from tests.asgi.serving import image_part, openai_client, serving
 from tests.engine.test_modalities import frames, mkv, samples, save_media_family, wav
 from tests.engines import greedy, running_engine
 
@@ -37,11 +37,11 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-async def test_pictures_recordings_and_videos(media_folder: Path) -> None:
+async def test_images_recordings_and_videos(media_folder: Path) -> None:
     sound, film = wav(samples(1)), mkv(frames(2))
     content: list[Any] = [
         {"type": "text", "text": "a "},
-        picture_part(1),
+        image_part(1),
         {"type": "input_audio", "input_audio": {"data": encoded(sound), "format": "wav"}},
         {"type": "text", "text": " b "},
         {

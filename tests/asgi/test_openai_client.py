@@ -18,20 +18,20 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.asgi import openai_app
 from aioengine.config import MediaConfig
 from aioengine.engine.detokenizer import TokenTexts
-from tests.asgi.serving import openai_client, picture_part, serving
+from tests.asgi.serving import image_part, openai_client, serving
 from tests.engines import encoded, greedy, running_engine, settled, until
 from tests.tiny import tiny_image
 
 MODEL = "tiny-llava"
-TWO_PICTURES: list[Any] = [
+TWO_IMAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
     {
         "role": "user",
         "content": [
             {"type": "text", "text": "What is in "},
-            picture_part(1),
+            image_part(1),
             {"type": "text", "text": " and in "},
-            picture_part(2),
+            image_part(2),
         ],
     },
 ]
@@ -49,9 +49,9 @@ async def client(engine: AsyncEngine) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_chat_with_two_pictures(engine: AsyncEngine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(TWO_PICTURES, greedy(12))
-    answer = await client.chat.completions.create(model=MODEL, messages=TWO_PICTURES, **GREEDY)
+async def test_chat_with_two_images(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    expected = await engine.generate(TWO_IMAGES, greedy(12))
+    answer = await client.chat.completions.create(model=MODEL, messages=TWO_IMAGES, **GREEDY)
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.message.content == expected.text
     assert expected.text.strip() and choice.finish_reason == "length"
@@ -66,10 +66,10 @@ async def test_chat_with_two_pictures(engine: AsyncEngine, client: AsyncOpenAI) 
 
 
 async def test_chat_streamed(engine: AsyncEngine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(TWO_PICTURES, greedy(12))
+    expected = await engine.generate(TWO_IMAGES, greedy(12))
     stream = await client.chat.completions.create(
         model=MODEL,
-        messages=TWO_PICTURES,
+        messages=TWO_IMAGES,
         stream=True,
         stream_options={"include_usage": True, "include_obfuscation": False},
         **GREEDY,
@@ -93,17 +93,17 @@ async def test_several_completions(
     engine: AsyncEngine, client: AsyncOpenAI, is_streamed: bool
 ) -> None:
     params = SamplingParams(n=2, temperature=1, seed=7, max_tokens=10, ignore_eos=True)
-    expected = await engine.generate(TWO_PICTURES, params)
+    expected = await engine.generate(TWO_IMAGES, params)
     assert expected.outputs[0].text != expected.outputs[1].text
     wanted: dict[str, Any] = {**GREEDY, "temperature": 1, "seed": 7, "n": 2, "max_tokens": 10}
     texts = ["", ""]
     if is_streamed:
         async for chunk in await client.chat.completions.create(
-            model=MODEL, messages=TWO_PICTURES, stream=True, **wanted
+            model=MODEL, messages=TWO_IMAGES, stream=True, **wanted
         ):
             texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     else:
-        answer = await client.chat.completions.create(model=MODEL, messages=TWO_PICTURES, **wanted)
+        answer = await client.chat.completions.create(model=MODEL, messages=TWO_IMAGES, **wanted)
         for choice in answer.choices:
             texts[choice.index] = choice.message.content or ""
     assert texts == [output.text for output in expected.outputs]
@@ -111,17 +111,17 @@ async def test_several_completions(
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_logprobs(engine: AsyncEngine, client: AsyncOpenAI, is_streamed: bool) -> None:
-    expected = (await engine.generate(TWO_PICTURES, greedy(40, logprobs=3))).outputs[0]
+    expected = (await engine.generate(TWO_IMAGES, greedy(40, logprobs=3))).outputs[0]
     wanted: dict[str, Any] = {**GREEDY, "max_tokens": 40, "logprobs": True, "top_logprobs": 3}
     found = []
     if is_streamed:
         async for chunk in await client.chat.completions.create(
-            model=MODEL, messages=TWO_PICTURES, stream=True, **wanted
+            model=MODEL, messages=TWO_IMAGES, stream=True, **wanted
         ):
             if chunk.choices[0].logprobs is not None:
                 found += chunk.choices[0].logprobs.content or []
     else:
-        answer = await client.chat.completions.create(model=MODEL, messages=TWO_PICTURES, **wanted)
+        answer = await client.chat.completions.create(model=MODEL, messages=TWO_IMAGES, **wanted)
         assert answer.choices[0].logprobs is not None
         found = answer.choices[0].logprobs.content or []
     assert expected.logprobs is not None
@@ -139,11 +139,11 @@ async def test_logprobs(engine: AsyncEngine, client: AsyncOpenAI, is_streamed: b
 
 
 async def test_stop_strings(engine: AsyncEngine, client: AsyncOpenAI) -> None:
-    whole = (await engine.generate(TWO_PICTURES, greedy(12))).text
+    whole = (await engine.generate(TWO_IMAGES, greedy(12))).text
     stop = whole[4:6]
-    expected = await engine.generate(TWO_PICTURES, greedy(12, stop=[stop, "never"]))
+    expected = await engine.generate(TWO_IMAGES, greedy(12, stop=[stop, "never"]))
     answer = await client.chat.completions.create(
-        model=MODEL, messages=TWO_PICTURES, stop=[stop, "never"], **GREEDY
+        model=MODEL, messages=TWO_IMAGES, stop=[stop, "never"], **GREEDY
     )
     (choice,) = answer.choices
     assert choice.message.content == expected.text == whole[: whole.index(stop)]
@@ -237,8 +237,8 @@ async def test_text_completions_streamed(engine: AsyncEngine, client: AsyncOpenA
 
 
 async def test_what_a_client_got_it_may_send_back(engine: AsyncEngine, client: AsyncOpenAI) -> None:
-    first = await client.chat.completions.create(model=MODEL, messages=TWO_PICTURES, **GREEDY)
-    messages = [*TWO_PICTURES, first.choices[0].message, {"role": "user", "content": "And?"}]
+    first = await client.chat.completions.create(model=MODEL, messages=TWO_IMAGES, **GREEDY)
+    messages = [*TWO_IMAGES, first.choices[0].message, {"role": "user", "content": "And?"}]
     second = await client.chat.completions.create(model=MODEL, messages=messages, **GREEDY)
     assert second.usage is not None and second.usage.prompt_tokens_details is not None
     assert second.usage.prompt_tokens_details.cached_tokens
@@ -319,7 +319,7 @@ async def test_too_long(client: AsyncOpenAI) -> None:
         "file:///etc/passwd",
         "/etc/passwd",
         "http://127.0.0.1/a.png",
-        picture_part(1)["image_url"]["url"][:-80],  # the header is there, and not all pixels
+        image_part(1)["image_url"]["url"][:-80],  # the header is there, and not all pixels
     ],
 )
 async def test_bad_media(client: AsyncOpenAI, url: str, is_streamed: bool) -> None:
@@ -359,7 +359,7 @@ async def test_media_whose_server_failed_for_now(folder: Path) -> None:
 
 
 async def test_names_of_media_are_not_taken_from_strangers(client: AsyncOpenAI) -> None:
-    part = {**picture_part(1), "uuid": "mine"}
+    part = {**image_part(1), "uuid": "mine"}
     error = await refused(
         client, openai.BadRequestError, messages=[{"role": "user", "content": [part]}]
     )
@@ -399,7 +399,7 @@ async def test_drained_closed_and_dead(engine: AsyncEngine, client: AsyncOpenAI)
 async def test_a_stream_that_breaks_says_so(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model=MODEL,
-        messages=TWO_PICTURES,
+        messages=TWO_IMAGES,
         stream=True,
         **{**GREEDY, "max_tokens": 300},
     )
@@ -419,7 +419,7 @@ async def test_a_client_that_leaves_frees_everything(
         steps += span.stage == "step"
 
     stream = await client.chat.completions.create(
-        model=MODEL, messages=TWO_PICTURES, stream=True, **{**GREEDY, "max_tokens": 400}
+        model=MODEL, messages=TWO_IMAGES, stream=True, **{**GREEDY, "max_tokens": 400}
     )
     async for chunk in stream:
         if chunk.choices[0].delta.content:
@@ -432,7 +432,7 @@ async def test_a_client_that_leaves_frees_everything(
     # And one that waits for a whole answer.
     waiting = asyncio.create_task(
         client.chat.completions.create(
-            model=MODEL, messages=TWO_PICTURES, **{**GREEDY, "max_tokens": 400}
+            model=MODEL, messages=TWO_IMAGES, **{**GREEDY, "max_tokens": 400}
         )
     )
     await until(lambda: engine.statistics().running == 1)

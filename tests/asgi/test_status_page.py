@@ -37,8 +37,8 @@ from tests.tiny import tiny_image
 SHOOTS = os.environ.get("AIOENGINE_SCREENSHOT") == "1"
 SCREENSHOT = Path(__file__).parents[2] / "docs" / "status_page.png"
 MAX_SCREENSHOT_BYTES = 300_000
-PICTURE_SIZE = (1600, 1200) if SHOOTS else (800, 600)
-NUM_PICTURES = 200 if SHOOTS else 24
+IMAGE_SIZE = (1600, 1200) if SHOOTS else (800, 600)
+NUM_IMAGES = 200 if SHOOTS else 24
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 ARRIVALS_S = 0.16
 SIZES = ((1280, 900), (375, 812), (320, 568), (1920, 1080))
@@ -201,13 +201,13 @@ async def demo_engine() -> AsyncIterator[AsyncEngine]:
         yield engine
 
 
-def draw_picture(path: Path, seed: int) -> Path:
+def draw_image(path: Path, seed: int) -> Path:
     """A large JPEG file that takes a while to decode."""
     generator = random.Random(seed)
-    image = Image.effect_noise(PICTURE_SIZE, 40).convert("RGB")
+    image = Image.effect_noise(IMAGE_SIZE, 40).convert("RGB")
     pen = ImageDraw.Draw(image)
     for _ in range(6):
-        x, y = (generator.randrange(size) for size in PICTURE_SIZE)
+        x, y = (generator.randrange(size) for size in IMAGE_SIZE)
         colour = tuple(generator.randrange(256) for _ in range(3))
         pen.ellipse([x, y, x + 300, y + 300], fill=colour)
     image.save(path, quality=88)
@@ -216,10 +216,10 @@ def draw_picture(path: Path, seed: int) -> Path:
 
 @asynccontextmanager
 async def load(engine: AsyncEngine, folder: Path) -> AsyncIterator[None]:
-    """Requests with pictures that keep coming: most are new, every fourth comes again."""
-    paths = [folder / f"{number}.jpg" for number in range(NUM_PICTURES)]
+    """Requests with images that keep coming: most are new, every fourth comes again."""
+    paths = [folder / f"{number}.jpg" for number in range(NUM_IMAGES)]
     for number, path in enumerate(paths):
-        await asyncio.to_thread(draw_picture, path, number)
+        await asyncio.to_thread(draw_image, path, number)
     params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
     prompt = "USER: <image>\nDescribe the picture. ASSISTANT:"
 
@@ -284,7 +284,7 @@ async def test_page_under_load(demo_engine: AsyncEngine, browser: Browser, tmp_p
 
 
 async def shoot(browser: Browser) -> None:
-    """Make the picture in docs/, once the whole timeline is full."""
+    """Make the image in docs/, once the whole timeline is full."""
     await asyncio.sleep(12)
     await asyncio.to_thread(browser.driver.save_screenshot, str(SCREENSHOT))
     assert SCREENSHOT.stat().st_size < MAX_SCREENSHOT_BYTES

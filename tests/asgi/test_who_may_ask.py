@@ -16,16 +16,14 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.asgi import openai_app, service_app
 from aioengine.asgi.keys import KEY_NAME
 from aioengine.errors import InvalidRequestError
-from tests.asgi.serving import picture_part, serving
+from tests.asgi.serving import image_part, serving
 from tests.asgi.test_transcriptions import recording
 from tests.engines import DEADLINE_S, running_engine, until
 from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
 
 CHAT = "/v1/chat/completions"
 ASK = {
-    "messages": [
-        {"role": "user", "content": [picture_part(1), {"type": "text", "text": "a" * 60}]}
-    ],
+    "messages": [{"role": "user", "content": [image_part(1), {"type": "text", "text": "a" * 60}]}],
     "max_tokens": 1,
 }
 OWN = {"host": "localhost:8000"}

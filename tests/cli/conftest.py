@@ -51,7 +51,7 @@ def _logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that takes pictures and has a chat template."""
+    """A model that takes images and has a chat template."""
     path = tmp_path_factory.mktemp("cli") / "llava"
     save_tiny_llava(path)
     return path
@@ -68,7 +68,7 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two picture files."""
+    """Two image files."""
     paths = [tmp_path_factory.mktemp("cli") / f"{seed}.png" for seed in range(2)]
     for seed, path in enumerate(paths):
         tiny_image(seed).save(path)

@@ -55,7 +55,7 @@ def test_a_run_reports_what_it_did(command: Command, folder: Path) -> None:
     ]
 
 
-def test_pictures_and_what_is_shared(command: Command, folder: Path) -> None:
+def test_images_and_what_is_shared(command: Command, folder: Path) -> None:
     pictures = ("--images-per-prompt", "2", "--image-size", "40x36")
     shared = ("--prefix-len", "40", "--input-len", "48", "--max-num-seqs", "1")
     arguments = ("--num-prompts", "3", "--output-len", "1", *pictures, *shared, *SIZES)
@@ -67,7 +67,7 @@ def test_pictures_and_what_is_shared(command: Command, folder: Path) -> None:
     assert report["encoder_items_cached"] == 0
     assert report["itl_s"] is None
     assert "6 images, 0 cached" in done.out
-    # Without pictures before it, the prefix is found by all but the first.
+    # Without images before it, the prefix is found by all but the first.
     done = command("bench", folder, "--num-prompts", "3", "--output-len", "1", *shared, *SIZES,
                    "--json")  # fmt: skip
     assert json.loads(done.out.splitlines()[-1])["cached_prompt_tokens"] == 2 * 32

@@ -29,7 +29,7 @@ def message(text: str, *pictures: Path) -> dict[str, Any]:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def test_a_chat_message_with_pictures(
+def test_a_chat_message_with_images(
     command: Command, expect: Expect, folder: Path, pictures: list[Path]
 ) -> None:
     done = command(

@@ -109,7 +109,7 @@ async def never(_: str) -> bytes:
 
 
 async def ask(url: str) -> httpx.Response:
-    """A request that is never answered, for the engine waits for its picture."""
+    """A request that is never answered, for the engine waits for its image."""
     picture = {"type": "image_url", "image_url": {"url": "http://a.example/picture.png"}}
     body = {"messages": [{"role": "user", "content": [picture]}]}
     async with httpx.AsyncClient(timeout=DEADLINE_S) as client:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from aioengine.core.block_hash import extend_digests
 from aioengine.core.block_pool import BlockPool
 from aioengine.core.request import Request
-from tests.world import PICTURES, Picture, make_request
+from tests.world import IMAGES, Image, make_request
 
-A, B, C, D, E = PICTURES
+A, B, C, D, E = IMAGES
 SIZE = 4
 
 
-def digests(*parts: int | Picture, **options: object) -> list[bytes]:
+def digests(*parts: int | Image, **options: object) -> list[bytes]:
     return extend_digests(make_request("r", list(parts), **options), SIZE)
 
 
@@ -27,15 +27,15 @@ def test_a_block_depends_on_all_before_it() -> None:
     assert digests(1, 2, 3, 4, 5, 6, 7, 8)[1] != digests(0, 2, 3, 4, 5, 6, 7, 8)[1]
 
 
-def test_pictures_are_told_apart_by_content() -> None:
+def test_images_are_told_apart_by_content() -> None:
     other = replace(A, key="other")
     assert digests(1, A, 1)[0] != digests(1, other, 1)[0]
     assert digests(1, A, 1) == digests(1, A, 1)
 
 
-def test_where_a_picture_begins_matters() -> None:
-    """Equal ids in the block, but another row of the picture at each position."""
-    wide = Picture("w", 9, ((0, 9),), 3)
+def test_where_a_image_begins_matters() -> None:
+    """Equal ids in the block, but another row of the image at each position."""
+    wide = Image("w", 9, ((0, 9),), 3)
     one = make_request("r", [wide])
     two = replace_offset(one, -1)
     assert extend_digests(one, SIZE)[1] != extend_digests(two, SIZE)[1]

@@ -8,9 +8,9 @@ import pytest
 
 from aioengine.core.plan import Limits
 from aioengine.errors import InvalidRequestError, MediaError, PromptTooLongError
-from tests.world import PICTURES, Picture, World, expected_output, make_request
+from tests.world import IMAGES, Image, World, expected_output, make_request
 
-A, B, C, D, E = PICTURES
+A, B, C, D, E = IMAGES
 LIMITS = Limits(
     max_num_seqs=4,
     max_num_batched_tokens=16,
@@ -45,7 +45,7 @@ def encode_all(world: World) -> None:
 # ---- nobody starves
 
 
-def test_text_passes_a_picture_without_pixels() -> None:
+def test_text_passes_a_image_without_pixels() -> None:
     w = world()
     w.submit(make_request("picture", [A, 1]))
     w.submit(make_request("text", [1, 1]))
@@ -53,7 +53,7 @@ def test_text_passes_a_picture_without_pixels() -> None:
     assert names(w.plan()) == ["text"]
 
 
-def test_the_text_before_a_picture_is_computed_while_it_decodes() -> None:
+def test_the_text_before_a_image_is_computed_while_it_decodes() -> None:
     w = world()
     w.submit(make_request("r", [1, 0, 1, 0, A, 1]))
     w.plan_media()
@@ -66,7 +66,7 @@ def test_the_text_before_a_picture_is_computed_while_it_decodes() -> None:
     )
 
 
-def test_text_of_less_than_a_block_waits_with_its_picture() -> None:
+def test_text_of_less_than_a_block_waits_with_its_image() -> None:
     """A step of a few tokens reads all weights, and fills no block that others could use."""
     w = world()
     w.submit(make_request("r", [1, 0, 1, A, 1, 1, B, 1]))
@@ -77,7 +77,7 @@ def test_text_of_less_than_a_block_waits_with_its_picture() -> None:
     w.encoded()
     first = w.plan()
     assert first is not None
-    # Rows of the first picture give their room to the second: the text behind them goes along.
+    # Rows of the first image give their room to the second: the text behind them goes along.
     assert (first.sequences[0].start, first.sequences[0].end) == (0, 8)
     w.commit()
     assert w.plan() is None
@@ -88,13 +88,13 @@ def test_text_of_less_than_a_block_waits_with_its_picture() -> None:
 
 
 @pytest.mark.parametrize(("max_media_rows", "first"), [(100, ["late", "text"]), (6, ["text"])])
-def test_more_missing_pictures_than_are_asked_for_are_passed_by_text_alone(
+def test_more_missing_images_than_are_asked_for_are_passed_by_text_alone(
     max_media_rows: int, first: list[str]
 ) -> None:
     """A step looks at so much of a long queue, and not at all of it."""
     w = world(max_media_rows=max_media_rows)
-    for picture in (A, B, C):
-        w.submit(make_request(picture.key, [picture, 1]))
+    for image in (A, B, C):
+        w.submit(make_request(image.key, [image, 1]))
     w.submit(make_request("late", [1] * 4 + [D]))
     w.submit(make_request("text", [1, 1]))
     w.plan_media()
@@ -189,14 +189,14 @@ def turn(w: World) -> None:
         w.commit()
 
 
-def test_a_senior_picture_is_not_passed_for_ever_by_juniors_with_pictures() -> None:
+def test_a_senior_image_is_not_passed_for_ever_by_juniors_with_images() -> None:
     """Each junior begins with a token of text, so it runs at once, and is encoded for first."""
     w = world(encoder_cache_bytes=3, num_blocks=200, max_model_len=24)
 
     def crowd() -> None:
         while sum(name != "senior" for name in w.live) < 8:
-            picture = Picture(f"p{len(w.requests)}", 3, ((0, 3),), 3)
-            w.submit(make_request(f"r{len(w.requests)}", [1, picture, 0], eos=False))
+            image = Image(f"p{len(w.requests)}", 3, ((0, 3),), 3)
+            w.submit(make_request(f"r{len(w.requests)}", [1, image, 0], eos=False))
 
     crowd()
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_whole_range_is_not_starved_of_a_slot(disable: bool) -> None:
         turn(w)
     text()
     turn(w)
-    six = Picture("six", 6, ((0, 6),), 3, bidirectional=not disable)
+    six = Image("six", 6, ((0, 6),), 3, bidirectional=not disable)
     w.submit(make_request("picture", [six], max_tokens=1, eos=False))
     for _ in range(100):
         while len(w.live) < 5:
@@ -310,7 +310,7 @@ def test_waiting_requests_hold_no_references() -> None:
     assert w.scheduler.media.cache.is_ready("a")
 
 
-def test_equal_pictures_are_asked_for_and_encoded_once() -> None:
+def test_equal_images_are_asked_for_and_encoded_once() -> None:
     w = world()
     for i in range(3):
         w.submit(make_request(f"r{i}", [A, i % 2, A]))
@@ -352,7 +352,7 @@ def test_refused_at_once() -> None:
     with pytest.raises(PromptTooLongError, match="max_num_batched_tokens is 4"):
         w.submit(make_request("r", [B]))
     with pytest.raises(MediaError, match="encoder_cache_bytes is 6"):
-        w.submit(make_request("r", [Picture("big", 2, ((0, 2),), 7)]))
+        w.submit(make_request("r", [Image("big", 2, ((0, 2),), 7)]))
     assert w.scheduler.num_waiting == 0 and w.scheduler.schedule() is None
 
 
@@ -455,6 +455,6 @@ def test_the_encoder_waits_for_fewer_steps_the_more_requests_wait_for_it() -> No
     w.plan()
     w.submit(make_request("one picture", [B, 1]))
     assert patience() == 3  # four run
-    for name, picture in (("x", C), ("y", D), ("z", E)):
-        w.submit(make_request(name, [picture, 1]))
+    for name, image in (("x", C), ("y", D), ("z", E)):
+        w.submit(make_request(name, [image, 1]))
     assert patience() == 2

@@ -12,7 +12,7 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.core.waiting import WaitingRequests, insert, remove, take_turns
 from aioengine.types import Span
 from tests.lines import num_lines
-from tests.world import PICTURES, Picture, make_request
+from tests.world import IMAGES, Image, make_request
 
 LIMITS = Limits(
     max_num_seqs=4,
@@ -28,11 +28,11 @@ LIMITS = Limits(
 )
 
 
-def picture(number: int) -> Picture:
-    return Picture(f"p{number}", 3, ((0, 3),), 3)
+def picture(number: int) -> Image:
+    return Image(f"p{number}", 3, ((0, 3),), 3)
 
 
-def with_picture(number: int) -> Request:
+def with_image(number: int) -> Request:
     return make_request(f"r{number}", [picture(number), 1])
 
 
@@ -81,7 +81,7 @@ def finish(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("num_streams", [0, 4])
 @pytest.mark.parametrize(
     "make",
-    [with_picture, with_text_before_it, with_encoder_input, with_text, like_the_first],
+    [with_image, with_text_before_it, with_encoder_input, with_text, like_the_first],
 )
 def test_a_step_does_not_look_at_all_that_wait(
     make: Callable[[int], Request], num_streams: int
@@ -106,7 +106,7 @@ def test_a_step_does_not_look_at_all_that_wait(
 def test_completions_that_follow_are_not_looked_at() -> None:
     most = []
     for count in (50, 500):
-        scheduler, leader = Scheduler(LIMITS), with_picture(0)
+        scheduler, leader = Scheduler(LIMITS), with_image(0)
         scheduler.submit(leader)
         for number in range(1, count):
             scheduler.submit(make_request(f"c{number}", [picture(0), 1], leader=leader))
@@ -151,7 +151,7 @@ def test_lines() -> None:
 
 def test_text_and_media_wait_apart() -> None:
     waiting = WaitingRequests()
-    text, media = make_request("text", [0]), make_request("media", [PICTURES[0]])
+    text, media = make_request("text", [0]), make_request("media", [IMAGES[0]])
     for request in (text, media):
         waiting.add(request)
     assert (waiting.text, waiting.media) == ([text], [media])

@@ -85,7 +85,7 @@ async def check(
     await settled(engine)
 
 
-# ---- pictures
+# ---- images
 
 
 def bomb_png(width: int, height: int) -> bytes:
@@ -110,7 +110,7 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
-async def test_pictures_cut_short_anywhere(
+async def test_images_cut_short_anywhere(
     engine: AsyncEngine, expected: tuple[int, ...], image_format: str
 ) -> None:
     data = encoded(tiny_image(2), image_format)
@@ -127,12 +127,12 @@ async def test_pictures_cut_short_anywhere(
 
 
 def flipped(data: bytes, seed: int) -> bytes:
-    """The picture with its middle overwritten by noise."""
+    """The image with its middle overwritten by noise."""
     noise = np.random.default_rng(seed).integers(0, 256, len(data) // 2, dtype=np.uint8).tobytes()
     return data[: len(data) // 4] + noise + data[len(data) // 4 + len(noise) :]
 
 
-BAD_PICTURES: dict[str, Callable[[], Any]] = {
+BAD_IMAGES: dict[str, Callable[[], Any]] = {
     "empty": lambda: b"",
     "text": lambda: b"this is no picture at all, whatever its name says",
     "corrupt": lambda: flipped(PNG, 1),
@@ -172,10 +172,10 @@ BAD_PICTURES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_PICTURES)
-async def test_bad_pictures(engine: AsyncEngine, expected: tuple[int, ...], name: str) -> None:
-    """As the first picture and as the second of two, so that the name has to be the right one."""
-    bad = BAD_PICTURES[name]
+@pytest.mark.parametrize("name", BAD_IMAGES)
+async def test_bad_images(engine: AsyncEngine, expected: tuple[int, ...], name: str) -> None:
+    """As the first image and as the second of two, so that the name has to be the right one."""
+    bad = BAD_IMAGES[name]
     await check(
         engine,
         expected,
@@ -186,7 +186,7 @@ async def test_bad_pictures(engine: AsyncEngine, expected: tuple[int, ...], name
     )
 
 
-async def test_a_picture_over_the_limits_of_the_configuration(folder: Path) -> None:
+async def test_a_image_over_the_limits_of_the_configuration(folder: Path) -> None:
     limits = MediaConfig(max_image_pixels=1000, max_image_bytes=5000)
     async with running_engine(folder, media=limits) as engine:
         small = tiny_image(5, 20, 20)
@@ -195,7 +195,7 @@ async def test_a_picture_over_the_limits_of_the_configuration(folder: Path) -> N
             await refused(engine, "<image>", MediaError, "images[0]", images=[bad])
 
 
-async def test_one_broken_picture_in_two_requests_has_two_names(
+async def test_one_broken_image_in_two_requests_has_two_names(
     engine: AsyncEngine, expected: tuple[int, ...]
 ) -> None:
     """The header is fine, so both are admitted and share one decoding, which fails."""
@@ -211,7 +211,7 @@ async def test_one_broken_picture_in_two_requests_has_two_names(
     )
 
 
-async def test_the_error_says_which_picture_in_chat_messages(
+async def test_the_error_says_which_image_in_chat_messages(
     engine: AsyncEngine, expected: tuple[int, ...]
 ) -> None:
     def chat(*parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -239,7 +239,7 @@ async def test_the_error_says_which_picture_in_chat_messages(
 # ---- placeholders and counts
 
 
-async def test_placeholders_and_pictures_have_to_match(
+async def test_placeholders_and_images_have_to_match(
     engine: AsyncEngine, expected: tuple[int, ...]
 ) -> None:
     picture = tiny_image(9)
@@ -257,7 +257,7 @@ async def test_placeholders_and_pictures_have_to_match(
     )
 
 
-async def test_too_many_pictures_and_other_modalities(
+async def test_too_many_images_and_other_modalities(
     engine: AsyncEngine, expected: tuple[int, ...]
 ) -> None:
     picture = tiny_image(10)
@@ -460,9 +460,7 @@ async def test_bad_embeddings(engine: AsyncEngine, expected: tuple[int, ...], na
     )
 
 
-async def test_bad_embeddings_beside_pictures(
-    engine: AsyncEngine, expected: tuple[int, ...]
-) -> None:
+async def test_bad_embeddings_beside_images(engine: AsyncEngine, expected: tuple[int, ...]) -> None:
     images = [tiny_image(11), Embeddings(torch.full((3, HIDDEN_SIZE), torch.nan)), tiny_image(12)]
     await check(engine, expected, [("<image>" * 3, MediaError, "images[1]", {"images": images})])
 
@@ -488,7 +486,7 @@ async def test_an_item_larger_than_a_step_that_must_take_it_whole(folder: Path) 
         await engine.generate([1, 20], greedy())
 
 
-async def test_unlimited_pictures_until_the_model_is_full(folder: Path) -> None:
+async def test_unlimited_images_until_the_model_is_full(folder: Path) -> None:
     async with running_engine(folder, max_model_len=64) as engine:
         images = [tiny_image(seed) for seed in range(4)]
         await refused(engine, "<image>" * 4, PromptTooLongError, "prompt", images=images)
@@ -602,7 +600,7 @@ async def test_a_processor_that_raises(
 
         for processor in engine._core.loaded.processors:
             monkeypatch.setattr(processor, stage, fail)
-        # The good picture is in the caches, the bad one is not.
+        # The good image is in the caches, the bad one is not.
         good, error, _ = await asyncio.gather(
             engine.generate(GOOD_PROMPT, **GOOD),
             refused(engine, "<image>", MediaError, "images[0]", images=[PNG]),
@@ -657,7 +655,7 @@ async def test_a_ban_on_all_tokens_harms_nobody(
     await settled(engine)
 
 
-async def test_a_uuid_never_brings_another_pictures_rows(engine: AsyncEngine) -> None:
+async def test_a_uuid_never_brings_another_images_rows(engine: AsyncEngine) -> None:
     def prompt(picture: Any) -> Prompt:
         return Prompt(text="<image>", media={"image": [picture]}, uuids={"image": ["mine"]})
 
@@ -681,7 +679,7 @@ async def test_tenants_share_nothing_cached(engine: AsyncEngine) -> None:
     assert cached_tokens > 0 and cached_items == 1
 
 
-async def test_equal_bytes_of_another_shape_are_another_picture(engine: AsyncEngine) -> None:
+async def test_equal_bytes_of_another_shape_are_another_image(engine: AsyncEngine) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (30, 150, 3), dtype=np.uint8)
     before = engine.statistics().encoder_items_run
     outputs = [

@@ -322,8 +322,8 @@ async def test_late_scores_of_a_prompt_are_not_the_name_s_new_owner_s(
         assert output.prompt_logprobs == expected.prompt_logprobs
 
 
-async def test_followers_ask_for_no_picture_again(folder: Path) -> None:
-    """An encoder cache for one picture, and a prompt that goes on behind both."""
+async def test_followers_ask_for_no_image_again(folder: Path) -> None:
+    """An encoder cache for one image, and a prompt that goes on behind both."""
     text = "USER: <image> first <image> then " + "and more " * 20 + "ASSISTANT:"
     sizes = {"encoder_cache_bytes": 16 * 48 * 8, "max_num_batched_tokens": 16, "block_size": 4}
     async with running_engine(folder, **sizes) as engine:

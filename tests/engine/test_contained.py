@@ -72,7 +72,7 @@ async def test_whatever_a_thread_ends_with_ends_one_request(
 
 
 @pytest.mark.parametrize("needs_outputs", [True, False])
-async def test_an_equal_picture_of_somebody_else_may_change(
+async def test_an_equal_image_of_somebody_else_may_change(
     folder: Path, needs_outputs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, gate = threading.Event(), threading.Event()
@@ -137,7 +137,7 @@ async def test_names_are_looked_up_whatever_the_application_s_threads_do(
 
 
 async def test_a_name_is_forgotten_with_what_it_stood_for(folder: Path) -> None:
-    """Given to embeddings, a uuid does not stand for the picture before any more."""
+    """Given to embeddings, a uuid does not stand for the image before any more."""
     async with running_engine(folder) as engine:
         hidden = engine.processor.info.get_hidden_size()
         for item in (encoded(tiny_image(1)), Embeddings(torch.zeros(4, hidden))):

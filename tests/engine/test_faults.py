@@ -135,7 +135,7 @@ async def test_rows_do_not_keep_their_batch_in_memory(
             assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
-# ---- pictures that change under way
+# ---- images that change under way
 
 
 def _numpy() -> tuple[Any, Any]:
@@ -159,7 +159,7 @@ def _embeddings() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("make", [_numpy, _tensor, _pillow, _embeddings])
-async def test_a_picture_that_is_written_to_poisons_no_cache(
+async def test_a_image_that_is_written_to_poisons_no_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:
     """Its key was made from the old content: what is cached under it has to be of that, too."""

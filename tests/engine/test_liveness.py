@@ -56,10 +56,10 @@ def ids(length: int, first: int = 0) -> list[int]:
 class GatedFetcher:
     """Fetches nothing before `gate` is set, and remembers what became of each call."""
 
-    def __init__(self, picture: bytes) -> None:
+    def __init__(self, image: bytes) -> None:
         self.gate = asyncio.Event()
         self.num_calls = self.num_cancelled = 0
-        self._picture = picture
+        self._image = image
 
     async def __call__(self, url: str) -> bytes:
         self.num_calls += 1
@@ -68,7 +68,7 @@ class GatedFetcher:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        return self._picture
+        return self._image
 
 
 @pytest.fixture
@@ -112,52 +112,52 @@ async def test_streams_get_a_token_in_every_step_of_a_long_prefill(folder: Path)
             assert len((await task).token_ids) == 110
 
 
-async def test_text_passes_a_picture_that_is_being_fetched(
+async def test_text_passes_a_image_that_is_being_fetched(
     folder: Path, fetcher: GatedFetcher
 ) -> None:
     media = MediaConfig(fetcher=fetcher)
     async with running_engine(folder, media=media, max_num_seqs=1) as engine:
-        picture = asyncio.create_task(engine.generate("Look: <image>", greedy(), images=[URL]))
+        image = asyncio.create_task(engine.generate("Look: <image>", greedy(), images=[URL]))
         await until(lambda: fetcher.num_calls == 1)
         for n in range(3):
             await engine.generate(ids(20, n + 1), greedy())
-        assert not picture.done()
+        assert not image.done()
         fetcher.gate.set()
-        output = await picture
+        output = await image
         assert output.usage.encoder_items == 1
         direct = await engine.generate("Look: <image>", greedy(), images=[tiny_image(50)])
         assert direct.token_ids == output.token_ids
 
 
-async def test_text_before_a_picture_is_computed_while_it_is_decoded(
+async def test_text_before_a_image_is_computed_while_it_is_decoded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = "A long story comes before the picture. " * 3 + "<image> And then?"
-    picture = encoded(tiny_image(51))
+    image = encoded(tiny_image(51))
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": BLOCK_SIZE}
     async with running_engine(folder, **options) as engine:
-        alone = await engine.generate(prompt, greedy(), images=[picture])
+        alone = await engine.generate(prompt, greedy(), images=[image])
         await engine.reset_caches()
         gate, steps = gate_decoding(engine, monkeypatch), Spans(engine)
         task = asyncio.create_task(
-            engine.generate(prompt, greedy(), images=[picture], request_id="picture")
+            engine.generate(prompt, greedy(), images=[image], request_id="picture")
         )
         try:
             await steps.wait_for("picture", 2)
-            # It is parked at the picture: the one slot is free for text.
+            # It is parked at the image: the one slot is free for text.
             for n in range(3):
                 await engine.generate(ids(20, n + 1), greedy())
             assert not task.done()
             computed = sum(int(span.detail.split()[0]) for span in steps.of("picture"))
             before = alone.prompt_token_ids.index(3)
-            # Less than a block of it may be left to go with the picture.
+            # Less than a block of it may be left to go with the image.
             assert 0 <= before - computed < BLOCK_SIZE
         finally:
             gate.set()
         assert (await task).token_ids == alone.token_ids
 
 
-async def test_many_pictures_with_an_encoder_cache_for_two(folder: Path) -> None:
+async def test_many_images_with_an_encoder_cache_for_two(folder: Path) -> None:
     def requests(engine: AsyncEngine) -> list[Any]:
         return [
             engine.generate(
@@ -179,7 +179,7 @@ async def test_many_pictures_with_an_encoder_cache_for_two(folder: Path) -> None
 # ---- shared work
 
 
-async def test_equal_pictures_in_flight_are_worked_on_once(
+async def test_equal_images_in_flight_are_worked_on_once(
     folder: Path, fetcher: GatedFetcher
 ) -> None:
     async with running_engine(folder, media=MediaConfig(fetcher=fetcher)) as engine:
@@ -228,12 +228,12 @@ async def test_a_shared_fetch_lives_as_long_as_someone_waits(
 async def test_a_shared_decoding_lives_as_long_as_someone_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picture = encoded(tiny_image(52))
+    image = encoded(tiny_image(52))
     async with running_engine(folder) as engine:
         gate = gate_decoding(engine, monkeypatch)
 
         def start(text: str) -> asyncio.Task[RequestOutput]:
-            return asyncio.create_task(engine.generate(text, greedy(), images=[picture]))
+            return asyncio.create_task(engine.generate(text, greedy(), images=[image]))
 
         first, second = start("A <image>"), start("B <image>")
         await until(lambda: engine.statistics().waiting == 2)

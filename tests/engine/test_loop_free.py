@@ -1,4 +1,4 @@
-"""The caller's loop stays free while large pictures are decoded and streams run.
+"""The caller's loop stays free while large images are decoded and streams run.
 
 Two measures, because a test machine is noisy. *Held*: CPU time of the loop's thread within one
 callback; other processes hardly count into it, but a garbage collection and a core that the
@@ -32,7 +32,7 @@ from aioengine import AsyncEngine
 from tests.engines import greedy, running_engine, settled
 from tests.tiny import save_tiny_llava
 
-NUM_PICTURES = 32
+NUM_IMAGES = 32
 NUM_STREAMS = 4
 MAX_STALL_S = 0.020
 MAX_HELD_S = 0.010
@@ -59,7 +59,7 @@ def pictures() -> list[bytes]:
         buffer, "JPEG", quality=80
     )
     data = buffer.getvalue()
-    comments = [b"\xff\xfe\x00\x04%02d" % number for number in range(NUM_PICTURES)]
+    comments = [b"\xff\xfe\x00\x04%02d" % number for number in range(NUM_IMAGES)]
     return [data[:2] + comment + data[2:] for comment in comments]
 
 
@@ -147,7 +147,7 @@ class LoopProbe:
 
 
 async def measure(engine: AsyncEngine, pictures: list[bytes]) -> LoopProbe:
-    """All pictures at once beside running streams; the streams must get on meanwhile."""
+    """All images at once beside running streams; the streams must get on meanwhile."""
     async with AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(engine.stream([5 + n, 20], greedy(4000)))
@@ -166,9 +166,7 @@ async def measure(engine: AsyncEngine, pictures: list[bytes]) -> LoopProbe:
     return probe
 
 
-async def test_many_large_pictures_do_not_hold_the_loop(
-    folder: Path, pictures: list[bytes]
-) -> None:
+async def test_many_large_images_do_not_hold_the_loop(folder: Path, pictures: list[bytes]) -> None:
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
         probes = []
         for _ in range(ATTEMPTS):
@@ -179,7 +177,7 @@ async def test_many_large_pictures_do_not_hold_the_loop(
             await settled(engine)
             await engine.reset_caches()
         assert probes[-1].is_free, probes
-        assert engine.statistics().stages["decode"].count >= NUM_PICTURES
+        assert engine.statistics().stages["decode"].count >= NUM_IMAGES
 
 
 def decode_by(workers: Any, around: Callable[[Callable[[], Any]], Awaitable[Any]]) -> Any:

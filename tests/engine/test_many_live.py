@@ -39,13 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def submit(engine: AsyncEngine, first: int, end: int) -> list[TokenStream]:
-    """Make requests live. Every other one has a picture of its own, some of these behind text."""
+    """Make requests live. Every other one has an image of its own, some of these behind text."""
     streams = []
     for number in range(first, end):
         if number % 2:
             text = "Tell me " * (10 * (number % 4 == 1)) + "<image> is it?"
-            picture = tiny_image(number, width=8, height=8)
-            streams.append(engine.stream(text, greedy(900), images=[picture]))
+            image = tiny_image(number, width=8, height=8)
+            streams.append(engine.stream(text, greedy(900), images=[image]))
         else:
             streams.append(engine.stream([5 + number % 200, 20], greedy(900)))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Recordings and videos from their bytes to tokens, beside pictures."""
+"""Recordings and videos from their bytes to tokens, beside images."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ async def test_all_together(
     shutil.copy(media_family.__file__, tmp_path / "family_of_tests.py")
     monkeypatch.syspath_prepend(tmp_path)
     import_module("family_of_tests")
-    picture, sound, film = tiny_image(1), wav(samples(4)), mkv(frames(4))
-    media = {"images": [picture], "audios": [sound], "videos": [film]}
+    image, sound, film = tiny_image(1), wav(samples(4)), mkv(frames(4))
+    media = {"images": [image], "audios": [sound], "videos": [film]}
     async with running_engine(folder) as engine:
         expected = await tokens(engine, ALL, **media)
     async with running_engine(folder, processor_workers=workers) as engine:

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_random_comings_and_goings(folder: Path, seed: int) -> None:
-    """Scarce memory, shared pictures, broken ones, and readers that leave at any moment: those who
+    """Scarce memory, shared images, broken ones, and readers that leave at any moment: those who
     stay get the tokens that they get alone, and nothing is left."""
     chance = random.Random(seed)
     good = [encoded(tiny_image(n)) for n in range(5)]

@@ -13,7 +13,7 @@ SHIPPED = aioengine.ASSETS
 
 
 def skip_unless_shipped() -> None:
-    """The weights and the pictures come with the repository once they are trained and rendered."""
+    """The weights and the images come with the repository once they are trained and rendered."""
     has_model = (SHIPPED / "demo_llava" / "model.safetensors").exists()
     if not has_model or not aioengine.demo_pictures():
         pytest.skip("the demo model and its pictures are not in aioengine/assets")

@@ -54,11 +54,11 @@ async def test_it_describes_scenes_and_answers_questions(scenes: ModuleType) -> 
     assert now.encoder_cache_hits > 0
 
 
-async def test_it_describes_the_shipped_pictures() -> None:
+async def test_it_describes_the_shipped_images() -> None:
     async with AsyncEngine.from_pretrained(demo_model(), device="cpu") as engine:
-        pictures = demo_pictures()
-        assert len(pictures) == 8
+        images = demo_pictures()
+        assert len(images) == 8
         for text in await asyncio.gather(
-            *(ask(engine, path, "Describe the picture.") for path in pictures)
+            *(ask(engine, path, "Describe the picture.") for path in images)
         ):
             assert text.startswith("A ") and text.endswith(".")

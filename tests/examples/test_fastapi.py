@@ -33,9 +33,9 @@ async def app(assets: Path) -> AsyncIterator[FastAPI]:
 
 @pytest.fixture
 def messages(assets: Path) -> list[Message]:
-    """A question with a picture, as JSON can carry it."""
-    picture = aioengine.demo_pictures()[0].read_bytes()
-    url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    """A question with an image, as JSON can carry it."""
+    image = aioengine.demo_pictures()[0].read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     content = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": "Describe the picture."},
@@ -78,7 +78,7 @@ async def test_streams_events(app: FastAPI, messages: list[Message]) -> None:
     assert app.state.engine.statistics().finished == 1
 
 
-async def test_what_cannot_be_a_picture_is_a_bad_request(app: FastAPI) -> None:
+async def test_what_cannot_be_a_image_is_a_bad_request(app: FastAPI) -> None:
     url = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
     part = {"type": "image_url", "image_url": {"url": url}}
     response = await post(app, [{"role": "user", "content": [part]}])

@@ -77,10 +77,10 @@ def test_stream_and_hello_agree(tiny_assets: Path, capsys: pytest.CaptureFixture
 
 def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("many", capsys)
-    pictures = aioengine.demo_pictures()
-    for picture in pictures:
-        assert sum(line.startswith(f"{picture.name}: ") for line in lines) == 2
-    assert lines[-1] == f"{len(pictures)} pictures were encoded"
+    images = aioengine.demo_pictures()
+    for image in images:
+        assert sum(line.startswith(f"{image.name}: ") for line in lines) == 2
+    assert lines[-1] == f"{len(images)} pictures were encoded"
 
 
 def test_cancel(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ async def test_answers(name: str, assets: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_what_is_no_picture(name: str, assets: Path) -> None:
+async def test_what_is_no_image(name: str, assets: Path) -> None:
     path, _ = REQUESTS[name]
     async with running(name) as (url, engine), _client(url) as client:
         bad = messages()

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.core.plan import Limits
-from tests.world import PICTURES, RECORDINGS, Picture, World, expected_output, make_request
+from tests.world import IMAGES, RECORDINGS, Image, World, expected_output, make_request
 
 BLOCK_SIZE = 4
 
@@ -37,8 +37,8 @@ def all_limits(draw: st.DrawFn) -> Limits:
     )
 
 
-# Few different parts, so that prompts share prefixes and pictures.
-part = st.one_of(st.integers(0, 1), st.sampled_from(PICTURES))
+# Few different parts, so that prompts share prefixes and images.
+part = st.one_of(st.integers(0, 1), st.sampled_from(IMAGES))
 prompt = st.lists(part, min_size=1, max_size=6).filter(
     lambda parts: sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE
 )
@@ -83,8 +83,8 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
     """One operation, where it is possible now; `depth` is the run-ahead."""
     if name == "submit":
         parts, max_tokens, priority, salt, copies, awaits, scores, recording = argument  # type: ignore[misc]
-        if world.limits.num_cross_groups:  # pictures are the encoder's, not the prompt's
-            parts = [0 if isinstance(part, Picture) else part for part in parts]
+        if world.limits.num_cross_groups:  # images are the encoder's, not the prompt's
+            parts = [0 if isinstance(part, Image) else part for part in parts]
         leader = None
         for copy in range(copies):
             request = make_request(
@@ -239,7 +239,7 @@ def random_limits(random: Random) -> Limits:
 def random_submission(random: Random) -> object:
     while True:
         parts = [
-            random.choice(PICTURES) if random.random() < 0.5 else random.randint(0, 1)
+            random.choice(IMAGES) if random.random() < 0.5 else random.randint(0, 1)
             for _ in range(random.randint(1, 6))
         ]
         if sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE:

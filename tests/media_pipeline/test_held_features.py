@@ -17,7 +17,7 @@ from tests.engines import encoded, greedy, running_engine, settled, until
 from tests.tiny import save_tiny_llava, tiny_image
 
 TEXT = "USER: <image> tell ASSISTANT:"
-NUM_PICTURES = 12
+NUM_IMAGES = 12
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +35,21 @@ def after_processing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pictures() -> list[bytes]:
-    return [encoded(tiny_image(number)) for number in range(NUM_PICTURES)]
+    return [encoded(tiny_image(number)) for number in range(NUM_IMAGES)]
 
 
 async def item_bytes(folder: Path) -> int:
-    """Of one picture's features."""
+    """Of one image's features."""
     async with running_engine(folder) as engine:
         await engine.generate(TEXT, greedy(1), images=pictures()[:1])
         return engine.statistics().processor_cache_used_bytes
 
 
-async def ask(engine: AsyncEngine, picture: bytes) -> tuple[int, ...]:
-    return (await engine.generate(TEXT, greedy(6), images=[picture])).token_ids
+async def ask(engine: AsyncEngine, image: bytes) -> tuple[int, ...]:
+    return (await engine.generate(TEXT, greedy(6), images=[image])).token_ids
 
 
-@pytest.mark.parametrize("num_held", [NUM_PICTURES, 3, 0])
+@pytest.mark.parametrize("num_held", [NUM_IMAGES, 3, 0])
 async def test_requests_in_the_queue_hold_no_more_than_there_is_room_for(
     folder: Path, after_processing: None, monkeypatch: pytest.MonkeyPatch, num_held: int
 ) -> None:
@@ -57,7 +57,7 @@ async def test_requests_in_the_queue_hold_no_more_than_there_is_room_for(
     limit = num_held * size
     monkeypatch.setattr(pipeline, "MIN_HELD_BYTES", limit)
     async with running_engine(folder) as engine:
-        expected = [await ask(engine, picture) for picture in pictures()]
+        expected = [await ask(engine, image) for image in pictures()]
     options = {"max_num_seqs": 1, "mm_processor_cache_bytes": 0}
     async with running_engine(folder, **options) as engine:
         held = engine._core.input_processor.media.held
@@ -69,27 +69,27 @@ async def test_requests_in_the_queue_hold_no_more_than_there_is_room_for(
             return is_held
 
         monkeypatch.setattr(held, "hold", watched)
-        found = await asyncio.gather(*(ask(engine, picture) for picture in pictures()))
+        found = await asyncio.gather(*(ask(engine, image) for image in pictures()))
         assert found == expected
         # One alone may be larger than all the room.
         assert 0 < max(sizes) <= (limit or size)
         # What could not be held was processed a second time, for the encoder.
         num_processed = engine.statistics().stages["process"].count
         assert (
-            num_processed == NUM_PICTURES
-            if num_held == NUM_PICTURES
-            else (NUM_PICTURES < num_processed <= 2 * NUM_PICTURES)
+            num_processed == NUM_IMAGES
+            if num_held == NUM_IMAGES
+            else (NUM_IMAGES < num_processed <= 2 * NUM_IMAGES)
         )
 
 
-async def test_one_picture_of_many_requests_is_held_once(
+async def test_one_image_of_many_requests_is_held_once(
     folder: Path, after_processing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = await item_bytes(folder)
     monkeypatch.setattr(pipeline, "MIN_HELD_BYTES", size)
-    picture = pictures()[0]
+    image = pictures()[0]
     async with running_engine(folder, max_num_seqs=1, mm_processor_cache_bytes=0) as engine:
-        asked = [asyncio.create_task(ask(engine, picture)) for _ in range(8)]
+        asked = [asyncio.create_task(ask(engine, image)) for _ in range(8)]
         await until(lambda: engine.statistics().waiting == 7)
         assert engine._core.input_processor.media.held.num_bytes == size
         assert len({await task for task in asked}) == 1
@@ -131,8 +131,8 @@ async def test_a_request_keeps_its_own_items_in_the_cache(folder: Path) -> None:
     size = await item_bytes(folder)
     first, second, third = pictures()[:3]
     async with running_engine(folder, mm_processor_cache_bytes=2 * size) as engine:
-        for picture in (first, second, first, third):
-            await ask(engine, picture)
+        for image in (first, second, first, third):
+            await ask(engine, image)
         assert engine.statistics().stages["process"].count == 3
         assert engine.statistics().encoder_items_run == 3
         engine._core.scheduler.media.cache.clear()
@@ -147,7 +147,7 @@ async def test_cancelled_at_any_time_nothing_stays_held(
 ) -> None:
     async with running_engine(folder, mm_processor_cache_bytes=0) as engine:
         for turns in range(0, 60, 3):
-            asked = [asyncio.create_task(ask(engine, picture)) for picture in pictures()[:3]]
+            asked = [asyncio.create_task(ask(engine, image)) for image in pictures()[:3]]
             for _ in range(turns):
                 await asyncio.sleep(0.0005)
             for task in asked:

@@ -98,7 +98,7 @@ async def test_a_known_name_skips_fetching_and_decoding(folder: Path) -> None:
             await engine.generate(named(None, "cat"), greedy(8))
 
 
-async def test_a_name_for_two_pictures(folder: Path) -> None:
+async def test_a_name_for_two_images(folder: Path) -> None:
     async with running_engine(folder) as engine:
         small, large = png(1), png(2, (300, 20))  # at hand: each is looked at
         alone = [
@@ -112,7 +112,7 @@ async def test_a_name_for_two_pictures(folder: Path) -> None:
         assert [output.token_ids for output in both] == alone
 
 
-async def test_a_named_picture_outlives_the_cache(folder: Path) -> None:
+async def test_a_named_image_outlives_the_cache(folder: Path) -> None:
     """Nothing is left to make its features from, so the request holds them."""
     async with running_engine(folder, encoder_cache_bytes=16 * 48 * 8) as engine:
         expected = await engine.generate(named(png(1), "cat"), greedy(8))
@@ -176,7 +176,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
-async def test_cached_pictures_never_queue_behind_others(folder: Path, gate: Gate) -> None:
+async def test_cached_images_never_queue_behind_others(folder: Path, gate: Gate) -> None:
     async with running_engine(folder) as engine:
         expected = await engine.generate(TEXT, greedy(4), images=[png(0)])
         engine._core.scheduler.media.cache.clear()
@@ -192,7 +192,7 @@ async def test_cached_pictures_never_queue_behind_others(folder: Path, gate: Gat
         await asyncio.gather(*slow)
 
 
-async def test_pictures_that_come_together_are_encoded_together(folder: Path, gate: Gate) -> None:
+async def test_images_that_come_together_are_encoded_together(folder: Path, gate: Gate) -> None:
     async with running_engine(folder) as engine:
         engine._core.device.gather_s = 30.0
         before = engine.statistics().stages["encode"].count
@@ -255,7 +255,7 @@ async def test_a_layout_from_the_outputs(
         await settled(engine)
 
 
-async def test_a_picture_that_cannot_be_processed_ends_its_request_only(
+async def test_a_image_that_cannot_be_processed_ends_its_request_only(
     folder: Path, after_processing: None
 ) -> None:
     async with running_engine(folder) as engine:
@@ -290,7 +290,7 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-async def test_processed_pictures_outlive_the_process(folder: Path, tmp_path: Path) -> None:
+async def test_processed_images_outlive_the_process(folder: Path, tmp_path: Path) -> None:
     options = {"mm_processor_cache_dir": tmp_path / "processed"}
     image = png(1)
     async with running_engine(folder, **options) as engine:
@@ -429,9 +429,7 @@ async def test_threads_of_the_application_may_all_wait_for_the_engine(
         assert await asyncio.gather(*handlers) == [2] * count
 
 
-async def test_an_equal_picture_that_was_drawn_on_is_nobody_else_s(
-    folder: Path, gate: Gate
-) -> None:
+async def test_an_equal_image_that_was_drawn_on_is_nobody_else_s(folder: Path, gate: Gate) -> None:
     mine, theirs = tiny_image(1), tiny_image(1)
     async with running_engine(folder) as engine:
         expected = await engine.generate(TEXT, greedy(4), images=[tiny_image(1)])
@@ -518,5 +516,5 @@ async def test_the_largest_item_is_found_by_a_trial(
         assert output.token_ids == expected.token_ids
 
 
-def test_pictures_are_what_the_test_says() -> None:
+def test_images_are_what_the_test_says() -> None:
     assert Image.open(io.BytesIO(png(2, (300, 20)))).size == (300, 20)

@@ -166,7 +166,7 @@ def work_on(content: object, parameter: str = "images[3]", **options: Any) -> Wo
 
 
 def promise_for(front: BaseMultiModalProcessor) -> Promise:
-    """What the layout of a prompt with four pictures has for the last one."""
+    """What the layout of a prompt with four images has for the last one."""
     headers = [open_image(picture(seed=i), MEDIA, parameter="x").header() for i in range(4)]
     items = MultiModalDataItems({"image": ImageProcessorItems(headers)})
     text = front.dummy_inputs.get_dummy_text({"image": 4})
@@ -198,7 +198,7 @@ def of_float64() -> np.ndarray[Any, Any]:
     return np.random.default_rng(1).random((50, 40, 4))
 
 
-PICTURES: dict[str, Callable[[], object]] = {
+IMAGES: dict[str, Callable[[], object]] = {
     "png": lambda: encoded(picture()),
     "jpeg": lambda: encoded(picture(300, 200), "JPEG"),
     "turned": rotated,
@@ -216,7 +216,7 @@ PICTURES: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("make", PICTURES.values(), ids=PICTURES)
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
 async def test_results_are_a_threads(
     make: Callable[[], object], pool: ProcessorPool, front: BaseMultiModalProcessor
 ) -> None:
@@ -309,7 +309,7 @@ async def test_an_unexpected_error_tells_where_it_was_and_nothing_else(pool: Pro
     assert not cause.count("secret") - cause.count('KeyError("secret")')  # the source line has it
 
 
-async def test_a_picture_that_changes_is_refused(pool: ProcessorPool) -> None:
+async def test_a_image_that_changes_is_refused(pool: ProcessorPool) -> None:
     image = picture()
     work = work_on(image)
     image.putpixel((0, 0), (1, 2, 3))

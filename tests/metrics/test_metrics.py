@@ -81,7 +81,7 @@ def bookkeeping(metrics: Metrics) -> dict[str, Any]:
 
 
 async def load(engine: AsyncEngine) -> list[RequestOutput]:
-    """Requests of every kind: text, pictures new and known, two completions, rejected, aborted."""
+    """Requests of every kind: text, images new and known, two completions, rejected, aborted."""
     outputs = await asyncio.gather(
         engine.generate("a text", greedy(6)),
         *(engine.generate(PROMPT, greedy(5), images=[tiny_image(i % 2)]) for i in range(4)),

@@ -16,7 +16,7 @@ from tests.tiny import IMAGE
 
 @dataclass
 class Request:
-    """One sequence. `rows`: its pictures' encoder rows, in the order of their placeholders."""
+    """One sequence. `rows`: its images' encoder rows, in the order of their placeholders."""
 
     tokens: list[int]
     rows: list[Tensor] = field(default_factory=list)

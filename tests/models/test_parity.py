@@ -50,7 +50,7 @@ class Llava(TransformersModel):
 
 
 def prepare(model: Any) -> tuple[list[Request], list[Tensor | None]]:
-    """The requests, and the pixels of each: request i's pictures are its own."""
+    """The requests, and the pixels of each: request i's images are its own."""
     requests, pixels = [], []
     for i, prompt in enumerate(PROMPTS):
         count = prompt.count(IMAGE) // NUM_IMAGE_TOKENS
@@ -77,7 +77,7 @@ def reference_tokens(model: Any, prompt: list[int], pixels: Tensor | None) -> li
 
 
 def encode_all(model: TransformersModel, requests: list[Request], pixels: list[Any]) -> None:
-    """All requests' pictures through the encoder in one call."""
+    """All requests' images through the encoder in one call."""
     items = [{"pixel_values": p} for batch in pixels if batch is not None for p in batch]
     with torch.inference_mode():
         rows = iter(model.encode("image", items))
@@ -100,7 +100,7 @@ def test_llava(tower: str, num_kv_heads: int, backend: str) -> None:
 
     model = Llava(hf)
     encode_all(model, requests, pixels)
-    # Chunks of 7 to 10 tokens end inside every picture, and prompts end at different steps.
+    # Chunks of 7 to 10 tokens end inside every image, and prompts end at different steps.
     Driver(model, backend=backend).generate(requests, NUM_TOKENS, chunk=7)
     assert len({tuple(tokens[-NUM_TOKENS:]) for tokens in expected}) == len(expected)
     for request, tokens, logits in zip(requests, expected, dense, strict=True):

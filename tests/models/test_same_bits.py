@@ -41,8 +41,8 @@ async def ask(engine: Any, number: int) -> RequestOutput:
     text = TEXTS[number % len(TEXTS)]
     if number < len(TEXTS):
         return await engine.generate(text, PARAMS)
-    picture = encoded(tiny_image(number))
-    return await engine.generate(f"<image>{text}", PARAMS, images=[picture])
+    image = encoded(tiny_image(number))
+    return await engine.generate(f"<image>{text}", PARAMS, images=[image])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

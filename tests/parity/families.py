@@ -38,7 +38,7 @@ TEXT = {
 }
 
 
-# With as many pictures as places, "*" being one.
+# With as many images as places, "*" being one.
 TEXTS = (
     "USER: *\nWhat is it? ASSISTANT:",
     "USER: *\nWhat is it? ASSISTANT:",
@@ -53,7 +53,7 @@ TEXTS = (
 class Family:
     """`processor()`: the HF processor; `model(tokenizer)`: the HF model, weights to be drawn.
 
-    `place`: what stands for a picture in a text; `sizes`: of the pictures that are tried.
+    `place`: what stands for an image in a text; `sizes`: of the images that are tried.
     """
 
     processor: Callable[[], Any]
@@ -549,7 +549,7 @@ def save(family: Family, folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, its pictures, and what transformers makes of them.
+    """A prompt, its images, and what transformers makes of them.
 
     `expected`: its greedy tokens, as far as none was a close call in a narrow type.
     """
@@ -566,7 +566,7 @@ class Case:
 
 
 def cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
-    """Prompts with one, two and no pictures."""
+    """Prompts with one, two and no images."""
     a, b, c = (tiny_image(i).resize(size) for i, size in enumerate(family.sizes))
     pictures = {0: iter([()]), 1: iter([(a,), (b,), (c,), (a,), (b,)]), 2: iter([(a, b), (c, c)])}
     found = []
@@ -578,19 +578,19 @@ def cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
 
 
 def video_cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
-    """Prompts with a video, with two, and with a picture beside one."""
+    """Prompts with a video, with two, and with an image beside one."""
     video, place = family.video_place, family.place
     generator = np.random.default_rng(0)
     films = [
         generator.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
         for count, (width, height) in zip(family.num_frames, family.sizes, strict=False)
     ]
-    picture = tiny_image(7).resize(family.sizes[0])
+    image = tiny_image(7).resize(family.sizes[0])
     prompts: Sequence[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = (
         (f"USER: {video}\nWhat happens? ASSISTANT:", (), (films[0],)),
         (f"USER: {video}\nWhat happens? ASSISTANT:", (), (films[1],)),
         (f"First {video} then {video} compare", (), (films[1], films[0])),
-        (f"Is {place} in {video} ?", (picture,), (films[1],)),
+        (f"Is {place} in {video} ?", (image,), (films[1],)),
     )
     return tuple(
         Case(text, images, _expect(model, processor, text, images, videos), videos)

@@ -16,7 +16,7 @@ from tests.parity.audio_families import RATE, sound
 from tests.tiny import tiny_image
 
 BUDGET = 13
-"""Tokens of one step, for most: fewer than a picture and its text, and than two prompts."""
+"""Tokens of one step, for most: fewer than an image and its text, and than two prompts."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _media(case: Any) -> dict[str, Sequence[Any]]:
 
 
 def of_llava(module: Any, made: Any) -> list[Ask]:
-    """Its cases name their pictures by seed."""
+    """Its cases name their images by seed."""
     return [
         Ask(case.text, {"images": [tiny_image(seed) for seed in case.pictures]}, case.expected)
         for case in made.cases
@@ -73,7 +73,7 @@ def of_listeners(module: Any, made: Any) -> list[Ask]:
 
 
 def of_readers(module: Any, made: Any) -> list[Ask]:
-    """Of encoder-decoder models that read a picture."""
+    """Of encoder-decoder models that read an image."""
     return [
         Ask(text, {"images": module.images(index)}, tokens)
         for (text, index), tokens in zip(module.ASKED, made.expected, strict=True)
@@ -81,7 +81,7 @@ def of_readers(module: Any, made: Any) -> list[Ask]:
 
 
 def of_gemma4(module: Any, made: Any) -> list[Ask]:
-    """The cases with pictures, and where it hears, recordings; that part runs in float32 only."""
+    """The cases with images, and where it hears, recordings; that part runs in float32 only."""
     asked = of_cases(module, made)
     if made.name == "small":
         build = Gemma4ForConditionalGeneration.from_pretrained

@@ -68,12 +68,12 @@ def save_thinker(folder: Path) -> Any:
     model = finish(model, folder)
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    pictures = hf.Qwen2VLImageProcessorPil(
+    images = hf.Qwen2VLImageProcessorPil(
         size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16}
     )
     sounds = hf.WhisperFeatureExtractor(feature_size=8, chunk_length=4)
     # As on the hub: one file for both.
-    settings = {**pictures.to_dict(), **sounds.to_dict(), "processor_class": "Qwen2_5OmniProcessor"}
+    settings = {**images.to_dict(), **sounds.to_dict(), "processor_class": "Qwen2_5OmniProcessor"}
     settings["image_processor_type"] = "Qwen2VLImageProcessor"
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     (folder / PROCESSOR).write_text(json.dumps({"processor_class": "Qwen2_5OmniProcessor"}))

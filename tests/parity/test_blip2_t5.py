@@ -28,7 +28,7 @@ from tests.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ROWS = 4
-PICTURES = tuple(tiny_image(i).resize(size) for i, size in enumerate(((40, 30), (30, 60), (9, 9))))
+IMAGES = tuple(tiny_image(i).resize(size) for i, size in enumerate(((40, 30), (30, 60), (9, 9))))
 ASKED: tuple[tuple[str, int | None], ...] = (
     ("Question: what is it? Answer:", 0),
     ("Question: what is it? Answer:", 1),
@@ -37,7 +37,7 @@ ASKED: tuple[tuple[str, int | None], ...] = (
     ("", 1),
     ("tell a story", None),
 )
-"""Texts, and the picture of each."""
+"""Texts, and the image of each."""
 NUM_READ = len(ASKED)
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "t5": {},
@@ -47,7 +47,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A model's folder, what transformers makes of what is asked, and a picture's rows."""
+    """A model's folder, what transformers makes of what is asked, and an image's rows."""
 
     folder: Path
     expected: list[tuple[int, ...]]
@@ -76,18 +76,18 @@ def build(kind: str) -> tuple[Any, Any]:
         model = hf.Blip2ForConditionalGeneration(config)
     draw(model)
     with torch.no_grad():
-        model.language_projection.weight *= 4  # else pictures weigh little beside words
+        model.language_projection.weight *= 4  # else images weigh little beside words
     return model, processor
 
 
 @torch.inference_mode()
-def expect(model: Any, processor: Any, text: str, picture: Image.Image | None) -> tuple[int, ...]:
+def expect(model: Any, processor: Any, text: str, image: Image.Image | None) -> tuple[int, ...]:
     options = {"do_sample": False, "max_new_tokens": MAX_TOKENS}
-    if picture is None:
+    if image is None:
         inputs = processor.tokenizer(text, return_tensors="pt")
         output = model.language_model.generate(input_ids=inputs["input_ids"], **options)
     else:
-        inputs = processor(text=text, images=picture, return_tensors="pt")
+        inputs = processor(text=text, images=image, return_tensors="pt")
         inputs["pixel_values"] = inputs["pixel_values"].double()
         output = model.generate(**inputs, **options)
     assert output[0, 0] == 0
@@ -102,9 +102,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    asked = ((text, None if index is None else PICTURES[index]) for text, index in ASKED)
-    expected = [expect(model, processor, text, picture) for text, picture in asked]
-    inputs = processor(text=ASKED[0][0], images=PICTURES[0], return_tensors="pt")
+    asked = ((text, None if index is None else IMAGES[index]) for text, index in ASKED)
+    expected = [expect(model, processor, text, image) for text, image in asked]
+    inputs = processor(text=ASKED[0][0], images=IMAGES[0], return_tensors="pt")
     rows = model.get_image_features(inputs["pixel_values"].double()).pooler_output[0]
     return Saved(folder, expected, rows, inputs["input_ids"][0].tolist())
 
@@ -115,7 +115,7 @@ def engine_for(saved: Saved, **more: Any) -> AsyncEngine:
 
 
 def images(index: int | None) -> list[Image.Image]:
-    return [] if index is None else [PICTURES[index]]
+    return [] if index is None else [IMAGES[index]]
 
 
 async def check_all(engine: AsyncEngine, saved: Saved) -> None:
@@ -179,20 +179,20 @@ async def test_other_forms_of_a_prompt(saved: Saved) -> None:
 
 @pytest.mark.parametrize("saved", ["flan-t5"], indirect=True)
 async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
-    picture = PICTURES[0]
+    image = IMAGES[0]
     async with engine_for(saved) as engine:
         cases: list[tuple[str | Prompt, list[Any], type[InvalidRequestError]]] = [
-            ("a <image> b", [picture], PlaceholderMismatchError),
+            ("a <image> b", [image], PlaceholderMismatchError),
             ("a <image> b", [], PlaceholderMismatchError),
             (Prompt(token_ids=saved.token_ids), [], PlaceholderMismatchError),
-            ("a", [picture, picture], UnsupportedModalityError),
+            ("a", [image, image], UnsupportedModalityError),
             (Prompt(decoder_text="a"), [], InvalidRequestError),
-            (Prompt(token_ids=[5] * 58, media={"image": [picture]}), [], PromptTooLongError),
+            (Prompt(token_ids=[5] * 58, media={"image": [image]}), [], PromptTooLongError),
         ]
         for prompt, pictures, kind in cases:
             with pytest.raises(kind):
                 await engine.generate(prompt, PARAMS, images=pictures)
-        output = await engine.generate(ASKED[0][0], PARAMS, images=[picture])
+        output = await engine.generate(ASKED[0][0], PARAMS, images=[image])
         assert output.token_ids == saved.expected[0]
 
 

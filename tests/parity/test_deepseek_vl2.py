@@ -364,7 +364,7 @@ def test_the_tower_is_siglips() -> None:
 
 @torch.inference_mode()
 def test_rows_lie_as_the_tiles_do() -> None:
-    """The published rule, place by place, for a picture of 3 columns and 2 rows of tiles."""
+    """The published rule, place by place, for an image of 3 columns and 2 rows of tiles."""
     definition = build(settings_of("tiny"))
     pixels = torch.randn(7, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(2)).double()
     (rows,) = definition.get_image_features(pixels, torch.tensor([[3, 2]]))
@@ -385,7 +385,7 @@ def test_rows_lie_as_the_tiles_do() -> None:
     assert (rows - torch.stack(wanted)).abs().max() < 1e-12
 
 
-def test_pictures_of_as_many_tiles_share_an_encoder_run(tmp_path: Path) -> None:
+def test_images_of_as_many_tiles_share_an_encoder_run(tmp_path: Path) -> None:
     """Four tiles beside each other, and two above two."""
     save(build(settings_of("tiny")), settings_of("tiny"), tmp_path)
     config = DeepseekVL2Config.from_pretrained(tmp_path)
@@ -526,7 +526,7 @@ def test_configs_of_another_kind_are_refused(
         DeepseekVL2.probe(DeepseekVL2Config.from_dict(settings))
 
 
-# ---- layouts and pictures
+# ---- layouts and images
 
 NINE = sorted(
     ([384 * m, 384 * n] for m in range(1, 10) for n in range(1, 10) if m * n <= 9),
@@ -537,7 +537,7 @@ NINE = sorted(
 @pytest.mark.parametrize(
     ("size", "tiles", "num_rows"),
     [
-        # 210 rows of the whole picture, one between, and 14 r (14 c + 1) of the others.
+        # 210 rows of the whole image, one between, and 14 r (14 c + 1) of the others.
         ((384, 384), (1, 1), 210 + 1 + 14 * 15),
         ((768, 384), (2, 1), 210 + 1 + 14 * 29),
         # Two tiles would make less of it than it has: (768, 384), (384, 768).
@@ -575,7 +575,7 @@ def test_the_best_resolution_keeps_most_and_wastes_least() -> None:
         assert select_best_resolution((width, height), NINE) == best
 
 
-def test_tiles_are_cut_from_the_fitted_picture(tmp_path: Path) -> None:
+def test_tiles_are_cut_from_the_fitted_image(tmp_path: Path) -> None:
     save(build(settings_of("tiny")), settings_of("tiny"), tmp_path)
     processor = processor_of(tmp_path)
     image = tiny_image(3, 60, 18)
@@ -619,12 +619,12 @@ async def test_tokens_equal_a_plain_forward(model: Model, budget: int) -> None:
 
 
 async def test_tokens_equal_a_plain_forward_without_a_prefix_cache(model: Model) -> None:
-    # Three pictures in company of two at most, and three beside each other.
+    # Three images in company of two at most, and three beside each other.
     await check_without_prefixes(model.folder, model.cases, 6)
 
 
 @only("tiny")
-async def test_a_picture_beside_two_others_is_another_one(model: Model) -> None:
+async def test_a_image_beside_two_others_is_another_one(model: Model) -> None:
     """What was kept of it by itself, or of it beside two others, is not taken for the other."""
     one, three = model.cases[0], model.cases[5]
     assert one.images[0] is three.images[0]

@@ -99,7 +99,7 @@ async def test_videos(model: Model, budget: int) -> None:
 
 @pytest.mark.parametrize("model", ["qwen2-vl", "qwen3-vl"], indirect=True)
 async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
-    """The encoder's own rows, with their grid, in a picture's place: the picture's tokens."""
+    """The encoder's own rows, with their grid, in an image's place: the image's tokens."""
     case = model.cases[0]
     async with engine_for(model.folder) as engine:
         await engine.generate(case.text, PARAMS, images=case.images)

@@ -28,7 +28,7 @@ from tests.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 SIDE, ROWS = 32, 17
-PICTURES = tuple(tiny_image(i).resize(size) for i, size in enumerate(((40, 30), (30, 60), (9, 9))))
+IMAGES = tuple(tiny_image(i).resize(size) for i, size in enumerate(((40, 30), (30, 60), (9, 9))))
 ASKED: tuple[tuple[str, int | None], ...] = (
     ("<OD>", 0),
     ("<OD>", 1),
@@ -40,13 +40,13 @@ ASKED: tuple[tuple[str, int | None], ...] = (
     ("tell a story", None),
     ("<OCR>", None),
 )
-"""Texts, and the picture of each."""
+"""Texts, and the image of each."""
 NUM_READ = len(ASKED)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A model's folder, what transformers makes of what is asked, and a picture's rows."""
+    """A model's folder, what transformers makes of what is asked, and an image's rows."""
 
     folder: Path
     expected: list[tuple[int, ...]]
@@ -86,10 +86,10 @@ def build() -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def expect(model: Any, processor: Any, text: str, picture: Image.Image | None) -> tuple[int, ...]:
-    given = {} if picture is None else {"images": [picture]}
+def expect(model: Any, processor: Any, text: str, image: Image.Image | None) -> tuple[int, ...]:
+    given = {} if image is None else {"images": [image]}
     inputs = processor(text=text, **given, return_tensors="pt")
-    if picture is not None:
+    if image is not None:
         inputs["pixel_values"] = inputs["pixel_values"].double()
     output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_TOKENS + 1)
     assert output[0, :2].tolist() == [2, 1]
@@ -104,9 +104,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    asked = ((text, None if index is None else PICTURES[index]) for text, index in ASKED)
-    expected = [expect(model, processor, text, picture) for text, picture in asked]
-    inputs = processor(text=ASKED[0][0], images=[PICTURES[0]], return_tensors="pt")
+    asked = ((text, None if index is None else IMAGES[index]) for text, index in ASKED)
+    expected = [expect(model, processor, text, image) for text, image in asked]
+    inputs = processor(text=ASKED[0][0], images=[IMAGES[0]], return_tensors="pt")
     rows = model.get_image_features(inputs["pixel_values"].double()).pooler_output[0]
     return Saved(folder, expected, rows, inputs["input_ids"][0].tolist())
 
@@ -117,7 +117,7 @@ def engine_for(saved: Saved, **more: Any) -> AsyncEngine:
 
 
 def images(index: int | None) -> list[Image.Image]:
-    return [] if index is None else [PICTURES[index]]
+    return [] if index is None else [IMAGES[index]]
 
 
 async def check_all(engine: AsyncEngine, saved: Saved) -> None:
@@ -181,13 +181,13 @@ async def test_other_forms_of_a_prompt(saved: Saved) -> None:
 
 
 async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
-    picture = PICTURES[0]
+    image = IMAGES[0]
     async with engine_for(saved) as engine:
         for text, pictures, kind in (
-            ("<OD> of a cat", [picture], InvalidRequestError),
-            ("a <image> b", [picture], PlaceholderMismatchError),
+            ("<OD> of a cat", [image], InvalidRequestError),
+            ("a <image> b", [image], PlaceholderMismatchError),
             ("a <image> b", [], PlaceholderMismatchError),
-            ("<OD>", [picture, picture], UnsupportedModalityError),
+            ("<OD>", [image, image], UnsupportedModalityError),
             ("", [], InvalidRequestError),
         ):
             with pytest.raises(kind):
@@ -196,9 +196,9 @@ async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
         small = {"size": {"height": 16, "width": 16}}
         with pytest.raises(InvalidRequestError, match="could not be encoded"):
             await engine.generate(
-                Prompt(text="<OD>", media={"image": [picture]}, mm_processor_kwargs=small), PARAMS
+                Prompt(text="<OD>", media={"image": [image]}, mm_processor_kwargs=small), PARAMS
             )
-        output = await engine.generate("<OD>", PARAMS, images=[picture])
+        output = await engine.generate("<OD>", PARAMS, images=[image])
         assert output.token_ids == saved.expected[0]
 
 

@@ -269,7 +269,7 @@ async def test_the_text_model_of_a_gemma_3n_with_towers(tmp_path: Path) -> None:
             await engine.generate("what is it?", PARAMS, images=[tiny_image()])
 
 
-# With pictures.
+# With images.
 
 
 def processor() -> Any:
@@ -317,7 +317,7 @@ def gemma4_whole(has_audio: bool, **changes: Any) -> Callable[[Any], Any]:
 
 
 BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
-PICTURES = {
+IMAGES = {
     "small": Family(processor=processor, model=gemma4_whole(True), place="<|image|>"),
     "large": Family(
         processor=processor, model=gemma4_whole(False, **LARGE, **KEYS, **BIDIRECTIONAL),
@@ -335,9 +335,9 @@ def save_whole(family: Family, folder: Path) -> tuple[Any, Any]:
     return reference, made
 
 
-@pytest.fixture(scope="module", params=PICTURES)
+@pytest.fixture(scope="module", params=IMAGES)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    family, folder = PICTURES[request.param], tmp_path_factory.mktemp(request.param)
+    family, folder = IMAGES[request.param], tmp_path_factory.mktemp(request.param)
     return Saved(request.param, folder, cases(family, *save_whole(family, folder)))
 
 
@@ -346,14 +346,14 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     [("small", 512), ("small", 13), ("small", 5), ("large", 512), ("large", 70)],
     indirect=["whole"],
 )
-async def test_pictures(whole: Saved, budget: int) -> None:
-    """A picture that its tokens see both ways is computed in one step; others are cut up."""
+async def test_images(whole: Saved, budget: int) -> None:
+    """An image that its tokens see both ways is computed in one step; others are cut up."""
     assert len({case.expected for case in whole.cases}) >= 5
     async with engine_for(whole.folder, max_num_batched_tokens=budget) as engine:
         await check_all(engine, whole.cases)
 
 
-async def test_pictures_without_a_prefix_cache(whole: Saved) -> None:
+async def test_images_without_a_prefix_cache(whole: Saved) -> None:
     options = {"max_num_batched_tokens": 71, "enable_prefix_caching": False}
     async with engine_for(whole.folder, **options) as engine:
         await check(engine, whole.cases)
@@ -361,13 +361,13 @@ async def test_pictures_without_a_prefix_cache(whole: Saved) -> None:
 
 
 async def test_recordings(tmp_path: Path) -> None:
-    """Also beside a picture. In float32: transformers' tower computes in nothing wider."""
-    reference, made = save_whole(replace(PICTURES["small"], dtype=torch.float32), tmp_path)
-    picture, tones = tiny_image(3), [sound(0, 0.9), sound(1, 1.3)]
+    """Also beside an image. In float32: transformers' tower computes in nothing wider."""
+    reference, made = save_whole(replace(IMAGES["small"], dtype=torch.float32), tmp_path)
+    image, tones = tiny_image(3), [sound(0, 0.9), sound(1, 1.3)]
     prompts = [
         ("say what <|audio|> is", [], tones[:1]),
         ("say what <|audio|> is", [], tones[1:]),
-        ("<|image|> and <|audio|> ?", [picture], tones[1:]),
+        ("<|image|> and <|audio|> ?", [image], tones[1:]),
     ]
     expected = []
     for text, images, audios in prompts:

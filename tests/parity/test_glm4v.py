@@ -1,7 +1,7 @@
 """GLM-4V with videos: greedy tokens equal transformers'.
 
-A video's frames stand at the placeholder of pictures, each between a picture's markers and behind
-it the second at which it was taken. transformers 5.23 tells pictures from videos by that token's
+A video's frames stand at the placeholder of images, each between an image's markers and behind
+it the second at which it was taken. transformers 5.23 tells images from videos by that token's
 id, finds rows of the one for places of both, and so refuses a prompt that has both
 ("Image features and image tokens do not match"): there its parts, put together, are the reference.
 """

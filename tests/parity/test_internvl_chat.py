@@ -359,12 +359,12 @@ async def test_an_answer_ends_where_a_turn_ends(model: Model) -> None:
 @pytest.mark.parametrize("model", ["internlm2"], indirect=True)
 async def test_options_of_a_request(model: Model) -> None:
     """Fewer tiles; tiles of another size the vision model cannot take."""
-    picture = tiny_image(0).resize((300, 50))
+    image = tiny_image(0).resize((300, 50))
     async with engine_for(model.folder, mm_processor_kwargs={"use_thumbnail": False}) as engine:
         row = engine.tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
         for most, num_tiles in ((1, 1), (2, 2), (4, 4), (6, 6)):
             prompt = Prompt(
-                text="<image>", media={"image": [picture]},
+                text="<image>", media={"image": [image]},
                 mm_processor_kwargs={"max_dynamic_patch": most},
             )  # fmt: skip
             output = await engine.generate(prompt, PARAMS)
@@ -375,7 +375,7 @@ async def test_options_of_a_request(model: Model) -> None:
             ({"max_dynamic_patch": 0}, "max_dynamic_patch"),
             ({"max_dynamic_patch": 1 << 40}, "max_dynamic_patch"),
         ):
-            prompt = Prompt(text="<image>", media={"image": [picture]}, mm_processor_kwargs=options)
+            prompt = Prompt(text="<image>", media={"image": [image]}, mm_processor_kwargs=options)
             with pytest.raises(InvalidRequestError, match=message):
                 await engine.generate(prompt, PARAMS)
 

@@ -1,6 +1,6 @@
 """Greedy tokens of the engine equal transformers' `generate`, in float64, whatever the company.
 
-Tiny random models, drawn wide, so that each picture and each prompt gives different tokens.
+Tiny random models, drawn wide, so that each image and each prompt gives different tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, its pictures (by seed) and what transformers makes of it."""
+    """A prompt, its images (by seed) and what transformers makes of it."""
 
     text: str
     pictures: tuple[int, ...]
@@ -50,7 +50,7 @@ class Model:
 
 
 def _prompts() -> list[tuple[str, tuple[int, ...]]]:
-    """Sixteen prompts: each question with different, equal and shared pictures."""
+    """Sixteen prompts: each question with different, equal and shared images."""
     prompts: list[tuple[str, tuple[int, ...]]] = []
     for seed in range(4):
         for text in QUESTIONS[: 4 if seed else 5]:
@@ -133,7 +133,7 @@ async def test_an_encoder_cache_too_small_for_all(model: Model, budget: int) -> 
         model,
         max_num_batched_tokens=budget,
         enable_prefix_caching=False,
-        encoder_cache_bytes=2 * 16 * 48 * 8,  # two pictures of 16 rows, 48 wide, 8 bytes each
+        encoder_cache_bytes=2 * 16 * 48 * 8,  # two images of 16 rows, 48 wide, 8 bytes each
     ) as engine:
         await check_all(engine, model.cases)
         assert engine.statistics().encoder_cache_evictions > 0
@@ -155,7 +155,7 @@ async def test_forced_preemption(model: Model, prefix_caching: bool) -> None:
 
 
 @pytest.mark.parametrize("budget", [24, 64])
-async def test_pictures_kept_whole(model: Model, budget: int) -> None:
+async def test_images_kept_whole(model: Model, budget: int) -> None:
     async with engine_for(
         model, max_num_batched_tokens=budget, disable_chunked_mm_input=True
     ) as engine:
@@ -171,8 +171,8 @@ async def test_run_ahead_of_one_step(model: Model) -> None:
         assert_at_rest(engine)
 
 
-async def test_the_same_text_with_three_pictures_in_a_row(model: Model) -> None:
-    """Placeholder ids are equal, so nothing but the pictures tells the prompts apart."""
+async def test_the_same_text_with_three_images_in_a_row(model: Model) -> None:
+    """Placeholder ids are equal, so nothing but the images tells the prompts apart."""
     async with engine_for(model) as engine:
         cases = [case for case in model.cases if case.text == QUESTIONS[0]][:3]
         assert len({case.expected for case in cases}) == 3
@@ -180,7 +180,7 @@ async def test_the_same_text_with_three_pictures_in_a_row(model: Model) -> None:
             assert (await case.run(engine)).token_ids == case.expected
 
 
-async def test_the_same_picture_twice_is_encoded_once(model: Model) -> None:
+async def test_the_same_image_twice_is_encoded_once(model: Model) -> None:
     case = next(c for c in model.cases if len(c.pictures) == 2 and len(set(c.pictures)) == 1)
     async with engine_for(model) as engine:
         output = await case.run(engine)
@@ -192,11 +192,11 @@ async def test_the_same_picture_twice_is_encoded_once(model: Model) -> None:
 async def test_token_ids_and_chat_messages_are_the_same_prompt(model: Model) -> None:
     processor = AutoProcessor.from_pretrained(model.folder)
     case = model.cases[0]
-    picture = tiny_image(case.pictures[0])
+    image = tiny_image(case.pictures[0])
     ids = processor.tokenizer(case.text)["input_ids"]
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
     async with engine_for(model) as engine:
-        by_ids = await engine.generate(ids, PARAMS, images=[picture])
+        by_ids = await engine.generate(ids, PARAMS, images=[image])
         assert by_ids.token_ids == case.expected
         by_chat = await engine.generate([{"role": "user", "content": content}], PARAMS)
         assert by_chat.prompt_token_ids == by_ids.prompt_token_ids

@@ -487,7 +487,7 @@ def test_the_published_token_counts() -> None:
 
 
 def test_every_token_has_its_own_patches() -> None:
-    """In a picture that fills its canvas, each token's four patches are those at its place."""
+    """In an image that fills its canvas, each token's four patches are those at its place."""
     images = MolmoImageProcessor(**{**CROPS, "max_crops": 6})
     # Three by two crops: windows of 16 pixels, and margins of 8 on each side.
     picture = tiny_image(3).resize((2 * 16 + 16, 3 * 16 + 16), Image.Resampling.NEAREST)

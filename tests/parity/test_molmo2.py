@@ -1,4 +1,4 @@
-"""Molmo 2: tokens equal transformers' `generate`, pictures are processed as transformers would."""
+"""Molmo 2: tokens equal transformers' `generate`, images are processed as transformers would."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MARKS = (
     "<im_low>", "<frame_start>", "<frame_end>", "<|video|>",
 )  # fmt: skip
 LEAST_BUDGET = 200
-"""Two pictures, and the text between them, are computed in one step."""
+"""Two images, and the text between them, are computed in one step."""
 
 
 def tiny_processor() -> Molmo2Processor:
@@ -259,7 +259,7 @@ SIZES = ((32, 32), (40, 30), (30, 60), (5, 300), (300, 5), (1, 1), (161, 97), (4
 
 @pytest.mark.parametrize("pooling", [(2, 2), (3, 2)])
 @pytest.mark.parametrize(("crop", "margins"), [(32, (2, 2)), (36, (2, 2)), (36, (3, 1))])
-def test_pictures_become_what_transformers_makes_of_them(
+def test_images_become_what_transformers_makes_of_them(
     crop: int, margins: tuple[int, int], pooling: tuple[int, int]
 ) -> None:
     mine = Molmo2ImageProcessor(

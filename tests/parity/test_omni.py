@@ -1,4 +1,4 @@
-"""Pictures, videos and recordings in one prompt: the tokens of transformers."""
+"""Images, videos and recordings in one prompt: the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.parity.omni_family import AUDIO, IMAGE, VIDEO, make_whole, save_think
 from tests.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-PICTURES = tuple(tiny_image(i).resize(size) for i, size in enumerate(((60, 60), (56, 112))))
+IMAGES = tuple(tiny_image(i).resize(size) for i, size in enumerate(((60, 60), (56, 112))))
 # Shorter than a window of the tower, as long as one, and longer.
 SOUNDS = tuple(sound(i, seconds) for i, seconds in enumerate((0.3, 0.5, 1.3)))
 FILMS = tuple(
     np.random.default_rng(i).integers(0, 256, (count, 60, 90, 3), dtype=np.uint8)
     for i, count in enumerate((6, 4))
 )
-# Texts in which p0, s1 and f0 stand for a picture, a sound and a film of these.
+# Texts in which p0, s1 and f0 stand for an image, a sound and a film of these.
 TEXTS = (
     "USER: p0 and s0 fit? ASSISTANT:",
     "USER: s2 with p1 fit? ASSISTANT:",
@@ -60,7 +60,7 @@ def case_of(text: str, reference: Any, processor: Any) -> Case:
     """The text with its media, through transformers."""
     media: dict[str, list[Any]] = {"images": [], "audios": [], "videos": []}
     kinds = {
-        "p": (IMAGE, "images", PICTURES),
+        "p": (IMAGE, "images", IMAGES),
         "s": (AUDIO, "audios", SOUNDS),
         "f": (VIDEO, "videos", FILMS),
     }
@@ -202,13 +202,13 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
             (features,) = engine._core.input_processor.media.cache._items.values()
             return Embeddings(rows, **{name: features[name] for name in extras if name in features})
 
-    picture = await encode(IMAGE, images=PICTURES[:1])
+    image = await encode(IMAGE, images=IMAGES[:1])
     recording = await encode(AUDIO, audios=[(SOUNDS[0], RATE)])
     film = await encode(VIDEO, videos=FILMS[:1])
     text, seen, heard = model.cases[0].text, model.cases[5], model.cases[0].media["audios"]
     async with engine_for(model.folder) as engine:
         for sounds in ([recording], heard):
-            output = await engine.generate(text, PARAMS, images=[picture], audios=sounds)
+            output = await engine.generate(text, PARAMS, images=[image], audios=sounds)
             model.cases[0].check(output.token_ids)
         output = await engine.generate(
             seen.text, PARAMS, images=seen.media["images"], videos=[film]
@@ -218,7 +218,7 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
             lacking = Embeddings(film.rows, video_grid_thw=film.extra["video_grid_thw"])
             await engine.generate(VIDEO, PARAMS, videos=[lacking])
         with pytest.raises(InvalidRequestError, match="image_grid_thw"):
-            await engine.generate(IMAGE, PARAMS, images=[Embeddings(picture.rows)])
+            await engine.generate(IMAGE, PARAMS, images=[Embeddings(image.rows)])
 
 
 async def test_sound_woven_into_videos_is_refused(model: Model) -> None:

@@ -317,7 +317,7 @@ def test_names_and_sizes_are_the_published_ones() -> None:
     assert found["transformer.visual.transformer.resblocks.0.mlp.c_fc.weight"].shape[0] == 8192
 
 
-def test_pictures_are_processed_as_clips_are_without_a_crop() -> None:
+def test_images_are_processed_as_clips_are_without_a_crop() -> None:
     images = [tiny_image(i, 50, 70) for i in range(2)]
     theirs = hf.CLIPImageProcessorPil(
         size={"height": 448, "width": 448}, do_center_crop=False, resample=3
@@ -402,7 +402,7 @@ async def test_tokens_equal_a_plain_forward_without_a_prefix_cache(model: Model)
     await check_without_prefixes(model.folder, model.cases, 3)
 
 
-async def test_a_picture_lies_between_its_tags(model: Model) -> None:
+async def test_a_image_lies_between_its_tags(model: Model) -> None:
     case = model.cases[3]
     async with engine_for(model.folder) as engine:
         output = await engine.generate(case.text, PARAMS, images=case.images)

@@ -38,12 +38,12 @@ class Model:
     hf: Any
     processor: Any
 
-    def inputs(self, picture: int) -> dict[str, torch.Tensor]:
-        made = self.processor(text=TEXT, images=[tiny_image(picture)], return_tensors="pt")
+    def inputs(self, image: int) -> dict[str, torch.Tensor]:
+        made = self.processor(text=TEXT, images=[tiny_image(image)], return_tensors="pt")
         return {k: v.double() if v.is_floating_point() else v for k, v in made.items()}
 
-    def generate(self, picture: int, **options: Any) -> tuple[int, ...]:
-        inputs = self.inputs(picture)
+    def generate(self, image: int, **options: Any) -> tuple[int, ...]:
+        inputs = self.inputs(image)
         settings = {"do_sample": False, "max_new_tokens": MAX_TOKENS, **options}
         found = self.hf.generate(**inputs, **settings)
         return tuple(found[0, inputs["input_ids"].shape[1] :].tolist())
@@ -65,8 +65,8 @@ def params(**options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, **options)
 
 
-async def ask(engine: AsyncEngine, picture: int, **options: Any) -> RequestOutput:
-    return await engine.generate(TEXT, params(**options), images=[tiny_image(picture)])
+async def ask(engine: AsyncEngine, image: int, **options: Any) -> RequestOutput:
+    return await engine.generate(TEXT, params(**options), images=[tiny_image(image)])
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
@@ -74,14 +74,14 @@ async def test_all_at_once(model: Model, run_ahead: int) -> None:
     """With run-ahead the host does not know the last token that a penalty counts."""
     async with engine_for(model) as engine:
         engine._core.device.run_ahead = run_ahead
-        jobs = [(name, picture) for name in PAIRS for picture in range(3)]
+        jobs = [(name, image) for name in PAIRS for image in range(3)]
         outputs = await asyncio.gather(*(ask(engine, p, **PAIRS[name][0]) for name, p in jobs))
-    plain = {picture: model.generate(picture) for picture in range(3)}
+    plain = {image: model.generate(image) for image in range(3)}
     changed = 0
-    for (name, picture), output in zip(jobs, outputs, strict=True):
-        expected = model.generate(picture, **PAIRS[name][1])
+    for (name, image), output in zip(jobs, outputs, strict=True):
+        expected = model.generate(image, **PAIRS[name][1])
         assert output.token_ids == expected, name
-        changed += expected != plain[picture]
+        changed += expected != plain[image]
     assert changed > len(jobs) / 2, "parameters that change nothing prove nothing"
 
 
@@ -99,12 +99,12 @@ async def test_penalties_in_little_room(model: Model, budget: int) -> None:
         "enable_prefix_caching": False,
     }
     async with engine_for(model, **settings) as engine:
-        for picture in range(3):  # so that the three begin together
-            await ask(engine, picture)
+        for image in range(3):  # so that the three begin together
+            await ask(engine, image)
         outputs = await asyncio.gather(*(ask(engine, p, **options) for p in range(3)))
         assert engine.statistics().preemptions > 0 or budget < 64
-    for picture, output in enumerate(outputs):
-        assert output.token_ids == model.generate(picture, **hf_options)
+    for image, output in enumerate(outputs):
+        assert output.token_ids == model.generate(image, **hf_options)
 
 
 async def test_bad_words_and_allowed_tokens(model: Model) -> None:

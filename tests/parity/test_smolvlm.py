@@ -1,4 +1,4 @@
-"""SmolVLM: greedy tokens equal transformers' `generate`, for pictures and videos."""
+"""SmolVLM: greedy tokens equal transformers' `generate`, for images and videos."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ async def test_tokens_equal_generate_without_a_prefix_cache(model: Model) -> Non
         assert engine.statistics().encoder_items_run == 6
 
 
-async def test_a_picture_beside_a_video(model: Model) -> None:
-    """HF's processor loses the picture: a video's tensors have the same names. Here it tells."""
+async def test_a_image_beside_a_video(model: Model) -> None:
+    """HF's processor loses the image: a video's tensors have the same names. Here it tells."""
     (video,), text = model.videos[0].videos, "Is <image> in <video> ?"
     async with engine_for(model.folder) as engine:
         found = {

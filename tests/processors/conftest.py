@@ -68,7 +68,7 @@ def save_llava(
     tower: str = "clip",
     pads: bool | None = None,
 ) -> Path:
-    """The folder of a LLaVA with pictures of 28 x 28 pixels in patches of 14.
+    """The folder of a LLaVA with images of 28 x 28 pixels in patches of 14.
 
     `pads`: with LLaVA's own image processor instead of CLIP's, which pads to a square or not.
     """
@@ -142,7 +142,7 @@ def llava(llava_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def encode() -> Callable[..., bytes]:
-    """Writes a picture to bytes in a format."""
+    """Writes an image to bytes in a format."""
 
     def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
         buffer = io.BytesIO()
@@ -154,7 +154,7 @@ def encode() -> Callable[..., bytes]:
 
 @pytest.fixture(scope="session")
 def noise() -> Callable[..., Image.Image]:
-    """A picture of random pixels, the same for the same size, mode and seed."""
+    """An image of random pixels, the same for the same size, mode and seed."""
 
     def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
         channels = len(Image.new(mode, (1, 1)).getbands())

@@ -74,20 +74,20 @@ def without_video(cls: type[Any]) -> type[Any]:
 
 
 def llava(tower: str, style: str = "bytes") -> Any:
-    pictures = (
+    images = (
         hf.CLIPImageProcessorPil(**EDGE)
         if tower == "clip"
         else hf.SiglipImageProcessorPil(size=SQUARE)
     )
     tokenizer = tokenizer_with(style=style, image_token="<image>")
-    return hf.LlavaProcessor(pictures, tokenizer, **PATCHES)
+    return hf.LlavaProcessor(images, tokenizer, **PATCHES)
 
 
 def llava_next() -> Any:
-    pictures = hf.LlavaNextImageProcessorPil(
+    images = hf.LlavaNextImageProcessorPil(
         **EDGE, image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]]
     )
-    return hf.LlavaNextProcessor(pictures, tokenizer_with(image_token="<image>"), **PATCHES)
+    return hf.LlavaNextProcessor(images, tokenizer_with(image_token="<image>"), **PATCHES)
 
 
 def idefics3() -> Any:
@@ -95,10 +95,10 @@ def idefics3() -> Any:
     tokenizer = tokenizer_with(
         *more, "<global-img>", "<fake_token_around_image>", image_token="<image>"
     )
-    pictures = hf.Idefics3ImageProcessorPil(
+    images = hf.Idefics3ImageProcessorPil(
         size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
     )
-    return hf.Idefics3Processor(pictures, tokenizer, image_seq_len=4)
+    return hf.Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
 def chameleon() -> Any:
@@ -118,9 +118,9 @@ def aria() -> Any:
 
 
 def deepseek_vl() -> Any:
-    pictures = hf.DeepseekVLImageProcessorPil(size=SQUARE)
+    images = hf.DeepseekVLImageProcessorPil(size=SQUARE)
     tokenizer = tokenizer_with(image_token="<image_placeholder>")
-    return hf.DeepseekVLProcessor(pictures, tokenizer, num_image_tokens=7)
+    return hf.DeepseekVLProcessor(images, tokenizer, num_image_tokens=7)
 
 
 def internvl() -> Any:
@@ -130,16 +130,16 @@ def internvl() -> Any:
         context_image_token="<IMG_CONTEXT>",
         video_token="<video>",
     )
-    pictures = hf.GotOcr2ImageProcessorPil(size=SQUARE, min_patches=1, max_patches=6)
-    return without_video(hf.InternVLProcessor)(pictures, tokenizer, None, image_seq_length=4)
+    images = hf.GotOcr2ImageProcessorPil(size=SQUARE, min_patches=1, max_patches=6)
+    return without_video(hf.InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
 
 
 def qwen2_vl() -> Any:
     tokenizer = tokenizer_with(image_token="<|image_pad|>", video_token="<|video_pad|>")
-    pictures = hf.Qwen2VLImageProcessorPil(
+    images = hf.Qwen2VLImageProcessorPil(
         size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16}
     )
-    return without_video(hf.Qwen2VLProcessor)(pictures, tokenizer, None)
+    return without_video(hf.Qwen2VLProcessor)(images, tokenizer, None)
 
 
 def gemma3(line_ends: str = "learnt") -> Any:
@@ -149,14 +149,14 @@ def gemma3(line_ends: str = "learnt") -> Any:
         eoi_token="<end_of_image>",
     )
     tokenizer = merging_line_ends(tokenizer, line_ends)
-    pictures = hf.Gemma3ImageProcessorPil(size=SQUARE)
-    return hf.Gemma3Processor(pictures, tokenizer, image_seq_length=4)
+    images = hf.Gemma3ImageProcessorPil(size=SQUARE)
+    return hf.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
 def paligemma() -> Any:
-    pictures = hf.SiglipImageProcessorPil(size=SQUARE)
-    pictures.image_seq_length = 4
-    return hf.PaliGemmaProcessor(pictures, tokenizer_with(image_token="<image>"))
+    images = hf.SiglipImageProcessorPil(size=SQUARE)
+    images.image_seq_length = 4
+    return hf.PaliGemmaProcessor(images, tokenizer_with(image_token="<image>"))
 
 
 def qwen2_audio() -> Any:

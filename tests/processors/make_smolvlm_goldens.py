@@ -65,10 +65,10 @@ def processor_of(processor_class: Callable[..., Any], video_class: Any) -> Any:
         *more, "<global-img>", "<fake_token_around_image>",
         image_token="<image>", video_token="<video>",
     )  # fmt: skip
-    pictures = hf.SmolVLMImageProcessorPil(
+    images = hf.SmolVLMImageProcessorPil(
         size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
     )
-    return processor_class(pictures, tokenizer, video_class(**SETTINGS), image_seq_len=4)
+    return processor_class(images, tokenizer, video_class(**SETTINGS), image_seq_len=4)
 
 
 def text_of(hf_processor: Any) -> str:

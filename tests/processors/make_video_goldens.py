@@ -173,8 +173,8 @@ def _qwen(kind: str) -> Callable[[Any], Any]:
             image_token="<|image_pad|>",
             video_token="<|video_pad|>",
         )
-        pictures = hf.Qwen2VLImageProcessorPil(size=SMALL)
-        return _any_video(getattr(hf, kind))(pictures, tokenizer, video_processor)
+        images = hf.Qwen2VLImageProcessorPil(size=SMALL)
+        return _any_video(getattr(hf, kind))(images, tokenizer, video_processor)
 
     return make
 
@@ -185,8 +185,8 @@ def _glm(kind: str) -> Callable[[Any], Any]:
             f"<|{side}_of_{what}|>" for side in ("begin", "end") for what in ("image", "video")
         ]
         tokenizer = tokenizer_with(*marks, image_token="<|image|>", video_token="<|video|>")
-        pictures = getattr(hf, f"{kind}ImageProcessorPil")(size=VOLUME)
-        return _any_video(getattr(hf, f"{kind}Processor"))(pictures, tokenizer, video_processor)
+        images = getattr(hf, f"{kind}ImageProcessorPil")(size=VOLUME)
+        return _any_video(getattr(hf, f"{kind}Processor"))(images, tokenizer, video_processor)
 
     return make
 
@@ -198,32 +198,30 @@ def _internvl(video_processor: Any) -> Any:
         context_image_token="<IMG_CONTEXT>",
         video_token="<video>",
     )
-    pictures = hf.GotOcr2ImageProcessorPil(size=SQUARE, min_patches=1, max_patches=6)
-    return _any_video(hf.InternVLProcessor)(
-        pictures, tokenizer, video_processor, image_seq_length=4
-    )
+    images = hf.GotOcr2ImageProcessorPil(size=SQUARE, min_patches=1, max_patches=6)
+    return _any_video(hf.InternVLProcessor)(images, tokenizer, video_processor, image_seq_length=4)
 
 
 def _onevision(video_processor: Any) -> Any:
     tokenizer = tokenizer_with(image_token="<image>", video_token="<video>")
-    pictures = hf.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=[[28, 56]])
+    images = hf.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=[[28, 56]])
     return _any_video(hf.LlavaOnevisionProcessor)(
-        pictures, tokenizer, video_processor, num_image_tokens=4, **_STRATEGY
+        images, tokenizer, video_processor, num_image_tokens=4, **_STRATEGY
     )
 
 
 def _next_video(video_processor: Any) -> Any:
     tokenizer = tokenizer_with(image_token="<image>", video_token="<video>")
-    pictures = hf.LlavaNextImageProcessorPil(**EDGE, image_grid_pinpoints=[[28, 56]])
+    images = hf.LlavaNextImageProcessorPil(**EDGE, image_grid_pinpoints=[[28, 56]])
     return _any_video(hf.LlavaNextVideoProcessor)(
-        video_processor, pictures, tokenizer, patch_size=7, **_STRATEGY
+        video_processor, images, tokenizer, patch_size=7, **_STRATEGY
     )
 
 
 def _video_llava(video_processor: Any) -> Any:
     tokenizer = tokenizer_with(image_token="<image>", video_token="<video>")
-    pictures = hf.VideoLlavaImageProcessor(**EDGE)
-    return _any_video(hf.VideoLlavaProcessor)(pictures, video_processor, tokenizer, **PATCHES)
+    images = hf.VideoLlavaImageProcessor(**EDGE)
+    return _any_video(hf.VideoLlavaProcessor)(images, video_processor, tokenizer, **PATCHES)
 
 
 _STRATEGY = {"vision_feature_select_strategy": "full"}

@@ -20,7 +20,7 @@ from tests.processors.test_guide import GuideDummyInputs, GuideInfo, GuideProces
 
 
 class Listener(EncDecMultiModalProcessor, GuideProcessor):
-    """The encoder sees pictures only; the prompt is the decoder's."""
+    """The encoder sees images only; the prompt is the decoder's."""
 
     def create_encoder_prompt(
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems

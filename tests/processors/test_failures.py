@@ -36,7 +36,7 @@ class FailingCall(GuideProcessor):
 
 
 class WrongFields(GuideProcessor):
-    """Cuts one picture's pixels into two."""
+    """Cuts one image's pixels into two."""
 
     def _get_mm_fields_config(
         self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]
@@ -107,7 +107,7 @@ def test_a_bug_shows_itself_on_the_engines_own_dummy(
         assert type(caught.value.__cause__) is kind
         assert caught.value.__cause__.__traceback__ is not None
         assert str(caught.value.__cause__)[:40] in str(caught.value)
-    with pytest.raises(MediaError) as refused:  # of a request's pictures nothing is told again
+    with pytest.raises(MediaError) as refused:  # of a request's images nothing is told again
         made.process(pictures(), {})
     assert refused.value.__cause__ is None
 

@@ -44,7 +44,7 @@ from tests.processors.conftest import context_of
 from tests.processors.hf_processors import FAMILIES, context_for, processor_for, tokenizer_with
 
 TEXTS = st.text(st.sampled_from("a b\ncat.<>s/_é猫"), max_size=10)
-# Of a picture, width and height; of a recording, the number of samples.
+# Of an image, width and height; of a recording, the number of samples.
 SIZES = st.tuples(st.integers(12, 90), st.integers(12, 90))
 TEXT_NAMES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
 
@@ -56,8 +56,8 @@ class AppendsSeparator(GenericMultiModalProcessor):
         return [*prompt_tokens, self.info.get_tokenizer().sep_token_id]
 
 
-class PutsStartAfterPictures(GenericMultiModalProcessor):
-    """What a family file says where HF puts BOS behind the pictures, and a line's end last."""
+class PutsStartAfterImages(GenericMultiModalProcessor):
+    """What a family file says where HF puts BOS behind the images, and a line's end last."""
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
         tokenizer = self.info.get_tokenizer()
@@ -68,7 +68,7 @@ class PutsStartAfterPictures(GenericMultiModalProcessor):
         return [*prompt_tokens[:cut], start, *prompt_tokens[cut:], *end]
 
 
-CLASSES = {"chameleon": AppendsSeparator, "paligemma": PutsStartAfterPictures}
+CLASSES = {"chameleon": AppendsSeparator, "paligemma": PutsStartAfterImages}
 
 
 @cache
@@ -120,7 +120,7 @@ def assert_same_tensors(
             continue
         assert expects_padding, name
         own = [item[name] for item in items]
-        if len(whole) == 1:  # one entry for all of a prompt's pictures, its parts side by side
+        if len(whole) == 1:  # one entry for all of a prompt's images, its parts side by side
             assert all(len(each) == 1 for each in own)
             whole, own = whole[0], [each[0] for each in own]
         for each, part in zip(own, whole.split([len(each) for each in own]), strict=True):
@@ -170,7 +170,7 @@ def test_equals_hf(name: str, texts: list[str], data: st.DataObject) -> None:
 @given(texts=st.lists(TEXTS, min_size=2, max_size=4), data=st.data())
 @pytest.mark.parametrize("line_ends", ["learnt", "added"])
 def test_open_ends_merge_as_in_hf(line_ends: str, texts: list[str], data: st.DataObject) -> None:
-    """Empty lines around the pictures become one token with those that the text has there."""
+    """Empty lines around the images become one token with those that the text has there."""
     processor = gemma3_of(line_ends)
     prompt = "<start_of_image>".join(
         data.draw(st.sampled_from(["", "\n", "\n\n"]))
@@ -279,7 +279,7 @@ def test_embeddings_stand_in_the_items_markers(name: str, around: tuple[str, str
     assert MultiModalKwargs.reduce(mine.items["image"]).keys() == {"image_embeds"}
 
 
-def test_pictures_and_embeddings_in_one_prompt() -> None:
+def test_images_and_embeddings_in_one_prompt() -> None:
     processor = generic("internvl")
     entries = [
         ("image", "images[0]", item_of("image", (80, 30))),
@@ -391,15 +391,15 @@ def test_the_registry_makes_it(llava_folder: Path) -> None:
 
 def test_wrong_requests() -> None:
     processor = generic("qwen2-vl")
-    picture = group_of("image", [item_of("image", (30, 30))])
+    image = group_of("image", [item_of("image", (30, 30))])
     with pytest.raises(PlaceholderMismatchError, match=r"1 `<\|image_pad\|>`"):
         processor.apply("<|image_pad|>", MultiModalDataItems())
     with pytest.raises(PlaceholderMismatchError):
-        processor.apply("nothing", picture)
+        processor.apply("nothing", image)
     with pytest.raises(UnsupportedModalityError, match="takes no audio"):
         processor.process(group_of("audio", [item_of("audio", (30, 30))]), {})
     with pytest.raises(MediaError) as caught:
-        processor.process(picture, {"do_rescale": "secret"})
+        processor.process(image, {"do_rescale": "secret"})
     assert "secret" not in str(caught.value) and caught.value.__cause__ is None
     with pytest.raises(ValueError, match="not decoded"):
         processor.process(group_of("image", [ImageHeader(ImageSize(5, 5), "RGB")]), {})

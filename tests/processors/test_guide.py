@@ -103,7 +103,7 @@ class GuideModel:
 
 
 class PrependingProcessor(GuideProcessor):
-    """Puts each picture's rows, by the size that came out, before the prompt, in a frame."""
+    """Puts each image's rows, by the size that came out, before the prompt, in a frame."""
 
     layout_needs_hf_outputs = True
 

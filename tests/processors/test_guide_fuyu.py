@@ -1,7 +1,7 @@
-"""The model guide's second example, Fuyu: a picture's patches go before the text, row by row.
+"""The model guide's second example, Fuyu: an image's patches go before the text, row by row.
 
 The HF processor wants no placeholder in the text, ends each row of patches with a newline token,
-and puts `<s>` after the picture and `<0x04>` (the answer begins) after the text. So this example
+and puts `<s>` after the image and `<0x04>` (the answer begins) after the text. So this example
 takes what LLaVA leaves alone: a range that is a part of what is put in, positions in it without
 encoder rows, tokens that belong to no item, an empty dummy text, HF outputs that are cut up first.
 
@@ -129,7 +129,7 @@ class FuyuProcessing(BaseMultiModalProcessor):
             images = mm_data["images"]
             assert isinstance(images, list)
             image_sizes = map(ImageProcessorItems(images).get_image_size, range(len(images)))
-            # Deviation: the patches of all pictures now come in one tensor, so they are cut here.
+            # Deviation: the patches of all images now come in one tensor, so they are cut here.
             num_patches = [
                 self.info.get_num_image_patches(image_width=width, image_height=height)
                 for width, height in image_sizes
@@ -187,9 +187,9 @@ class FuyuModel:
 
 
 class ExactFuyuProcessing(FuyuProcessing):
-    """Leaves a text without pictures as the tokenizer gives it, as the HF processor does.
+    """Leaves a text without images as the tokenizer gives it, as the HF processor does.
 
-    The guide's hook is not told whether there are pictures; this later step is.
+    The guide's hook is not told whether there are images; this later step is.
     """
 
     def _apply_prompt_updates(
@@ -269,7 +269,7 @@ def header_of(size: tuple[int, int]) -> ImageHeader:
     return ImageHeader(ImageSize(*size), "RGB")
 
 
-def picture_of(size: tuple[int, int]) -> Image.Image:
+def image_of(size: tuple[int, int]) -> Image.Image:
     pixels = np.random.default_rng(size).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -281,7 +281,7 @@ def theirs_of(fuyu: Any, text: str, **pictures: Any) -> tuple[list[int], Any]:
 
 
 def leaves_pixels(size: tuple[int, int]) -> bool:
-    """Whether something is left of a picture that is shrunk to the limit."""
+    """Whether something is left of an image that is shrunk to the limit."""
     return min(1.0, LIMIT.width / size[0], LIMIT.height / size[1]) * min(size) >= 1.01
 
 
@@ -304,7 +304,7 @@ texts = st.lists(words | st.text(max_size=6), min_size=1).map("".join).filter(bo
 @example(text="<0x04>", size=(599, 11))
 @given(text=texts, size=sizes)
 def test_the_guides_example(fuyu: Any, text: str, size: tuple[int, int]) -> None:
-    picture = picture_of(size)
+    picture = image_of(size)
     token_ids, patches = theirs_of(fuyu, text, images=picture)
     mine = fuyu.apply(text, items_of(picture))
     assert mine.token_ids == token_ids
@@ -313,7 +313,7 @@ def test_the_guides_example(fuyu: Any, text: str, size: tuple[int, int]) -> None
     assert placed.length == fuyu.info.get_num_image_tokens(
         image_width=size[0], image_height=size[1]
     )
-    assert placed.length <= fuyu.info.get_max_image_tokens()  # The dummy picture's.
+    assert placed.length <= fuyu.info.get_max_image_tokens()  # The dummy image's.
     rows = [position for run in placed.embed_runs for position in range(*run)]
     assert rows == [index for index, token in enumerate(token_ids) if token == _IMAGE_TOKEN_ID]
     [item] = mine.items["image"]
@@ -333,7 +333,7 @@ def test_the_guides_example(fuyu: Any, text: str, size: tuple[int, int]) -> None
 
 @settings(deadline=None)
 @given(text=texts)
-def test_a_text_without_pictures(fuyu: Any, text: str) -> None:
+def test_a_text_without_images(fuyu: Any, text: str) -> None:
     """As HF's, and `<0x04>`: the guide's hook adds it whatever media there are."""
     token_ids, _ = theirs_of(fuyu, text)
     mine = fuyu.apply(text, MultiModalDataItems())
@@ -344,31 +344,31 @@ def test_a_text_without_pictures(fuyu: Any, text: str) -> None:
 
 @settings(deadline=None)
 @given(text=texts)
-def test_an_exact_text_without_pictures(fuyu: Any, text: str) -> None:
+def test_an_exact_text_without_images(fuyu: Any, text: str) -> None:
     exact = ExactFuyuProcessing(fuyu.info, fuyu.dummy_inputs)
     token_ids, _ = theirs_of(fuyu, text)
     mine = exact.apply(text, MultiModalDataItems())
     assert (mine.token_ids, mine.placeholders, mine.items) == (token_ids, {}, {})
-    picture = picture_of((25, 15))
+    picture = image_of((25, 15))
     token_ids, _ = theirs_of(fuyu, text, images=picture)
     assert exact.apply(text, items_of(picture)).token_ids == token_ids
 
 
 def test_a_text_with_the_target_in_it(fuyu: Any) -> None:
-    picture = picture_of((25, 15))
+    picture = image_of((25, 15))
     token_ids, _ = theirs_of(fuyu, "a|ENDOFTEXT|b", images=picture)
     assert fuyu.apply("a|ENDOFTEXT|b", items_of(picture)).token_ids == token_ids
 
 
 def test_an_empty_text(fuyu: Any) -> None:
     """The only text that differs: HF tokenizes `<0x04>` with the text, thus behind a lone "▁"."""
-    picture = picture_of((25, 15))
+    picture = image_of((25, 15))
     token_ids, _ = theirs_of(fuyu, "", images=picture)
     assert token_ids[-2:] == [_SPACE_ID, _BOA_ID]
     assert fuyu.apply("", items_of(picture)).token_ids == [*token_ids[:-2], _BOA_ID]
 
 
-def test_the_dummy_picture_is_the_largest(fuyu: Any) -> None:
+def test_the_dummy_image_is_the_largest(fuyu: Any) -> None:
     inputs = fuyu.dummy_inputs.get_dummy_processor_inputs(100, {"image": 1})
     assert inputs.prompt_text == fuyu.dummy_inputs.get_dummy_text({"image": 1}) == ""
     mine = fuyu.apply(inputs.prompt_text, items_of(*inputs.mm_data["image"]))
@@ -382,19 +382,19 @@ def test_the_dummy_picture_is_the_largest(fuyu: Any) -> None:
 def test_a_header_that_lied(fuyu: Any) -> None:
     layout = fuyu.layout("a", items_of(header_of((30, 10))), {})
     for size in ((10, 30), (30, 11), (31, 10)):
-        picture = items_of(picture_of(size))
+        picture = items_of(image_of(size))
         with pytest.raises(MediaError, match="promised"):
             fuyu.verify_layout(layout, picture, fuyu.process(picture, {}), {})
 
 
 def test_prompts_that_are_refused(fuyu: Any) -> None:
-    picture = picture_of((25, 15))
+    picture = image_of((25, 15))
     with pytest.raises(UnsupportedModalityError, match="2 image items"):
         fuyu.apply("a", items_of(picture, picture))
     with pytest.raises(PlaceholderMismatchError, match="1 image was given"):
         fuyu.layout([70, 71], items_of(picture), {})  # Without |ENDOFTEXT| at its start.
 
 
-def test_a_picture_that_shrinks_to_nothing(fuyu: Any) -> None:
+def test_a_image_that_shrinks_to_nothing(fuyu: Any) -> None:
     with pytest.raises(MediaError):
         fuyu.layout("a", items_of(header_of((1, 130))), {})

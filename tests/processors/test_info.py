@@ -45,12 +45,12 @@ def test_a_loaded_processor_lends_its_tokenizer(llava_folder: Path) -> None:
 
 def test_workers_side_by_side(llava_folder: Path) -> None:
     context = context_of(llava_folder)
-    picture = Image.new("RGB", (50, 40), (9, 8, 7))
+    image = Image.new("RGB", (50, 40), (9, 8, 7))
     workers = [MULTIMODAL_REGISTRY.create_processor(Llava, context.clone()) for _ in range(4)]
 
     def work(worker: Any) -> list[list[int]]:
         prompts = [f"{'word ' * number}<image>" for number in range(30)]
-        return [worker.apply(prompt, images(picture)).token_ids for prompt in prompts]
+        return [worker.apply(prompt, images(image)).token_ids for prompt in prompts]
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(work, workers))

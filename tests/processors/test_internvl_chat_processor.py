@@ -1,4 +1,4 @@
-"""How original InternVL checkpoints cut pictures up: as the code on their pages does."""
+"""How original InternVL checkpoints cut images up: as the code on their pages does."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_grids() -> None:
     assert grids(3, 2) == () and choose_grid(9, 1, side=4, fewest=3, most=2) == (1, 1)
 
 
-def by_pillow(picture: Image.Image, columns: int, rows: int, *, thumbnail: bool) -> torch.Tensor:
+def by_pillow(image: Image.Image, columns: int, rows: int, *, thumbnail: bool) -> torch.Tensor:
     """The published steps, one after the other."""
-    whole = picture.convert("RGB").resize((SIDE * columns, SIDE * rows))
+    whole = image.convert("RGB").resize((SIDE * columns, SIDE * rows))
     boxes = [
         (SIDE * column, SIDE * row, SIDE * (column + 1), SIDE * (row + 1))
         for row in range(rows)
@@ -53,7 +53,7 @@ def by_pillow(picture: Image.Image, columns: int, rows: int, *, thumbnail: bool)
     ]
     tiles = [whole.crop(box) for box in boxes]
     if thumbnail and len(tiles) > 1:
-        tiles.append(picture.convert("RGB").resize((SIDE, SIDE)))
+        tiles.append(image.convert("RGB").resize((SIDE, SIDE)))
     pixels = torch.stack([torch.from_numpy(np.array(tile)) for tile in tiles])
     return ((pixels.float() / 255 - MEAN) / STD).permute(0, 3, 1, 2)
 
@@ -67,20 +67,20 @@ def test_tiles(size: tuple[int, int], grid: tuple[int, int], thumbnail: bool) ->
     processor = InternVLChatImageProcessor(
         size={"height": SIDE, "width": SIDE}, use_thumbnail=thumbnail, max_dynamic_patch=6
     )
-    picture = tiny_image(1).resize(size)
-    outputs = processor([picture, picture], return_tensors="pt")
-    expected = by_pillow(picture, *grid, thumbnail=thumbnail)
+    image = tiny_image(1).resize(size)
+    outputs = processor([image, image], return_tensors="pt")
+    expected = by_pillow(image, *grid, thumbnail=thumbnail)
     assert outputs["num_patches"].tolist() == [len(expected)] * 2
     assert processor.count_tiles(*size, {}) == len(expected)
     torch.testing.assert_close(
         outputs["pixel_values"], torch.cat([expected, expected]), rtol=0, atol=1e-6
     )
-    one = processor(picture, dynamic_image_size=False, return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(one, by_pillow(picture, 1, 1, thumbnail=False), rtol=0, atol=1e-6)
+    one = processor(image, dynamic_image_size=False, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(one, by_pillow(image, 1, 1, thumbnail=False), rtol=0, atol=1e-6)
 
 
 def test_text() -> None:
-    """What each picture becomes, in its order."""
+    """What each image becomes, in its order."""
     tokenizer: Any = tokenizer_with("<img>", "</img>", "<IMG_CONTEXT>")
     pictures = InternVLChatImageProcessor(size={"height": SIDE, "width": SIDE}, max_dynamic_patch=2)
     processor = InternVLChatProcessor(pictures, tokenizer, num_image_token=3)
@@ -106,7 +106,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_chat_messages(folder: Path) -> None:
-    """A published template takes texts only; what a user writes is no picture's place."""
+    """A published template takes texts only; what a user writes is no image's place."""
     content = [
         {"type": "image", "image": tiny_image(0).resize((60, 60))},
         {"type": "text", "text": "What is <image>?"},

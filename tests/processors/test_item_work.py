@@ -183,7 +183,7 @@ def test_a_source_fails_as_the_other_does(content: object) -> None:
     assert (found.value.parameter, found.value.value) == ("images[7]", expected.value.value)
 
 
-def test_a_picture_goes_in_small_pieces() -> None:
+def test_a_image_goes_in_small_pieces() -> None:
     source = opened("image", image().resize((3000, 2000)))
     sizes = [len(bytes(piece)) for piece in describe(source).buffers]
     assert sum(sizes) == 3000 * 2000 * 3

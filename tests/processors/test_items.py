@@ -26,15 +26,15 @@ def embeddings(*items: Embeddings) -> EmbeddingItems:
     return EmbeddingItems(items, modality="image", hidden_size=WIDTH)
 
 
-def test_pictures_and_headers() -> None:
+def test_images_and_headers() -> None:
     header = ImageHeader(ImageSize(7, 5), "RGB", "PNG")
-    picture = Image.new("RGB", (3, 4))
-    items = ImageProcessorItems([header, picture, np.zeros((2, 9, 3))])
+    image = Image.new("RGB", (3, 4))
+    items = ImageProcessorItems([header, image, np.zeros((2, 9, 3))])
     assert [items.get_image_size(index) for index in range(3)] == [(7, 5), (3, 4), (9, 2)]
-    assert items.get(1) is picture
+    assert items.get(1) is image
     with pytest.raises(ValueError, match="not decoded"):
         items.get(0)
-    assert ImageProcessorItems([picture]).get_processor_data() == {"images": [picture]}
+    assert ImageProcessorItems([image]).get_processor_data() == {"images": [image]}
 
 
 def test_by_modality() -> None:

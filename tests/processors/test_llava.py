@@ -171,7 +171,7 @@ def test_another_tower_is_refused(tmp_path: Path) -> None:
         ("<image>", 0, "1 `<image>` placeholder(s) but 0 images were given"),
     ],
 )
-def test_placeholders_and_pictures_must_match(
+def test_placeholders_and_images_must_match(
     llava: Any, prompt: str, count: int, message: str
 ) -> None:
     items = items_of(*[ImageHeader(ImageSize(5, 5), "RGB")] * count)
@@ -203,7 +203,7 @@ def test_embeddings_take_as_many_places_as_they_have_rows(llava: Any) -> None:
     llava.verify_layout(result, items, result.items, {})
 
 
-def test_pictures_and_embeddings_in_one_prompt(llava: Any) -> None:
+def test_images_and_embeddings_in_one_prompt(llava: Any) -> None:
     width = llava.info.get_hidden_size()
     rows = [Embeddings(torch.randn(count, width)) for count in (3, 7)]
     given = [rows[0], picture((50, 40)), rows[1], picture((9, 30))]
@@ -225,7 +225,7 @@ def test_pictures_and_embeddings_in_one_prompt(llava: Any) -> None:
 
 
 def test_targets_and_contents_that_count(llava: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each item alone is what it is among others; embeddings between pictures count with them."""
+    """Each item alone is what it is among others; embeddings between images count with them."""
     tokens = llava.info.get_tokenizer().convert_tokens_to_ids
 
     def updates(items: Any, *_: Any) -> Any:

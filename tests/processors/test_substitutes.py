@@ -62,10 +62,10 @@ def test_it_loads_with_frames_in_place_of_videos(folder: Path) -> None:
     processor = context.hf_processor
     assert type(processor).__name__ == "Qwen2VLProcessor" and not lacks_video(processor)
     assert processor.chat_template == "{{ messages }}"
-    picture = Image.new("RGB", (90, 60), (200, 10, 10))
+    image = Image.new("RGB", (90, 60), (200, 10, 10))
     text = "a <|image_pad|> b"
-    mine = processor(text=text, images=[picture], return_tensors="pt")
-    theirs = hf_processors.qwen2_vl()(text=text, images=[picture], return_tensors="pt")
+    mine = processor(text=text, images=[image], return_tensors="pt")
+    theirs = hf_processors.qwen2_vl()(text=text, images=[image], return_tensors="pt")
     assert mine["input_ids"].tolist() == theirs["input_ids"].tolist()
     assert bool((mine["pixel_values"] == theirs["pixel_values"]).all())
     assert context.clone().hf_processor is not processor
@@ -125,8 +125,8 @@ def test_versions_that_were_not_compared(
 def check_refusal(folder: Path) -> None:
     processor = processor_of(folder)
     assert lacks_video(processor.info.get_hf_processor())
-    picture = Image.new("RGB", (90, 60))
-    items = MultiModalDataItems({"image": ImageProcessorItems([picture])})
+    image = Image.new("RGB", (90, 60))
+    items = MultiModalDataItems({"image": ImageProcessorItems([image])})
     assert processor.apply("a <|image_pad|>", items).placeholders["image"]
     with pytest.raises(MediaError, match=r"install it, or give the frames as images") as caught:
         processor.info.validate_num_items({"video": 1})

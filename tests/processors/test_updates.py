@@ -235,7 +235,7 @@ def again(tokens: list[int], updates: list[PromptUpdate], counts: Mapping[str, i
 
 
 def test_a_content_inside_of_another_is_found_again() -> None:
-    """A video's frames are written as pictures are, and the video comes first."""
+    """A video's frames are written as images are, and the video comes first."""
     picture = PromptUpdateDetails(full="<...>", features="...")
     video = PromptUpdateDetails.select_text("1<...>2<...>", "...")
     updates = [replace("I", picture), replace("V", video, "video")]
@@ -268,7 +268,7 @@ inner = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 def test_nested_contents_are_found_again(
     pieces: list[tuple[str, str, list[int]]], tail: str, order: list[str], opening: str
 ) -> None:
-    """Pictures, videos whose frames are pictures, and a third kind that holds both."""
+    """Images, videos whose frames are images, and a third kind that holds both."""
     sizes = {kind: [size for _, each, size in pieces if each == kind] for kind in "IVA"}
 
     def picture(size: int) -> str:
@@ -293,6 +293,6 @@ def test_nested_contents_are_found_again(
     if opening or not sizes["V"]:
         assert found == ranges
     elif found is not None:
-        # Without an opening, pictures before a video may be its frames: another reading, a whole
+        # Without an opening, images before a video may be its frames: another reading, a whole
         # one all the same.
         assert [len(found[kind]) for kind in found] == [len(ranges[kind]) for kind in ranges]

@@ -23,12 +23,12 @@ from aioengine.ray_serve.affinity import (
 )
 
 REPLICAS = ("amber", "birch", "cedar", "dogwood", "elder")
-PICTURE = "data:image/png;base64," + "iVBORw0KGgo" * 40
+IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 40
 LONG_TEXT = "".join(f"Rule {number}: be brief, and then be clear. " for number in range(200))
 
 
 def chat(*texts: str, picture: str | None = None, **fields: object) -> dict[str, object]:
-    """Turns of a chat, the user's first; the picture is in front of the first."""
+    """Turns of a chat, the user's first; the image is in front of the first."""
     messages: list[dict[str, object]] = [
         {"role": "assistant" if number % 2 else "user", "content": text}
         for number, text in enumerate(texts)
@@ -97,25 +97,25 @@ def test_texts_share_their_beginning_at_growing_lengths() -> None:
     assert shared(document, affinity_of_object({"prompt": LONG_TEXT[1:]})) == 0
 
 
-def test_a_picture_is_known_in_any_company() -> None:
-    asked = affinity_of_object(chat("What is this?", picture=PICTURE))
-    again = affinity_of_object(chat("How many birds?", picture=PICTURE))
-    other = affinity_of_object(chat("What is this?", picture=PICTURE[:-1]))
+def test_a_image_is_known_in_any_company() -> None:
+    asked = affinity_of_object(chat("What is this?", picture=IMAGE))
+    again = affinity_of_object(chat("How many birds?", picture=IMAGE))
+    other = affinity_of_object(chat("What is this?", picture=IMAGE[:-1]))
     assert asked.home == again.home != other.home
     assert shared(asked, again) == MEDIA_WEIGHT
     assert shared(asked, other) == 0
 
 
-def test_prefixes_of_different_pictures_differ() -> None:
-    first = affinity_of_object(chat(LONG_TEXT, picture=PICTURE))
-    second = affinity_of_object(chat(LONG_TEXT, picture=PICTURE[:-1]))
+def test_prefixes_of_different_images_differ() -> None:
+    first = affinity_of_object(chat(LONG_TEXT, picture=IMAGE))
+    second = affinity_of_object(chat(LONG_TEXT, picture=IMAGE[:-1]))
     assert shared(first, second) == 0
-    assert shared(first, affinity_of_object(chat(LONG_TEXT, picture=PICTURE))) > MEDIA_WEIGHT
+    assert shared(first, affinity_of_object(chat(LONG_TEXT, picture=IMAGE))) > MEDIA_WEIGHT
 
 
 def test_tenants_share_nothing() -> None:
     requests = [
-        affinity_of_object(chat(LONG_TEXT, picture=PICTURE, cache_salt=salt)) for salt in "ab"
+        affinity_of_object(chat(LONG_TEXT, picture=IMAGE, cache_salt=salt)) for salt in "ab"
     ]
     assert shared(*requests) == 0
     assert requests[0].home != requests[1].home
@@ -213,7 +213,7 @@ def test_order_of_replicas_does_not_matter() -> None:
 
 
 def test_what_was_seen_weighs_more_than_home_and_less_than_a_long_queue() -> None:
-    request = affinity_of_object(chat("What is this?", picture=PICTURE))
+    request = affinity_of_object(chat("What is this?", picture=IMAGE))
     queues = dict.fromkeys(REPLICAS, 0)
     home, other, *_ = ranked(request, queues, {})
     gains = {other: MEDIA_WEIGHT}
@@ -229,7 +229,7 @@ def test_no_cache_makes_queues_uneven_beyond_the_bound(texts: list[str]) -> None
     """Even where all requests want the same replica, and none of them ends."""
     placements, queues = Placements(1000), dict.fromkeys(REPLICAS, 0)
     for text in texts:
-        request = affinity_of_object(chat(text * 4000, picture=PICTURE))
+        request = affinity_of_object(chat(text * 4000, picture=IMAGE))
         chosen = ranked(request, queues, placements.gains(request))[0]
         placements.record(request, chosen, frozenset(REPLICAS))
         queues[chosen] += 1

@@ -34,7 +34,7 @@ def cluster(folder: Path, engine_config: EngineConfig) -> Iterator[Cluster]:
 
 
 def picture(seed: int, text: str = "What is this?") -> list[dict[str, object]]:
-    """A message's content with a picture that no other seed gives."""
+    """A message's content with an image that no other seed gives."""
     data = base64.b64encode(encoded(tiny_image(seed))).decode()
     url = {"url": f"data:image/png;base64,{data}"}
     return [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]
@@ -87,7 +87,7 @@ async def test_handles_answer_and_raise_as_the_engine_does(cluster: Cluster) -> 
     assert (refused.status, refused.error and refused.error["param"]) == (400, "max_tokens")
 
 
-async def test_one_picture_is_encoded_once_and_different_ones_are_spread(cluster: Cluster) -> None:
+async def test_one_image_is_encoded_once_and_different_ones_are_spread(cluster: Cluster) -> None:
     before = await cluster.at_rest()
     async with cluster.client() as client:
         for number in range(6):

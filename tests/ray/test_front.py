@@ -205,8 +205,8 @@ async def test_bodies_are_bounded() -> None:
 
 async def test_large_bodies_find_their_affinity_beside_the_loop() -> None:
     """tests/conftest.py sees whether the loop was held."""
-    picture = "data:image/png;base64," + "A" * (48 << 20)
-    part = {"type": "image_url", "image_url": {"url": picture}}
+    image = "data:image/png;base64," + "A" * (48 << 20)
+    part = {"type": "image_url", "image_url": {"url": image}}
     body = {"messages": [{"role": "user", "content": [part]}]}
     replicas = Replicas(*([JSON_START, piece("{}"), END] for _ in range(2)))
     async with client(replicas, max_body_bytes=64 << 20) as http:

@@ -187,9 +187,9 @@ async def test_parts_of_a_body_are_joined_after_the_first() -> None:
 
 async def test_what_passes_between_processes_can(replica: EngineReplica) -> None:
     """Ray pickles it."""
-    picture = tiny_image(0)
+    image = tiny_image(0)
     output = await replica.generate(
-        "<image> what", SamplingParams(max_tokens=3, prompt_logprobs=1), images=[picture]
+        "<image> what", SamplingParams(max_tokens=3, prompt_logprobs=1), images=[image]
     )
     copied: RequestOutput = pickle.loads(pickle.dumps(output))
     assert copied.token_ids == output.token_ids

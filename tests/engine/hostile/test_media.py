@@ -227,9 +227,7 @@ NO_PIXELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
 @pytest.mark.parametrize("name", NO_PIXELS)
-async def test_tensors_that_are_no_pictures(
-    engine: AsyncEngine, expected: Tokens, name: str
-) -> None:
+async def test_tensors_that_are_no_images(engine: AsyncEngine, expected: Tokens, name: str) -> None:
     item = NO_PIXELS[name]()
     sound = {"audios": [(item if name == "nested" else item[0], 1600)]}
     film = {"videos": [item if name == "nested" else item[None]]}
@@ -251,13 +249,13 @@ async def test_pixels_and_samples_larger_than_their_memory(
         picture(number.expand(3, 10**6, 10**6)),
         *(Attack(SOUND, MediaError, "audios[0]", {"audios": [(each, 1600)]}) for each in sounds),
         Attack(FILM, MediaError, "videos[0]", {"videos": [number.expand(9, 3, 10**6, 10**6)]}),
-        Attack(FILM, MediaError, "videos[0][0]", {"videos": [[picture_of(10**5)] * 10**5]}),
+        Attack(FILM, MediaError, "videos[0][0]", {"videos": [[image_of(10**5)] * 10**5]}),
     ]
     with bounded_memory(32 * MIB):
         await repel(engine, expected, attacks)
 
 
-def picture_of(side: int) -> Any:
+def image_of(side: int) -> Any:
     return np.broadcast_to(np.uint8(0), (side, side, 3))
 
 
@@ -284,7 +282,7 @@ async def test_half_floats_larger_than_their_memory(
 
 
 def png_with(kind: bytes, packed_bytes: int) -> bytes:
-    """A picture with a chunk that unpacks to so much."""
+    """An image with a chunk that unpacks to so much."""
     data = encoded(tiny_image(1))
     body = kind + b"name\0\0" + zlib.compress(bytes(packed_bytes), 9)
     chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
@@ -319,7 +317,7 @@ async def test_bombs(engine: AsyncEngine, expected: Tokens) -> None:
             await repel(engine, expected, [picture(png_with(kind, 64 * MIB))])
 
 
-async def test_long_files_are_one_picture(engine: AsyncEngine, expected: Tokens) -> None:
+async def test_long_files_are_one_image(engine: AsyncEngine, expected: Tokens) -> None:
     """A hundred thousand frames, or hundreds of pages, cost what the first one does."""
     first, second = (tiny_image(seed, 8, 8).quantize(16) for seed in (1, 2))
     one = encoded(first, "GIF")

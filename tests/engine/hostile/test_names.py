@@ -65,7 +65,7 @@ async def test_equal_bytes_that_mean_other_pixels(engine: AsyncEngine) -> None:
         floats.reshape(40, 30),
     ]
     answers = [output.token_ids for output in await tell_apart(engine, [*map(named, items)])]
-    assert answers[0] == answers[4]  # the same picture in two forms: another item, one answer
+    assert answers[0] == answers[4]  # the same image in two forms: another item, one answer
     assert len(set(answers)) > 3
 
 
@@ -84,7 +84,7 @@ async def test_options_are_part_of_what_an_item_is(engine: AsyncEngine) -> None:
 
 
 async def test_a_suffix_is_no_option(engine: AsyncEngine) -> None:
-    """What stands behind a picture's end changes no pixel, but it is another file."""
+    """What stands behind an image's end changes no pixel, but it is another file."""
     item = encoded(tiny_image(41))
     option = {"do_normalize": False}
     prompts = [
@@ -114,7 +114,7 @@ async def test_sampling_of_a_video_is_part_of_its_identity(engine: AsyncEngine) 
     assert lengths == [2 * (frames - 2) for frames in (8, 2, 3, 4, 7)]
 
 
-async def test_pictures_in_turn_under_one_text(engine: AsyncEngine) -> None:
+async def test_images_in_turn_under_one_text(engine: AsyncEngine) -> None:
     text = "There is a red circle above a blue square. <image> What is in the picture?"
     prompts = [Prompt(text=text, media={"image": [tiny_image(seed)]}) for seed in (42, 43, 44)]
     outputs = await tell_apart(engine, prompts)
@@ -141,7 +141,7 @@ async def test_one_name_for_many_payloads(engine: AsyncEngine, expected: Tokens)
     assert [output.token_ids for output in beside] == plain
 
 
-async def test_a_name_for_rows_is_no_name_for_the_picture_before(engine: AsyncEngine) -> None:
+async def test_a_name_for_rows_is_no_name_for_the_image_before(engine: AsyncEngine) -> None:
     rows = Embeddings(torch.full((4, HIDDEN), 0.25))
     before = await ask(engine, named(tiny_image(48), "mine"))
     now = await ask(engine, named(rows, "mine"))
@@ -203,7 +203,7 @@ async def test_tenants_share_no_features(engine: AsyncEngine, expected: Tokens) 
         after = engine.statistics()
         assert found.usage.cached_tokens == found.usage.encoder_cached_items == 0
         decoded = after.stages["decode"].count - before.stages["decode"].count
-        assert decoded == 2 + 4  # the company's two pictures, twice
+        assert decoded == 2 + 4  # the company's two images, twice
 
 
 async def test_a_salt_of_any_text(engine: AsyncEngine, expected: Tokens) -> None:

@@ -45,7 +45,7 @@ async def test_marks_in_plain_text(engine: AsyncEngine, expected: Tokens) -> Non
 
 
 async def test_marks_in_the_answer(engine: AsyncEngine, expected: Tokens) -> None:
-    """A model that says a placeholder's token has said a token, not asked for a picture."""
+    """A model that says a placeholder's token has said a token, not asked for an image."""
     say = greedy(6, allowed_token_ids=[IMAGE])
     output = await engine.generate("<image> and", say, images=[tiny_image(53)])
     assert output.token_ids == (IMAGE,) * 6
@@ -128,7 +128,7 @@ async def test_very_many_parts(engine: AsyncEngine, expected: Tokens) -> None:
     assert await company(engine) == expected
 
 
-async def test_very_many_pictures(folder: Path, expected: Tokens) -> None:
+async def test_very_many_images(folder: Path, expected: Tokens) -> None:
     """Each takes a token at least, so it is known at once that the prompt is too long."""
     asked: list[str] = []
 
@@ -193,7 +193,7 @@ GIGABYTES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", GIGABYTES)
 async def test_options_ask_for_gigabytes(folder: Path, expected: Tokens, name: str) -> None:
-    """A picture made larger than one may come is refused before there is room for it."""
+    """An image made larger than one may come is refused before there is room for it."""
     media = MediaConfig(max_image_pixels=100_000)
     async with running_engine(folder, media=media) as engine:
         await engine.generate(with_options({}, 60), greedy(2))
@@ -251,7 +251,7 @@ async def test_sizes_that_are_none(engine: AsyncEngine, expected: Tokens, name: 
 async def test_options_that_are_no_numbers(
     engine: AsyncEngine, expected: Tokens, options: dict[str, Any]
 ) -> None:
-    """What they make of a picture is no number either, and must not be served as an answer."""
+    """What they make of an image is no number either, and must not be served as an answer."""
     assert isinstance(await outcome(engine, with_options(options, 62)), InvalidRequestError)
     assert await company(engine) == expected
 

@@ -1,8 +1,8 @@
-"""Fetches the pictures for test_corpus.py: `python tests/processors/media/corpus.py FOLDER`.
+"""Fetches the images for test_corpus.py: `python tests/processors/media/corpus.py FOLDER`.
 
-They are the test pictures of Pillow's source distribution: a thousand files in every format that it
+They are the test images of Pillow's source distribution: a thousand files in every format that it
 knows, many of them broken on purpose. pip fetches the archive, whose hash is fixed here, and only
-the pictures are unpacked. Does nothing where they are already. Tests never call this.
+the images are unpacked. Does nothing where they are already. Tests never call this.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ REQUIREMENT = (
     "pillow==13.0.0 "
     "--hash=sha256:cdcd1ba258178f7356d74170c9a81ba4eab6a5d55748bc402a5a2a6fe6be3510\n"
 )
-PICTURES = ("Tests", "images")
+IMAGES = ("Tests", "images")
 
 
 def fetch(folder: Path) -> bool:
-    """Puts the pictures into the folder; False if they were there."""
+    """Puts the images into the folder; False if they were there."""
     if folder.is_dir():
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,16 +47,16 @@ def download(work: Path) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks the pictures, and nothing else, without the folders above them."""
+    """Unpacks the images, and nothing else, without the folders above them."""
     folder.mkdir()
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, members=_pictures(tar), filter="data")
+        tar.extractall(folder, members=_images(tar), filter="data")
 
 
-def _pictures(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def _images(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         parts = PurePosixPath(member.name).parts
-        if member.isfile() and parts[1:3] == PICTURES and len(parts) > 3:
+        if member.isfile() and parts[1:3] == IMAGES and len(parts) > 3:
             yield member.replace(name=str(PurePosixPath(*parts[3:])), deep=False)
 
 

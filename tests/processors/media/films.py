@@ -28,20 +28,20 @@ WIDTH, HEIGHT, BITS = 160, 48, 10
 
 
 def drawing(number: int, width: int = WIDTH, height: int = HEIGHT) -> Any:
-    """A picture with the number as ten black or white bars, over a band that tells up from down."""
-    picture = np.full((height, width, 3), 30, np.uint8)
+    """An image with the number as ten black or white bars, over a band that tells up from down."""
+    image = np.full((height, width, 3), 30, np.uint8)
     for bit in range(BITS):
         if number >> bit & 1:
-            picture[: 2 * height // 3, bit * width // BITS : (bit + 1) * width // BITS] = 225
-    picture[2 * height // 3 :] = (200, 60, 60)
-    return picture
+            image[: 2 * height // 3, bit * width // BITS : (bit + 1) * width // BITS] = 225
+    image[2 * height // 3 :] = (200, 60, 60)
+    return image
 
 
-def number_of(picture: Any) -> int:
+def number_of(image: Any) -> int:
     """Which frame it is."""
-    width = picture.shape[1]
+    width = image.shape[1]
     middles = [(2 * bit + 1) * width // (2 * BITS) for bit in range(BITS)]
-    row = picture[picture.shape[0] // 3].astype(int).mean(-1)
+    row = image[image.shape[0] // 3].astype(int).mean(-1)
     return sum(1 << bit for bit, middle in enumerate(middles) if row[middle] > 127)
 
 
@@ -167,15 +167,15 @@ def outcome(data: bytes, **wishes: Any) -> str:
     return "decoded"
 
 
-def motion_jpeg(pictures: Sequence[bytes], rate: int = 30) -> bytes:
-    """An AVI file of JPEG pictures."""
+def motion_jpeg(images: Sequence[bytes], rate: int = 30) -> bytes:
+    """An AVI file of JPEG images."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="avi") as container:
         stream = container.add_stream("mjpeg", rate=rate)
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuvj420p"
         container.start_encoding()
-        for index, picture in enumerate(pictures):
-            packet = av.Packet(picture)
+        for index, image in enumerate(images):
+            packet = av.Packet(image)
             packet.pts = packet.dts = index
             packet.time_base, packet.stream = stream.time_base, stream
             packet.is_keyframe = True
@@ -194,7 +194,7 @@ def box(kind: bytes, contents: bytes) -> bytes:
 
 
 def moov_first(data: bytes) -> bytes:
-    """The same MP4 file with its header before the pictures."""
+    """The same MP4 file with its header before the images."""
     places = {}
     position = 0
     while position < len(data):

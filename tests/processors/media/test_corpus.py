@@ -1,4 +1,4 @@
-"""A thousand picture files, many broken on purpose: each is decoded or refused, and soon.
+"""A thousand image files, many broken on purpose: each is decoded or refused, and soon.
 
 `corpus.py` fetches them, `make test` calls it, and AIOENGINE_PICTURES says where they are.
 """
@@ -34,7 +34,7 @@ HANG_S = 60.0
 BYTES_PER_PIXEL = 16
 SPARE_BYTES = 64 << 20
 
-needs_pictures = pytest.mark.skipif(
+needs_images = pytest.mark.skipif(
     not FOLDER.is_dir(),
     reason=f"NO PICTURES IN {FOLDER}; run: python tests/processors/media/corpus.py {FOLDER}",
 )
@@ -97,7 +97,7 @@ class Memory:
 def bound(outcome: Outcome) -> int:
     """Bytes that the file may have taken.
 
-    What is not allowed by default may have pictures inside that only Pillow's own limit is for.
+    What is not allowed by default may have images inside that only Pillow's own limit is for.
     """
     if outcome.header is None:
         return SPARE_BYTES + BYTES_PER_PIXEL * 4_000_000
@@ -129,7 +129,7 @@ def run(config: MediaConfig, *, share: float = 1.0) -> Iterator[tuple[Path, byte
 
 
 def shown_by_pillow(data: bytes) -> Image.Image | None:
-    """The picture as Pillow shows it, if that is a matter of course: no alpha, eight bits."""
+    """The image as Pillow shows it, if that is a matter of course: no alpha, eight bits."""
     image = Image.open(io.BytesIO(data), formats=MediaConfig().image_formats)
     image = ImageOps.exif_transpose(image)
     if image.mode not in ("1", "L", "P", "RGB", "CMYK", "YCbCr", "LAB"):
@@ -137,7 +137,7 @@ def shown_by_pillow(data: bytes) -> Image.Image | None:
     return image.convert("RGB") if image.info.get("transparency") is None else None
 
 
-@needs_pictures
+@needs_images
 def test_formats_that_are_allowed() -> None:
     decoded: Counter[str | None] = Counter()
     num_refused = num_compared = 0
@@ -163,14 +163,14 @@ def every_format(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return tuple(Image.OPEN)
 
 
-@needs_pictures
+@needs_images
 def test_every_format_that_pillow_knows(every_format: tuple[str, ...]) -> None:
     config = MediaConfig(image_formats=every_format, max_image_pixels=4_000_000)
     formats = {outcome.header.format for _, _, outcome in run(config) if outcome.header}
     assert len(formats) > 30 and "TGA" in formats  # which has no mark to know it by
 
 
-@needs_pictures
+@needs_images
 @pytest.mark.parametrize("share", [0.5, 0.95])
 def test_cut_short(every_format: tuple[str, ...], share: float) -> None:
     config = MediaConfig(image_formats=every_format, max_image_pixels=4_000_000)
@@ -178,7 +178,7 @@ def test_cut_short(every_format: tuple[str, ...], share: float) -> None:
     assert sum(bool(outcome.refusal) for outcome in outcomes) > 300
 
 
-def test_unpacking_takes_the_pictures_only(tmp_path: Path) -> None:
+def test_unpacking_takes_the_images_only(tmp_path: Path) -> None:
     archive = tmp_path / "a.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         for name in ("p-1/Tests/images/a.png", "p-1/Tests/images/b/c.png", "p-1/setup.py",

@@ -175,7 +175,7 @@ def test_run_lengths_of_a_bmp(bits: int) -> None:
     assert "run-length" in refuse(bmp(240, 240, b"\0\0" * (3 << 20), bits=bits))
 
 
-def test_long_animations_are_one_picture(encode: Encode, noise: Noise) -> None:
+def test_long_animations_are_one_image(encode: Encode, noise: Noise) -> None:
     """More frames than blocks are read: only the first one is."""
     frames = [noise(8, 8, seed=seed).convert("L") for seed in range(2)]
     gif = encode(frames[0], "GIF")
@@ -206,7 +206,7 @@ def test_a_reader_of_other_formats_is_not_bounded() -> None:
         reader.read(1)
 
 
-def test_no_pixels_at_all_are_no_black_picture(encode: Encode) -> None:
+def test_no_pixels_at_all_are_no_black_image(encode: Encode) -> None:
     data = encode(SMALL)
     where = data.index(b"IDAT") - 4
     refuse(data[:where] + chunk(b"acTL", bytes(8)) + data[where:])

@@ -85,7 +85,7 @@ async def refuse(
 
 
 @on_both_loops
-async def test_a_picture_is_fetched(loopback: Names) -> None:
+async def test_a_image_is_fetched(loopback: Names) -> None:
     async with serve(answer(b"body", "Set-Cookie: a=b")) as server:
         config = config_for(server)
         url = f"http://Pictures.TEST:{server.port}/a%20b.png?size=3&name=\u00e9#part"

@@ -1,4 +1,4 @@
-"""Pictures of every kind and brokenness: the right pixels, or a MediaError that shows nothing."""
+"""Images of every kind and brokenness: the right pixels, or a MediaError that shows nothing."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_few_bits(bits: int) -> None:
 
 
 @pytest.mark.parametrize(("scale", "top"), [(1.0, 1.0), (255.0, 255.0)])
-def test_float_pictures(scale: float, top: float) -> None:
+def test_float_images(scale: float, top: float) -> None:
     values = np.linspace(0, top, 64, dtype=np.float32).reshape(8, 8)
     picture = decode(Image.fromarray(values))
     assert picture.getpixel((7, 7)) == (255, 255, 255)
@@ -155,7 +155,7 @@ def test_float_pictures(scale: float, top: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, -1.0, 1e9, np.inf])
-def test_float_pictures_out_of_range(bad: float) -> None:
+def test_float_images_out_of_range(bad: float) -> None:
     values = np.full((8, 8), 0.5, dtype=np.float32)
     values[3, 3] = bad
     refuse(Image.fromarray(values))
@@ -235,7 +235,7 @@ def test_damaged_anywhere(format: str, damage: list[tuple[float, int]]) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"x", b"GIF89a", b"\xff\xd8\xff", b"RIFF\0\0\0\0WEBPVP8 ", b"\0" * 99]
 )
-def test_no_picture_at_all(data: bytes) -> None:
+def test_no_image_at_all(data: bytes) -> None:
     refuse(data)
 
 
@@ -304,7 +304,7 @@ def test_limits_hold_for_every_kind(encode: Encode) -> None:
     assert decode(Image.new("RGB", (9, 11)), config).size == (9, 11)
 
 
-def test_thin_pictures_are_refused(encode: Encode) -> None:
+def test_thin_images_are_refused(encode: Encode) -> None:
     for size in ((8000, 1), (1, 8000), (201, 1), (64_000_000, 1)):
         picture = Image.new("1", size)
         assert "200 times" in str(refuse(picture))
@@ -371,7 +371,7 @@ def test_ambiguous_channels_follow_the_librarys_habit() -> None:
     assert decode(torch.from_numpy(pixels)).size == (3, 7)
 
 
-def test_an_rgb_picture_is_not_copied(noise: Noise) -> None:
+def test_an_rgb_image_is_not_copied(noise: Noise) -> None:
     picture = noise(30, 20)
     assert decode(picture) is picture
 
@@ -428,7 +428,7 @@ def test_identity_of_palettes_and_orientation(encode: Encode) -> None:
     assert key(straight) != key(turned)
 
 
-def test_a_lazily_opened_picture_in_two_requests(encode: Encode, noise: Noise) -> None:
+def test_a_lazily_opened_image_in_two_requests(encode: Encode, noise: Noise) -> None:
     for _ in range(5):
         picture = Image.open(io.BytesIO(encode(noise(200, 200), "PNG")))
         sources = [open_image(picture, CONFIG, parameter="x") for _ in range(4)]

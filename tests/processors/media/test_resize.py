@@ -65,7 +65,7 @@ def plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bit_for_bit(which: int, size: tuple[int, int], seed: int) -> None:
     image_processor = PROCESSORS[which]
-    if which == 5:  # Its limit on the longest edge leaves nothing of a thin picture.
+    if which == 5:  # Its limit on the longest edge leaves nothing of a thin image.
         assume(min(size) >= 10)
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     picture = Image.fromarray(pixels)
@@ -88,7 +88,7 @@ def test_shrinks_where_it_may() -> None:
     assert ahead(PROCESSORS[0], picture, size={"shortest_edge": 20}).size == (40, 20)
 
 
-def test_leaves_other_pictures_alone() -> None:
+def test_leaves_other_images_alone() -> None:
     grey, array = Image.new("L", (200, 100)), np.zeros((9, 9, 3))
     keyed = Image.new("RGB", (200, 100))
     keyed.info["transparency"] = (0, 0, 0)

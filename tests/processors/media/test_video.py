@@ -231,19 +231,19 @@ def test_arrays_and_lists_are_sampled() -> None:
         assert "num_frames" in str(refuse(item, fps=2))
 
 
-def test_lists_of_pictures() -> None:
+def test_lists_of_images() -> None:
     frames = stack(4)
-    pictures: list[Any] = [Image.fromarray(frame) for frame in frames]
+    images: list[Any] = [Image.fromarray(frame) for frame in frames]
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = io.BytesIO()
-    pictures[1].transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=exif.tobytes())
-    mixed = [pictures[0], turned.getvalue(), frames[2], torch.from_numpy(frames[3])]
+    images[1].transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=exif.tobytes())
+    mixed = [images[0], turned.getvalue(), frames[2], torch.from_numpy(frames[3])]
     header, decoded = decode(mixed)
     assert header.size == ImageSize(70, 50)
     assert np.array_equal(decoded, frames)
     assert np.array_equal(decoded[1], ImageOps.exif_transpose(Image.open(turned)).convert("RGB"))
-    clear = [picture.convert("RGBA") for picture in pictures]
+    clear = [image.convert("RGBA") for image in images]
     clear[0].putalpha(0)
     assert (decode(clear)[1][0] == 255).all()
 
@@ -325,12 +325,12 @@ def test_an_array_is_copied_and_a_list_is_watched() -> None:
     assert np.array_equal(source.decode().frames, original)
     source.verify()
     assert source.identity() == before
-    pictures = [Image.fromarray(frame) for frame in original]
-    source = source_of(pictures)
+    images = [Image.fromarray(frame) for frame in original]
+    source = source_of(images)
     source.identity()
     source.decode()
     source.verify()
-    pictures[2].putpixel((0, 0), (1, 2, 3))
+    images[2].putpixel((0, 0), (1, 2, 3))
     with pytest.raises(MediaError, match=r"^videos\[1\]\[2\] .*changed"):
         source.verify()
 

@@ -95,12 +95,12 @@ def test_a_broken_frame_is_replaced_by_the_one_before() -> None:
 
 def secret_files() -> dict[str, bytes]:
     """What must not be taken for a video, or makes FFmpeg look elsewhere."""
-    picture = io.BytesIO()
-    Image.fromarray(drawing(3)).save(picture, "JPEG")
+    image = io.BytesIO()
+    Image.fromarray(drawing(3)).save(image, "JPEG")
     animation = io.BytesIO()
     images = [Image.fromarray(drawing(number)) for number in range(3)]
     images[0].save(animation, "WEBP", save_all=True, append_images=images[1:])
-    list_of_jpegs = b",".join([picture.getvalue()] * 3)
+    list_of_jpegs = b",".join([image.getvalue()] * 3)
     url = b"http://127.0.0.1:1/secret.ts"
     return {
         "empty": b"",
@@ -112,7 +112,7 @@ def secret_files() -> dict[str, bytes]:
         "sdp": b"v=0\no=- 0 0 IN IP4 127.0.0.1\nm=video 1 RTP/AVP 96\n",
         "dash": b"<?xml version='1.0'?><MPD><BaseURL>" + url + b"</BaseURL></MPD>",
         "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><image href='" + url + b"'/></svg>",
-        "jpeg": picture.getvalue(),
+        "jpeg": image.getvalue(),
         "jpegs": list_of_jpegs,
         "webp": animation.getvalue(),
         "heic": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64),
@@ -158,7 +158,7 @@ def avi_with_subtitles(subtitles: bytes) -> bytes:
 
 
 def mov_referring_to(target: str) -> bytes:
-    """A MOV file that says its pictures are in another file."""
+    """A MOV file that says its images are in another file."""
     data = bytearray(write(4, format="mov"))
     place = data.find(b"dref")
     reference = box(b"url ", bytes(4) + target.encode() + b"\0")
@@ -330,8 +330,8 @@ def test_sound_only_and_covers() -> None:
             container.mux(stream.encode(frame))
             container.mux(stream.encode())
             for index in range(9 if with_video else 0):
-                picture = av.VideoFrame.from_ndarray(drawing(index), format="rgb24")
-                container.mux(video.encode(picture))
+                image = av.VideoFrame.from_ndarray(drawing(index), format="rgb24")
+                container.mux(video.encode(image))
             container.mux(video.encode() if with_video else [])
         if with_video:
             header, frames = decode(buffer.getvalue())
@@ -355,15 +355,15 @@ def peak_bytes() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def test_ten_thousand_pictures_are_sampled() -> None:
+def test_ten_thousand_images_are_sampled() -> None:
     pictures = [jpeg(number) for number in range(0, 1000, 100)]
-    bomb = motion_jpeg([picture for picture in pictures for _ in range(1000)])
+    bomb = motion_jpeg([image for image in pictures for _ in range(1000)])
     header, frames = decode(bomb, num_frames=10)
     assert header.num_source_frames == 10_000
     assert numbers(frames) == tuple(range(0, 1000, 100))
     assert "media.max_video_frames" in str(refuse(bomb, fps=30))
     assert decode(bomb, ALL)[0].num_frames == ALL.max_video_frames
-    header, frames = decode([picture for picture in pictures for _ in range(1000)], num_frames=10)
+    header, frames = decode([image for image in pictures for _ in range(1000)], num_frames=10)
     assert header.num_source_frames == 10_000
     assert numbers(frames) == tuple(range(0, 1000, 100))
 
@@ -380,13 +380,13 @@ def test_frames_that_are_not_wanted_are_not_kept() -> None:
     assert peak_bytes() - before < 150 << 20
 
 
-def test_pictures_that_change_size() -> None:
+def test_images_that_change_size() -> None:
     film = motion_jpeg([jpeg(0), jpeg(1, 80, 24), jpeg(2), jpeg(3)])
     assert "change size" in str(refuse(film))
     assert numbers(decode(film, num_frames=2)[1]) == (0, 2)
 
 
-def test_a_picture_larger_than_the_header_says() -> None:
+def test_a_image_larger_than_the_header_says() -> None:
     film = motion_jpeg([jpeg(1, 640, 480)] * 3)
     assert refuse(film, MediaConfig(max_image_pixels=WIDTH * HEIGHT))
     header, frames = decode(film)
@@ -418,8 +418,8 @@ def test_one_packet_with_a_hundred_thousand_frames() -> None:
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         packets = []
         for index in range(12):
-            picture = av.VideoFrame.from_ndarray(drawing(index), format="rgb24")
-            packets += stream.encode(picture)
+            image = av.VideoFrame.from_ndarray(drawing(index), format="rgb24")
+            packets += stream.encode(image)
         again = b"\x1a\x01"
         is_bomb = False
         for packet in [*packets, *stream.encode()]:
@@ -444,8 +444,8 @@ def test_names_that_are_no_text() -> None:
         container.metadata["title"] = "secretsecret"
         stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height = WIDTH, HEIGHT
-        picture = av.VideoFrame.from_ndarray(drawing(5), format="rgb24")
-        container.mux(stream.encode(picture))
+        image = av.VideoFrame.from_ndarray(drawing(5), format="rgb24")
+        container.mux(stream.encode(image))
         container.mux(stream.encode())
     data = buffer.getvalue().replace(b"secretsecret", b"\xff\xfesecret\x80\xc0\xff\xff")
     assert numbers(decode(data)[1]) == (5,)
