@@ -18,7 +18,7 @@ from aioengine.models.encdec.t5 import T5
 from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import BaseDummyInputsBuilder, OneImageInfo, ProcessorInputs
 from aioengine.processors.inputs import (
@@ -94,16 +94,10 @@ class Blip2MultiModalProcessor(BaseMultiModalProcessor):
     ) -> Sequence[PromptUpdate]:
         image_token_id = self.info.get_hf_config().image_token_index
 
-        def get_insertion(item_idx: int) -> list[int]:
-            images = mm_items["image"]
-            if isinstance(images, EmbeddingItems):
-                return [image_token_id] * images.get_feature_size(item_idx)
-            return [image_token_id] * self.info.get_num_image_tokens()
-
+        num_rows = self.info.get_num_image_tokens()
+        repeated = repeat_token(mm_items, "image", image_token_id, lambda _: num_rows)
         return [
-            PromptInsertion(
-                modality="image", target=PromptIndexTargets.start(), insertion=get_insertion
-            )
+            PromptInsertion(modality="image", target=PromptIndexTargets.start(), insertion=repeated)
         ]
 
 

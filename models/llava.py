@@ -13,7 +13,7 @@ from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
     BaseProcessingInfo,
@@ -133,19 +133,13 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
     ) -> Sequence[PromptUpdate]:
         image_token_id = self.info.get_hf_config().image_token_id
 
-        def get_replacement(item_idx: int) -> list[int]:
-            images = mm_items.get_items("image", (ImageProcessorItems, EmbeddingItems))
-            if isinstance(images, EmbeddingItems):
-                return [image_token_id] * images.get_feature_size(item_idx)
+        def count(item_idx: int) -> int:
+            images = mm_items.get_items("image", ImageProcessorItems)
             width, height = images.get_image_size(item_idx)
-            num_tokens = self.info.get_num_image_tokens(image_width=width, image_height=height)
-            return [image_token_id] * num_tokens
+            return self.info.get_num_image_tokens(image_width=width, image_height=height)
 
-        return [
-            PromptReplacement(
-                modality="image", target=[image_token_id], replacement=get_replacement
-            )
-        ]
+        repeated = repeat_token(mm_items, "image", image_token_id, count)
+        return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]
 
 
 @register_model("LlavaForConditionalGeneration")

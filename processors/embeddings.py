@@ -20,7 +20,7 @@ from aioengine.processors.items import (
 )
 from aioengine.types import Embeddings
 
-__all__ = ["EmbeddingItems", "make_items"]
+__all__ = ["EmbeddingItems", "make_items", "repeat_token"]
 
 MAX_EXTRA_NUMBERS = 1 << 20
 """In one of an item's extra fields."""
@@ -202,3 +202,21 @@ def _to_tensor(value: Any, parameter: str) -> torch.Tensor:
 def _check_finite(tensor: torch.Tensor, parameter: str) -> None:
     if not bool(torch.isfinite(tensor).all()):
         raise MediaError(f"{parameter} must be finite everywhere", parameter=parameter)
+
+
+def repeat_token(
+    mm_items: MultiModalDataItems, modality: str, token_id: int, count: Callable[[int], int]
+) -> Callable[[int], list[int]]:
+    """A replacement for items of a modality: `token_id` once for each of their encoder rows.
+
+    `count`: how many rows the item at an index takes. Of precomputed rows there are as many as were
+    given.
+    """
+
+    def repeated(item_idx: int) -> list[int]:
+        items = mm_items[modality]
+        if isinstance(items, EmbeddingItems):
+            return [token_id] * items.get_feature_size(item_idx)
+        return [token_id] * count(item_idx)
+
+    return repeated

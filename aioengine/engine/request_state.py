@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aioengine.media_pipeline.items import IdentifiedMedia
     from aioengine.processors.cache.memory import Lease
     from aioengine.processors.processor import Layout
-    from aioengine.sampling.prompt_logprobs import PromptLogprobs, ScoreColumns
+    from aioengine.sampling.logprobs import PromptLogprobs, ScoreColumns
 
 __all__ = ["CompletionState", "RequestState"]
 

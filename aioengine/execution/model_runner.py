@@ -25,8 +25,7 @@ from aioengine.kernels.attention import (
 from aioengine.kernels.pool import empty_pool
 from aioengine.kernels.transfer import to_device, to_host, upload
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.sampling.logprobs import Scores, score
-from aioengine.sampling.prompt_logprobs import ScoreColumns
+from aioengine.sampling.logprobs import ScoreColumns, Scores, score
 from aioengine.sampling.sampler import Sampler
 from aioengine.types import Launched, TokenLogprobs
 

@@ -18,7 +18,7 @@ from torch.nn.functional import grouped_mm, linear, silu
 from aioengine.errors import ModelLoadError
 from aioengine.models.deepseek_vl2.processing import DeepseekLanguageConfig
 from aioengine.models.runtime.attention import Attention
-from aioengine.models.runtime.parts import RMSNorm, rotary_table, rotate_halves
+from aioengine.models.runtime.defined_model import RMSNorm, rotary_table, rotate_halves
 
 __all__ = ["DeepseekLanguageModel"]
 

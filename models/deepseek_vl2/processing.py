@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.hf.deepseek_vl2 import (
     DeepseekVL2Processor,
     load_deepseek_settings,
@@ -243,19 +243,12 @@ class DeepseekVL2MultiModalProcessor(BaseMultiModalProcessor):
         image_token_id = self.info.get_hf_processor().image_token_id
         cropping = self._cropping(hf_processor_mm_kwargs)
 
-        def get_replacement(item_idx: int) -> list[int]:
-            images = mm_items["image"]
-            if isinstance(images, EmbeddingItems):
-                return [image_token_id] * images.get_feature_size(item_idx)
-            assert isinstance(images, ImageProcessorItems)
+        def count(item_idx: int) -> int:
+            images = mm_items.get_items("image", ImageProcessorItems)
             width, height = images.get_image_size(item_idx)
-            num_rows = self.info.get_num_image_tokens(
+            return self.info.get_num_image_tokens(
                 image_width=width, image_height=height, cropping=cropping
             )
-            return [image_token_id] * num_rows
 
-        return [
-            PromptReplacement(
-                modality="image", target=[image_token_id], replacement=get_replacement
-            )
-        ]
+        repeated = repeat_token(mm_items, "image", image_token_id, count)
+        return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]

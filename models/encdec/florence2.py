@@ -21,7 +21,7 @@ from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.encdec.media import ImageReader
 from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.registry import register_model
-from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import BaseDummyInputsBuilder, OneImageInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
@@ -136,17 +136,9 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
     ) -> Sequence[PromptUpdate]:
         image_token_id = self.info.get_hf_config().image_token_id
 
-        def get_replacement(item_idx: int) -> list[int]:
-            images = mm_items["image"]
-            if isinstance(images, EmbeddingItems):
-                return [image_token_id] * images.get_feature_size(item_idx)
-            return [image_token_id] * self.info.get_num_image_tokens()
-
-        return [
-            PromptReplacement(
-                modality="image", target=[image_token_id], replacement=get_replacement
-            )
-        ]
+        num_rows = self.info.get_num_image_tokens()
+        repeated = repeat_token(mm_items, "image", image_token_id, lambda _: num_rows)
+        return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]
 
 
 @register_model("Florence2ForConditionalGeneration")

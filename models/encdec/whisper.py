@@ -17,7 +17,7 @@ from torch import Tensor
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime.registry import register_model
-from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor, forced_tokens
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
@@ -176,14 +176,12 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
                 "truncation must be True or False", parameter="mm_processor_kwargs"
             )
 
-        def get_replacement(item_idx: int) -> list[int]:
-            recordings = mm_items["audio"]
-            if isinstance(recordings, EmbeddingItems):
-                return [0] * recordings.get_feature_size(item_idx)
+        def count(item_idx: int) -> int:
             length = mm_items.get_items("audio", AudioProcessorItems).get_audio_length(item_idx)
-            return [0] * self._count_rows(length, cuts, f"audios[{item_idx}]")
+            return self._count_rows(length, cuts, f"audios[{item_idx}]")
 
-        return [PromptReplacement(modality="audio", target=[0], replacement=get_replacement)]
+        repeated = repeat_token(mm_items, "audio", 0, count)
+        return [PromptReplacement(modality="audio", target=[0], replacement=repeated)]
 
     def _count_rows(self, length: int, cuts: bool, parameter: str) -> int:
         rate, most = self.info.get_sample_rate(), self.info.get_max_samples()

@@ -30,8 +30,12 @@ from aioengine.models.qwen_vl.processing import (
     QwenVLProcessingInfo,
 )
 from aioengine.models.runtime.attention import Attention
-from aioengine.models.runtime.defined_model import DefinedModel
-from aioengine.models.runtime.parts import RMSNorm, rotary_table, rotate_halves
+from aioengine.models.runtime.defined_model import (
+    DefinedModel,
+    RMSNorm,
+    rotary_table,
+    rotate_halves,
+)
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.weights import copy_weights

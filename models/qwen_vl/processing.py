@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.hf.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
@@ -162,12 +162,11 @@ class QwenVLMultiModalProcessor(BaseMultiModalProcessor):
         start = int(self.info.get_hf_config().visual["image_start_id"])
         end, row = start + 1, start + 2
 
+        num_rows = self.info.get_num_image_tokens()
+        repeated = repeat_token(mm_items, "image", row, lambda _: num_rows)
+
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            images = mm_items["image"]
-            if isinstance(images, EmbeddingItems):
-                rows = [row] * images.get_feature_size(item_idx)
-            else:
-                rows = [row] * self.info.get_num_image_tokens()
+            rows = repeated(item_idx)
             return PromptUpdateDetails(full=[start, *rows, end], features=rows)
 
         return [

@@ -15,8 +15,7 @@ from aioengine.core.plan import Limits
 from aioengine.engine import loader
 from aioengine.errors import ModelLoadError
 from aioengine.execution import memory_budget
-from aioengine.execution.host_memory import available_bytes
-from aioengine.execution.memory_budget import ModelSizes, resolve_limits
+from aioengine.execution.memory_budget import ModelSizes, available_bytes, resolve_limits
 from aioengine.execution.memory_profiler import measure_activations
 from aioengine.types import KVGroup
 from tests.engines import running_engine
