@@ -81,6 +81,9 @@ The names are those of vLLM's model guide; what is other here:
   ([`model-check.md`](decisions/model-check.md)): `TransformersModel.reference_logits` says how that
   is run over one whole prompt. Override it where transformers' forward wants more than what the
   encoder takes.
+- Layers of a `definition` are packed and fused by the names that transformers gives them (`q_proj`,
+  `gate_proj` ...). A class with other names says which in an attribute,
+  `layer_names = LayerNames(merged=[("w1", "w3")])` (`aioengine.models.fusion.layer_names`).
 - What goes wrong in a processor's own code is in the log, by its place and without what it says,
   which may hold a user's data: a `MediaError` tells its kind alone. On the engine's own dummies it
   is a `ModelLoadError`, with the error itself as `__cause__`.

@@ -76,7 +76,8 @@ def fuse_activations(model: nn.Module) -> int:
 
 def _fuse_layer(module: nn.Module, names: FeedForward, tried: dict[Hashable, bool]) -> bool:
     """Fuse a module that is nothing but a feed-forward layer."""
-    matmul, activation = _matmul(module, names), _activation(module, names.activation)
+    matmul = _matmul(module, names)
+    activation = None if matmul is None else _activation(module, names.activation)
     if matmul is None or activation is None:
         return False
     kind = type(module)
@@ -92,7 +93,8 @@ def _fuse_layer(module: nn.Module, names: FeedForward, tried: dict[Hashable, boo
 
 def _fuse_part(module: nn.Module, name: str, up: str, tried: dict[Hashable, bool]) -> bool:
     """Move the activation `name` of a module into its layer `up`."""
-    matmul, activation = _matmul(module, FeedForward("", name, up)), _activation(module, name)
+    matmul = _matmul(module, FeedForward("", name, up))
+    activation = None if matmul is None else _activation(module, name)
     if matmul is None or activation is None:
         return False
     layer: nn.Linear = getattr(module, up)
