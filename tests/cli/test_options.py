@@ -236,8 +236,10 @@ def test_as_a_module_without_loading_torch() -> None:
 
 def test_interrupts_during_a_load_leave_at_once_and_quietly() -> None:
     code = (
-        "import sys, threading, aioengine.engine.async_engine\n"
+        "import signal, sys, threading, aioengine.engine.async_engine\n"
         "from aioengine.cli import run\n"
+        # A suite that runs in the background of a shell ignores SIGINT, and so would its children.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def stuck(*_):\n"
         "    print('loading', flush=True)\n"
         "    threading.Event().wait()\n"
