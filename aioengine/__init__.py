@@ -47,25 +47,19 @@ def demo_pictures() -> list[Path]:
     return sorted(path for path in (ASSETS / "pictures").iterdir() if path.suffix != ".md")
 
 
-_HOMES = {
-    "AsyncEngine": "aioengine.engine.async_engine",
-    "CompletionOutput": "aioengine.types",
-    "Delta": "aioengine.types",
-    "Embeddings": "aioengine.types",
-    "EngineConfig": "aioengine.config",
-    "EngineState": "aioengine.types",
-    "EngineStatistics": "aioengine.types",
-    "FinishReason": "aioengine.types",
-    "LoadProgress": "aioengine.types",
-    "Logprob": "aioengine.types",
-    "MediaConfig": "aioengine.config",
-    "Prompt": "aioengine.types",
-    "errors": "aioengine.errors",
-    "RequestOutput": "aioengine.types",
-    "SamplingParams": "aioengine.sampling_params",
-    "StructuredOutputs": "aioengine.sampling_params",
-    "TokenStream": "aioengine.streams.tokens",
-}
+_LAZY, __getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "aioengine.config": "EngineConfig MediaConfig",
+        "aioengine.engine.async_engine": "AsyncEngine",
+        "aioengine.errors": "errors",
+        "aioengine.sampling_params": "SamplingParams StructuredOutputs",
+        "aioengine.streams.tokens": "TokenStream",
+        "aioengine.types": (
+            "CompletionOutput Delta Embeddings EngineState EngineStatistics FinishReason "
+            "LoadProgress Logprob Prompt RequestOutput"
+        ),
+    },
+)
 
-__all__ = ["__version__", "demo_model", "demo_pictures", *_HOMES]
-__getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+__all__ = ["__version__", "demo_model", "demo_pictures", *_LAZY]

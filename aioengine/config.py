@@ -12,12 +12,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aioengine.errors import is_int, is_real, require
+from aioengine.errors import ints, is_int, is_real, optional, require, require_fields
 
 __all__ = ["EngineConfig", "MediaConfig"]
 
 MIB = 1 << 20
 HOST = re.compile(r"(\*|(\*\.)?[^\s*:/@\[\]\\]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?")
+
+
+def _are_texts(value: Any) -> bool:
+    is_list = isinstance(value, Collection) and not isinstance(value, str)
+    return is_list and all(isinstance(entry, str) for entry in value)
+
+
+COUNT = ints(1), "a positive integer"
+SECONDS = (lambda value: is_real(value) and value > 0), "a positive number of seconds"
+TEXTS = _are_texts, "a tuple of texts"
+MEDIA_CHECKS = {
+    "max_image_pixels": COUNT,
+    "max_image_bytes": COUNT,
+    "max_audio_bytes": COUNT,
+    "max_video_bytes": COUNT,
+    "max_video_frames": COUNT,
+    "max_video_pixels": COUNT,
+    "max_concurrent_fetches": COUNT,
+    "max_audio_s": SECONDS,
+    "max_video_s": SECONDS,
+    "fetch_timeout_s": SECONDS,
+    "video_num_frames": (optional(ints(1)), "a positive integer or None"),
+    "video_fps": (optional(SECONDS[0]), "a positive number or None"),
+    "image_formats": TEXTS,
+    "audio_formats": TEXTS,
+    "video_formats": TEXTS,
+    "allowed_hosts": TEXTS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,34 +91,9 @@ class MediaConfig:
     """Fetches under way at once; the others wait."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_image_pixels",
-            "max_image_bytes",
-            "max_audio_bytes",
-            "max_video_bytes",
-            "max_video_frames",
-            "max_video_pixels",
-            "max_concurrent_fetches",
-        ):
-            value = getattr(self, name)
-            require(is_int(value) and value > 0, f"media.{name}", value, "a positive integer")
-        for name in ("max_audio_s", "max_video_s", "fetch_timeout_s"):
-            value = getattr(self, name)
-            rule = "a positive number of seconds"
-            require(is_real(value) and value > 0, f"media.{name}", value, rule)
-        count, rate = self.video_num_frames, self.video_fps
-        is_count = count is None or (is_int(count) and count > 0)
-        require(is_count, "media.video_num_frames", count, "a positive integer or None")
-        is_rate = rate is None or (is_real(rate) and rate > 0)
-        require(is_rate, "media.video_fps", rate, "a positive number or None")
-        for name in ("image_formats", "audio_formats", "video_formats", "allowed_hosts"):
-            value = getattr(self, name)
-            is_list = isinstance(value, Collection) and not isinstance(value, str)
-            rule = "a tuple of texts"
-            are_texts = is_list and all(isinstance(entry, str) for entry in value)
-            require(are_texts, f"media.{name}", value, rule)
+        require_fields(self, MEDIA_CHECKS, "media.")
+        rule = "a host, *.host or *, with a port or without"
         for host in self.allowed_hosts:
-            rule = "a host, *.host or *, with a port or without"
             require(HOST.fullmatch(host) is not None, "media.allowed_hosts", host, rule)
 
     def max_bytes(self, modality: str) -> int:
@@ -105,7 +108,33 @@ MM_OPTIONS = {
     "video": ("count", "num_frames", "width", "height"),
 }
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
-QUANTIZATIONS = ("int8", None)
+POSITIVE_OR_NONE = optional(ints(1)), "positive or None"
+YES_OR_NO = (lambda value: isinstance(value, bool)), "True or False"
+CHECKS = {
+    "device": (lambda value: isinstance(value, str), "auto, cpu or cuda[:N]"),
+    "dtype": (lambda value: value in DTYPES, f"one of {', '.join(DTYPES)}"),
+    "max_num_seqs": COUNT,
+    "max_num_batched_tokens": COUNT,
+    "block_size": COUNT,
+    "max_model_len": POSITIVE_OR_NONE,
+    "kv_cache_bytes": POSITIVE_OR_NONE,
+    "encoder_cache_bytes": POSITIVE_OR_NONE,
+    "max_num_encoder_input_tokens": POSITIVE_OR_NONE,
+    "max_queued_requests": POSITIVE_OR_NONE,
+    "gpu_memory_utilization": (lambda value: is_real(value) and 0 < value <= 1, "in (0, 1]"),
+    "mm_processor_cache_bytes": (ints(0), "0 or more"),
+    "mm_processor_cache_dir_bytes": (ints(0), "0 or more"),
+    "attention_backend": (lambda value: isinstance(value, str), "a name, or auto"),
+    "packed_layers": YES_OR_NO,
+    "check_model": YES_OR_NO,
+    "thread_niceness": (ints(0, 19), "from 0 to 19"),
+    "quantization": (lambda value: value in ("int8", None), '"int8" or None'),
+    "tensor_parallel_size": (lambda value: value == 1, "1 (nothing else is built)"),
+    "mm_encoder_tp_mode": (
+        lambda value: value == "tensor",
+        '"tensor" (nothing else is built)',
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,57 +205,13 @@ class EngineConfig:
     """Only "tensor" is built."""
 
     def __post_init__(self) -> None:
-        require(isinstance(self.device, str), "device", self.device, "auto, cpu or cuda[:N]")
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            value = getattr(self, name)
-            require(is_int(value) and value > 0, name, value, "a positive integer")
-        for name in (
-            "max_model_len",
-            "kv_cache_bytes",
-            "encoder_cache_bytes",
-            "max_num_encoder_input_tokens",
-            "max_queued_requests",
-        ):
-            value = getattr(self, name)
-            require(value is None or (is_int(value) and value > 0), name, value, "positive or None")
-        share = self.gpu_memory_utilization
-        require(is_real(share) and 0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
-        for name in ("mm_processor_cache_bytes", "mm_processor_cache_dir_bytes"):
-            size = getattr(self, name)
-            require(is_int(size) and size >= 0, name, size, "0 or more")
+        require_fields(self, CHECKS)
         folder = self.mm_processor_cache_dir
         is_folder = isinstance(folder, str | Path | None)
         require(is_folder, "mm_processor_cache_dir", type(folder).__name__, "a path or None")
-        backend = self.attention_backend
-        require(isinstance(backend, str), "attention_backend", backend, "a name, or auto")
-        packed = self.packed_layers
-        require(isinstance(packed, bool), "packed_layers", packed, "True or False")
-        checked = self.check_model
-        require(isinstance(checked, bool), "check_model", checked, "True or False")
-        nice = self.thread_niceness
-        require(is_int(nice) and 0 <= nice <= 19, "thread_niceness", nice, "from 0 to 19")
-        kind = self.quantization
-        require(kind in QUANTIZATIONS, "quantization", kind, '"int8" or None')
-        require(
-            self.tensor_parallel_size == 1,
-            "tensor_parallel_size",
-            self.tensor_parallel_size,
-            "1 (nothing else is built)",
-        )
-        require(
-            self.mm_encoder_tp_mode == "tensor",
-            "mm_encoder_tp_mode",
-            self.mm_encoder_tp_mode,
-            '"tensor" (nothing else is built)',
-        )
         self._check_mm_limits()
-        require(
-            self.num_processor_workers > 0,
-            "processor_workers",
-            self.processor_workers,
-            '"thread:N" or "process:N" with N >= 1',
-        )
+        rule = '"thread:N" or "process:N" with N >= 1'
+        require(self.num_processor_workers > 0, "processor_workers", self.processor_workers, rule)
 
     def _check_mm_limits(self) -> None:
         name, limits = "limit_mm_per_prompt", self.limit_mm_per_prompt

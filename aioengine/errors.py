@@ -25,7 +25,9 @@ from __future__ import annotations
 import logging
 import math
 import traceback
+from collections.abc import Callable, Mapping
 from itertools import islice
+from typing import Any
 
 __all__ = [
     "AioEngineError",
@@ -46,6 +48,9 @@ __all__ = [
 
 
 MAX_TRACE_LINES = 40
+
+Predicate = Callable[[Any], bool]
+Checks = Mapping[str, tuple[Predicate, str]]
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +168,32 @@ def require(condition: bool, parameter: str, value: object, rule: str) -> None:
     raise InvalidRequestError(
         f"{parameter} must be {rule}, not {text}", parameter=parameter, value=value
     )
+
+
+def require_fields(owner: object, checks: Checks, prefix: str = "") -> None:
+    """Raise InvalidRequestError for the first field of `owner` that is not what it must be.
+
+    `checks`: field -> a predicate of its value, and in words what it must be; errors name the
+    field behind `prefix`.
+    """
+    for name, (is_fit, rule) in checks.items():
+        value = getattr(owner, name)
+        require(is_fit(value), prefix + name, value, rule)
+
+
+def ints(least: int, most: float = math.inf) -> Predicate:
+    """Return a predicate: an integer from `least` to `most`, and not a bool."""
+    return lambda value: is_int(value) and least <= value <= most
+
+
+def reals(least: float, most: float = math.inf) -> Predicate:
+    """Return a predicate: a finite number from `least` to `most`, and not a bool."""
+    return lambda value: is_real(value) and least <= value <= most
+
+
+def optional(is_fit: Predicate) -> Predicate:
+    """Return a predicate: None, or what `is_fit` takes."""
+    return lambda value: value is None or is_fit(value)
 
 
 def shown(value: object, most: int = 80) -> str:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from aioengine.errors import is_int, is_real, is_text, require
+from aioengine.errors import ints, is_real, is_text, optional, reals, require, require_fields
 
 __all__ = ["SamplingParams", "StructuredOutputs"]
 
 MAX_COMPLETIONS = 256
-MAX_LOGPROBS = {"logprobs": 128, "prompt_logprobs": 20}
+MAX_LOGPROBS = 128
+MAX_PROMPT_LOGPROBS = 20
 MAX_STRINGS = 64
 MAX_STRING_LENGTH = 1024
 MAX_STRINGS_LENGTH = 4096
@@ -228,6 +229,26 @@ def _significant(multiple: Any) -> int:
     return int(digits[:20] or 1)
 
 
+CHECKS = {
+    "temperature": (reals(0, 100), "in [0, 100]"),
+    "top_p": (lambda value: is_real(value) and 0 < value <= 1, "in (0, 1]"),
+    "min_p": (reals(0, 1), "in [0, 1]"),
+    "top_k": (ints(-1), "-1, 0 or positive"),
+    "seed": (optional(ints(-(2**63), 2**64 - 1)), "a 64-bit integer or None"),
+    "presence_penalty": (reals(-2, 2), "in [-2, 2]"),
+    "frequency_penalty": (reals(-2, 2), "in [-2, 2]"),
+    "repetition_penalty": (reals(0.01, 100), "in [0.01, 100]"),
+    "n": (ints(1, MAX_COMPLETIONS), f"1 to {MAX_COMPLETIONS}"),
+    "max_tokens": (optional(ints(1)), "positive or None"),
+    "min_tokens": (ints(0), "0 or more"),
+    "logprobs": (optional(ints(0, MAX_LOGPROBS)), f"0 to {MAX_LOGPROBS}, or None"),
+    "prompt_logprobs": (
+        optional(ints(0, MAX_PROMPT_LOGPROBS)),
+        f"0 to {MAX_PROMPT_LOGPROBS}, or None",
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping options of one request, with vLLM's names and defaults."""
@@ -280,73 +301,13 @@ class SamplingParams:
     """A JSON schema, a regular expression, choices or a grammar that the text must follow."""
 
     def __post_init__(self) -> None:
-        self._check_distribution()
-        self._check_penalties()
-        self._check_lengths()
+        require_fields(self, CHECKS)
+        most = self.max_tokens
+        rule = f"at most max_tokens ({most})"
+        require(most is None or self.min_tokens <= most, "min_tokens", self.min_tokens, rule)
         self._check_stops()
         self._check_tokens()
         self._check_structure()
-
-    def _check_distribution(self) -> None:
-        require(
-            is_real(self.temperature) and 0 <= self.temperature <= 100,
-            "temperature",
-            self.temperature,
-            "in [0, 100]",
-        )
-        require(is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        require(is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "-1, 0 or positive")
-        require(
-            self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**64),
-            "seed",
-            self.seed,
-            "a 64-bit integer or None",
-        )
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(is_real(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
-        factor = self.repetition_penalty
-        require(
-            is_real(factor) and 0.01 <= factor <= 100,
-            "repetition_penalty",
-            factor,
-            "in [0.01, 100]",
-        )
-
-    def _check_lengths(self) -> None:
-        require(
-            is_int(self.n) and 1 <= self.n <= MAX_COMPLETIONS,
-            "n",
-            self.n,
-            f"1 to {MAX_COMPLETIONS}",
-        )
-        most = self.max_tokens
-        require(
-            most is None or (is_int(most) and most >= 1), "max_tokens", most, "positive or None"
-        )
-        require(
-            is_int(self.min_tokens) and self.min_tokens >= 0,
-            "min_tokens",
-            self.min_tokens,
-            "0 or more",
-        )
-        require(
-            most is None or self.min_tokens <= most,
-            "min_tokens",
-            self.min_tokens,
-            f"at most max_tokens ({most})",
-        )
-        for name, most_logprobs in MAX_LOGPROBS.items():
-            value = getattr(self, name)
-            require(
-                value is None or (is_int(value) and 0 <= value <= most_logprobs),
-                name,
-                value,
-                f"0 to {most_logprobs}, or None",
-            )
 
     def _check_stops(self) -> None:
         for name in ("stop", "bad_words"):
@@ -391,33 +352,20 @@ class SamplingParams:
                 f"up to {most} token ids" + (" with numbers" if kind is Mapping else ""),
             )
         allowed = self.allowed_token_ids
-        require(
-            allowed is None or len(allowed) > 0, "allowed_token_ids", "empty", "None or token ids"
-        )
+        is_some = allowed is None or len(allowed) > 0
+        require(is_some, "allowed_token_ids", "empty", "None or token ids")
+        is_bias = reals(-100, 100)
         for token_id, bias in (self.logit_bias or {}).items():
-            require(
-                is_real(bias) and -100 <= bias <= 100,
-                f"logit_bias[{token_id}]",
-                bias,
-                "-100 to 100",
-            )
+            require(is_bias(bias), f"logit_bias[{token_id}]", bias, "-100 to 100")
 
     def _check_structure(self) -> None:
-        structure = self.structured_outputs
-        require(
-            structure is None or isinstance(structure, StructuredOutputs),
-            "structured_outputs",
-            type(structure).__name__,
-            "a StructuredOutputs",
-        )
+        structure, kind = self.structured_outputs, type(self.structured_outputs).__name__
+        is_known = isinstance(structure, StructuredOutputs | None)
+        require(is_known, "structured_outputs", kind, "a StructuredOutputs")
+        rule = "left alone with structured_outputs, which say themselves where the text ends"
         for name in ("ignore_eos", "min_tokens"):
             value = getattr(self, name)
-            require(
-                structure is None or not value,
-                name,
-                value,
-                "left alone with structured_outputs, which say themselves where the text ends",
-            )
+            require(structure is None or not value, name, value, rule)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

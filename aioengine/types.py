@@ -335,12 +335,14 @@ class EngineStatistics:
 
 
 def lazy_exports(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose names load on first use.
+    package: str, exports: Mapping[str, str]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Names of a package that load on first use, and its `__getattr__` and `__dir__`.
 
-    `homes`: name -> the module that has it; a module that is exported itself is its own home.
+    `exports`: module -> the names in it, with spaces between them; a module that is exported
+    itself is its own home.
     """
+    homes = {name: home for home, names in exports.items() for name in names.split()}
 
     def load(name: str) -> Any:
         home = homes.get(name)
@@ -351,4 +353,4 @@ def lazy_exports(
         setattr(import_module(package), name, value)
         return value
 
-    return load, lambda: sorted(import_module(package).__all__)
+    return [*homes], load, lambda: sorted(import_module(package).__all__)

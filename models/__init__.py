@@ -28,19 +28,16 @@ if TYPE_CHECKING:
     from aioengine.models.runtime.registry import resolve as resolve
     from aioengine.models.runtime.transformers_model import TransformersModel as TransformersModel
 
-_HOMES = {
-    "Attention": "aioengine.models.runtime.attention",
-    "AttentionType": "aioengine.models.runtime.attention",
-    "DefinedModel": "aioengine.models.runtime.defined_model",
-    "MultiModalEmbeddings": "aioengine.models.runtime.interfaces",
-    "NestedTensors": "aioengine.models.runtime.interfaces",
-    "SupportsEncoderDecoder": "aioengine.models.runtime.interfaces",
-    "SupportsMultiModal": "aioengine.models.runtime.interfaces",
-    "TransformersModel": "aioengine.models.runtime.transformers_model",
-    "merge_multimodal_embeddings": "aioengine.models.runtime.interfaces",
-    "register_model": "aioengine.models.runtime.registry",
-    "resolve": "aioengine.models.runtime.registry",
-}
-
-__all__ = [*_HOMES]
-__getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "aioengine.models.runtime.attention": "Attention AttentionType",
+        "aioengine.models.runtime.defined_model": "DefinedModel",
+        "aioengine.models.runtime.interfaces": (
+            "MultiModalEmbeddings NestedTensors SupportsEncoderDecoder SupportsMultiModal "
+            "merge_multimodal_embeddings"
+        ),
+        "aioengine.models.runtime.registry": "register_model resolve",
+        "aioengine.models.runtime.transformers_model": "TransformersModel",
+    },
+)

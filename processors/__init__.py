@@ -39,34 +39,27 @@ if TYPE_CHECKING:
     from aioengine.processors.speech import cut_windows as cut_windows
     from aioengine.processors.speech import whisper_prompt as whisper_prompt
 
-_HOMES = {
-    "MULTIMODAL_REGISTRY": "aioengine.processors.registry",
-    "AudioProcessorItems": "aioengine.processors.items",
-    "BaseDummyInputsBuilder": "aioengine.processors.info",
-    "BaseMultiModalProcessor": "aioengine.processors.processor",
-    "BaseProcessingInfo": "aioengine.processors.info",
-    "EmbeddingItems": "aioengine.processors.embeddings",
-    "EncDecMultiModalProcessor": "aioengine.processors.encdec",
-    "ImageHeader": "aioengine.processors.items",
-    "ImageProcessorItems": "aioengine.processors.items",
-    "ImageSize": "aioengine.processors.items",
-    "MultiModalDataItems": "aioengine.processors.items",
-    "MultiModalFieldConfig": "aioengine.processors.inputs",
-    "MultiModalKwargs": "aioengine.processors.inputs",
-    "MultiModalKwargsItem": "aioengine.processors.inputs",
-    "PlaceholderRange": "aioengine.processors.inputs",
-    "ProcessingContext": "aioengine.processors.info",
-    "ProcessorInputs": "aioengine.processors.info",
-    "PromptIndexTargets": "aioengine.processors.prompt.updates",
-    "PromptInsertion": "aioengine.processors.prompt.updates",
-    "PromptReplacement": "aioengine.processors.prompt.updates",
-    "PromptUpdate": "aioengine.processors.prompt.updates",
-    "PromptUpdateDetails": "aioengine.processors.prompt.updates",
-    "VideoProcessorItems": "aioengine.processors.items",
-    "cut_windows": "aioengine.processors.speech",
-    "load_context": "aioengine.processors.info",
-    "whisper_prompt": "aioengine.processors.speech",
-}
-
-__all__ = [*_HOMES]
-__getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "aioengine.processors.embeddings": "EmbeddingItems",
+        "aioengine.processors.encdec": "EncDecMultiModalProcessor",
+        "aioengine.processors.info": (
+            "BaseDummyInputsBuilder BaseProcessingInfo ProcessingContext ProcessorInputs "
+            "load_context"
+        ),
+        "aioengine.processors.inputs": (
+            "MultiModalFieldConfig MultiModalKwargs MultiModalKwargsItem PlaceholderRange"
+        ),
+        "aioengine.processors.items": (
+            "AudioProcessorItems ImageHeader ImageProcessorItems ImageSize MultiModalDataItems "
+            "VideoProcessorItems"
+        ),
+        "aioengine.processors.processor": "BaseMultiModalProcessor",
+        "aioengine.processors.prompt.updates": (
+            "PromptIndexTargets PromptInsertion PromptReplacement PromptUpdate PromptUpdateDetails"
+        ),
+        "aioengine.processors.registry": "MULTIMODAL_REGISTRY",
+        "aioengine.processors.speech": "cut_windows whisper_prompt",
+    },
+)

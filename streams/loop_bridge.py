@@ -15,9 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from aioengine.errors import EngineError
+from aioengine.errors import EngineError, WrongLoopError
 
-__all__ = ["LoopBridge", "run_apart", "run_in"]
+__all__ = ["LoopBridge", "check_running", "run_apart", "run_in"]
 
 Result = TypeVar("Result")
 
@@ -75,6 +75,16 @@ class LoopBridge:
                 with self._lock:
                     self._calls.extendleft(reversed(calls))
                 self.loop.call_soon(self._drain)
+
+
+def check_running(loop: asyncio.AbstractEventLoop | None, rule: str) -> None:
+    """Raise WrongLoopError, which says the rule, unless called on `loop`."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is not loop:
+        raise WrongLoopError(rule)
 
 
 async def run_apart(function: Callable[..., Result], *args: Any) -> Result:

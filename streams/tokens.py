@@ -15,7 +15,8 @@ from itertools import chain
 from types import TracebackType
 from typing import Self
 
-from aioengine.errors import RequestAbortedError, WrongLoopError
+from aioengine.errors import RequestAbortedError
+from aioengine.streams.loop_bridge import check_running
 from aioengine.types import Delta, RequestOutput
 
 __all__ = ["StreamStatistics", "TokenSink", "TokenStream", "open_stream"]
@@ -30,8 +31,11 @@ class StreamStatistics:
     is_closed: bool
 
 
-class _Mailbox:
-    """State that sink and stream share."""
+class TokenSink:
+    """The engine's end, and what the reader's has to read.
+
+    No method of the engine's waits; after the end, further calls do nothing.
+    """
 
     def __init__(
         self, close_request: Callable[[], object], loop: asyncio.AbstractEventLoop | None
@@ -50,40 +54,52 @@ class _Mailbox:
 
     @property
     def has_ended(self) -> bool:
+        """Return whether nothing more comes."""
         return self.is_closed or self.output is not None or self.error is not None
 
-    def wake_readers(self) -> None:
-        """Wake the readers: there is a new delta."""
-        for waiter in self.readers:
-            if not waiter.done():
-                waiter.set_result(None)
+    def push(self, delta: Delta) -> None:
+        """Hand over new text and tokens."""
+        if not self.has_ended:
+            self.pending.setdefault(delta.index, []).append(delta)
+            self.num_pushed += 1
+            _wake(self.readers)
+
+    def admit(self) -> None:
+        """The request is laid out and queued."""
+        self.is_admitted = True
+        _wake(self.readers, self.result_waiters)
+
+    def finish(self, output: RequestOutput) -> None:
+        """The request has ended well."""
+        if not self.has_ended:
+            self.output = output
+            self.end()
+
+    def fail(self, error: BaseException) -> None:
+        """The request has ended with an error."""
+        if not self.has_ended:
+            self.error = error
+            self.end()
 
     def end(self) -> None:
         """The stream has ended, and lets go of the engine: its reader may keep it for long."""
         self.close_request = _do_nothing
-        self.wake_all()
-
-    def wake_all(self) -> None:
-        """Wake whoever waits for anything."""
-        self.wake_readers()
-        for waiter in self.result_waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        _wake(self.readers, self.result_waiters)
 
     def check_loop(self) -> None:
         """Raise WrongLoopError on any other loop than the stream's."""
-        if self.loop is None:
-            return
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
-        if running is not self.loop:
-            raise WrongLoopError("a stream is read and closed on the event loop that opened it")
+        if self.loop is not None:
+            check_running(self.loop, "a stream is read and closed on the event loop that opened it")
 
 
 def _do_nothing() -> None:
     pass
+
+
+def _wake(*waiters: set[asyncio.Future[None]]) -> None:
+    for waiter in chain(*waiters):
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 async def _wait(waiters: set[asyncio.Future[None]]) -> None:
@@ -95,45 +111,12 @@ async def _wait(waiters: set[asyncio.Future[None]]) -> None:
         waiters.discard(waiter)
 
 
-class TokenSink:
-    """The engine's end. No method waits; after the end, further calls do nothing."""
-
-    def __init__(self, mailbox: _Mailbox) -> None:
-        self._mailbox = mailbox
-
-    def push(self, delta: Delta) -> None:
-        """Hand over new text and tokens."""
-        box = self._mailbox
-        if box.has_ended:
-            return
-        box.pending.setdefault(delta.index, []).append(delta)
-        box.num_pushed += 1
-        box.wake_readers()
-
-    def admit(self) -> None:
-        """The request is laid out and queued."""
-        self._mailbox.is_admitted = True
-        self._mailbox.wake_all()
-
-    def finish(self, output: RequestOutput) -> None:
-        """The request has ended well."""
-        if not self._mailbox.has_ended:
-            self._mailbox.output = output
-            self._mailbox.end()
-
-    def fail(self, error: BaseException) -> None:
-        """The request has ended with an error."""
-        if not self._mailbox.has_ended:
-            self._mailbox.error = error
-            self._mailbox.end()
-
-
 class TokenStream:
     """The reader's end: `async for delta in stream`, then `await stream.result()`."""
 
-    def __init__(self, request_id: str, mailbox: _Mailbox) -> None:
+    def __init__(self, request_id: str, sink: TokenSink) -> None:
         self.request_id = request_id
-        self._mailbox = mailbox
+        self._sink = sink
 
     def __aiter__(self) -> Self:
         return self
@@ -149,7 +132,7 @@ class TokenStream:
 
         Raises what arguments, headers and layout show to be wrong.
         """
-        box = self._mailbox
+        box = self._sink
         box.check_loop()
         while not (box.is_admitted or box.has_ended):
             await _wait(box.result_waiters)
@@ -161,7 +144,7 @@ class TokenStream:
 
         Several tokens that came since the last call are one delta.
         """
-        box = self._mailbox
+        box = self._sink
         box.check_loop()
         while not box.pending and not box.has_ended:
             await _wait(box.readers)
@@ -173,7 +156,7 @@ class TokenStream:
         return self._take()
 
     def _take(self) -> Delta | None:
-        box = self._mailbox
+        box = self._sink
         if box.pending and not box.is_closed:
             box.num_received += 1
             return _merge(box.pending.pop(next(iter(box.pending))))
@@ -186,7 +169,7 @@ class TokenStream:
 
         Raises the request's error; RequestAbortedError if the stream was closed before the end.
         """
-        box = self._mailbox
+        box = self._sink
         box.check_loop()
         while not box.has_ended:
             await _wait(box.result_waiters)
@@ -198,7 +181,7 @@ class TokenStream:
 
     def close(self) -> None:
         """Stop reading; a request that has not ended is ended at once. Idempotent."""
-        box = self._mailbox
+        box = self._sink
         box.check_loop()
         if not box.has_ended:
             box.is_closed = True
@@ -213,7 +196,7 @@ class TokenStream:
 
     def statistics(self) -> StreamStatistics:
         """A snapshot of the stream's counters."""
-        box = self._mailbox
+        box = self._sink
         return StreamStatistics(box.num_pushed, box.num_received, box.is_closed)
 
     async def __aenter__(self) -> Self:
@@ -233,7 +216,7 @@ class TokenStream:
         self.close()
 
     def __del__(self) -> None:
-        if not self._mailbox.has_ended:
+        if not self._sink.has_ended:
             warnings.warn(
                 f"a TokenStream (request {self.request_id!r}) was dropped before its end; use "
                 f"'async with' or close() it",
@@ -252,8 +235,8 @@ def open_stream(
 
     With a `loop`, reading or closing it anywhere else raises WrongLoopError.
     """
-    mailbox = _Mailbox(close_request, loop)
-    return TokenSink(mailbox), TokenStream(request_id, mailbox)
+    sink = TokenSink(close_request, loop)
+    return sink, TokenStream(request_id, sink)
 
 
 def _merge(deltas: list[Delta]) -> Delta:

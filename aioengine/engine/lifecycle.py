@@ -11,8 +11,8 @@ from aioengine.errors import (
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
-    WrongLoopError,
 )
+from aioengine.streams.loop_bridge import check_running
 from aioengine.types import EngineState
 
 __all__ = ["EngineLifecycle"]
@@ -74,15 +74,11 @@ class EngineLifecycle:
 
     def check_loop(self) -> None:
         """Raise WrongLoopError on any loop but the engine's."""
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
-        if running is not self.loop:
-            raise WrongLoopError(
-                "an engine belongs to the event loop that started it; call it from there, or start "
-                "another engine in this loop"
-            )
+        check_running(
+            self.loop,
+            "an engine belongs to the event loop that started it; call it from there, or start "
+            "another engine in this loop",
+        )
 
     def check_serving(self) -> None:
         """Raise an EngineError unless the engine runs, draining or not."""

@@ -378,7 +378,7 @@ class MediaPipeline:
             if stored is not None and stored.modality == media.modality:
                 self.cache.put(media.key, stored)
                 return stored
-        worked = await self._workers.work(
+        worked = await self._workers.run(
             WorkItem(
                 source=media.source,
                 modality=media.modality,

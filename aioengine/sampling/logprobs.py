@@ -7,7 +7,7 @@ which as objects would keep the garbage collector, and with it the event loop, b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import eq
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -25,8 +25,7 @@ CHUNK_NUMBERS = 1 << 22
 """Logits that are worked on at a time, here and in sampling, which bounds the memory taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(NamedTuple):
     """Log probabilities at m positions: the given tokens and the `k` most probable ones.
 
     `token_ids`, `ranks` int64 [m] and `logprobs` float32 [m]; `top_ids` int64 and `top_logprobs`
@@ -41,44 +40,33 @@ class Scores:
 
     def to_host(self) -> Scores:
         """The same on its way to the host: to be read when the work launched so far is done."""
-        columns = self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
-        return Scores(*map(to_host, columns))
+        return Scores(*map(to_host, self))
 
     def columns(self) -> ScoreColumns:
         """The same as arrays, of the host; shares their memory."""
-        return ScoreColumns(
-            *(
-                column.numpy()
-                for column in (
-                    self.token_ids,
-                    self.logprobs,
-                    self.ranks,
-                    self.top_ids,
-                    self.top_logprobs,
-                )
-            )
-        )
+        return ScoreColumns(*(column.numpy() for column in self))
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """List for each position the given token, then so many (`counts`) of the most probable
         ones."""
-        read: list[TokenLogprobs] = []
-        rows = zip(
-            self.token_ids.tolist(),
-            self.logprobs.tolist(),
-            self.ranks.tolist(),
-            self.top_ids.tolist(),
-            self.top_logprobs.tolist(),
-            counts,
-            strict=True,
-        )
-        for token_id, logprob, rank, top_ids, top_logprobs, count in rows:
-            found = {token_id: Logprob(logprob, rank)}
-            others = zip(top_ids[:count], top_logprobs[:count], strict=True)
-            for place, (other, value) in enumerate(others, 1):
-                found.setdefault(other, Logprob(value, place))
-            read.append(found)
-        return read
+        columns = (column.tolist() for column in self)
+        return [_ranked(*row) for row in zip(*columns, counts, strict=True)]
+
+
+def _ranked(
+    token_id: int,
+    logprob: float,
+    rank: int,
+    top_ids: Sequence[int],
+    top_logprobs: Sequence[float],
+    count: int | None = None,
+) -> TokenLogprobs:
+    """The given token, then `count` of the most probable ones, or all."""
+    found = {token_id: Logprob(logprob, rank)}
+    others = zip(top_ids[:count], top_logprobs[:count], strict=True)
+    for place, (other, value) in enumerate(others, 1):
+        found.setdefault(other, Logprob(value, place))
+    return found
 
 
 def score(logits: Tensor, token_ids: Tensor, count: int) -> Scores:
@@ -158,20 +146,12 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
             return [self[position] for position in range(len(self))[index]]
         if not self._is_known[index]:  # raises IndexError
             return None
-        token_id, logprob, rank, top_ids, top_logprobs = (
-            column[index].tolist() for column in self._columns
-        )
-        found = {token_id: Logprob(logprob, rank)}
-        for place, (other, value) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
-            found.setdefault(other, Logprob(value, place))
-        return found
+        return _ranked(*(column[index].tolist() for column in self._columns))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
             return NotImplemented
-        return len(self) == len(other) and all(
-            mine == theirs for mine, theirs in zip(self, other, strict=True)
-        )
+        return len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]
 
