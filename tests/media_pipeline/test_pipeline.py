@@ -357,7 +357,7 @@ async def test_worker_processes_give_the_same(folder: Path) -> None:
                 Prompt(text=TEXT, media={"image": [png(1)]}, mm_processor_kwargs={"a": object()})
             )
         workers: Any = engine._core.input_processor.media._workers
-        (process_id,) = workers._pool.process_ids
+        (process_id,) = workers.process_ids
         if sys.platform == "linux":
             assert niceness(process_id) == min(19, niceness(0) + 3)
     with pytest.raises(ProcessLookupError):
@@ -397,12 +397,10 @@ async def test_closed_while_its_workers_start(folder: Path) -> None:
     engine = AsyncEngine.from_pretrained(folder, device="cpu", processor_workers="process:2")
     start = asyncio.create_task(engine.start())
     await until(
-        lambda: (
-            engine._core is not None and engine._core.input_processor.media._workers._pool._workers
-        )
+        lambda: engine._core is not None and engine._core.input_processor.media._workers._workers
     )
     workers: Any = engine._core.input_processor.media._workers
-    process_ids = workers._pool.process_ids
+    process_ids = workers.process_ids
     await engine.aclose()
     with pytest.raises(EngineClosedError, match="while it was starting"):
         await start
@@ -484,7 +482,7 @@ async def test_errors_of_the_engine_are_each_waiter_s_own(
             await asyncio.sleep(0.05)
             raise EngineError("the workers are gone")
 
-        monkeypatch.setattr(pipeline._workers, "work", broken)
+        monkeypatch.setattr(pipeline._workers, "run", broken)
         requests = [engine.generate(TEXT, greedy(2), images=[png(1)]) for _ in range(3)]
         found = await asyncio.gather(*requests, return_exceptions=True)
         assert all(type(error) is EngineError for error in found)
