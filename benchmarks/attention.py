@@ -22,7 +22,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata, build_metadata, select_backend
+from aioengine.kernels.attention import (
+    AttentionArgs,
+    AttentionMetadata,
+    build_metadata,
+    select_backend,
+)
 
 BLOCK_SIZE = 32
 CASES: dict[str, list[tuple[int, int]]] = {
@@ -77,7 +82,7 @@ def elapsed_ms(run: Callable[[], object], device: str) -> float:
 def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict[str, float]:
     """One case: layers of a step through both backends, in alternating order."""
     query, key, value, meta, key_cache, value_cache = make_step(chunks, args)
-    scale = args.dim**-0.5
+    layer = AttentionArgs(args.dim**-0.5)
 
     def step(name: str) -> Callable[[], None]:
         backend = select_backend(name)
@@ -86,7 +91,7 @@ def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict
             # What is derived once a step is derived again, for four layers.
             fresh = replace(meta, scratch={})
             for _ in range(4):
-                backend.attend(query, key_cache, value_cache, fresh, scale=scale, new=(key, value))
+                backend.attend(query, key_cache, value_cache, fresh, layer, new=(key, value))
 
         return run
 

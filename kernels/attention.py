@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 from aioengine.kernels.transfer import to_device
 
 __all__ = [
+    "AttentionArgs",
     "AttentionBackend",
     "AttentionMetadata",
     "build_cross_metadata",
@@ -89,6 +90,24 @@ class AttentionMetadata:
         return sum(self.query_lens)
 
 
+class AttentionArgs(NamedTuple):
+    """Settings of one layer's attention, beside its tensors.
+
+    The scores are multiplied by `scale`, then bounded to `softcap * tanh(score / softcap)`, then
+    masked. `window`: a token sees the last `window` positions, its own included; earlier blocks are
+    never read, but for a block's tokens. `sinks` [Hq]: a logit per head that takes part in the
+    softmax and has no value. `distance_bias` [Hq, n]: is added to the scaled score of the key that
+    lies so many positions back, the last of them to all that lie further; for causal attention
+    without blocks.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    distance_bias: Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """Writes this step's keys and values into pages, and attends over pages.
 
@@ -114,26 +133,15 @@ class AttentionBackend(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         meta: AttentionMetadata,
+        args: AttentionArgs,
         *,
-        scale: float,
         new: tuple[Tensor, Tensor] | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv].
 
         Causal, unless the metadata is of cross-attention. `new`: keys and values that are written
-        first, as by `write_kv`.
-
-        Hq is a multiple of Hkv; query head h reads key head h // (Hq // Hkv). The scores are
-        multiplied by `scale`, then bounded to `softcap * tanh(score / softcap)`, then masked.
-        `window`: a token sees the last `window` positions, its own included; earlier blocks are
-        never read, but for a block's tokens. `sinks` [Hq]: a logit per head that takes part in the
-        softmax and has no value. `distance_bias` [Hq, n]: is added to the scaled score of the key
-        that lies so many positions back, the last of them to all that lie further; for causal
-        attention without blocks.
+        first, as by `write_kv`. Hq is a multiple of Hkv; query head h reads key head
+        h // (Hq // Hkv).
         """
         ...
 

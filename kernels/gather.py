@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from aioengine.kernels.attention import AttentionMetadata, blocks_of, split_by_sequence
+from aioengine.kernels.attention import (
+    AttentionArgs,
+    AttentionMetadata,
+    blocks_of,
+    split_by_sequence,
+)
 from aioengine.kernels.reference import bias_by_distance, visible_mask
 from aioengine.kernels.transfer import upload
 
@@ -30,16 +35,6 @@ MAX_BUCKET_BYTES_CPU = 16 << 20
 MAX_BUCKET_BYTES_DEVICE = 256 << 20
 # Rows of scores that exist at a time where attention is spelt out.
 MAX_EXPLICIT_QUERIES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Settings that the arithmetic needs besides tensors."""
-
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-    distance_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,33 +83,26 @@ class GatherBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         meta: AttentionMetadata,
+        args: AttentionArgs,
         *,
-        scale: float,
         new: tuple[Tensor, Tensor] | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if new is not None:
             self.write_kv(*new, key_cache, value_cache, meta)
-        shape = _Shape(scale, softcap, sinks, distance_bias)
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
         on_cpu = query.device.type == "cpu"
         limit = MAX_BUCKET_BYTES_CPU if on_cpu else MAX_BUCKET_BYTES_DEVICE
-        for bucket in _decode_buckets(meta, window, limit // row_bytes, query.dtype):
-            mask = _bucket_mask(meta, bucket, shape, key_cache.shape[2])
-            self._decode(query, key_cache, value_cache, out, bucket, mask, shape)
+        for bucket in _decode_buckets(meta, args.window, limit // row_bytes, query.dtype):
+            mask = _bucket_mask(meta, bucket, args, key_cache.shape[2])
+            self._decode(query, key_cache, value_cache, out, bucket, mask, args)
         bounds = split_by_sequence(meta)
         for i in range(meta.num_decodes, len(bounds)):
             first, last = bounds[i]
             chunk = query[first:last]
             block_ids = blocks_of(meta, i, first, last)
-            out[first:last] = self._prefill(
-                chunk, key_cache, value_cache, meta, i, block_ids, window, shape
-            )
+            out[first:last] = self._prefill(chunk, key_cache, value_cache, meta, i, block_ids, args)
         return out
 
     def _decode(
@@ -125,7 +113,7 @@ class GatherBackend:
         out: Tensor,
         bucket: _Bucket,
         mask: Tensor | None,
-        shape: _Shape,
+        args: AttentionArgs,
     ) -> None:
         num_sequences = bucket.blocks.shape[0]
         chosen = query[:num_sequences] if bucket.rows is None else query[bucket.rows]
@@ -133,13 +121,13 @@ class GatherBackend:
         grouped = _group_heads(chosen, key_cache.shape[2])
         key = self._gather("key", key_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
         value = self._gather("value", value_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
-        if shape.softcap is None and shape.sinks is None:
+        if args.softcap is None and args.sinks is None:
             result = scaled_dot_product_attention(
-                grouped, key, value, attn_mask=mask, scale=shape.scale
+                grouped, key, value, attn_mask=mask, scale=args.scale
             )
         else:
-            sinks = None if shape.sinks is None else shape.sinks.view(grouped.shape[1], -1, 1)
-            result = _attend_explicitly(grouped, key, value, mask, sinks, shape)
+            sinks = None if args.sinks is None else args.sinks.view(grouped.shape[1], -1, 1)
+            result = _attend_explicitly(grouped, key, value, mask, sinks, args)
         flat = result.flatten(1, 2)
         if bucket.rows is None:
             out[:num_sequences] = flat
@@ -154,13 +142,11 @@ class GatherBackend:
         meta: AttentionMetadata,
         index: int,
         block_ids: Tensor | None,
-        window: int | None,
-        shape: _Shape,
+        args: AttentionArgs,
     ) -> Tensor:
         end = meta.context_lens[index]
         start = end - query.shape[0]
-        if window is not None and window >= end:
-            window = None
+        window = None if args.window is None or args.window >= end else args.window
         begin = 0 if window is None else max(0, start - window + 1)
         blocks, offsets = _context_slots(meta, index, begin, end)
         key = self._gather("key", key_cache, blocks, offsets)
@@ -169,21 +155,21 @@ class GatherBackend:
         grouped = _group_heads(query, key.shape[1]).permute(1, 2, 0, 3)
         keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
-        if shape.distance_bias is not None:
-            result = _attend_with_bias(grouped, keys, values, start, begin, window, shape)
-        elif shape.softcap is not None or shape.sinks is not None:
+        if args.distance_bias is not None:
+            result = _attend_with_bias(grouped, keys, values, start, begin, window, args)
+        elif args.softcap is not None or args.sinks is not None:
             mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
-            result = _attend_in_parts(grouped, keys, values, mask, shape)
+            result = _attend_in_parts(grouped, keys, values, mask, args)
         elif not meta.is_causal:
-            result = scaled_dot_product_attention(grouped, keys, values, scale=shape.scale)
+            result = scaled_dot_product_attention(grouped, keys, values, scale=args.scale)
         elif start == 0 and window is None and block_ids is None:
             result = scaled_dot_product_attention(
-                grouped, keys, values, is_causal=True, scale=shape.scale
+                grouped, keys, values, is_causal=True, scale=args.scale
             )
         else:
             mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
             result = scaled_dot_product_attention(
-                grouped, keys, values, attn_mask=mask, scale=shape.scale
+                grouped, keys, values, attn_mask=mask, scale=args.scale
             )
         return result.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -219,17 +205,17 @@ def _group_heads(query: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _attend_in_parts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shape: _Shape
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, args: AttentionArgs
 ) -> Tensor:
     """Spelt-out attention over [Hkv, group, tokens, dim], some of the tokens at a time."""
-    sinks = None if shape.sinks is None else shape.sinks.view(*query.shape[:2], 1, 1)
+    sinks = None if args.sinks is None else args.sinks.view(*query.shape[:2], 1, 1)
     parts = zip(
         torch.split(query, MAX_EXPLICIT_QUERIES, dim=2),
         torch.split(mask, MAX_EXPLICIT_QUERIES),
         strict=True,
     )
     return torch.cat(
-        [_attend_explicitly(part, key, value, seen, sinks, shape) for part, seen in parts], dim=2
+        [_attend_explicitly(part, key, value, seen, sinks, args) for part, seen in parts], dim=2
     )
 
 
@@ -240,13 +226,13 @@ def _attend_with_bias(
     start: int,
     begin: int,
     window: int | None,
-    shape: _Shape,
+    args: AttentionArgs,
 ) -> Tensor:
     """Causal attention of the tokens from `start` on, [Hkv, group, tokens, dim], to the keys from
     `begin` on, some of the tokens at a time: a bias is as large as all scores are."""
-    table = shape.distance_bias
+    table = args.distance_bias
     assert table is not None
-    sinks = None if shape.sinks is None else shape.sinks.view(*query.shape[:2], 1, 1)
+    sinks = None if args.sinks is None else args.sinks.view(*query.shape[:2], 1, 1)
     parts = []
     for part in torch.split(query, MAX_EXPLICIT_QUERIES, dim=2):
         end = start + part.shape[2]
@@ -254,10 +240,10 @@ def _attend_with_bias(
         bias = bias_by_distance(table, start, end, begin).to(query.dtype)
         mask = bias.masked_fill_(~visible, float("-inf")).view(*query.shape[:2], *visible.shape)
         seen = key[:, :, : end - begin], value[:, :, : end - begin]
-        if shape.softcap is None and sinks is None:
-            found = scaled_dot_product_attention(part, *seen, attn_mask=mask, scale=shape.scale)
+        if args.softcap is None and sinks is None:
+            found = scaled_dot_product_attention(part, *seen, attn_mask=mask, scale=args.scale)
         else:
-            found = _attend_explicitly(part, *seen, mask, sinks, shape)
+            found = _attend_explicitly(part, *seen, mask, sinks, args)
         parts.append(found)
         start = end
     return torch.cat(parts, dim=2)
@@ -269,16 +255,16 @@ def _attend_explicitly(
     value: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None,
-    shape: _Shape,
+    args: AttentionArgs,
 ) -> Tensor:
     """softmax(cap(query key^T scale) | sinks) value, over [..., queries, dim], in float32 at least.
 
     `mask` is added to the scores and broadcasts to them; `sinks` to [..., queries, 1].
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.matmul(query.to(dtype), key.to(dtype).transpose(-1, -2)) * shape.scale
-    if shape.softcap is not None:
-        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = torch.matmul(query.to(dtype), key.to(dtype).transpose(-1, -2)) * args.scale
+    if args.softcap is not None:
+        scores = torch.tanh(scores / args.softcap) * args.softcap
     if mask is not None:
         scores = scores + mask
     length = scores.shape[-1]
@@ -350,10 +336,10 @@ def _make_bucket(
 
 
 def _bucket_mask(
-    meta: AttentionMetadata, bucket: _Bucket, shape: _Shape, num_kv_heads: int
+    meta: AttentionMetadata, bucket: _Bucket, args: AttentionArgs, num_kv_heads: int
 ) -> Tensor | None:
     """Build what is added to a bucket's scores: [m, 1 or Hkv, 1 or group, length], or nothing."""
-    table = shape.distance_bias
+    table = args.distance_bias
     if table is None:
         return bucket.mask
     key = ("bias", id(bucket), id(table))

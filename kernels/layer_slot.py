@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
+from aioengine.kernels.attention import AttentionArgs, AttentionBackend, AttentionMetadata
 
 __all__ = ["LayerSlot", "Slot", "StepContext", "StepHolder", "attach_slot", "slot_of"]
 
@@ -62,17 +62,7 @@ class Slot(Protocol):
     `query` [T, Hq, Dk], `key` [T, Hkv, Dk], `value` [T, Hkv, Dv] -> [T, Hq, Dv].
     """
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +70,7 @@ class LayerSlot:
     """One attention layer's place: `layer` among the model's layers, its KV `group`.
 
     `stores`: False for a layer that reads what another has written in the same step.
-    `is_last`: no other layer of attention comes after it. `distance_bias`: see
-    `AttentionBackend.attend`.
+    `is_last`: no other layer of attention comes after it. `distance_bias`: see `AttentionArgs`.
     """
 
     layer: int
@@ -97,17 +86,7 @@ class LayerSlot:
         step = self.holder.current
         return step.wanted if self.is_last and step is not None else None
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """Write this step's keys and values into the layer's pages, then attend over them.
 
         Where the pages are another layer's, that has run before and has written the same.
@@ -117,18 +96,10 @@ class LayerSlot:
         assert step is not None, "an attention layer was called outside a step"
         meta = step.metadata[self.group]
         key_cache, value_cache = step.caches[self.layer]
-        return step.backend.attend(
-            query,
-            key_cache,
-            value_cache,
-            meta,
-            scale=scale,
-            new=(key, value) if self.stores and len(meta.slot_blocks) else None,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            distance_bias=self.distance_bias,
-        )
+        if self.distance_bias is not None:
+            args = args._replace(distance_bias=self.distance_bias)
+        new = (key, value) if self.stores and len(meta.slot_blocks) else None
+        return step.backend.attend(query, key_cache, value_cache, meta, args, new=new)
 
 
 def attach_slot(module: nn.Module, slot: Slot | None) -> None:

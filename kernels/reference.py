@@ -9,7 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata, blocks_of, split_by_sequence
+from aioengine.kernels.attention import (
+    AttentionArgs,
+    AttentionMetadata,
+    blocks_of,
+    split_by_sequence,
+)
 
 __all__ = ["ReferenceBackend", "attend_dense", "bias_by_distance", "visible_mask"]
 
@@ -37,13 +42,9 @@ class ReferenceBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         meta: AttentionMetadata,
+        args: AttentionArgs,
         *,
-        scale: float,
         new: tuple[Tensor, Tensor] | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if new is not None:
@@ -52,16 +53,22 @@ class ReferenceBackend:
         for i, (first, last) in enumerate(split_by_sequence(meta)):
             context = meta.context_lens[i]
             start = context - (last - first)
-            begin = 0 if window is None else max(0, start - window + 1)
+            begin = 0 if args.window is None else max(0, start - args.window + 1)
             mask = torch.ones(last - first, context, dtype=torch.bool, device=query.device)
             if meta.is_causal:
                 block_ids = blocks_of(meta, i, first, last)
                 mask = visible_mask(
-                    start, context, begin, window, query.device, block_ids, meta.blocks_in_window
+                    start,
+                    context,
+                    begin,
+                    args.window,
+                    query.device,
+                    block_ids,
+                    meta.blocks_in_window,
                 )
             bias = None
-            if distance_bias is not None:
-                bias = bias_by_distance(distance_bias, start, context, begin)
+            if args.distance_bias is not None:
+                bias = bias_by_distance(args.distance_bias, start, context, begin)
             positions = torch.arange(begin, context, device=query.device)
             blocks = meta.block_table[i, positions // meta.block_size].long()
             offsets = positions % meta.block_size
@@ -70,10 +77,8 @@ class ReferenceBackend:
                 key_cache[blocks, offsets],
                 value_cache[blocks, offsets],
                 mask,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-                bias=bias,
+                args,
+                bias,
             )
         return out
 
@@ -120,30 +125,28 @@ def attend_dense(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    args: AttentionArgs,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Attention of `query` [T, Hq, Dk] over `key` [N, Hkv, Dk], `value` [N, Hkv, Dv], spelt out.
 
-    `mask` bool [T, N], True where a query sees a key; `bias` [Hq, T, N] is added to the scores.
+    `mask` bool [T, N], True where a query sees a key, in place of the window; `bias` [Hq, T, N] is
+    added to the scores.
     Returns [T, Hq, Dv] in the query's dtype.
     """
     num_tokens, num_heads, _ = query.shape
     num_kv_heads = key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(dtype).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, -1)
-    scores = torch.einsum("thgd,nhd->hgtn", grouped, key.to(dtype)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("thgd,nhd->hgtn", grouped, key.to(dtype)) * args.scale
+    if args.softcap is not None:
+        scores = args.softcap * torch.tanh(scores / args.softcap)
     if bias is not None:
         scores = scores + bias.to(dtype).view(num_kv_heads, -1, *bias.shape[1:])
     scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
+    if args.sinks is not None:
         # A sink is one more key whose logit is given and whose value is zero.
-        column = sinks.to(dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_tokens, 1)
+        column = args.sinks.to(dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_tokens, 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[0]]
     out = torch.einsum("hgtn,nhd->thgd", weights, value.to(dtype))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata
+from aioengine.kernels.attention import AttentionArgs, AttentionMetadata
 from aioengine.kernels.cpu.fused_layer import Layers
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.gather import GatherBackend
@@ -54,28 +54,13 @@ class CpuBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         meta: AttentionMetadata,
+        args: AttentionArgs,
         *,
-        scale: float,
         new: tuple[Tensor, Tensor] | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if not self._knows(query, key_cache):
-            return self._others.attend(
-                query,
-                key_cache,
-                value_cache,
-                meta,
-                scale=scale,
-                new=new,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                distance_bias=distance_bias,
-            )
+            return self._others.attend(query, key_cache, value_cache, meta, args, new=new)
         key, value = (None, None) if new is None else (_close(new[0]), _close(new[1]))
         out: Tensor = self._ops.attend(
             _close(query),
@@ -84,11 +69,11 @@ class CpuBackend:
             key_cache,
             value_cache,
             *_places(meta),
-            _floats(sinks),
-            _floats(distance_bias),
-            scale,
-            softcap or 0.0,
-            window or 0,
+            _floats(args.sinks),
+            _floats(args.distance_bias),
+            args.scale,
+            args.softcap or 0.0,
+            args.window or 0,
             meta.is_causal,
             meta.blocks_in_window,
         )

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.fused_layer import Layers, UsualLayer, feed, listed, project
 from aioengine.kernels.cpu.linear import NativeLinear
@@ -49,7 +50,6 @@ Forward = Callable[..., Tensor]
 
 _LAYER = "_aioengine_layer"
 _STACK = "_aioengine_stack"
-_OPTIONS = {"scale", "window", "softcap", "sinks"}
 _TRIAL_POSITIONS = (0, 1, 7, 2, 300)
 _TRIAL_ROWS = len(_TRIAL_POSITIONS)
 
@@ -63,7 +63,7 @@ class _Layer:
     sizes: list[int]  # of their rows
     head_dim: int
     attention: nn.Module
-    options: dict[str, Any]  # that it calls its slot with
+    args: AttentionArgs  # that it calls its slot with
     out: NativeLinear
     feed_forward_norm: FusedRMSNorm
     feed_forward: ActivatedFeedForward
@@ -77,7 +77,7 @@ class _Layer:
         `wanted`: the rows that are read, None for all; the others are what they came as.
         """
         query, key, value = self._project(x, cos, sin)
-        found = slot.attend(query, key, value, **self.options).flatten(-2)
+        found = slot.attend(query, key, value, self.args).flatten(-2)
         if wanted is None or len(wanted) == len(x):
             return self._feed(x, found)
         return x.index_copy(0, wanted, self._feed(x[wanted], found[wanted]))
@@ -127,16 +127,16 @@ class _Layer:
         down = self._down
         if norm.fused[0] is not rms_norm or feed_norm.fused[0] is not rms_norm or down is None:
             return None
-        if self.options.keys() != _OPTIONS or self.options["sinks"] is not None:
+        if self.args.sinks is not None:
             return None
         return UsualLayer(
             norm=norm.weight,
             epsilon=norm.fused[1],
             qkv=self.qkv,
             heads=self._heads,
-            scale=self.options["scale"],
-            softcap=self.options["softcap"] or 0.0,
-            window=self.options["window"] or 0,
+            scale=self.args.scale,
+            softcap=self.args.softcap or 0.0,
+            window=self.args.window or 0,
             out=self.out,
             feed_norm=feed_norm.weight,
             feed_epsilon=feed_norm.fused[1],
@@ -310,7 +310,7 @@ def _find(module: nn.Module, *, is_last: bool) -> _Layer | None:
         sizes=merged.sizes,
         head_dim=head_dim,
         attention=attention,
-        options={},
+        args=StandIn.args,
         out=out.packed,
         feed_forward_norm=second,
         feed_forward=feed_forward,
@@ -343,7 +343,7 @@ def _tried(module: nn.Module, layer: _Layer) -> _Layer | None:
             )
         except Exception:
             return None  # it wants other arguments
-        layer = replace(layer, options=stand_in.options)
+        layer = replace(layer, args=stand_in.args)
         first, second = layer.attention_norm, layer.feed_forward_norm
         for each in (layer, replace(layer, attention_norm=second, feed_forward_norm=first)):
             fused = partial(each.compute, x[0], cos, sin, stand_in)

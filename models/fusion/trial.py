@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot, slot_of
 
 __all__ = ["ROUNDINGS", "StandIn", "agree", "largest_error", "random_rows", "stand_ins"]
@@ -50,15 +50,14 @@ def largest_error(found: Tensor, wanted: Tensor) -> float:
 class StandIn:
     """Attention for a trial: of every row all of its query, key and value, and no other row.
 
-    `options`: what it was called with last.
+    `args`: what it was called with last.
     """
 
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
+    args = AttentionArgs(scale=1.0)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """See `Slot.attend`."""
-        self.options = options
+        self.args = args
         group = query.shape[1] // key.shape[1]
         seen = key * 2 + value * 4
         return query + seen.repeat_interleave(group, dim=1)

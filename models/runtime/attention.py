@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import slot_of
 
 __all__ = [
@@ -73,16 +74,10 @@ def _attend_by_slot(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
-    out = slot.attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    args = AttentionArgs(scale, sliding_window, softcap, s_aux)
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return slot.attend(query, key, value, args)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend_by_slot)
@@ -125,10 +120,8 @@ class Attention(nn.Module):
                 f"num_kv_heads ({num_kv_heads}) does not divide num_heads ({num_heads})"
             )
         self.head_size = head_size
-        self.scale = scale
+        self.args = AttentionArgs(scale, window, softcap)
         self.attn_type = attn_type
-        self.window = window
-        self.softcap = softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`query` [..., T, Hq * D], `key` [..., T, Hkv * D], `value` [..., T, Hkv * Dv]
@@ -145,9 +138,7 @@ class Attention(nn.Module):
             return self._attend_to_all(query, key, value).flatten(-2)
         slot = slot_of(self)
         assert slot is not None, "a decoder's attention layer has no slot"
-        return slot.attend(
-            query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
-        ).flatten(-2)
+        return slot.attend(query, key, value, self.args).flatten(-2)
 
     def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         group = self.num_heads // self.num_kv_heads
@@ -155,6 +146,6 @@ class Attention(nn.Module):
             query.transpose(-2, -3),
             key.repeat_interleave(group, dim=-2).transpose(-2, -3),
             value.repeat_interleave(group, dim=-2).transpose(-2, -3),
-            scale=self.scale,
+            scale=self.args.scale,
         )
         return out.transpose(-2, -3)

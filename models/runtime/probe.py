@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.runtime.attention import route_attention
 from aioengine.types import KVGroup
@@ -80,17 +81,7 @@ class _Recorder:
     name: str
     calls: list[_Call]
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         num_tokens, num_heads, key_dim = query.shape
         if key.shape[0] not in (num_tokens, NUM_PROBE_ROWS):
             raise ModelLoadError(f"layer {self.name} attends to other tokens than its own")
@@ -101,10 +92,10 @@ class _Recorder:
             num_kv_heads=key.shape[1],
             key_dim=key_dim,
             value_dim=value.shape[2],
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks is not None,
+            scale=args.scale,
+            window=args.window,
+            softcap=args.softcap,
+            sinks=args.sinks is not None,
         )
         # Held until the run is over, so that equal storages are the same one.
         self.calls.append(_Call(spec, key, value))

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.kernels.reference import attend_dense, visible_mask
 from aioengine.models.runtime.attention import Attention, AttentionType
@@ -193,19 +194,9 @@ def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 class _WholeSlot:
     """Attention over the tokens of one call."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        mask = visible_mask(0, len(query), 0, window, query.device)
-        return attend_dense(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        mask = visible_mask(0, len(query), 0, args.window, query.device)
+        return attend_dense(query, key, value, mask, args)
 
 
 @contextmanager

@@ -250,9 +250,9 @@ async def test_a_window_off_by_one_is_refused(gemma: Path) -> None:
             class Wider:
                 wanted = None
 
-                def attend(self, *args: Any, window: int | None = None, **options: Any) -> Tensor:
-                    assert window is not None
-                    out: Tensor = slot.attend(*args, window=window + 1, **options)
+                def attend(self, *rows: Tensor) -> Tensor:
+                    *tensors, args = rows
+                    out: Tensor = slot.attend(*tensors, args._replace(window=args.window + 1))
                     return out
 
             attach_slot(module, Wider())

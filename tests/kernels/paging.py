@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionBackend, AttentionMetadata, build_metadata
+from aioengine.kernels.attention import (
+    AttentionArgs,
+    AttentionBackend,
+    AttentionMetadata,
+    build_metadata,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class PagedBatch:
             self.key_cache,
             self.value_cache,
             self.meta,
-            **{"scale": self.query.shape[-1] ** -0.5, **options},  # type: ignore[arg-type]
+            AttentionArgs(**{"scale": self.query.shape[-1] ** -0.5, **options}),  # type: ignore[arg-type]
         )
 
 

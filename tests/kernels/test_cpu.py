@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
 from aioengine.kernels.attention import (
+    AttentionArgs,
     AttentionMetadata,
     build_cross_metadata,
     build_metadata,
@@ -258,10 +259,11 @@ def test_cross_attention(name: str, dtype: torch.dtype, instruction_set: str) ->
     is_new = [True] * len(query_lens)
     key, value, cache, others, meta = cross_step(query_lens, context_lens, is_new, dtype)
     query = torch.randn(sum(query_lens), 6, 16).to(dtype)
-    expected = ReferenceBackend().attend(query, cache, others, meta, scale=0.3, new=(key, value))
+    args = AttentionArgs(0.3)
+    expected = ReferenceBackend().attend(query, cache, others, meta, args, new=(key, value))
     cache.fill_(torch.nan)
     others.fill_(torch.nan)
-    found = CpuBackend().attend(query, cache, others, meta, scale=0.3, new=(key, value))
+    found = CpuBackend().attend(query, cache, others, meta, args, new=(key, value))
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from aioengine.kernels.attention import AttentionBackend, build_cross_metadata
+from aioengine.kernels.attention import AttentionArgs, AttentionBackend, build_cross_metadata
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.reference import ReferenceBackend
 from tests.kernels.paging import make_batch
@@ -82,7 +82,7 @@ def test_every_token_sees_every_row(
         assert len(meta.slot_blocks) == 0
     query = draw(sum(query_lens), 4, 8, seed=99)
     # A cap that bounds nothing takes the explicit way to the same numbers.
-    found = backend.attend(query, *caches, meta, scale=0.3, softcap=softcap)
+    found = backend.attend(query, *caches, meta, AttentionArgs(0.3, softcap=softcap))
     parts = torch.split(query, query_lens)
     expected = [dense(*part) for part in zip(parts, keys, values, strict=True)]
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-9, rtol=1e-9)

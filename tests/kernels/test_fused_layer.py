@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata, build_metadata
+from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, build_metadata
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.fused_layer import UsualLayer, feed, listed, project
@@ -115,10 +115,8 @@ def one_by_one(
             keys,
             values,
             meta,
-            scale=layer.scale,
+            AttentionArgs(layer.scale, layer.window or None, layer.softcap or None),
             new=(key, value),
-            window=layer.window or None,
-            softcap=layer.softcap or None,
         )
         x = feed(
             x,
