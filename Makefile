@@ -8,7 +8,8 @@ REAL := .cache/real
 
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
-PYTEST := $(BIN)/python -m pytest -q
+# A test computes in one thread, so that as many run side by side as there are processors.
+PYTEST := $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test quick plain-test real-test lint wheel clean
 

@@ -37,6 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
         library.LIBRARY = Path("not-built.so")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Have reports of hostile text reach pytest-xdist's main process, which wants plain UTF-8."""
+    report: Any = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
