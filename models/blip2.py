@@ -20,20 +20,19 @@ from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor
-from aioengine.processors.info import BaseDummyInputsBuilder, OneImageInfo, ProcessorInputs
+from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
 from aioengine.processors.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargs,
     MultiModalKwargsItem,
 )
-from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.items import ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout, TextOrTokens
 from aioengine.processors.prompt.updates import PromptIndexTargets, PromptInsertion, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = [
     "Blip2",
-    "Blip2DummyInputsBuilder",
     "Blip2MultiModalProcessor",
     "Blip2ProcessingInfo",
     "Blip2T5",
@@ -48,23 +47,10 @@ class Blip2ProcessingInfo(OneImageInfo):
         """Encoder rows of any image: one for each query."""
         return int(self.get_hf_config().num_query_tokens)
 
-
-class Blip2DummyInputsBuilder(BaseDummyInputsBuilder):
-    """No placeholder, and a white image."""
-
-    info: Blip2ProcessingInfo
-
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return ""
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        side = self.info.get_hf_config().vision_config.image_size
-        images = self._get_dummy_images(
-            width=side, height=side, num_images=mm_counts.get("image", 0)
-        )
-        return ProcessorInputs(prompt_text="", mm_data={"image": images})
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """The tower's own input size."""
+        side = int(self.get_hf_config().vision_config.image_size)
+        return ImageSize(width=side, height=side)
 
 
 class Blip2MultiModalProcessor(BaseMultiModalProcessor):
@@ -103,7 +89,7 @@ class Blip2MultiModalProcessor(BaseMultiModalProcessor):
 
 @register_model("Blip2ForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
-    Blip2MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=Blip2DummyInputsBuilder
+    Blip2MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
 class Blip2(TransformersModel):
     """Over OPT; or over T5, then as an encoder-decoder model. The image comes before the text.
@@ -165,7 +151,7 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProce
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    Blip2T5MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=Blip2DummyInputsBuilder
+    Blip2T5MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
 class Blip2T5(ImageReader, T5):
     """A whole T5 inside; `Blip2.chosen_for` hands it the configs that say so."""

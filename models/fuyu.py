@@ -19,11 +19,7 @@ from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf.substitutes import merge_image_options
-from aioengine.processors.info import (
-    BaseDummyInputsBuilder,
-    BaseProcessingInfo,
-    ProcessorInputs,
-)
+from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
@@ -36,12 +32,12 @@ from aioengine.processors.prompt.updates import (
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["Fuyu", "FuyuDummyInputsBuilder", "FuyuMultiModalProcessor", "FuyuProcessingInfo"]
+__all__ = ["Fuyu", "FuyuMultiModalProcessor", "FuyuProcessingInfo"]
 
 _PATCH, _ROW_END, _TEXT_START, _ANSWER = "|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"
 
 
-class FuyuProcessingInfo(BaseProcessingInfo):
+class FuyuProcessingInfo(ImageInfo):
     """One image in a prompt, and how many patches it has."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -93,32 +89,12 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         """Greatest size that the image processor leaves as it is."""
         return _width_and_height(self.get_image_processor().size)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        width, height = self.get_image_size_with_most_features()
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
+        """Placeholder tokens of an image: its patches, and an end for each row of them."""
         num_columns, num_rows = self.get_image_feature_grid_size(
-            image_width=width, image_height=height
+            image_width=image_width, image_height=image_height
         )
-        return {"image": (num_columns + 1) * num_rows}
-
-
-class FuyuDummyInputsBuilder(BaseDummyInputsBuilder):
-    """No placeholder, and a white image."""
-
-    info: FuyuProcessingInfo
-
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return ""
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        width, height = self.info.get_image_size_with_most_features()
-        images = self._get_dummy_images(
-            width=width, height=height, num_images=mm_counts.get("image", 0)
-        )
-        return ProcessorInputs(prompt_text="", mm_data={"image": images})
+        return (num_columns + 1) * num_rows
 
 
 class FuyuMultiModalProcessor(BaseMultiModalProcessor):
@@ -218,7 +194,7 @@ def _width_and_height(size: Any) -> ImageSize:
 
 @register_model("FuyuForCausalLM")
 @MULTIMODAL_REGISTRY.register_processor(
-    FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=FuyuDummyInputsBuilder
+    FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
 class Fuyu(TransformersModel):
     """The image comes before the text; beyond the processor's `size` it is shrunk into it."""

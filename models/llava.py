@@ -14,12 +14,7 @@ from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import repeat_token
-from aioengine.processors.info import (
-    BaseDummyInputsBuilder,
-    BaseProcessingInfo,
-    ProcessingContext,
-    ProcessorInputs,
-)
+from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo, ProcessingContext
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import (
     ImageProcessorItems,
@@ -36,7 +31,7 @@ __all__ = ["Llava", "LlavaDummyInputsBuilder", "LlavaMultiModalProcessor", "Llav
 _EXTRA_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 
-class LlavaProcessingInfo(BaseProcessingInfo):
+class LlavaProcessingInfo(ImageInfo):
     """Sizes and token counts. Raises ModelLoadError for towers that are not built."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
@@ -47,9 +42,6 @@ class LlavaProcessingInfo(BaseProcessingInfo):
                 f"this architecture with a vision tower of type {tower!r} is not supported; "
                 f"supported towers: {', '.join(sorted(_EXTRA_ROWS))}"
             )
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
 
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of one image; its size plays no part."""
@@ -65,33 +57,13 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         side = int(self.get_hf_config().vision_config.image_size)
         return ImageSize(width=side, height=side)
 
-    def get_max_image_tokens(self) -> int:
-        """Encoder rows of the largest image."""
-        width, height = self.get_image_size_with_most_features()
-        return self.get_num_image_tokens(image_width=width, image_height=height)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        return {"image": self.get_max_image_tokens()}
-
-
-class LlavaDummyInputsBuilder(BaseDummyInputsBuilder):
+class LlavaDummyInputsBuilder(ImageDummyInputsBuilder):
     """A placeholder and a white image for each item."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         image_token: str = self.info.get_hf_processor().image_token
         return image_token * mm_counts.get("image", 0)
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        side = self.info.get_hf_config().vision_config.image_size
-        num_images = mm_counts.get("image", 0)
-        images = self._get_dummy_images(width=side, height=side, num_images=num_images)
-        return ProcessorInputs(
-            prompt_text=self.get_dummy_text(mm_counts), mm_data={"image": images}
-        )
 
 
 class LlavaMultiModalProcessor(BaseMultiModalProcessor):

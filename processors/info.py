@@ -20,6 +20,8 @@ from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHea
 __all__ = [
     "BaseDummyInputsBuilder",
     "BaseProcessingInfo",
+    "ImageDummyInputsBuilder",
+    "ImageInfo",
     "OneImageInfo",
     "ProcessingContext",
     "ProcessorInputs",
@@ -287,12 +289,37 @@ class ProcessorInputs:
     mm_data: Mapping[str, Any] = field(default_factory=dict)
 
 
+class ImageInfo(BaseProcessingInfo):
+    """Any number of images, each of as many rows as its size says."""
+
+    @abstractmethod
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
+        """Encoder rows of an image of this size, with the engine's own options."""
+
+    @abstractmethod
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """Size of an image that becomes the most rows."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        width, height = self.get_image_size_with_most_features()
+        return {"image": self.get_num_image_tokens(image_width=width, image_height=height)}
+
+
 class OneImageInfo(BaseProcessingInfo):
     """One image in a prompt, of as many rows as any other."""
 
     @abstractmethod
     def get_num_image_tokens(self) -> int:
         """Encoder rows of any image."""
+
+    @abstractmethod
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """Size of an image that takes as much memory as any."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
@@ -347,3 +374,21 @@ class BaseDummyInputsBuilder(ABC):
         count, *size = self.info.ctx.bound_sizes("video", **asked).values()
         header = VideoHeader(ImageSize(*reversed(size)), tuple(range(count)), count, fps=2.0)
         return [VideoClip(np.zeros((count, *size, 3), np.uint8), header)] * num_videos
+
+
+class ImageDummyInputsBuilder(BaseDummyInputsBuilder):
+    """White images of the most rows, beside no text."""
+
+    info: ImageInfo | OneImageInfo
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> ProcessorInputs:
+        width, height = self.info.get_image_size_with_most_features()
+        count = mm_counts.get("image", 0)
+        images = self._get_dummy_images(width=width, height=height, num_images=count)
+        text = self.get_dummy_text(mm_counts)
+        return ProcessorInputs(prompt_text=text, mm_data={"image": images})

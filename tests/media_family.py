@@ -64,7 +64,7 @@ class MediaFamilyInfo(LlavaProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        return {"image": self.get_max_image_tokens(), "audio": 40, "video": 64}
+        return {**super().get_mm_max_tokens_per_item(seq_len, mm_counts), "audio": 40, "video": 64}
 
 
 class MediaFamilyDummyInputs(LlavaDummyInputsBuilder):

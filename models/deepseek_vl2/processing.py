@@ -18,12 +18,7 @@ from aioengine.processors.hf.deepseek_vl2 import (
     load_deepseek_settings,
     load_deepseek_tokenizer,
 )
-from aioengine.processors.info import (
-    BaseDummyInputsBuilder,
-    BaseProcessingInfo,
-    ProcessingContext,
-    ProcessorInputs,
-)
+from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo, ProcessingContext
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
@@ -103,7 +98,7 @@ class DeepseekVL2Config(PreTrainedConfig):  # type: ignore[misc]
         return self.language_config
 
 
-class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
+class DeepseekVL2ProcessingInfo(ImageInfo):
     """Rows of an image by its size. Raises ModelLoadError for options it has not."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
@@ -140,9 +135,6 @@ class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
         }
         return DeepseekVL2Processor(cls.load_tokenizer(source, hf_config, options), **settings)
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
-
     def get_num_image_tokens(
         self, *, image_width: int, image_height: int, cropping: bool = True
     ) -> int:
@@ -164,14 +156,8 @@ class DeepseekVL2ProcessingInfo(BaseProcessingInfo):
         )
         return ImageSize(width, height)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        width, height = self.get_image_size_with_most_features()
-        return {"image": self.get_num_image_tokens(image_width=width, image_height=height)}
 
-
-class DeepseekVL2DummyInputsBuilder(BaseDummyInputsBuilder):
+class DeepseekVL2DummyInputsBuilder(ImageDummyInputsBuilder):
     """A placeholder for each image, and white images of the most tiles."""
 
     info: DeepseekVL2ProcessingInfo
@@ -179,17 +165,6 @@ class DeepseekVL2DummyInputsBuilder(BaseDummyInputsBuilder):
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         token: str = self.info.get_hf_processor().image_token
         return token * mm_counts.get("image", 0)
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        width, height = self.info.get_image_size_with_most_features()
-        images = self._get_dummy_images(
-            width=width, height=height, num_images=mm_counts.get("image", 0)
-        )
-        return ProcessorInputs(
-            prompt_text=self.get_dummy_text(mm_counts), mm_data={"image": images}
-        )
 
 
 class DeepseekVL2MultiModalProcessor(BaseMultiModalProcessor):

@@ -23,9 +23,9 @@ from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor
-from aioengine.processors.info import BaseDummyInputsBuilder, OneImageInfo, ProcessorInputs
+from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.items import ImageSize, MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
 from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -33,7 +33,6 @@ from aioengine.processors.registry import MULTIMODAL_REGISTRY
 __all__ = [
     "Florence2",
     "Florence2ConfigReader",
-    "Florence2DummyInputsBuilder",
     "Florence2MultiModalProcessor",
     "Florence2ProcessingInfo",
 ]
@@ -67,20 +66,9 @@ class Florence2ProcessingInfo(OneImageInfo):
         """Encoder rows of any image: all are resized to one size."""
         return int(self.get_hf_processor().num_image_tokens)
 
-
-class Florence2DummyInputsBuilder(BaseDummyInputsBuilder):
-    """No text, and a white image."""
-
-    info: Florence2ProcessingInfo
-
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return ""
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        images = self._get_dummy_images(width=448, height=448, num_images=mm_counts.get("image", 0))
-        return ProcessorInputs(prompt_text="", mm_data={"image": images})
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """A size of a photograph's order: all become the same."""
+        return ImageSize(width=448, height=448)
 
 
 class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
@@ -145,7 +133,7 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
 @MULTIMODAL_REGISTRY.register_processor(
     Florence2MultiModalProcessor,
     info=Florence2ProcessingInfo,
-    dummy_inputs=Florence2DummyInputsBuilder,
+    dummy_inputs=ImageDummyInputsBuilder,
 )
 class Florence2(ImageReader, Bart):
     """The prompt is a task token or a sentence; checkpoints in transformers' format.

@@ -24,7 +24,7 @@ from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf.molmo import MolmoImageProcessor, MolmoProcessor
-from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
+from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
@@ -40,7 +40,6 @@ __all__ = [
     "AddedRows",
     "Molmo",
     "MolmoConfig",
-    "MolmoDummyInputsBuilder",
     "MolmoMultiModalProcessor",
     "MolmoProcessingInfo",
 ]
@@ -86,7 +85,7 @@ class MolmoConfig(PreTrainedConfig):  # type: ignore[misc]
     image_norm_eps: float = 1e-5
 
 
-class MolmoProcessingInfo(BaseProcessingInfo):
+class MolmoProcessingInfo(ImageInfo):
     """Images in any number. Raises ModelLoadError for a processor that does not fit the model."""
 
     @classmethod
@@ -113,9 +112,6 @@ class MolmoProcessingInfo(BaseProcessingInfo):
             )
         return MolmoProcessor(images, tokenizer)
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
-
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of one image, with the engine's own options."""
         images = self.get_image_processor()
@@ -128,29 +124,6 @@ class MolmoProcessingInfo(BaseProcessingInfo):
         geometry = images.with_options(self.ctx.mm_processor_kwargs)
         rows, columns = max(geometry.canvases(), key=lambda size: size[0] * size[1])
         return ImageSize(columns * geometry.patch_size, rows * geometry.patch_size)
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        width, height = self.get_image_size_with_most_features()
-        return {"image": self.get_num_image_tokens(image_width=width, image_height=height)}
-
-
-class MolmoDummyInputsBuilder(BaseDummyInputsBuilder):
-    """No placeholder, and white images that fill their crops."""
-
-    info: MolmoProcessingInfo
-
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return ""
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        width, height = self.info.get_image_size_with_most_features()
-        count = mm_counts.get("image", 0)
-        images = self._get_dummy_images(width=width, height=height, num_images=count)
-        return ProcessorInputs(prompt_text="", mm_data={"image": images})
 
 
 class MolmoMultiModalProcessor(BaseMultiModalProcessor):
@@ -230,7 +203,7 @@ class AddedRows(TransformersModel):
 
 @register_model("MolmoForCausalLM")
 @MULTIMODAL_REGISTRY.register_processor(
-    MolmoMultiModalProcessor, info=MolmoProcessingInfo, dummy_inputs=MolmoDummyInputsBuilder
+    MolmoMultiModalProcessor, info=MolmoProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
 class Molmo(AddedRows, DefinedModel):
     """Molmo-7B-D, 7B-O and 72B of September 2024; not MolmoE, which has experts."""

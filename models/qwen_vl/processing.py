@@ -14,14 +14,9 @@ from transformers import PreTrainedConfig
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.hf.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
-from aioengine.processors.info import (
-    BaseDummyInputsBuilder,
-    BaseProcessingInfo,
-    ProcessingContext,
-    ProcessorInputs,
-)
+from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo, ProcessingContext
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.items import ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 from aioengine.processors.text_only import TextOnlyInfo
@@ -74,7 +69,7 @@ class QwenProcessingInfo(TextOnlyInfo):
         return load_qwen_tokenizer(source, options["revision"], with_images=False)
 
 
-class QwenVLProcessingInfo(BaseProcessingInfo):
+class QwenVLProcessingInfo(OneImageInfo):
     """Rows of an image, as many for each. Raises ModelLoadError for another model's tokenizer."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
@@ -105,30 +100,19 @@ class QwenVLProcessingInfo(BaseProcessingInfo):
         """Encoder rows of any image: one for each of the resampler's queries."""
         return int(self.get_hf_config().visual.get("n_queries", 256))
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        return {"image": self.get_num_image_tokens()}
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """The size that the HF processor makes of all."""
+        side = int(self.get_hf_processor().image_size)
+        return ImageSize(width=side, height=side)
 
 
-class QwenVLDummyInputsBuilder(BaseDummyInputsBuilder):
+class QwenVLDummyInputsBuilder(ImageDummyInputsBuilder):
     """White images between their tags."""
 
     info: QwenVLProcessingInfo
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return _PLACEHOLDER * mm_counts.get("image", 0)
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        side = self.info.get_hf_processor().image_size
-        images = self._get_dummy_images(
-            width=side, height=side, num_images=mm_counts.get("image", 0)
-        )
-        return ProcessorInputs(
-            prompt_text=self.get_dummy_text(mm_counts), mm_data={"image": images}
-        )
 
 
 class QwenVLMultiModalProcessor(BaseMultiModalProcessor):

@@ -48,24 +48,9 @@ class DefinedModel(TransformersModel):
     definition: ClassVar[type[nn.Module]]
 
     @classmethod
-    def load_module(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        hf_config: Any,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        revision: str | None = None,
-    ) -> Any:
+    def load_module(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Any:
         """See `TransformersModel.load_module`. Weights are read from safetensors files only."""
-        model = load_defined(
-            cls.definition,
-            path,
-            hf_config=hf_config,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-        )
+        model = load_defined(cls.definition, path, hf_config=hf_config, **options)
         model.config = hf_config
         return model
 

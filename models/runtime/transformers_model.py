@@ -101,40 +101,24 @@ class TransformersModel:
         path: str | os.PathLike[str],
         *,
         hf_config: Any,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        revision: str | None = None,
         max_model_len: int | None = None,
+        **options: Any,
     ) -> Self:
-        """The model at `path` (a folder or a hub id) on `device`. Blocks; call it in a thread.
+        """The model at `path`, as `load_module` takes it. Blocks; call it in a thread.
 
         The layers are probed before any weight is read. Raises ModelLoadError.
         """
         specs = cls.probe(hf_config)
-        module = cls.load_module(
-            path, hf_config=hf_config, dtype=dtype, device=device, revision=revision
-        )
+        module = cls.load_module(path, hf_config=hf_config, **options)
         return cls(module, specs=specs, max_model_len=max_model_len)
 
     @classmethod
-    def load_module(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        hf_config: Any,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        revision: str | None = None,
-    ) -> Any:
-        """The module with its weights, as transformers made it. Raises ModelLoadError."""
-        return load_pretrained(
-            cls.hf_class(hf_config),
-            path,
-            hf_config=hf_config,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-        )
+    def load_module(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Any:
+        """The module with its weights, as transformers made it. Raises ModelLoadError.
+
+        `path`: a folder or a hub id; `options`: `dtype`, `device`, and `revision` or None.
+        """
+        return load_pretrained(cls.hf_class(hf_config), path, hf_config=hf_config, **options)
 
     @classmethod
     def hf_class(cls, hf_config: Any) -> Any:
