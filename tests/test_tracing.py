@@ -151,13 +151,13 @@ async def test_an_item_that_many_share_is_encoded_in_the_sight_of_all(
     async with running_engine(folder) as engine:
         trace_requests(engine, collected.provider)
         workers, both_admitted = engine._core.input_processor.media._workers, asyncio.Barrier(3)
-        work = workers.work
+        work = workers.run
 
         async def wait_and_work(item: WorkItem) -> Worked:
             await both_admitted.wait()
             return await work(item)
 
-        monkeypatch.setattr(workers, "work", wait_and_work)
+        monkeypatch.setattr(workers, "run", wait_and_work)
 
         async def call(name: str) -> None:
             async with engine.stream(

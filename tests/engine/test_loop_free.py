@@ -193,7 +193,7 @@ async def test_a_decoder_on_the_loop_is_caught(
 
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
         workers: Any = engine._core.input_processor.media._workers
-        monkeypatch.setattr(workers, "work", decode_by(workers, decode_inline))
+        monkeypatch.setattr(workers, "run", decode_by(workers, decode_inline))
         probe = await measure(engine, pictures[:2])
     assert probe.longest_held > MAX_STALL_S
     assert probe.longest_stall > MAX_STALL_S
@@ -213,7 +213,7 @@ async def test_a_decoder_that_keeps_the_interpreters_lock_is_caught(
 
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
         workers: Any = engine._core.input_processor.media._workers
-        monkeypatch.setattr(workers, "work", decode_by(workers, decode_locked))
+        monkeypatch.setattr(workers, "run", decode_by(workers, decode_locked))
         probe = await measure(engine, pictures[:2])
     assert probe.longest_held < MAX_HELD_S
     assert probe.longest_stall > MAX_STALL_S

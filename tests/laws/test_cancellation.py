@@ -73,7 +73,7 @@ class Points:
         monkeypatch.setattr(pipeline, "_fetch", self._watch_coroutine(pipeline._fetch))
         monkeypatch.setattr(pipeline_module, "run_in", self._watch_coroutine(run_in))
         workers = pipeline._workers
-        monkeypatch.setattr(workers, "work", self._watch_coroutine(workers.work))
+        monkeypatch.setattr(workers, "run", self._watch_coroutine(workers.run))
 
     def arm(self, number: int, after: bool, strike: Callable[[], object]) -> None:
         self.seen, self.number, self.after, self.strike = 0, number, after, strike

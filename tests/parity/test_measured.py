@@ -65,8 +65,9 @@ def test_a_slip_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention whose scale is off by a thousandth is beyond the bound."""
     attend = LayerSlot.attend
 
-    def slip(self: LayerSlot, *args: Any, scale: float, **kwargs: Any) -> Any:
-        return attend(self, *args, scale=scale * 1.001, **kwargs)
+    def slip(self: LayerSlot, *rows: Any) -> Any:
+        *tensors, args = rows
+        return attend(self, *tensors, args._replace(scale=args.scale * 1.001))
 
     monkeypatch.setattr(LayerSlot, "attend", slip)
     (row,) = (row for row in ROWS if row.name == "test_text_families[llama]")

@@ -28,15 +28,14 @@ from aioengine.errors import (
     ModelLoadError,
     UnsupportedModalityError,
 )
-from aioengine.kernels.layer_slot import attach_slot
 from aioengine.media_pipeline.worker_main import _make_processor
 from aioengine.media_pipeline.worker_pool import _describe_setup
 from aioengine.models.molmo.modeling import MolmoForCausalLM, MolmoVisionBackbone
 from aioengine.models.molmo.molmo import Molmo, MolmoConfig, MolmoProcessingInfo
-from aioengine.models.runtime.attention import Attention
 from aioengine.models.runtime.hf_loading import build_on_meta, load_config
 from aioengine.processors.hf.molmo import NO_TOKEN, MolmoImageProcessor, MolmoProcessor
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
+from tests.parity.whole import unpaged
 from tests.processors.conftest import make_tokenizer
 from tests.tiny import draw_weights, tiny_image
 
@@ -138,28 +137,6 @@ def save(folder: Path, config: MolmoConfig) -> MolmoForCausalLM:
     return model
 
 
-class Plain:
-    """Attention without pages: a slot for a whole sequence."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: Any
-    ) -> Tensor:
-        out = nn.functional.scaled_dot_product_attention(
-            *(each.transpose(0, 1) for each in (query, key, value)),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=True,
-        )
-        return out.transpose(0, 1)
-
-
-def without_pages(model: MolmoForCausalLM) -> MolmoForCausalLM:
-    for module in model.modules():
-        if isinstance(module, Attention):
-            attach_slot(module, Plain())
-    return model
-
-
 @torch.inference_mode()
 def expect(
     model: MolmoForCausalLM, text: str, images: Sequence[Image.Image], eos: int
@@ -206,7 +183,7 @@ class Model:
 @pytest.fixture(scope="module", params=["qwen", "olmo"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp(request.param)
-    plain = without_pages(save(folder, tiny_config(**(OLMO if request.param == "olmo" else {}))))
+    plain = unpaged(save(folder, tiny_config(**(OLMO if request.param == "olmo" else {}))))
     eos = tiny_tokenizer().eos_token_id
     a, b, c = (tiny_image(i).resize(size) for i, size in enumerate(SIZES))
     pictures = {0: iter([()]), 1: iter([(a,), (b,), (c,)]), 2: iter([(a, b), (c, c)])}
@@ -330,7 +307,7 @@ def as_hf(model: MolmoForCausalLM, config: MolmoConfig) -> Any:
 @torch.no_grad()
 def test_the_decoder_is_that_of_its_base_model(changes: dict[str, Any]) -> None:
     config = tiny_config(rope_theta=1e6, **changes)
-    model = without_pages(drawn(config))
+    model = unpaged(drawn(config))
     twin = as_hf(model, config)
     ids = torch.randint(0, config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
     logits = model.compute_logits(model(ids, torch.arange(40)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.runtime.attention import Attention
 from tests.parity.families import MAX_TOKENS, Case
@@ -22,14 +23,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 class WholeSlot:
     """Plain causal attention over the tokens of one call."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, **rest: object
-    ) -> Tensor:
-        assert not any(rest.values())
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        assert args == AttentionArgs(args.scale)
         out = scaled_dot_product_attention(
             *(each.transpose(0, 1) for each in (query, key, value)),
             is_causal=True,
-            scale=scale,
+            scale=args.scale,
             enable_gqa=True,
         )
         return out.transpose(0, 1)
