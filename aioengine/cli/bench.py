@@ -92,14 +92,13 @@ def _rate(text: str) -> float:
     return rate
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     with new_runner() as runner:
         report = runner.run(_bench(options))
     show_report(report, Console())
     if options.json:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")
-    return 0
 
 
 async def _bench(options: argparse.Namespace) -> Report:

@@ -63,8 +63,8 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
     engine = new_engine(options)
     with new_runner() as runner:
@@ -72,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
             _converse(runner, runner.run(_begin(engine, options)))
         finally:
             runner.run(engine.aclose())
-    return 0
 
 
 async def _begin(engine: AsyncEngine, options: argparse.Namespace) -> Conversation:

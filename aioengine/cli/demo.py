@@ -64,11 +64,10 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     with new_runner() as runner:
         runner.run(run_demo(options))
-    return 0
 
 
 async def run_demo(options: argparse.Namespace) -> None:

@@ -27,16 +27,11 @@ STAGES = {
 
 def new_runner() -> asyncio.Runner:
     """A runner with uvloop's loop where it is installed, else asyncio's own."""
-    return asyncio.Runner(loop_factory=_loop_factory())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
-        import uvloop
+        from uvloop import new_event_loop
     except ImportError:  # Windows
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=new_event_loop)
 
 
 def new_engine(options: argparse.Namespace) -> AsyncEngine:

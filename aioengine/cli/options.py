@@ -136,10 +136,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _add_fields(
-    group: Any,
-    kind: Any,
-    without: Collection[str],
-    defaults: Mapping[str, Any] | None = None,
+    group: Any, kind: Any, without: Collection[str], defaults: Mapping[str, Any] | None = None
 ) -> None:
     hints, meanings = get_type_hints(kind), _docstrings(kind)
     for field in fields(kind):

@@ -109,8 +109,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     asgi, server = _import("aioengine.asgi"), _import("aioengine.cli.server")
     if "max_queued_requests" not in options:
         num_seqs = getattr(options, "max_num_seqs", EngineConfig.max_num_seqs)
@@ -130,7 +130,6 @@ def run(options: argparse.Namespace) -> int:
     with server.bind(options.host, options.port) as bound, new_runner() as runner:
         is_open = api_keys is None and not is_local
         runner.run(_serve(options, engine, app, server, bound, is_open))
-    return 0
 
 
 def _import(name: str) -> Any:
