@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.cli.loading import new_engine, new_runner, start
+from aioengine.cli.loading import new_engine, new_runner, say, start
 from aioengine.cli.options import (
     Commands,
     add_engine_flags,
@@ -173,11 +173,9 @@ class Conversation:
             async with self._engine.stream(messages, self._params) as stream:
                 async for delta in stream:
                     text += delta.text
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
+                    say(delta.text)
                 output = await stream.result()
         except asyncio.CancelledError:  # Ctrl-C; leaving the stream has ended the request
             sys.stdout.write(" ...")
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        say("\n")
         return text, output

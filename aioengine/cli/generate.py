@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.cli.loading import new_engine, new_runner, started
+from aioengine.cli.loading import new_engine, new_runner, say, started
 from aioengine.cli.options import Commands, add_engine_flags, add_sampling_flags, given, new_parser
 from aioengine.cli.prompts import (
     add_media_flags,
@@ -77,8 +77,7 @@ async def _generate(options: argparse.Namespace, text: str) -> None:
         try:
             if options.json:
                 output = await engine.generate(prompt, params)
-                sys.stdout.write(json.dumps(asdict(output), ensure_ascii=False) + "\n")
-                sys.stdout.flush()
+                say(json.dumps(asdict(output), ensure_ascii=False) + "\n")
             else:
                 output = await _stream(engine, prompt, params)
         except InvalidRequestError as error:
@@ -102,10 +101,8 @@ async def _stream(engine: AsyncEngine, prompt: PromptLike, params: SamplingParam
     """Write the text as it comes."""
     async with engine.stream(prompt, params) as stream:
         async for delta in stream:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
+            say(delta.text)
         output = await stream.result()
     if not output.text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        say("\n")
     return output

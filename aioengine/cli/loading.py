@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from aioengine import AsyncEngine, LoadProgress
 from aioengine.cli.options import engine_config
 
-__all__ = ["new_engine", "new_runner", "start", "started"]
+__all__ = ["new_engine", "new_runner", "say", "start", "started"]
 
 STAGES = {
     "libraries": "importing torch and transformers",
@@ -23,6 +24,12 @@ STAGES = {
     "memory": "measuring memory",
     "workers": "starting workers",
 }
+
+
+def say(text: str) -> None:
+    """Write it to standard output at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def new_runner() -> asyncio.Runner:
