@@ -88,6 +88,21 @@ class Instruments:
         self._stages = {stage: StageStatistics() for stage in STAGES}
         self._news: deque[RequestEvent] = deque()
 
+    def follow(
+        self, watcher: Callable[[RequestEvent], object], listener: Callable[[StageSpan], object]
+    ) -> Callable[[], None]:
+        """Add both; what is returned removes them. Idempotent."""
+        self.watchers.append(watcher)
+        self.listeners.append(listener)
+
+        def leave() -> None:
+            with suppress(ValueError):  # one that has failed was removed
+                self.watchers.remove(watcher)
+            with suppress(ValueError):
+                self.listeners.remove(listener)
+
+        return leave
+
     def record(self, span: StageSpan) -> None:
         """Count a finished piece of work, and tell the listeners."""
         took = span.end - span.start

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,17 +84,12 @@ class RequestTracer:
     ) -> None:
         self._tracer = get_tracer("aioengine", __version__, tracer_provider)
         self._model_name = model_name
-        self._instruments = engine.instruments
         self._live: dict[str, _Traced] = {}
-        self._instruments.watchers.append(self._hear_event)
-        self._instruments.listeners.append(self._hear_span)
+        self._leave = engine.instruments.follow(self._hear_event, self._hear_span)
 
     def close(self) -> None:
         """Trace nothing more; the spans of live requests end here. Idempotent."""
-        with suppress(ValueError):
-            self._instruments.watchers.remove(self._hear_event)
-        with suppress(ValueError):
-            self._instruments.listeners.remove(self._hear_span)
+        self._leave()
         live, self._live = self._live, {}
         now = time.perf_counter()
         for traced in live.values():
@@ -139,13 +133,12 @@ class RequestTracer:
             self._live[event.request_id] = _Traced(span, context, event.time, now_ns)
 
     def _end(self, traced: _Traced, event: RequestEvent) -> None:
-        if traced.first_token is not None:
-            self._add(traced, "decode", traced.first_token, event.time)
-        else:
-            self._add(traced, "prefill", traced.admitted, event.time)
         span = traced.span
         span.set_attribute("aioengine.outcome", event.kind)
-        if traced.first_token is not None:
+        if traced.first_token is None:
+            self._add(traced, "prefill", traced.admitted, event.time)
+        else:
+            self._add(traced, "decode", traced.first_token, event.time)
             waited = traced.first_token - traced.submitted
             span.set_attribute("aioengine.time_to_first_token", waited)
         if event.output is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Unpack
 
@@ -50,9 +50,7 @@ def openai_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starle
     if nobody has started the engine before. `options`: see ServiceOptions. Raises
     InvalidRequestError for an empty key.
     """
-    service, middleware = _service(engine, options)
-    routes = _openai_routes(service, Metrics(engine, model_name=service.model_names[0]))
-    return _application(routes, service, middleware)
+    return _application(engine, options, _openai_routes)
 
 
 def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
@@ -61,29 +59,20 @@ def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starl
     Arguments as in `openai_app`. A browser that has no key asks its user: any name, and the key as
     the password.
     """
-    service, middleware = _service(engine, options)
-    name = service.model_names[0]
-    metrics, page = Metrics(engine, model_name=name), StatusPage(engine, name)
-    routes: list[BaseRoute] = [
-        *(_guarded(service, route) for route in page.routes()),
-        *_probes(service, metrics),
-        Mount("/v1", routes=_openai_routes(service, metrics)),
-    ]
-    return _application(routes, service, middleware)
-
-
-def _service(engine: AsyncEngine, options: ServiceOptions) -> tuple[Service, list[Middleware]]:
-    own: dict[str, Any] = dict(options)
-    middleware = guards(own.pop("trusted_hosts", None), own.pop("allowed_origins", None))
-    return Service(engine, **own), middleware
+    return _application(engine, options, _service_routes)
 
 
 def _application(
-    routes: Sequence[BaseRoute], service: Service, middleware: Sequence[Middleware]
+    engine: AsyncEngine,
+    options: ServiceOptions,
+    routes: Callable[[Service, Metrics], list[BaseRoute]],
 ) -> Starlette:
+    own: dict[str, Any] = dict(options)
+    middleware = guards(own.pop("trusted_hosts", None), own.pop("allowed_origins", None))
+    service = Service(engine, **own)
     app = Starlette(
-        routes=routes,
-        lifespan=_lifespan(service.engine),
+        routes=routes(service, Metrics(engine, model_name=service.model_names[0])),
+        lifespan=_lifespan(engine),
         middleware=[*middleware, Middleware(_SlashTaker)],
         exception_handlers={HTTPException: _http_error},
     )
@@ -123,17 +112,34 @@ async def _http_error(_request: Request, error: Exception) -> Response:
     return error_response(found)
 
 
-def _openai_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
-    chat = Generation(service, read_chat, ChatAnswer)
-    text = Generation(service, read_completion, TextAnswer)
+def _service_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+    page = StatusPage(service.engine, service.model_names[0])
     return [
-        Route("/chat/completions", _Endpoint(service, chat), methods=["POST"]),
-        Route("/completions", _Endpoint(service, text), methods=["POST"]),
-        Route(
-            "/audio/transcriptions", _Endpoint(service, Transcription(service)), methods=["POST"]
-        ),
-        Route("/models", _Endpoint(service, _Models(service)), methods=["GET"]),
-        Route("/models/{name:path}", _Endpoint(service, _Models(service)), methods=["GET"]),
+        *(_endpoint(service, route.path, route.app) for route in page.routes()),
+        *_probes(service, metrics),
+        Mount("/v1", routes=_openai_routes(service, metrics)),
+    ]
+
+
+def _openai_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+    posts: dict[str, Handler] = {
+        "/chat/completions": Generation(service, read_chat, ChatAnswer),
+        "/completions": Generation(service, read_completion, TextAnswer),
+        "/audio/transcriptions": Transcription(service),
+    }
+
+    async def models(scope: Scope, receive: Receive, send: Send) -> None:
+        fields = {"object": "model", "created": service.created, "owned_by": "aioengine"}
+        data = [{"id": name, **fields} for name in service.model_names]
+        answer: dict[str, object] = {"object": "list", "data": data}
+        if (name := scope["path_params"].get("name")) is not None:
+            answer = {"id": service.check_model(name), **fields}
+        await JSONResponse(answer)(scope, receive, send)
+
+    return [
+        *(_endpoint(service, path, handle, "POST") for path, handle in posts.items()),
+        _endpoint(service, "/models", models),
+        _endpoint(service, "/models/{name:path}", models),
         *_probes(service, metrics),
     ]
 
@@ -150,15 +156,11 @@ def _probes(service: Service, metrics: Metrics) -> list[BaseRoute]:
         body, content_type = metrics.render(accept)
         await Response(body, headers={"content-type": content_type})(scope, receive, send)
 
-    return [
-        Route("/health", health, methods=["GET"]),
-        Route("/metrics", _Endpoint(service, scrape), methods=["GET"]),
-    ]
+    return [Route("/health", health, methods=["GET"]), _endpoint(service, "/metrics", scrape)]
 
 
-def _guarded(service: Service, route: Route) -> Route:
-    """The same for those who have the key."""
-    return Route(route.path, _Endpoint(service, route.app), methods=["GET"])
+def _endpoint(service: Service, path: str, handle: Handler, method: str = "GET") -> Route:
+    return Route(path, _Endpoint(service, handle), methods=[method])
 
 
 class _Endpoint:
@@ -193,27 +195,3 @@ class _Endpoint:
             await error_response(found)(scope, receive, reply)
         finally:
             body.close()
-
-
-class _Models:
-    """GET models, and one of them."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = scope["path_params"].get("name")
-        found: list[dict[str, object]] = [
-            {
-                "id": each,
-                "object": "model",
-                "created": self._service.created,
-                "owned_by": "aioengine",
-            }
-            for each in self._service.model_names
-        ]
-        answer: dict[str, object] = {"object": "list", "data": found}
-        if name is not None:
-            self._service.check_model(name)
-            answer = next(model for model in found if model["id"] == name)
-        await JSONResponse(answer)(scope, receive, send)

@@ -18,6 +18,23 @@ __all__ = ["ApiError", "api_error", "error_response", "forget_frames"]
 RETRY_AFTER_S = 1
 """Of what is over soon: a queue moves on, an engine comes up or another one is asked."""
 
+INVALID, UNAVAILABLE = "invalid_request_error", "service_unavailable_error"
+KNOWN: tuple[tuple[type[Exception], int, str, str], ...] = (
+    # Not 502: whoever names a broken server could have ours taken for one. OpenAI's clients
+    # try again by a header of their own, whatever the status.
+    (errors.MediaUnavailableError, 424, INVALID, "media_unavailable"),
+    (errors.MediaError, 422, INVALID, "invalid_media"),
+    (errors.PromptTooLongError, 400, INVALID, "context_length_exceeded"),
+    (errors.InvalidRequestError, 400, INVALID, "invalid_value"),
+    (errors.OverloadedError, 429, "rate_limit_error", "overloaded"),
+    (errors.EngineClosedError, 503, UNAVAILABLE, "engine_closed"),
+    (errors.EngineDeadError, 503, UNAVAILABLE, "engine_dead"),
+    (errors.RequestAbortedError, 503, UNAVAILABLE, "aborted"),
+)
+"""Errors of the engine's, the first that fits: their status, type and code."""
+AGAIN = (424, 429, 503)
+"""Statuses of what is worth another try."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +44,7 @@ class ApiError(Exception):
 
     status: int
     message: str
-    kind: str = "invalid_request_error"
+    kind: str = INVALID
     parameter: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -43,29 +60,13 @@ def api_error(error: Exception) -> ApiError:
     """The fault that an error of the engine's amounts to; anything else is logged and is a 500."""
     if isinstance(error, ApiError):
         return error
-    again = {"retry-after": str(RETRY_AFTER_S)}
-    if isinstance(error, errors.MediaUnavailableError):
-        # Not 502: whoever names a broken server could have ours taken for one. OpenAI's clients
-        # try again by the second header, whatever the status.
-        headers = {**again, "x-should-retry": "true"}
-        code = "media_unavailable"
-        return ApiError(424, str(error), parameter=error.parameter, code=code, headers=headers)
-    if isinstance(error, errors.InvalidRequestError):
-        status = 422 if isinstance(error, errors.MediaError) else 400
-        code = "invalid_media" if isinstance(error, errors.MediaError) else "invalid_value"
-        if isinstance(error, errors.PromptTooLongError):
-            code = "context_length_exceeded"
-        return ApiError(status, str(error), parameter=error.parameter, code=code)
-    if isinstance(error, errors.OverloadedError):
-        return ApiError(429, str(error), "rate_limit_error", code="overloaded", headers=again)
-    unavailable: dict[type[Exception], str] = {
-        errors.EngineClosedError: "engine_closed",
-        errors.EngineDeadError: "engine_dead",
-        errors.RequestAbortedError: "aborted",
-    }
-    for kind, code in unavailable.items():
+    for kind, status, name, code in KNOWN:
         if isinstance(error, kind):
-            return ApiError(503, str(error), "service_unavailable_error", code=code, headers=again)
+            headers = {"retry-after": str(RETRY_AFTER_S)} if status in AGAIN else {}
+            if status == 424:
+                headers["x-should-retry"] = "true"
+            parameter = getattr(error, "parameter", None)
+            return ApiError(status, str(error), name, parameter, code, headers)
     logger.error("a request failed\n%s", errors.trace_of(error))  # its text may hold payload
     message = str(error) if isinstance(error, errors.AioEngineError) else "internal error"
     return ApiError(500, message, "server_error", code="internal_error")

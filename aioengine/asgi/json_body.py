@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from aioengine.asgi.error_responses import RETRY_AFTER_S, ApiError
@@ -39,15 +39,11 @@ MAX_REST = 1 << 20
 """Bytes of a body without its long strings: 3 ms of parsing for text, 20 ms for token ids."""
 MAX_CONTAINERS = 1 << 16
 """Brackets and braces that open in it, also in its texts: 13 ms, were they all empty lists."""
-ESCAPES = (
-    (b"\\/", b"/"),
-    (b"\\u002f", b"/"),
-    (b"\\u002F", b"/"),
-    (b"\\u002b", b"+"),
-    (b"\\u002B", b"+"),
-    (b"\\u003d", b"="),
-    (b"\\u003D", b"="),
-)
+ESCAPES = {rb"\/": b"/"} | {
+    rb"\u00" + code % ord(letter): letter
+    for letter in (b"/", b"+", b"=")
+    for code in (b"%02x", b"%02X")
+}
 """What some writers of JSON make of base64's own letters."""
 MEDIA_KEY = re.compile(
     rb'"(url|data|image|audio|video|(image|audio|video)_url)"[ \t\r\n]*:[ \t\r\n]*$'
@@ -109,20 +105,16 @@ class BoundedBody:
     ) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
-        self._budget = budget
+        self.budget = budget or BodyBudget(max_bytes)
+        self.num_announced = 0
+        """Its length, where the client gives one."""
         self._num_bytes = 0
         self._num_taken = 0
-        self._num_announced = 0
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._is_complete = False
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and len(value) < 20:
-                self._num_announced = int(value)
-
-    @property
-    def parsing(self) -> asyncio.Lock:
-        """Lock that is held while a large body is parsed."""
-        return asyncio.Lock() if self._budget is None else self._budget.parsing
+                self.num_announced = int(value)
 
     async def __call__(self) -> Message:
         if self._is_complete:
@@ -135,19 +127,16 @@ class BoundedBody:
             raise ApiError(408, "the request body did not arrive in time", code="timeout") from None
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
-            self._admit(self._num_bytes)
+            self.admit()
             self._is_complete = not message.get("more_body", False)
         return message
 
-    def admit(self) -> int:
-        """Let in a body of the length that the client gives, and return it; 0: it gives none.
+    def admit(self) -> None:
+        """Let in a body of the length that the client gives, or that has come.
 
         Raises ApiError for one that is too long, or for which there is no room.
         """
-        self._admit(self._num_announced)
-        return self._num_announced
-
-    def _admit(self, num_bytes: int) -> None:
+        num_bytes = max(self.num_announced, self._num_bytes)
         if num_bytes > self._max_bytes:
             raise ApiError(
                 413,
@@ -155,14 +144,13 @@ class BoundedBody:
                 code="request_too_large",
             )
         wanted = num_bytes - LONG - self._num_taken
-        if self._budget is not None and wanted > 0:
-            self._budget.take(wanted)
+        if wanted > 0:
+            self.budget.take(wanted)
             self._num_taken += wanted
 
     def close(self) -> None:
         """Give back what it has taken of the budget. Idempotent."""
-        if self._budget is not None:
-            self._budget.give_back(self._num_taken)
+        self.budget.give_back(self._num_taken)
         self._num_taken = 0
 
 
@@ -172,17 +160,13 @@ async def read_object(receive: BoundedBody, read: Callable[[dict[str, Any]], Rea
     Base64 where media stand is `bytes` in a large one. Raises ApiError, ClientDisconnect, and what
     `read` raises.
     """
-    pages = _Pages(receive.admit())
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        pages.add(message.get("body", b""))
-        if not message.get("more_body", False):
-            break
+    receive.admit()
+    pages = _Pages(receive.num_announced)
+    async for data in Request({"type": "http"}, receive).stream():
+        pages.add(data)
     if pages.num_bytes <= LONG:
         return read(parse_object(bytes(pages.view())))
-    async with receive.parsing:
+    async with receive.budget.parsing:
         return await run_apart(lambda: read(parse_object(pages.take(), decodes_media=True)))
 
 
@@ -237,13 +221,11 @@ def parse_object(body: bytes | memoryview, *, decodes_media: bool = False) -> di
     try:
         rest, cut = _cut(body, mark, decodes_media)
         parsed = json.loads(rest, parse_constant=_refuse_constant)
-        if cut:
-            parsed = _put_all_back(parsed, mark, cut)
+        if not isinstance(parsed, dict):
+            raise ApiError(400, "the request body must be a JSON object", code="invalid_json")
+        return _put_all_back(parsed, mark, cut) if cut else parsed
     except (ValueError, RecursionError):
         raise ApiError(400, "the request body is not valid JSON", code="invalid_json") from None
-    if not isinstance(parsed, dict):
-        raise ApiError(400, "the request body must be a JSON object", code="invalid_json")
-    return parsed
 
 
 def _cut(
@@ -369,7 +351,7 @@ class _Long:
             piece = piece[:cut] if cut > 0 else piece
             start += len(piece)
             if b"\\" in piece:
-                for escape, letter in ESCAPES:
+                for escape, letter in ESCAPES.items():
                     piece = piece.replace(escape, letter)
             yield piece
 
@@ -389,9 +371,7 @@ class _Long:
                 pages.madvise(mmap.MADV_DONTNEED, first, size)
 
 
-def _put_all_back(parsed: Any, mark: str, cut: list[str | bytes]) -> Any:
-    if not isinstance(parsed, dict):
-        return _put_back(parsed, mark, cut)
+def _put_all_back(parsed: dict[str, Any], mark: str, cut: list[str | bytes]) -> dict[str, Any]:
     texts = [text if isinstance(text, str) else None for text in cut]
     return {
         _put_back(name, mark, texts): _put_back(value, mark, cut if name == MESSAGES else texts)

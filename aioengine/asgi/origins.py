@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -62,36 +63,46 @@ def _listed(given: str | Sequence[str] | None) -> Sequence[str] | None:
 
 def is_loopback(host: str) -> bool:
     """Return whether a name or an address, without a port, is this machine's own."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
-class _HostGuard:
+class _Guard(ABC):
+    """Middleware that answers some requests with an error."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self.refusal(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else error_response(error))(scope, receive, send)
+
+    @abstractmethod
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Return the error with which to answer, if the request is refused."""
+
+
+class _HostGuard(_Guard):
     """Refuses requests for other hosts, which a page reaches by a name that leads here."""
 
     def __init__(self, app: ASGIApp, trusted: Sequence[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._trusted = [name.lower().strip("[]") for name in trusted]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            hosts = Headers(scope=scope).getlist("host")
-            # A probe of HTTP/1.0 may name none; a browser always does.
-            is_probe = scope.get("http_version") == "1.0" and scope["method"] in SAFE
-            if not hosts and not is_probe:
-                hosts = [""]
-            if not all(self._is_trusted(_without_port(host)) for host in hosts):
-                error = ApiError(
-                    421,
-                    "the Host header names a host that is not served here; name it in "
-                    "trusted_hosts (--trusted-hosts)",
-                    code="untrusted_host",
-                )
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Refuse a Host header that names another host, or none."""
+        hosts = Headers(scope=scope).getlist("host")
+        # A probe of HTTP/1.0 may name none; a browser always does.
+        is_probe = scope.get("http_version") == "1.0" and scope["method"] in SAFE
+        if not hosts and not is_probe:
+            hosts = [""]
+        if all(self._is_trusted(_without_port(host)) for host in hosts):
+            return None
+        message = (
+            "the Host header names a host that is not served here; name it in "
+            "trusted_hosts (--trusted-hosts)"
+        )
+        return ApiError(421, message, code="untrusted_host")
 
     def _is_trusted(self, host: str) -> bool:
         return any(
@@ -102,27 +113,25 @@ class _HostGuard:
         )
 
 
-class _OriginGuard:
+class _OriginGuard(_Guard):
     """Refuses what pages of other sites send.
 
     A browser asks nobody before it sends a plain POST; and it adds the password that it was told.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._allowed = [origin.lower() for origin in allowed]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in SAFE and self._is_foreign(scope):
-            error = ApiError(
-                403,
-                "pages of this origin may not send requests here; name it in allowed_origins "
-                "(--allowed-origins)",
-                code="foreign_origin",
-            )
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Refuse what may change something, from a foreign page."""
+        if scope["method"] in SAFE or not self._is_foreign(scope):
+            return None
+        message = (
+            "pages of this origin may not send requests here; name it in allowed_origins "
+            "(--allowed-origins)"
+        )
+        return ApiError(403, message, code="foreign_origin")
 
     def _is_foreign(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
@@ -137,15 +146,14 @@ class _OriginGuard:
 
 
 def _is_host(name: str) -> bool:
-    return TRUSTED.fullmatch(name) is not None or _is_address(name.strip("[]"))
+    return TRUSTED.fullmatch(name) is not None or _address(name.strip("[]")) is not None
 
 
-def _is_address(text: str) -> bool:
+def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(text)
+        return ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _without_port(host: str) -> str:

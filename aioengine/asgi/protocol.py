@@ -40,11 +40,8 @@ COMMON = SAMPLING | {
 }
 CHAT = COMMON | {"messages", "top_logprobs", "max_completion_tokens"}
 COMPLETION = COMMON | {"prompt", "best_of"}
-MEDIA_PARTS = {
-    "image_url": "image",
-    "audio_url": "audio",
-    "input_audio": "audio",
-    "video_url": "video",
+MEDIA_PARTS = {f"{each}_url": each for each in ("image", "audio", "video")} | {
+    "input_audio": "audio"
 }
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 """Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
@@ -122,9 +119,7 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
         raise _wrong("best_of", "as large as n")
     options = _prompt_options(given)
     prompts = tuple(
-        Prompt(text=prompt, **options)
-        if isinstance(prompt, str)
-        else Prompt(token_ids=prompt, **options)
+        Prompt(**{**options, "text" if isinstance(prompt, str) else "token_ids": prompt})
         for prompt in _prompts(given.get("prompt"))
     )
     return _ask(given, prompts, given.get("logprobs"))
@@ -221,19 +216,20 @@ def _with_bytes(part: Any) -> Any:
 
 def _prompts(given: Any) -> Sequence[str | list[int]]:
     """One or many of the forms that a prompt has."""
-    if isinstance(given, str):
+    if isinstance(given, str) or (given and _is_prompt(given)):
         return [given]
-    if not isinstance(given, list) or not given:
-        raise _wrong("prompt", "text, token ids, or a list of either")
-    if all(type(entry) is int for entry in given):
-        return [given]
-    if len(given) > MAX_PROMPTS:
+    many = given if isinstance(given, list) else []
+    if len(many) > MAX_PROMPTS:
         raise _wrong("prompt", f"a list of {MAX_PROMPTS} prompts at most")
-    for entry in given:
-        are_ids = isinstance(entry, list) and all(type(token_id) is int for token_id in entry)
-        if not isinstance(entry, str) and not are_ids:
-            raise _wrong("prompt", "text, token ids, or a list of either")
-    return given
+    if not many or not all(map(_is_prompt, many)):
+        raise _wrong("prompt", "text, token ids, or a list of either")
+    return many
+
+
+def _is_prompt(value: Any) -> bool:
+    """Return whether it is text, or token ids."""
+    are_ids = isinstance(value, list) and all(type(token_id) is int for token_id in value)
+    return are_ids or isinstance(value, str)
 
 
 def _prompt_options(given: Mapping[str, Any]) -> dict[str, Any]:

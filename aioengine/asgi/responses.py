@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from aioengine.engine.detokenizer import TokenTexts
-from aioengine.types import CompletionOutput, Delta, RequestOutput, TokenLogprobs, Usage
+from aioengine.types import CompletionOutput, Delta, RequestOutput, TokenLogprobs
 
 __all__ = ["Answer", "ChatAnswer", "TextAnswer"]
 
@@ -51,7 +51,7 @@ class Answer(ABC):
             for number, request in enumerate(outputs)
             for output in request.outputs
         ]
-        usage = _usage(output.usage for output in outputs)
+        usage = _usage(outputs)
         return {"id": self.id, "object": self.whole, **self._head, "choices": choices, **usage}
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -79,7 +79,7 @@ class Answer(ABC):
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk, for those who asked for it."""
-        return self._chunk([]) | _usage(output.usage for output in outputs)
+        return self._chunk([]) | _usage(outputs)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": self.chunk, **self._head, "choices": choices}
@@ -201,15 +201,16 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _usage(parts: Iterable[Usage]) -> dict[str, Any]:
-    usages = list(parts)
+def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    usages = [output.usage for output in outputs]
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages)
     return {
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in usages)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
     }

@@ -55,8 +55,7 @@ class StatusPage:
         self._feed = _Feed(engine, self._board)
         self._page = PAGE.read_text("utf-8")
         self._policy = _content_security_policy(self._page)
-        engine.instruments.listeners.append(self._board.note_span)
-        engine.instruments.watchers.append(self._board.note_event)
+        engine.instruments.follow(self._board.note_event, self._board.note_span)
 
     def routes(self) -> list[Route]:
         """The page, its feed, and the latest spans as a Chrome trace."""

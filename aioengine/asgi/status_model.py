@@ -240,23 +240,20 @@ def _caches(statistics: EngineStatistics) -> dict[str, dict[str, float | None]]:
         "cached": statistics.kv_blocks_cached,
         "hit_rate": _ratio(statistics.prefix_hit_tokens, statistics.prefix_query_tokens),
     }
-    found: dict[str, dict[str, float | None]] = {"kv": kv}
-    for name in ("encoder", "processor"):
-        hits, misses, evictions, capacity, used, entries = (
-            getattr(statistics, f"{name}_cache_{figure}")
-            for figure in (
-                *("hits", "misses", "evictions"),
-                *("capacity_bytes", "used_bytes", "entries"),
-            )
-        )
-        found[name] = {
-            "capacity": capacity,
-            "used": used,
-            "entries": entries,
-            "evictions": evictions,
-            "hit_rate": _ratio(hits, hits + misses),
-        }
-    return found
+    return {"kv": kv, **{name: _cache(statistics, name) for name in ("encoder", "processor")}}
+
+
+def _cache(statistics: EngineStatistics, name: str) -> dict[str, float | None]:
+    def figure(of: str) -> int:
+        return int(getattr(statistics, f"{name}_cache_{of}"))
+
+    return {
+        "capacity": figure("capacity_bytes"),
+        "used": figure("used_bytes"),
+        "entries": figure("entries"),
+        "evictions": figure("evictions"),
+        "hit_rate": _ratio(figure("hits"), figure("hits") + figure("misses")),
+    }
 
 
 def _work(stages: Mapping[str, StageStatistics]) -> list[dict[str, float]]:

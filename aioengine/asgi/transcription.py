@@ -90,10 +90,7 @@ class Transcription:
         token_ids = processor.create_transcription_prompt(ask.language, ask.context)
         prompt = self._service.salted(scope, Prompt(token_ids=token_ids))
         windows, seconds = await run_apart(
-            _windows,
-            ask.data,
-            engine.config.media,
-            *processor.get_audio_window(),
+            _windows, ask.data, engine.config.media, *processor.get_audio_window()
         )
         events = EventStream(send)
         hearing = _Hearing(engine, prompt, ask.params, windows)
@@ -109,11 +106,7 @@ class _Hearing:
     """The windows' streams, in order; some are at work before they are asked for."""
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        prompt: Prompt,
-        params: SamplingParams,
-        windows: Sequence[Any],
+        self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams, windows: Sequence[Any]
     ) -> None:
         self._engine = engine
         self._prompt = prompt

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
+        options.run(options)
     except AioEngineError as error:
         sys.stderr.write(f"aioengine: {error}\n")
         return 1
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output has read enough; the interpreter would flush it once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    return status
+    return 0
 
 
 def run() -> NoReturn:

@@ -13,15 +13,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
+from operator import le
 from typing import Any
 
 from rich.console import Console
 
 from aioengine import AsyncEngine, Prompt, SamplingParams
 from aioengine.cli.loading import new_engine, new_runner, started
-from aioengine.cli.options import Commands, add_engine_flags, new_parser
+from aioengine.cli.options import Commands, add_engine_flags, checked, decimal, new_parser
 from aioengine.cli.report import Record, Report, make_report, show_report
-from aioengine.errors import AioEngineError
+from aioengine.streams.together import run_together
 
 __all__ = ["add_parser", "run"]
 
@@ -44,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     ):
         parser.add_argument(
             f"--{name}",
-            type=partial(_count, least),
+            type=checked(decimal, partial(le, least), f"number of {least} or more"),
             default=default,
             metavar="N",
             help=f"{meaning} (default: {default})",
@@ -58,7 +60,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--request-rate",
-        type=_rate,
+        type=checked(float, lambda rate: rate > 0, "positive number"),
         default=math.inf,
         metavar="X",
         help="requests a second, at random moments (Poisson); inf: all at once (default)",
@@ -69,12 +71,6 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {least} or more")
-    return int(text)
-
-
 def _size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
@@ -82,24 +78,13 @@ def _size(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not rate > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return rate
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     with new_runner() as runner:
         report = runner.run(_bench(options))
     show_report(report, Console())
     if options.json:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")
-    return 0
 
 
 async def _bench(options: argparse.Namespace) -> Report:
@@ -147,37 +132,25 @@ def _random_image(chance: random.Random, width: int, height: int) -> Any:
 def _moments(options: argparse.Namespace) -> list[float]:
     """Draw when each request is sent, in seconds since the first."""
     chance = random.Random(options.seed)
-    moments = [0.0]
-    for _ in range(options.num_prompts - 1):
-        gap = 0.0 if math.isinf(options.request_rate) else chance.expovariate(options.request_rate)
-        moments.append(moments[-1] + gap)
-    return moments
+    gaps = [chance.expovariate(options.request_rate) for _ in range(options.num_prompts - 1)]
+    return list(accumulate(gaps, initial=0.0))
 
 
 async def _send(
     engine: AsyncEngine, prompts: Sequence[Prompt], params: SamplingParams, moments: Sequence[float]
 ) -> list[Record]:
-    begin = time.perf_counter()
+    first = time.perf_counter()
 
     async def send(prompt: Prompt, moment: float) -> Record:
-        await asyncio.sleep(moment - (time.perf_counter() - begin))
-        return await _measure(engine, prompt, params)
+        await asyncio.sleep(moment - (time.perf_counter() - first))
+        begin = time.perf_counter()
+        async with engine.stream(prompt, params) as stream:
+            arrivals = [
+                (time.perf_counter() - begin, len(delta.token_ids))
+                async for delta in stream
+                if delta.token_ids
+            ]
+            output = await stream.result()
+        return Record(output.usage.prompt_tokens, arrivals)
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            sent = [tasks.create_task(send(*each)) for each in zip(prompts, moments, strict=True)]
-    except* AioEngineError as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in sent]
-
-
-async def _measure(engine: AsyncEngine, prompt: Prompt, params: SamplingParams) -> Record:
-    begin = time.perf_counter()
-    async with engine.stream(prompt, params) as stream:
-        arrivals = [
-            (time.perf_counter() - begin, len(delta.token_ids))
-            async for delta in stream
-            if delta.token_ids
-        ]
-        output = await stream.result()
-    return Record(output.usage.prompt_tokens, arrivals)
+    return await run_together(map(send, prompts, moments))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.cli.loading import new_engine, new_runner, start
+from aioengine.cli.loading import new_engine, new_runner, say, start
 from aioengine.cli.options import (
     Commands,
     add_engine_flags,
@@ -63,8 +63,8 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
     engine = new_engine(options)
     with new_runner() as runner:
@@ -72,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
             _converse(runner, runner.run(_begin(engine, options)))
         finally:
             runner.run(engine.aclose())
-    return 0
 
 
 async def _begin(engine: AsyncEngine, options: argparse.Namespace) -> Conversation:
@@ -174,11 +173,9 @@ class Conversation:
             async with self._engine.stream(messages, self._params) as stream:
                 async for delta in stream:
                     text += delta.text
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
+                    say(delta.text)
                 output = await stream.result()
         except asyncio.CancelledError:  # Ctrl-C; leaving the stream has ended the request
             sys.stdout.write(" ...")
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        say("\n")
         return text, output

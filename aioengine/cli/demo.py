@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,12 +21,13 @@ from aioengine import (
     SamplingParams,
     demo_model,
     demo_pictures,
-    errors,
 )
 from aioengine.cli.loading import new_runner
 from aioengine.cli.options import Commands
+from aioengine.cli.prompts import chat_message
 from aioengine.cli.timeline import draw_timeline
 from aioengine.instruments import StageSpan, TraceRecorder
+from aioengine.streams.together import run_together
 
 __all__ = ["add_parser", "run"]
 
@@ -64,11 +65,10 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     with new_runner() as runner:
         runner.run(run_demo(options))
-    return 0
 
 
 async def run_demo(options: argparse.Namespace) -> None:
@@ -84,11 +84,10 @@ async def run_demo(options: argparse.Namespace) -> None:
     async with AsyncEngine.from_pretrained(options.model or demo_model()) as engine:
         console.print(f"loaded in {time.perf_counter() - begin:.2f} s")
         engine.instruments.listeners.append(trace)
-        described = await _round(
-            engine, console, pictures, "describe", DESCRIBE, options.max_tokens
-        )
+        ask = partial(_round, engine, console, pictures, options.max_tokens)
+        described = await ask("describe", DESCRIBE)
         console.print(f"\nOne more question about each: {QUESTION!r}")
-        asked = await _round(engine, console, pictures, "ask", QUESTION, options.max_tokens)
+        asked = await ask("ask", QUESTION)
         _report(console, {"describe": described, "ask": asked}, engine.statistics())
     options.out.mkdir(parents=True, exist_ok=True)
     trace.write(options.out / "trace.json")
@@ -103,9 +102,9 @@ async def _round(
     engine: AsyncEngine,
     console: Console,
     pictures: Sequence[Path],
+    max_tokens: int,
     title: str,
     question: str,
-    max_tokens: int,
 ) -> tuple[list[Row], float]:
     """One request for each image, all at once; the rows and the seconds that it took."""
     rows = [Row(picture) for picture in pictures]
@@ -122,11 +121,10 @@ async def _round(
     begin = time.perf_counter()
     try:
         with _display(console, rows):
-            async with asyncio.TaskGroup() as tasks:
-                for name, row in names.items():
-                    tasks.create_task(_describe(engine, console, name, row, question, params))
-    except* errors.AioEngineError as group:
-        raise group.exceptions[0] from None
+            await run_together(
+                _describe(engine, console, name, row, question, params)
+                for name, row in names.items()
+            )
     finally:
         engine.instruments.listeners.remove(listen)
     return rows, time.perf_counter() - begin
@@ -140,8 +138,7 @@ async def _describe(
     question: str,
     params: SamplingParams,
 ) -> None:
-    content = [{"type": "image", "image": row.picture}, {"type": "text", "text": question}]
-    messages = [{"role": "user", "content": content}]
+    messages = [chat_message(question, [("image", row.picture)])]
     async with engine.stream(messages, params, request_id=name) as stream:
         before = time.perf_counter()
         async for delta in stream:
@@ -158,14 +155,11 @@ async def _describe(
         console.print(f"{row.picture.name}: {row.text.strip()}", soft_wrap=True)
 
 
-@contextmanager
-def _display(console: Console, rows: Sequence[Row]) -> Iterator[None]:
+def _display(console: Console, rows: Sequence[Row]) -> AbstractContextManager[object]:
     """A table that follows the rows, where there is a terminal."""
     if not console.is_terminal:
-        yield
-        return
-    with Live(get_renderable=lambda: _live_table(rows), console=console, refresh_per_second=12):
-        yield
+        return nullcontext()
+    return Live(get_renderable=lambda: _live_table(rows), console=console, refresh_per_second=12)
 
 
 def _live_table(rows: Sequence[Row]) -> Table:

@@ -8,14 +8,8 @@ import sys
 from dataclasses import asdict
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.cli.loading import new_engine, new_runner, started
-from aioengine.cli.options import (
-    Commands,
-    add_engine_flags,
-    add_sampling_flags,
-    given,
-    new_parser,
-)
+from aioengine.cli.loading import new_engine, new_runner, say, started
+from aioengine.cli.options import Commands, add_engine_flags, add_sampling_flags, given, new_parser
 from aioengine.cli.prompts import (
     add_media_flags,
     chat_message,
@@ -65,8 +59,8 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
     text = options.prompt
     if text == "-" or (text is None and not options.items):
@@ -75,7 +69,6 @@ def run(options: argparse.Namespace) -> int:
         text = sys.stdin.read().removesuffix("\n")
     with new_runner() as runner:
         runner.run(_generate(options, text or ""))
-    return 0
 
 
 async def _generate(options: argparse.Namespace, text: str) -> None:
@@ -84,8 +77,7 @@ async def _generate(options: argparse.Namespace, text: str) -> None:
         try:
             if options.json:
                 output = await engine.generate(prompt, params)
-                sys.stdout.write(json.dumps(asdict(output), ensure_ascii=False) + "\n")
-                sys.stdout.flush()
+                say(json.dumps(asdict(output), ensure_ascii=False) + "\n")
             else:
                 output = await _stream(engine, prompt, params)
         except InvalidRequestError as error:
@@ -109,10 +101,8 @@ async def _stream(engine: AsyncEngine, prompt: PromptLike, params: SamplingParam
     """Write the text as it comes."""
     async with engine.stream(prompt, params) as stream:
         async for delta in stream:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
+            say(delta.text)
         output = await stream.result()
     if not output.text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        say("\n")
     return output

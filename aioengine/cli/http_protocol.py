@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -65,7 +66,7 @@ class _Connections:
     """
 
     def __init__(self) -> None:
-        self.num_open = 0
+        self.open: set[BoundedHttpProtocol] = set()
         self.waiting: dict[BoundedHttpProtocol, None] = {}
         self.stalled: dict[BoundedHttpProtocol, None] = {}
 
@@ -76,26 +77,15 @@ class _Connections:
 
 def protocol_factory(bounds: HttpBounds) -> Any:
     """A factory of protocols that share `bounds`, for `uvicorn.Config(http=...)`."""
-    connections = _Connections()
-
-    def make(**options: Any) -> BoundedHttpProtocol:
-        return BoundedHttpProtocol(bounds, connections, **options)
-
-    return make
+    return partial(BoundedHttpProtocol, bounds, _Connections())
 
 
 class _Transport:
     """A transport whose end is the protocol's to decide."""
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        close: Callable[[], None],
-        is_closing: Callable[[], bool],
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, **own: Callable[[], object]) -> None:
         self._transport = transport
-        self.close = close
-        self.is_closing = is_closing
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -109,7 +99,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._bounds = bounds
         self._connections = connections
         self._socket: asyncio.Transport = None  # type: ignore[assignment]  # set when connected
-        self._is_counted = False
         self._ignores_input = False
         """The last answer is under way."""
         self._lingers = False
@@ -130,14 +119,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, in another one's place where there are too many."""
         self._socket = transport
-        proxy: Any = _Transport(transport, self._close, self._is_closing)
+        proxy: Any = _Transport(transport, close=self._close, is_closing=self._is_closing)
         super().connection_made(proxy)
         connections, most = self._connections, self._bounds.max_connections
-        while connections.num_open >= most and (oldest := connections.next_to_go()) is not None:
+        while len(connections.open) >= most and (oldest := connections.next_to_go()) is not None:
             oldest.drop()
-        is_full = connections.num_open >= most
-        self._is_counted = True
-        connections.num_open += 1
+        is_full = len(connections.open) >= most
+        connections.open.add(self)
         connections.waiting[self] = None
         if is_full:
             self._refuse(503, "all connections are in use; try later")
@@ -177,10 +165,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _leave(self) -> None:
         self._stop_reading()
+        self._connections.open.discard(self)
         self._connections.waiting.pop(self, None)
         self._connections.stalled.pop(self, None)
-        self._connections.num_open -= self._is_counted
-        self._is_counted = False
 
     def _is_closing(self) -> bool:
         return self._lingers or self._socket.is_closing()

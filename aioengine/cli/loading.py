@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from aioengine import AsyncEngine, LoadProgress
 from aioengine.cli.options import engine_config
 
-__all__ = ["new_engine", "new_runner", "start", "started"]
+__all__ = ["new_engine", "new_runner", "say", "start", "started"]
 
 STAGES = {
     "libraries": "importing torch and transformers",
@@ -25,18 +26,19 @@ STAGES = {
 }
 
 
+def say(text: str) -> None:
+    """Write it to standard output at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def new_runner() -> asyncio.Runner:
     """A runner with uvloop's loop where it is installed, else asyncio's own."""
-    return asyncio.Runner(loop_factory=_loop_factory())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
-        import uvloop
+        from uvloop import new_event_loop
     except ImportError:  # Windows
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=new_event_loop)
 
 
 def new_engine(options: argparse.Namespace) -> AsyncEngine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,17 +25,8 @@ def give_back_memory() -> None:
     Requests that end early leave their media in cycles of errors and frames.
     """
     gc.collect()
-    trim = _find_trim()
-    if trim is not None:
-        trim(0)
-
-
-def _find_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another allocator
-        return None
-    return trim
+    with suppress(AttributeError, OSError, TypeError):  # another allocator
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class BurstWatch:

@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from itertools import pairwise
@@ -26,6 +27,8 @@ __all__ = [
     "Commands",
     "add_engine_flags",
     "add_sampling_flags",
+    "checked",
+    "decimal",
     "engine_config",
     "given",
     "media_item",
@@ -125,6 +128,28 @@ def media_item(text: str) -> str | Path:
     return path
 
 
+def checked(
+    read: Callable[[str], Any], accepts: Callable[[Any], bool], what: str
+) -> Callable[[str], Any]:
+    """Make a reader for argparse, of text that is `what`: that is read to what is accepted."""
+
+    def read_checked(text: str) -> Any:
+        with suppress(ValueError):
+            value = read(text)
+            if accepts(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+
+    return read_checked
+
+
+def decimal(text: str) -> int:
+    """A number of digits alone. Raises ValueError."""
+    if not text.isdecimal():
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_bytes(text: str) -> int:
     """A number of bytes: 4096, 512MB (of a million), 4GiB or 4G (of 2**30)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip(), re.IGNORECASE)
@@ -136,10 +161,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _add_fields(
-    group: Any,
-    kind: Any,
-    without: Collection[str],
-    defaults: Mapping[str, Any] | None = None,
+    group: Any, kind: Any, without: Collection[str], defaults: Mapping[str, Any] | None = None
 ) -> None:
     hints, meanings = get_type_hints(kind), _docstrings(kind)
     for field in fields(kind):
@@ -168,7 +190,9 @@ def _settings(name: str, hint: Any) -> dict[str, Any] | None:
         element = _settings(name, get_args(hint)[0])
         return None if element is None else {**element, "action": "append"}
     if origin is Mapping:
-        return {"type": _json_object, "metavar": "JSON"}
+        what = 'JSON object, such as {"image": 4}'
+        read = checked(json.loads, lambda value: isinstance(value, dict), what)
+        return {"type": read, "metavar": "JSON"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if hint is int and name.endswith("_bytes"):
@@ -186,16 +210,6 @@ def _or_none(read: Callable[[str], Any], is_optional: bool) -> Callable[[str], A
 
     read_or_none.__name__ = read.__name__  # argparse tells it of a value that cannot be read
     return read_or_none
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, such as {{"image": 4}}')
-    return value
 
 
 def _help(meaning: str, field: Field[Any], default: Any) -> str:

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioengine import Prompt, RequestOutput, SamplingParams
-from aioengine.cli.options import (
-    MAX_TOKENS,
-    RECOMMENDED,
-    RECOMMENDED_GREEDY,
-    given,
-    media_item,
-)
+from aioengine.cli.options import MAX_TOKENS, RECOMMENDED, RECOMMENDED_GREEDY, given, media_item
 from aioengine.errors import InvalidRequestError
 
 if TYPE_CHECKING:

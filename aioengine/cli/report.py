@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from rich.console import Console
@@ -115,6 +115,5 @@ def show_report(report: Report, console: Console) -> None:
     }
     for name, spread in times.items():
         if spread is not None:
-            values = (spread.mean, spread.p50, spread.p90, spread.p99)
-            table.add_row(name, *(f"{value * 1e3:.1f} ms" for value in values))
+            table.add_row(name, *(f"{value * 1e3:.1f} ms" for value in astuple(spread)))
     console.print(table)

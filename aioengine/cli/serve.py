@@ -7,12 +7,21 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from aioengine import AsyncEngine, EngineConfig, EngineState
-from aioengine.cli.loading import new_engine, new_runner, started
-from aioengine.cli.options import Commands, add_engine_flags, new_parser, parse_bytes
+from aioengine.cli.loading import new_engine, new_runner, say, started
+from aioengine.cli.options import (
+    Commands,
+    add_engine_flags,
+    checked,
+    decimal,
+    new_parser,
+    parse_bytes,
+)
 from aioengine.errors import EngineDeadError, InvalidRequestError
 
 __all__ = ["add_parser", "run"]
@@ -35,7 +44,11 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     parser.add_argument(
-        "--port", type=_port, default=8000, metavar="N", help="0: a free one (default: 8000)"
+        "--port",
+        type=checked(decimal, lambda port: port <= 65535, "port"),
+        default=8000,
+        metavar="N",
+        help="0: a free one (default: 8000)",
     )
     parser.add_argument(
         "--api-key",
@@ -83,7 +96,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--drain-timeout",
-        type=_seconds,
+        type=checked(float, lambda seconds: 0 <= seconds < math.inf, "number of seconds"),
         default=30.0,
         metavar="SECONDS",
         help="for requests to finish in, once the server is told to stop (default: 30)",
@@ -93,24 +106,8 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
-    return seconds
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
     asgi, server = _import("aioengine.asgi"), _import("aioengine.cli.server")
     if "max_queued_requests" not in options:
         num_seqs = getattr(options, "max_num_seqs", EngineConfig.max_num_seqs)
@@ -129,8 +126,16 @@ def run(options: argparse.Namespace) -> int:
     )
     with server.bind(options.host, options.port) as bound, new_runner() as runner:
         is_open = api_keys is None and not is_local
-        runner.run(_serve(options, engine, app, server, bound, is_open))
-    return 0
+        new_server = partial(
+            server.DrainingServer,
+            app,
+            engine,
+            drain_timeout_s=options.drain_timeout,
+            log_level=options.log_level,
+            announce=partial(_announce, options.host, bound, is_open),
+            bodies=app.state.bodies,
+        )
+        runner.run(_serve(engine, new_server, bound))
 
 
 def _import(name: str) -> Any:
@@ -170,30 +175,16 @@ def _api_keys(options: argparse.Namespace) -> dict[str, str] | None:
     return keys
 
 
-async def _serve(
-    options: argparse.Namespace,
-    engine: AsyncEngine,
-    app: Any,
-    server: Any,
-    bound: Any,
-    is_open: bool,
-) -> None:
-    def announce() -> None:
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        url = f"http://{host}:{bound.getsockname()[1]}"
-        sys.stdout.write(f"API          {url}/v1\nstatus page  {url}/\n")
-        sys.stdout.flush()
-        if is_open:
-            sys.stderr.write(f"Whoever can reach this address can use it: {API_KEY} is not set.\n")
+def _announce(host: str, bound: Any, is_open: bool) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{bound.getsockname()[1]}"
+    say(f"API          {url}/v1\nstatus page  {url}/\n")
+    if is_open:
+        sys.stderr.write(f"Whoever can reach this address can use it: {API_KEY} is not set.\n")
 
+
+async def _serve(engine: AsyncEngine, new_server: Callable[[], Any], bound: Any) -> None:
     async with started(engine):
-        await server.DrainingServer(
-            app,
-            engine,
-            drain_timeout_s=options.drain_timeout,
-            log_level=options.log_level,
-            announce=announce,
-            bodies=app.state.bodies,
-        ).serve([bound])
+        await new_server().serve([bound])  # which sets up the log, once the engine is loaded
         if engine.state is EngineState.DEAD:
             raise EngineDeadError("the engine has died; start the server anew")

@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from aioengine.instruments import STAGES, StageSpan
+from aioengine.instruments import StageSpan
 
 __all__ = ["draw_timeline"]
 
-COLOURS = {
-    "fetch": "#7f8c8d",
-    "decode": "#2980b9",
-    "process": "#16a085",
-    "encode": "#c0392b",
-    "step": "#b39ddb",
+LEGEND = {
+    "fetch": ("#7f8c8d", "fetch the file"),
+    "decode": ("#2980b9", "decode the image"),
+    "process": ("#16a085", "resize and normalise"),
+    "encode": ("#c0392b", "vision encoder"),
+    "step": ("#b39ddb", "part of a decoder step"),
 }
-MEANINGS = {
-    "fetch": "fetch the file",
-    "decode": "decode the image",
-    "process": "resize and normalise",
-    "encode": "vision encoder",
-    "step": "part of a decoder step",
-}
+"""Stage -> its colour and its meaning."""
 
 
 def draw_timeline(spans: Sequence[StageSpan], path: Path) -> Path | None:
@@ -39,7 +33,7 @@ def draw_timeline(spans: Sequence[StageSpan], path: Path) -> Path | None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     # Steps first: what went on at the same time lies over them.
-    order = sorted(STAGES, key="step".__ne__)
+    order = sorted(LEGEND, key="step".__ne__)
     for lane, request in enumerate(requests):
         for stage in order:
             bars = [
@@ -47,14 +41,14 @@ def draw_timeline(spans: Sequence[StageSpan], path: Path) -> Path | None:
                 for span in spans
                 if span.stage == stage and request in span.requests
             ]
-            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=COLOURS[stage])
+            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=LEGEND[stage][0])
     axes.set_yticks(range(len(requests)), requests, fontsize=8)
     axes.set_ylim(len(requests) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds")
     axes.set_title("What was done for each request, and when", loc="left", fontsize=11)
-    handles = [Patch(color=COLOURS[stage], label=MEANINGS[stage]) for stage in STAGES]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(STAGES), fontsize=8)
+    handles = [Patch(color=colour, label=meaning) for colour, meaning in LEGEND.values()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(LEGEND), fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=130)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from aioengine.errors import EngineError, InvalidRequestError, is_text, require
 from aioengine.instruments import RequestEvent, StageSpan
@@ -45,6 +45,11 @@ __all__ = ["Metrics"]
 OPENMETRICS = "application/openmetrics-text"
 MAX_NAME_CHARACTERS = 256
 OPEN = (EngineState.RUNNING, EngineState.DRAINING)
+KINDS: dict[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 SILENT = (EngineState.NEW, EngineState.STARTING, EngineState.CLOSED)
 """States in which there is nothing to read but the state."""
 
@@ -88,7 +93,7 @@ class Metrics:
     def close(self) -> None:
         """Leave the engine and the registry. Idempotent."""
         if self._collector is not None:
-            _leave(self._collector, self._model_name)
+            _leave(self.registry, self._collector, self._model_name)
             self._collector = None
 
 
@@ -137,17 +142,13 @@ class _Meter:
         self._lag = LoopLag(self._tick)
         self._inter_token = self._of(families.INTER_TOKEN)
         self._stages = self.buckets[families.STAGE.name]
-        engine.instruments.watchers.append(self.hear_event)
-        engine.instruments.listeners.append(self.hear_span)
+        self._leave = engine.instruments.follow(self.hear_event, self.hear_span)
         self.read()  # so that the clock begins, if the engine runs
 
     def close(self) -> None:
         """Hear nothing more."""
         self._is_closed = True
-        with suppress(ValueError):  # one that has failed was removed
-            self._engine.instruments.watchers.remove(self.hear_event)
-        with suppress(ValueError):
-            self._engine.instruments.listeners.remove(self.hear_span)
+        self._leave()
 
     def read(self) -> Reading:
         """State of the engine: now, or on another thread than its own as of the last tick."""
@@ -217,28 +218,27 @@ class _Meter:
 class _Collector:
     """Collector for all engines in a registry: each metric may be listed only once."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
+    def __init__(self) -> None:
         self.meters: dict[str, _Meter] = {}
         """By the engine's name."""
 
     def describe(self) -> Iterable[Metric]:
         """The metrics without numbers."""
-        yield from map(_blank_figure, FIGURES)
-        yield from map(_blank_histogram, HISTOGRAMS)
+        yield from map(_blank, FIGURES)
+        yield from map(_blank, HISTOGRAMS)
 
     def collect(self) -> Iterable[Metric]:
         """The metrics of all engines."""
         meters = dict(self.meters)  # another thread may add one
         readings = {model: meter.read() for model, meter in meters.items()}
         for figure in FIGURES:
-            metric = _blank_figure(figure)
+            metric = _blank(figure)
             for model, reading in readings.items():
                 for value, number in figure.read(reading).items():
                     metric.add_metric(_labels(model, value), number)
             yield metric
         for histogram in HISTOGRAMS:
-            counted = _blank_histogram(histogram)
+            counted = _blank(histogram)
             for model, meter in meters.items():
                 for value, buckets in meter.buckets[histogram.name].items():
                     counted.add_metric(_labels(model, value), buckets.cumulative(), buckets.total)
@@ -249,16 +249,11 @@ def _labels(model: str, value: str) -> list[str]:
     return [model, value] if value else [model]
 
 
-def _blank_figure(figure: Figure) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
-    return kind(figure.name, figure.meaning, labels=figure.labels)
+def _blank(family: Figure | Histogram) -> Any:
+    return KINDS[family.kind](family.name, family.meaning, labels=family.labels)
 
 
-def _blank_histogram(histogram: Histogram) -> HistogramMetricFamily:
-    return HistogramMetricFamily(histogram.name, histogram.meaning, labels=histogram.labels)
-
-
-_COLLECTORS: WeakSet[_Collector] = WeakSet()
+_COLLECTORS: WeakKeyDictionary[CollectorRegistry, _Collector] = WeakKeyDictionary()
 """Those of all registries: a registry does not tell what is in it."""
 _LOCK = threading.Lock()
 
@@ -266,12 +261,10 @@ _LOCK = threading.Lock()
 def _join(registry: CollectorRegistry, model_name: str, engine: AsyncEngine) -> _Collector:
     """The registry's collector, with one engine more."""
     with _LOCK:
-        found = (collector for collector in _COLLECTORS if collector.registry is registry)
-        collector = next(found, None)
+        collector = _COLLECTORS.get(registry)
         if collector is None:
-            collector = _Collector(registry)
+            collector = _COLLECTORS[registry] = _Collector()
             registry.register(collector)
-            _COLLECTORS.add(collector)
         if model_name in collector.meters:
             raise InvalidRequestError(
                 f"model_name {model_name!r:.80} is in the registry already; give each its own",
@@ -281,10 +274,10 @@ def _join(registry: CollectorRegistry, model_name: str, engine: AsyncEngine) -> 
         return collector
 
 
-def _leave(collector: _Collector, model_name: str) -> None:
+def _leave(registry: CollectorRegistry, collector: _Collector, model_name: str) -> None:
     """One engine less; the last one takes the collector with it."""
     with _LOCK:
         collector.meters.pop(model_name).close()
         if not collector.meters:
-            _COLLECTORS.discard(collector)
-            collector.registry.unregister(collector)
+            del _COLLECTORS[registry]
+            registry.unregister(collector)

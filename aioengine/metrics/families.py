@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from aioengine.instruments import STAGES
@@ -12,6 +12,8 @@ from aioengine.types import EngineState, EngineStatistics
 __all__ = ["FIGURES", "HISTOGRAMS", "Figure", "Histogram", "Reading", "Values"]
 
 OUTCOMES = ("finished", "aborted", "rejected", "failed")
+VALUES = {"": ("",), "outcome": OUTCOMES, "stage": STAGES}
+"""Label of a histogram -> its values."""
 
 SECONDS = tuple(m * s for s in (0.001, 0.01, 0.1, 1, 10, 100) for m in (1, 2.5, 5))
 """1 ms to 500 s: from a cached prompt on a small model to a long answer on a busy one. Three steps
@@ -45,7 +47,8 @@ class Family:
 
     name: str
     meaning: str
-    label: str
+    _: KW_ONLY
+    label: str = ""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -67,11 +70,15 @@ class Figure(Family):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Family):
-    """Counted as it happens, into buckets up to `bounds`, for each of its label's `values`."""
+    """Counted as it happens, into buckets up to `bounds`, for each of its label's values."""
 
-    bounds: tuple[float, ...]
-    values: tuple[str, ...] = ("",)
+    bounds: tuple[float, ...] = SECONDS
     kind: ClassVar[str] = "histogram"
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values of its own label."""
+        return VALUES[self.label]
 
 
 def _from_statistics(read: Callable[[EngineStatistics], Values]) -> Callable[[Reading], Values]:
@@ -82,153 +89,112 @@ def _field(name: str) -> Callable[[Reading], Values]:
     return _from_statistics(lambda statistics: {"": getattr(statistics, name)})
 
 
-STATE = Figure(
-    "aioengine_engine_state",
-    "1 for the state that the engine is in, 0 for the others.",
-    "state",
-    lambda reading: {state.value: float(state is reading.state) for state in EngineState},
-)
-REQUESTS = Figure(
-    "aioengine_requests_total",
-    "Requests that have ended.",
-    "outcome",
-    _from_statistics(lambda statistics: {name: getattr(statistics, name) for name in OUTCOMES}),
-)
-GENERATED = Figure(
-    "aioengine_generated_tokens_total",
-    "Tokens generated, however their requests end.",
-    "",
-    lambda reading: {"": reading.num_tokens},
-)
-STAGE_RUNS = Figure(
-    "aioengine_stage_runs_total",
-    "Pieces of work that a stage has done.",
-    "stage",
-    _from_statistics(lambda statistics: {k: v.count for k, v in statistics.stages.items()}),
-)
-STAGE_SECONDS = Figure(
-    "aioengine_stage_seconds_total",
-    "Seconds that a stage's work took, taken together.",
-    "stage",
-    _from_statistics(lambda statistics: {k: v.total_s for k, v in statistics.stages.items()}),
-)
-PLAIN = (
-    ("completions_running", "running", "Completions that hold KV blocks."),
-    ("completions_waiting", "waiting", "Completions that hold none, and requests not laid out."),
-    ("preemptions_total", "preemptions", "Completions whose KV blocks were taken back."),
-    ("kv_blocks", "kv_blocks_total", "KV blocks there are."),
-    ("kv_blocks_free", "kv_blocks_free", "KV blocks that a new request could get."),
-    ("kv_blocks_cached", "kv_blocks_cached", "KV blocks whose content can be used again."),
-    (
-        "prefix_cache_query_tokens_total",
-        "prefix_query_tokens",
-        "Prompt tokens looked for in the prefix cache.",
+PLAIN = {
+    "completions_running": "Completions that hold KV blocks.",
+    "completions_waiting": "Completions that hold none, and requests not laid out.",
+    "preemptions_total": "Completions whose KV blocks were taken back.",
+    "kv_blocks": "KV blocks there are.",
+    "kv_blocks_free": "KV blocks that a new request could get.",
+    "kv_blocks_cached": "KV blocks whose content can be used again.",
+    "prefix_cache_query_tokens_total": "Prompt tokens looked for in the prefix cache.",
+    "prefix_cache_hit_tokens_total": "Prompt tokens found in the prefix cache.",
+    "encoder_cache_capacity_bytes": "Bytes that the encoder cache may hold.",
+    "encoder_cache_used_bytes": "Bytes that the encoder cache holds.",
+    "encoder_cache_entries": "Items in the encoder cache.",
+    "encoder_cache_referenced_entries": (
+        "Items in the encoder cache that are in use or being encoded."
     ),
-    (
-        "prefix_cache_hit_tokens_total",
-        "prefix_hit_tokens",
-        "Prompt tokens found in the prefix cache.",
-    ),
-    (
-        "encoder_cache_capacity_bytes",
-        "encoder_cache_capacity_bytes",
-        "Bytes that the encoder cache may hold.",
-    ),
-    ("encoder_cache_used_bytes", "encoder_cache_used_bytes", "Bytes that the encoder cache holds."),
-    ("encoder_cache_entries", "encoder_cache_entries", "Items in the encoder cache."),
-    (
-        "encoder_cache_referenced_entries",
-        "encoder_cache_referenced",
-        "Items in the encoder cache that are in use or being encoded.",
-    ),
-    ("encoder_cache_hits_total", "encoder_cache_hits", "Items that were encoded already."),
-    ("encoder_cache_misses_total", "encoder_cache_misses", "Items that had to be encoded."),
-    ("encoder_cache_evictions_total", "encoder_cache_evictions", "Encoded items that made room."),
-    (
-        "encoder_cache_waits_total",
-        "encoder_cache_waits",
-        "Items for which the encoder cache had no room at first.",
-    ),
-    ("encoder_items_total", "encoder_items_run", "Items that the encoder has run."),
-    (
-        "processor_cache_capacity_bytes",
-        "processor_cache_capacity_bytes",
-        "Bytes that the cache of processed items may hold.",
-    ),
-    (
-        "processor_cache_used_bytes",
-        "processor_cache_used_bytes",
-        "Bytes that the cache of processed items holds.",
-    ),
-    ("processor_cache_entries", "processor_cache_entries", "Items in the cache of processed ones."),
-    ("processor_cache_hits_total", "processor_cache_hits", "Items that were processed already."),
-    ("processor_cache_misses_total", "processor_cache_misses", "Items that were not."),
-    (
-        "processor_cache_evictions_total",
-        "processor_cache_evictions",
-        "Processed items that made room.",
-    ),
-)
-"""A metric's name, without its prefix, the field of EngineStatistics, and the meaning."""
+    "encoder_cache_hits_total": "Items that were encoded already.",
+    "encoder_cache_misses_total": "Items that had to be encoded.",
+    "encoder_cache_evictions_total": "Encoded items that made room.",
+    "encoder_cache_waits_total": "Items for which the encoder cache had no room at first.",
+    "encoder_items_total": "Items that the encoder has run.",
+    "processor_cache_capacity_bytes": "Bytes that the cache of processed items may hold.",
+    "processor_cache_used_bytes": "Bytes that the cache of processed items holds.",
+    "processor_cache_entries": "Items in the cache of processed ones.",
+    "processor_cache_hits_total": "Items that were processed already.",
+    "processor_cache_misses_total": "Items that were not.",
+    "processor_cache_evictions_total": "Processed items that made room.",
+}
+"""A metric's name, without its prefix, and the meaning."""
+FIELDS = {name: name.removesuffix("_total") for name in PLAIN} | {
+    "completions_running": "running",
+    "completions_waiting": "waiting",
+    "kv_blocks": "kv_blocks_total",
+    "prefix_cache_query_tokens_total": "prefix_query_tokens",
+    "prefix_cache_hit_tokens_total": "prefix_hit_tokens",
+    "encoder_cache_referenced_entries": "encoder_cache_referenced",
+    "encoder_items_total": "encoder_items_run",
+}
+"""Name -> the field of EngineStatistics, where the two differ by more than a counter's suffix."""
 
 FIGURES = (
-    STATE,
-    REQUESTS,
-    GENERATED,
-    *(Figure(f"aioengine_{name}", meaning, "", _field(field)) for name, field, meaning in PLAIN),
-    STAGE_RUNS,
-    STAGE_SECONDS,
+    Figure(
+        "aioengine_engine_state",
+        "1 for the state that the engine is in, 0 for the others.",
+        lambda reading: {state.value: float(state is reading.state) for state in EngineState},
+        label="state",
+    ),
+    Figure(
+        "aioengine_requests_total",
+        "Requests that have ended.",
+        _from_statistics(lambda statistics: {name: getattr(statistics, name) for name in OUTCOMES}),
+        label="outcome",
+    ),
+    Figure(
+        "aioengine_generated_tokens_total",
+        "Tokens generated, however their requests end.",
+        lambda reading: {"": reading.num_tokens},
+    ),
+    *(
+        Figure(f"aioengine_{name}", meaning, _field(FIELDS[name]))
+        for name, meaning in PLAIN.items()
+    ),
+    Figure(
+        "aioengine_stage_runs_total",
+        "Pieces of work that a stage has done.",
+        _from_statistics(lambda statistics: {k: v.count for k, v in statistics.stages.items()}),
+        label="stage",
+    ),
+    Figure(
+        "aioengine_stage_seconds_total",
+        "Seconds that a stage's work took, taken together.",
+        _from_statistics(lambda statistics: {k: v.total_s for k, v in statistics.stages.items()}),
+        label="stage",
+    ),
 )
 
 FIRST_TOKEN = Histogram(
-    "aioengine_time_to_first_token_seconds",
-    "From submission to the first token of a request.",
-    "",
-    SECONDS,
+    "aioengine_time_to_first_token_seconds", "From submission to the first token of a request."
 )
 INTER_TOKEN = Histogram(
-    "aioengine_inter_token_latency_seconds", "Between two tokens of one completion.", "", GAPS
+    "aioengine_inter_token_latency_seconds", "Between two tokens of one completion.", GAPS
 )
 DURATION = Histogram(
     "aioengine_request_duration_seconds",
     "From submission to the end of a request.",
-    "outcome",
-    SECONDS,
-    OUTCOMES,
+    label="outcome",
 )
 INTAKE = Histogram(
     "aioengine_intake_duration_seconds",
     "From submission to admission: media fetched and the prompt laid out.",
-    "",
-    SECONDS,
 )
 QUEUE = Histogram(
-    "aioengine_queue_duration_seconds",
-    "From admission to the start of a request's first step.",
-    "",
-    SECONDS,
+    "aioengine_queue_duration_seconds", "From admission to the start of a request's first step."
 )
 PROMPT_TOKENS = Histogram(
-    "aioengine_request_prompt_tokens", "Prompt tokens of a finished request.", "", TOKENS
+    "aioengine_request_prompt_tokens", "Prompt tokens of a finished request.", TOKENS
 )
 OUTPUT_TOKENS = Histogram(
     "aioengine_request_generated_tokens",
     "Tokens of a finished request, all completions together.",
-    "",
     TOKENS,
 )
 STAGE = Histogram(
-    "aioengine_stage_duration_seconds",
-    "How long one piece of a stage's work took.",
-    "stage",
-    SECONDS,
-    STAGES,
+    "aioengine_stage_duration_seconds", "How long one piece of a stage's work took.", label="stage"
 )
 LAG = Histogram(
-    "aioengine_event_loop_lag_seconds",
-    "By how much a timer of the event loop came late.",
-    "",
-    LAGS,
+    "aioengine_event_loop_lag_seconds", "By how much a timer of the event loop came late.", LAGS
 )
 HISTOGRAMS = (
     *(FIRST_TOKEN, INTER_TOKEN, DURATION, INTAKE, QUEUE),
