@@ -149,7 +149,7 @@ async def endless_gzip(reader: asyncio.StreamReader, writer: Writer) -> None:
 
 async def endless_trailer(reader: asyncio.StreamReader, writer: Writer) -> None:
     """A short compressed body, and what no decoder looks at behind it, without end."""
-    writer.write(answer(gzip.compress(b"body"), "Content-Encoding: gzip", sized=False))
+    writer.write(answer(gzip.compress(b"body", mtime=0), "Content-Encoding: gzip", sized=False))
     while True:
         writer.write(b"x" * KIB)
         await writer.drain()
@@ -186,7 +186,7 @@ BROKEN = [
     answer(b"body", "Transfer-Encoding: gzip", sized=False),
     answer(b"", "Secret: " + "x" * 100_000), b"HTTP/1.1 101 Switching\r\n\r\n",
     b"HTTP/1.1 103 Early\r\n\r\n" * 9999,
-    answer(gzip.compress(b"body")[:-9], "Content-Encoding: gzip"),
+    answer(gzip.compress(b"body", mtime=0)[:-9], "Content-Encoding: gzip"),
     answer(b"secret", "Content-Encoding: gzip"),
     answer(b"secret", "Content-Encoding: br"), answer(b"secret", "Content-Encoding: gzip, gzip"),
 ]  # fmt: skip
