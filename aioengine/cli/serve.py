@@ -27,6 +27,7 @@ from aioengine.errors import EngineDeadError, InvalidRequestError
 __all__ = ["add_parser", "run"]
 
 API_KEY = "AIOENGINE_API_KEY"
+MANY: dict[str, Any] = {"action": "append", "default": []}
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 KEY_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
 QUEUED_PER_SEQ = 16
@@ -59,8 +60,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--served-model-name",
-        action="append",
-        default=[],
+        **MANY,
         metavar="NAME",
         help="by which clients ask for the model; may be given again (default: the model's own)",
     )
@@ -80,16 +80,14 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--trusted-hosts",
-        action="append",
-        default=[],
+        **MANY,
         metavar="HOST",
         help="that requests may name in their Host header, such as api.example or *.example; may "
         "be given again (default: on a loopback address its own names, else any)",
     )
     parser.add_argument(
         "--allowed-origins",
-        action="append",
-        default=[],
+        **MANY,
         metavar="ORIGIN",
         help="whose web pages may send requests and read answers, such as https://app.example, or "
         "*; may be given again (default: none but the server's own)",
