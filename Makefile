@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PICTURES := .cache/pillow-images
+IMAGES := .cache/pillow-images
 REAL := .cache/real
 
 export PYTHONSAFEPATH := 1
@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --d
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
 
-test: $(STAMP) $(PICTURES)
+test: $(STAMP) $(IMAGES)
 	@command -v chromedriver >/dev/null || echo "NO CHROMIUM: THE STATUS PAGE IS NOT TESTED" >&2
 	$(PYTEST)
 
@@ -39,9 +39,9 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python docs/count_rooms.py
 
-# The pictures of Pillow's own tests. Without a package registry the tests that need them are skipped.
-$(PICTURES): | $(STAMP)
-	-$(BIN)/python tests/processors/media/corpus.py $(PICTURES)
+# The images of Pillow's own tests. Without a package registry the tests that need them are skipped.
+$(IMAGES): | $(STAMP)
+	-$(BIN)/python tests/processors/media/corpus.py $(IMAGES)
 
 # torch goes first, under its pin: a range would fetch a build with gigabytes of GPU libraries.
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h)

@@ -123,7 +123,7 @@ def make_request(number: int, *, has_image: bool) -> Request:
     prompt = tuple((number * 7 + i * 13) % 7000 + 10 for i in range(BATCH_CONTEXT))
     items = ()
     if has_image:
-        items = (Item(f"picture-{number}", "image", Span(4, 256), 256 * 4096),)
+        items = (Item(f"image-{number}", "image", Span(4, 256), 256 * 4096),)
     return Request(
         request_id=str(number),
         prompt_token_ids=prompt,
@@ -194,8 +194,8 @@ def fit(curve: Curve) -> dict[str, float]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     curves: dict[str, Curve] = {}
     curves["queue of text"] = measure_queue(RUNNING, args.rounds * 5, have_images=False)
-    curves["queue of pictures"] = measure_queue(RUNNING, args.rounds * 5, have_images=True)
-    curves["queue of pictures, a slot free"] = measure_queue(
+    curves["queue of images"] = measure_queue(RUNNING, args.rounds * 5, have_images=True)
+    curves["queue of images, a slot free"] = measure_queue(
         RUNNING - 1, args.rounds * 2, have_images=True
     )
     live = live_requests.measure()

@@ -97,18 +97,18 @@ async def requests_per_s(engine: AsyncEngine, prompts: Sequence[list[bytes]]) ->
 
 
 async def throughput(
-    engine: AsyncEngine, pictures: Images, num_images: int, num_prompts: int, rounds: int
+    engine: AsyncEngine, jpegs: Images, num_images: int, num_prompts: int, rounds: int
 ) -> dict[str, float]:
     """Requests per second: inline, cold and cached. In turns, medians."""
     workers: Any = engine._core.input_processor.media._workers
     own = workers.work
     found: dict[str, list[float]] = {"inline": [], "cold": [], "cached": []}
     for _ in range(rounds):
-        prompts = [pictures.take(num_images) for _ in range(num_prompts)]
+        prompts = [jpegs.take(num_images) for _ in range(num_prompts)]
         workers.work = inline_workers(engine)
         found["inline"].append(await requests_per_s(engine, prompts))
         workers.work = own
-        prompts = [pictures.take(num_images) for _ in range(num_prompts)]
+        prompts = [jpegs.take(num_images) for _ in range(num_prompts)]
         found["cold"].append(await requests_per_s(engine, prompts))
         engine._core.scheduler.pool.clear()
         found["cached"].append(await requests_per_s(engine, prompts))
@@ -130,10 +130,10 @@ async def features_s(engine: AsyncEngine, data: bytes) -> float:
     return time.perf_counter() - begin
 
 
-async def features(engine: AsyncEngine, pictures: Images, rounds: int) -> dict[str, float]:
+async def features(engine: AsyncEngine, jpegs: Images, rounds: int) -> dict[str, float]:
     """Milliseconds, cold and cached."""
     cold, cached = [], []
-    for data in pictures.take(rounds):
+    for data in jpegs.take(rounds):
         cold.append(await features_s(engine, data))
         cached.append(min([await features_s(engine, data) for _ in range(3)]))
     ratios = [a / b for a, b in zip(cold, cached, strict=True)]
@@ -145,12 +145,12 @@ async def features(engine: AsyncEngine, pictures: Images, rounds: int) -> dict[s
 
 
 async def first_token(
-    engine: AsyncEngine, pictures: Images, num_images: int, rounds: int
+    engine: AsyncEngine, jpegs: Images, num_images: int, rounds: int
 ) -> dict[str, Any]:
     """Seconds to the first token of one prompt, beside its stages one after the other."""
     together, apart, stages = [], [], []
     for _ in range(rounds):
-        images = pictures.take(num_images)
+        images = jpegs.take(num_images)
         spans: list[Any] = []
         engine.instruments.listeners.append(spans.append)
         begin = time.perf_counter()
@@ -164,7 +164,7 @@ async def first_token(
             }
         )
         await engine.reset_caches()
-        apart.append(await one_after_the_other(engine, pictures.take(num_images)))
+        apart.append(await one_after_the_other(engine, jpegs.take(num_images)))
         await engine.reset_caches()
     sums = [sum(stage.values()) for stage in apart]
     return {
@@ -212,7 +212,7 @@ def medians_of(stages: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    pictures = Images()
+    jpegs = Images()
     all_threads = torch.get_num_threads()
     torch.set_num_threads(args.threads or max(1, all_threads - 1))
     result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -220,17 +220,17 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         make_model(Path(folder), dtype=torch.float32, is_tiny=True)
         options = {"device": "cpu", "kv_cache_bytes": 64 << 20, "max_model_len": 4096}
         async with AsyncEngine.from_pretrained(folder, **options) as engine:
-            await engine.generate(prompt_of(1), ONE, images=pictures.take(1))
+            await engine.generate(prompt_of(1), ONE, images=jpegs.take(1))
             result["requests_per_s"] = {
                 count: await throughput(
-                    engine, pictures, count, max(2, args.prompts // count), args.rounds
+                    engine, jpegs, count, max(2, args.prompts // count), args.rounds
                 )
                 for count in (1, 4, 8)
             }
             for count, found in result["requests_per_s"].items():
                 shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-                print(f"{count} pictures: requests/s {shown}")
-            result["features"] = await features(engine, pictures, 10 * args.rounds)
+                print(f"{count} images: requests/s {shown}")
+            result["features"] = await features(engine, jpegs, 10 * args.rounds)
             print("features:", {name: round(v, 2) for name, v in result["features"].items()})
     if not args.skip_model:
         torch.set_num_threads(all_threads)  # threads that are made from here on
@@ -238,8 +238,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             make_model(Path(folder), args.layers, getattr(torch, args.dtype))
             options["kv_cache_bytes"] = 512 << 20
             async with AsyncEngine.from_pretrained(folder, **options) as engine:
-                await engine.generate(prompt_of(1), ONE, images=pictures.take(1))
-                found = await first_token(engine, pictures, 8, args.rounds)
+                await engine.generate(prompt_of(1), ONE, images=jpegs.take(1))
+                found = await first_token(engine, jpegs, 8, args.rounds)
                 result["first_token"] = found
                 print("first token:", json.dumps(found, indent=1))
     return result
@@ -247,7 +247,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--prompts", type=int, default=24, help="pictures in a round, at least")
+    parser.add_argument("--prompts", type=int, default=24, help="images in a round, at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="torch's, beside the workers")
     parser.add_argument("--layers", type=int, default=16)

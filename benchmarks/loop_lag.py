@@ -5,7 +5,7 @@ on two worker threads, while a probe on the main thread's asyncio loop sleeps a 
 time and notes how late it wakes. On a busy machine much of that is waiting for a processor, which
 the kernel counts for each thread (Linux). "Held" lags are without that time, and no longer than the
 processor time that this process used meanwhile: they bound from above what its own threads did to
-the loop. The garbage collector's longest pass is told apart: a full one over
+the loop. The garbage collector's longest pass is reported apart: a full one over
 torch's and transformers' objects holds the GIL for a quarter of a second, whoever triggers it. The
 last line is JSON: milliseconds, and images per second.
 
@@ -41,9 +41,9 @@ def make_jpeg(seed: int, size: tuple[int, int] = (3840, 2160)) -> bytes:
     """A photograph's worth of detail: smooth noise in several octaves."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (135, 240, 3), dtype=np.uint8))
-    picture = small.resize(size, Image.Resampling.BICUBIC)
+    pil_image = small.resize(size, Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=90)
+    pil_image.save(buffer, "JPEG", quality=90)
     return buffer.getvalue()
 
 
@@ -102,10 +102,10 @@ def run_stages(data: bytes, stage: str, processor: Any) -> None:
     source.identity()
     if stage == "header":
         return
-    picture = source.decode()
+    pil_image = source.decode()
     if stage == "decode":
         return
-    processor.process(MultiModalDataItems({"image": ImageProcessorItems([picture])}), {})
+    processor.process(MultiModalDataItems({"image": ImageProcessorItems([pil_image])}), {})
 
 
 async def measure(jobs: list[Callable[[], None]], workers: int) -> tuple[list[Lag], float]:
@@ -148,7 +148,7 @@ def main() -> None:
         folder = Path(name)
         save_model(folder, arguments.image_size)
         idle_workers = [make_worker(folder) for _ in range(arguments.workers)]
-    pictures = [make_jpeg(seed) for seed in range(min(arguments.images, 8))]
+    jpegs = [make_jpeg(seed) for seed in range(min(arguments.images, 8))]
 
     def job(index: int) -> Callable[[], None]:
         def run() -> None:
@@ -157,7 +157,7 @@ def main() -> None:
                 if arguments.stage == "idle":
                     time.sleep(0.1)
                 else:
-                    run_stages(pictures[index % len(pictures)], arguments.stage, worker)
+                    run_stages(jpegs[index % len(jpegs)], arguments.stage, worker)
             finally:
                 idle_workers.append(worker)
 

@@ -3,13 +3,13 @@
 Four streams run; then 32 requests come, each with a JPEG of 3840 x 2160. A probe on the loop sleeps
 a millisecond at a time and notes how late it wakes. Beside each lag stands its *stall*: the lag
 less the time for which the kernel let one of this process's threads, ready to run, wait for a core,
-so that a busy machine is told from a busy engine (Linux only; elsewhere both are the same). Beside
-it stands another process whose loop runs the probe and nothing else. The baseline, in the same run,
-is an application that decodes the images itself, on its loop, before it hands them over. The
-application sets nothing of the interpreter's: neither the garbage collector nor the switch
-interval. Last line: JSON, in milliseconds, with the longest garbage collection of each thread. The
-exit status is 1 where a bound is broken: the worst lag under 20 ms or twice the bare loop's, the
-99th percentile under 4.
+so that a busy machine is distinguished from a busy engine (Linux only; elsewhere both are the
+same). Beside it stands another process whose loop runs the probe and nothing else. The baseline, in
+the same run, is an application that decodes the images itself, on its loop, before it hands them
+over. The application sets nothing of the interpreter's: neither the garbage collector nor the
+switch interval. Last line: JSON, in milliseconds, with the longest garbage collection of each
+thread. The exit status is 1 where a bound is broken: the worst lag under 20 ms or twice the bare
+loop's, the 99th percentile under 4.
 
     python benchmarks/loop_stall.py [--images 32] [--rounds 3] [--niceness 0] [--uvloop]
 """
@@ -93,7 +93,7 @@ async def decode_inline(engine: AsyncEngine, data: bytes) -> None:
 
 
 async def measure(
-    engine: AsyncEngine, pictures: list[bytes], num_streams: int, take: Take, bare: BareLoop
+    engine: AsyncEngine, jpegs: list[bytes], num_streams: int, take: Take, bare: BareLoop
 ) -> Measured:
     """One round: all images at once, beside the streams."""
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -110,7 +110,7 @@ async def measure(
         bare.begin()
         await asyncio.sleep(0)
         start = time.perf_counter()
-        await asyncio.gather(*(take(engine, data) for data in pictures))
+        await asyncio.gather(*(take(engine, data) for data in jpegs))
         took = time.perf_counter() - start
         beside = await bare.end()
         await asyncio.sleep(2 * TICK_S)
@@ -122,7 +122,7 @@ async def measure(
 
 
 async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    pictures = make_jpegs(arguments.images)
+    jpegs = make_jpegs(arguments.images)
     result: dict[str, Any] = {
         "benchmark": "loop_stall",
         "loop": "uvloop" if arguments.uvloop else "asyncio",
@@ -136,10 +136,10 @@ async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     bare = await BareLoop.spawn()
     options = {} if arguments.niceness is None else {"thread_niceness": arguments.niceness}
     async with AsyncEngine.from_pretrained(arguments.model, **options) as engine:
-        await measure(engine, pictures[:2], arguments.streams, give_bytes, bare)  # warm
+        await measure(engine, jpegs[:2], arguments.streams, give_bytes, bare)  # warm
         for name, take in (("engine", give_bytes), ("inline", decode_inline)):
             rounds = [
-                await measure(engine, pictures, arguments.streams, take, bare)
+                await measure(engine, jpegs, arguments.streams, take, bare)
                 for _ in range(arguments.rounds)
             ]
             # The best round: noise only ever adds.

@@ -2,7 +2,7 @@
 
 Baselines, in the same process and in turns with the engine: `generate` on one clip after the other
 in a worker thread, and on all of them as one batch. All start from samples in memory and end with
-text. `make real-test` fetches the weights and the recordings. Last line: JSON, with medians over
+text. `make real-test` fetches the weights and the audio files. Last line: JSON, with medians over
 the rounds and ratios within rounds.
 """
 
@@ -32,11 +32,11 @@ Samples = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def read_clips(folder: Path, count: int) -> list[Samples]:
-    """So many different ones: the recordings, then the same with their first words cut off."""
+    """So many different ones: the audio files, then the same with their first words cut off."""
     paths = sorted(folder.glob("*.wav"))
-    recordings = [soundfile.read(path, dtype="float32")[0] for path in paths]
-    turns = range(-(-count // len(recordings)))
-    return [each[turn * RATE :] for turn in turns for each in recordings][:count]
+    audio = [soundfile.read(path, dtype="float32")[0] for path in paths]
+    turns = range(-(-count // len(audio)))
+    return [each[turn * RATE :] for turn in turns for each in audio][:count]
 
 
 class Baseline:
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     if not options.model.exists() or not options.speech.exists():
-        sys.exit("there are no weights or recordings; `make real-test` fetches them")
+        sys.exit("there are no weights or audio files; `make real-test` fetches them")
     print(json.dumps(asyncio.run(measure(options))))
 
 

@@ -13,7 +13,7 @@ W4  one prompt with eight images of 1920 x 1080, cold: time to first token
 W5  how late the event loop wakes while 32 images of 3840 x 2160 arrive beside four streams
 W6  Whisper tiny.en on 16 clips (`make real-test` fetches the weights): clips per second
 
-Images are new in every round. Ratios are within rounds, and their medians are told. `--results`
+Images are new in every round. Ratios are within rounds, and their medians are reported. `--results`
 is a file that keeps what was measured, so that workloads may be run one by one. Last line: JSON.
 docs/benchmarks.md says how to install the peers.
 """
@@ -60,7 +60,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         default = ROOT / ".cache" / "peers" / peer / "bin" / "python"
         path = os.environ.get(f"{peer.upper()}_PYTHON", str(default))
         listed(f"--{peer}-python", type=Path, default=Path(path))
-    listed("--folder", type=Path, default=ROOT / ".cache" / "peers", help="models and pictures")
+    listed("--folder", type=Path, default=ROOT / ".cache" / "peers", help="models and images")
     listed("--whisper", type=Path, default=ROOT / ".cache" / "real" / "whisper-tiny.en")
     listed("--speech", type=Path, default=ROOT / ".cache" / "real" / "speech")
     listed("--results", type=Path, default=None, help="JSON to add to")
@@ -112,13 +112,13 @@ def main() -> None:
             results["machine"] = report.machine(options.dtype, options.threads)
             if options.results is not None:
                 options.results.write_text(json.dumps(results, indent=1) + "\n")
-    told = report.told(results)
+    summary = report.summarize(results)
     if options.plot is not None:
         from contenders.plot import draw
 
-        draw(told, options.plot)
-    print(report.table(told))
-    print(json.dumps(told))
+        draw(summary, options.plot)
+    print(report.table(summary))
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def fastest_s(work: Callable[[], object], budget_s: float = 0.3) -> float:
 
 @torch.inference_mode()
 def speeds() -> dict[str, dict[int, float]]:
-    """Milliseconds of a product by number of rows."""
+    """Milliseconds of a matmul by number of rows."""
     weights = [torch.randn(OUT, IN) for _ in range(8)]  # more than caches hold
     found: dict[str, dict[int, float]] = {}
     for name, pack in (("float32", pack_linear), *WAYS.items()):

@@ -96,20 +96,20 @@ class Generate:
 
     def run(self, body: dict[str, Any], streamer: Any = None) -> str:
         """One answer, blocking; `streamer` gets its pieces."""
-        pictures = []
+        images = []
         messages = []
         for message in body["messages"]:
             parts = []
             for part in message["content"]:
                 if part["type"] == "image_url":
                     data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-                    pictures.append(Image.open(io.BytesIO(data)).convert("RGB"))
+                    images.append(Image.open(io.BytesIO(data)).convert("RGB"))
                     parts.append({"type": "image"})
                 else:
                     parts.append(part)
             messages.append({"role": message["role"], "content": parts})
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True)
-        inputs = self.processor(text=text, images=pictures or None, return_tensors="pt")
+        inputs = self.processor(text=text, images=images or None, return_tensors="pt")
         with self.torch.inference_mode():
             tokens = self.model.generate(
                 **inputs,

@@ -45,13 +45,13 @@ class Baseline:
     @torch.inference_mode()
     def generate(self, paths: list[Path]) -> int:
         """All images as one padded batch; the number of tokens."""
-        pictures = [Image.open(path).convert("RGB") for path in paths]
+        images = [Image.open(path).convert("RGB") for path in paths]
         text = self.processor.apply_chat_template(
-            messages(pictures[0]), add_generation_prompt=True, tokenize=False
+            messages(images[0]), add_generation_prompt=True, tokenize=False
         )
         inputs = self.processor(
-            text=[text] * len(pictures),
-            images=[[image] for image in pictures],
+            text=[text] * len(images),
+            images=[[image] for image in images],
             return_tensors="pt",
             padding=True,
         )
@@ -70,8 +70,8 @@ async def ours(engine: AsyncEngine, paths: list[Path], max_tokens: int) -> int:
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     baseline = Baseline(options.model, options.max_tokens)
-    pictures = demo_pictures()
-    paths = [pictures[i % len(pictures)] for i in range(options.requests)]
+    demo_paths = demo_pictures()
+    paths = [demo_paths[i % len(demo_paths)] for i in range(options.requests)]
     rates: dict[str, list[float]] = {"engine": [], "one_by_one": [], "padded_batch": []}
     async with AsyncEngine.from_pretrained(options.model) as engine:
         for index in range(options.rounds + 1):

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "architecture.svg"
+DIAGRAM = ROOT / "docs" / "architecture.svg"
 WIDTH, HEIGHT = 1180, 700
 SHELL, DEVICE, CORE, MODELS, ROOM, GROUND = (
     "#dbe7f6",
@@ -158,7 +158,7 @@ def arrow(start: tuple[int, int, str, str], end: tuple[int, int, str, str]) -> s
 
 
 def draw() -> str:
-    """The whole picture."""
+    """Return the whole diagram as SVG."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="Helvetica, Arial, sans-serif" fill="#222">'
@@ -172,4 +172,4 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    DIAGRAM.write_text(draw())

@@ -16,13 +16,13 @@ async def ask(engine: AsyncEngine, image: Path, question: str) -> str:
 
 
 async def main() -> None:
-    pictures = demo_pictures()
+    image_paths = demo_pictures()
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         for question in ("Describe the picture.", "How many objects are there?"):
-            answers = await asyncio.gather(*(ask(engine, p, question) for p in pictures))
-            for image, answer in zip(pictures, answers, strict=True):
+            answers = await asyncio.gather(*(ask(engine, path, question) for path in image_paths))
+            for image, answer in zip(image_paths, answers, strict=True):
                 print(f"{image.name}: {answer}")
-        print(f"{engine.statistics().encoder_items_run} pictures were encoded")
+        print(f"{engine.statistics().encoder_items_run} images were encoded")
 
 
 if __name__ == "__main__":

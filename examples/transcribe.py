@@ -1,4 +1,4 @@
-"""Writes down what is said in recordings: `python transcribe.py MODEL FILE...`."""
+"""Transcribe audio files: `python transcribe.py MODEL FILE...`."""
 
 import asyncio
 import sys

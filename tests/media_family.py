@@ -1,6 +1,6 @@
-"""An out-of-tree family that takes images, recordings and videos, over a tiny LLaVA.
+"""An out-of-tree family that takes images, clips and videos, over a tiny LLaVA.
 
-Recordings and videos become rows in its processor already (so no further encoder is needed), by a
+Audio clips and videos become rows in its processor already (so no further encoder is needed), by a
 custom processor with the call signature of HF's: a row for each 160 samples, two for each frame.
 Imports nothing of the tests, so that a worker process can import it from anywhere.
 """
@@ -40,7 +40,7 @@ PLACES = {"audio": "[sound]", "video": "[film]"}
 
 
 def audio_rows(samples: np.ndarray[Any, Any], hidden: int) -> torch.Tensor:
-    """Rows [len(samples) // 160, hidden] of a recording."""
+    """Rows [len(samples) // 160, hidden] of a clip."""
     count = len(samples) // SAMPLES_PER_ROW
     parts = torch.from_numpy(samples[: count * SAMPLES_PER_ROW].astype(np.float32))
     return parts.reshape(count, SAMPLES_PER_ROW)[:, :hidden] * 3

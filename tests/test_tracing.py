@@ -84,7 +84,7 @@ def collected() -> Iterator[Collected]:
 
 
 async def test_a_request_with_a_image(folder: Path, tmp_path: Path, collected: Collected) -> None:
-    image = tmp_path / "picture.png"
+    image = tmp_path / "image.png"
     tiny_image(0).save(image)
     async with running_engine(folder) as engine:
         tracer = trace_requests(engine, collected.provider, model_name="tiny")

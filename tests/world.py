@@ -43,7 +43,7 @@ IMAGES = (
 )
 
 
-RECORDINGS = (
+CLIPS = (
     Item("p", "audio", Span(0, 5), 3),
     Item("q", "audio", Span(0, 8), 2),
     Item("r", "audio", Span(0, 3), 3),

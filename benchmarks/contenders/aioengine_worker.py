@@ -41,8 +41,8 @@ class OurEngine(Contender):
         begin = time.perf_counter()
         outputs = await asyncio.gather(
             *(
-                self.engine.generate(each["text"], params, images=pictures)
-                for each, pictures in zip(requests, encoded, strict=True)
+                self.engine.generate(each["text"], params, images=images)
+                for each, images in zip(requests, encoded, strict=True)
             )
         )
         seconds = time.perf_counter() - begin
@@ -74,8 +74,8 @@ class OurEngine(Contender):
         begin = time.perf_counter()
         await asyncio.gather(
             *(
-                self.engine.generate(each["text"], params, images=pictures)
-                for each, pictures in zip(requests, encoded, strict=True)
+                self.engine.generate(each["text"], params, images=images)
+                for each, images in zip(requests, encoded, strict=True)
             )
         )
         seconds = time.perf_counter() - begin

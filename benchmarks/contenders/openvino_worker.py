@@ -35,14 +35,14 @@ class OpenVino(Contender):
             max_new_tokens=max_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
         )
         begin = time.perf_counter()
-        pictures = [
+        tensors = [
             [self.tensor(self.np.asarray(image)[None]) for image in each]
             for each in decode(self.pool, encoded)
         ]
-        if any(pictures):
+        if any(tensors):
             outputs = self.pipeline.generate(
                 [each["text"] for each in requests],
-                images=pictures,
+                images=tensors,
                 generation_config=[config] * len(requests),
             )
         else:

@@ -27,11 +27,11 @@ COLOURS = {
     "transformers, one by one": "#e2e2e2",
 }
 PANELS = {
-    "W1": ("W1  16 pictures at once, cold", "tokens per second", "more is better"),
+    "W1": ("W1  16 images at once, cold", "tokens per second", "more is better"),
     "W2": ("W2  the same again, warm", "tokens per second", "more is better"),
     "W3": ("W3  import to ready", "seconds", "less is better"),
-    "W4": ("W4  eight Full HD pictures", "seconds to the first token", "less is better"),
-    "W5": ("W5  event loop under 32 4K pictures", "ms late, 99th percentile", "less is better"),
+    "W4": ("W4  eight Full HD images", "seconds to the first token", "less is better"),
+    "W5": ("W5  event loop under 32 4K images", "ms late, 99th percentile", "less is better"),
     "W6": ("W6  Whisper tiny.en, 16 clips", "clips per second", "more is better"),
 }
 
@@ -83,12 +83,12 @@ def panel(axes: Axes, name: str, one: dict[str, Any]) -> None:
     axes.spines["bottom"].set_color("#999999")
 
 
-def caption(told: dict[str, Any]) -> str:
-    machine = told["machine"] or {}
+def caption(results: dict[str, Any]) -> str:
+    machine = results["machine"] or {}
     flags = ", ".join(flag for flag in machine.get("flags", [])) or "no vector flags known"
     versions = ", ".join(
         f"{name} {version.partition('-')[0].partition('+')[0]}"
-        for name, version in told["versions"].items()
+        for name, version in results["versions"].items()
     )
     return (
         f"{machine.get('threads')} cores of {machine.get('cpu')} ({flags}), {machine.get('dtype')} "
@@ -97,16 +97,16 @@ def caption(told: dict[str, Any]) -> str:
     )
 
 
-def draw(told: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Write the figure."""
-    names = [name for name in PANELS if name in told["workloads"]]
+    names = [name for name in PANELS if name in results["workloads"]]
     num_rows = -(-len(names) // 2)
     figure, grid = plt.subplots(num_rows, 2, figsize=(12, 2.75 * num_rows + 0.7), squeeze=False)
     for axes, name in zip(grid.flat, names, strict=False):
-        panel(axes, name, told["workloads"][name])
+        panel(axes, name, results["workloads"][name])
     for axes in list(grid.flat)[len(names) :]:
         axes.set_visible(False)
-    figure.text(0.012, 0.012, caption(told), fontsize=9.5, color="#444444", va="bottom")
+    figure.text(0.012, 0.012, caption(results), fontsize=9.5, color="#444444", va="bottom")
     figure.tight_layout(rect=(0, 0.065, 1, 1), h_pad=2.0, w_pad=2.5)
     figure.savefig(path, dpi=110)
     plt.close(figure)

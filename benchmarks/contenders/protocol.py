@@ -37,7 +37,7 @@ class Contender:
         raise NotImplementedError
 
     async def clips(self, **job: Any) -> Answer:
-        """Recordings (`paths` of 16 kHz samples) to texts."""
+        """Transcribe audio (`paths` of 16 kHz samples)."""
         raise NotImplementedError
 
     async def close(self) -> Answer:
@@ -69,7 +69,7 @@ async def _serve(contender: Contender, answers: io.TextIOBase) -> None:
 
 def read_images(requests: list[dict[str, Any]]) -> list[list[bytes]]:
     """Every request's images as they would come from a client: encoded, in memory."""
-    return [[Path(path).read_bytes() for path in each["pictures"]] for each in requests]
+    return [[Path(path).read_bytes() for path in each["images"]] for each in requests]
 
 
 def decode_one(data: bytes) -> Any:

@@ -17,11 +17,11 @@ UNITS = {
     "W6": "clips/s",
 }
 TITLES = {
-    "W1": "16 pictures, cold",
+    "W1": "16 images, cold",
     "W2": "the same again, warm",
     "W3": "import to ready",
-    "W4": "eight 1920x1080 pictures: first token",
-    "W5": "event loop under 32 4K pictures",
+    "W4": "eight 1920x1080 images: first token",
+    "W5": "event loop under 32 4K images",
     "W6": "Whisper tiny.en, 16 clips",
 }
 AIMS = {
@@ -104,10 +104,11 @@ def machine(dtype: str, threads: int) -> dict[str, Any]:
     return {"cpu": model, "flags": flags, "threads": threads, "dtype": dtype}
 
 
-def told(results: dict[str, Any]) -> dict[str, Any]:
+def summarize(results: dict[str, Any]) -> dict[str, Any]:
     """Medians and ratios of everything measured so far."""
     found = {
-        name: _told_one(name, measured) for name, measured in sorted(results["workloads"].items())
+        name: _summarize_one(name, measured)
+        for name, measured in sorted(results["workloads"].items())
     }
     return {
         "machine": results.get("machine"),
@@ -116,7 +117,7 @@ def told(results: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _told_one(name: str, measured: dict[str, Any]) -> dict[str, Any]:
+def _summarize_one(name: str, measured: dict[str, Any]) -> dict[str, Any]:
     samples = measured["samples"]
     one: dict[str, Any] = {"unit": UNITS[name], "aim": AIMS[name]}
     if name == "W5":

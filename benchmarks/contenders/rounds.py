@@ -42,8 +42,8 @@ class Bench:
         self.settings = settings
         self.options = options
         self.versions: dict[str, str] = {}
-        self.pictures = options.folder / "pictures"
-        self.pictures.mkdir(exist_ok=True)
+        self.images = options.folder / "images"
+        self.images.mkdir(exist_ok=True)
 
     def run(self, chosen: list[str]) -> Iterator[tuple[str, Measured]]:
         """The workloads, and what each contender answered in each round."""
@@ -85,8 +85,8 @@ class Bench:
                 answer = worker.ask(**job)
                 taken, stolen = time.monotonic() - begin, stolen_s() - stolen
             answer["stolen"] = round(stolen / taken, 3)
-            told = f"{taken:.1f} s, {answer['stolen']:.0%} stolen"
-            print(f"  round {number} {entrant}: {told}", file=sys.stderr)
+            line = f"{taken:.1f} s, {answer['stolen']:.0%} stolen"
+            print(f"  round {number} {entrant}: {line}", file=sys.stderr)
             answers.append(answer)
             if answer["stolen"] <= MOST_STOLEN:
                 break
@@ -99,7 +99,7 @@ class Bench:
         """W1, and W2 behind it with the same requests."""
         found: dict[str, Measured] = {"W1": {}, "W2": {}}
         for number, order in self._rounds(list(workers)):
-            requests = workloads.many_small(self.pictures, number, workloads.NUM_REQUESTS)
+            requests = workloads.many_small(self.images, number, workloads.NUM_REQUESTS)
             for name in order:
                 self._batch_pair(found, number, name, workers[name], requests)
         return found
@@ -126,7 +126,7 @@ class Bench:
         """W4: with one token to make, the whole time is that to the first."""
         found: Measured = {}
         for number, order in self._rounds(list(workers)):
-            job: dict[str, Any] = {"requests": workloads.eight_large(self.pictures, number)}
+            job: dict[str, Any] = {"requests": workloads.eight_large(self.images, number)}
             job |= {"command": "batch", "max_tokens": 1, "is_cold": True}
             for name in order:
                 self._ask(found, number, name, workers[name], **job)
@@ -139,7 +139,7 @@ class Bench:
         for number, order in self._rounds(names):
             if number < 0:
                 continue
-            requests = workloads.many_large(self.pictures, number, 32)
+            requests = workloads.many_large(self.images, number, 32)
             job = {"command": "lag", "streams": workloads.streams(), "max_tokens": 8}
             for name in order:
                 some = requests[:NUM_LAG_ONE_BY_ONE] if name == "transformers" else requests
@@ -162,7 +162,7 @@ class Bench:
     def starts(self) -> Measured:
         """W3: a process of its own each time, its first token too."""
         found: Measured = {}
-        request = {"text": workloads.prompt(0), "pictures": []}
+        request = {"text": workloads.prompt(0), "images": []}
         for number, order in self._rounds(self.settings.names):
             for name in order:
                 with alone(self.options.lock):

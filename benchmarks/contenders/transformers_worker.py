@@ -32,12 +32,12 @@ class Transformers(Contender):
         return {"ready_s": time.perf_counter() - begin, "versions": versions}
 
     def _generate(
-        self, texts: list[str], pictures: list[list[Any]], max_tokens: int, **options: Any
+        self, texts: list[str], images: list[list[Any]], max_tokens: int, **options: Any
     ) -> tuple[list[int], list[list[int]]]:
         """Prompt lengths and new tokens of one padded batch."""
         inputs = self.processor(
             text=texts,
-            images=pictures if any(pictures) else None,
+            images=images if any(images) else None,
             return_tensors="pt",
             padding=True,
         )
@@ -66,13 +66,13 @@ class Transformers(Contender):
         begin = time.perf_counter()
         if is_one_by_one:
             prompt_tokens, tokens = [], []
-            for text, pictures in zip(texts, encoded, strict=True):
-                lengths, new = self._generate([text], decode(self.pool, [pictures]), max_tokens)
+            for text, images in zip(texts, encoded, strict=True):
+                lengths, new = self._generate([text], decode(self.pool, [images]), max_tokens)
                 prompt_tokens += lengths
                 tokens += new
         else:
-            pictures = decode(self.pool, encoded)
-            prompt_tokens, tokens = self._generate(texts, pictures, max_tokens)
+            images = decode(self.pool, encoded)
+            prompt_tokens, tokens = self._generate(texts, images, max_tokens)
         seconds = time.perf_counter() - begin
         return {"seconds": seconds, "prompt_tokens": prompt_tokens, "tokens": tokens}
 
@@ -96,8 +96,8 @@ class Transformers(Contender):
                 self._generate(streams, [[]], 512, stopping_criteria=[Stop()])
 
         def answer() -> None:
-            for each, pictures in zip(requests, encoded, strict=True):
-                self._generate([each["text"]], decode(self.pool, [pictures]), max_tokens)
+            for each, images in zip(requests, encoded, strict=True):
+                self._generate([each["text"]], decode(self.pool, [images]), max_tokens)
 
         running = asyncio.create_task(asyncio.to_thread(stream))
         await asyncio.sleep(0.5)

@@ -21,7 +21,7 @@ def prompt(num_images: int) -> str:
     return f"user: {'<image>' * num_images}{QUESTION}\nassistant:"
 
 
-def picture(folder: Path, seed: int, size: tuple[int, int]) -> str:
+def image(folder: Path, seed: int, size: tuple[int, int]) -> str:
     """The path of a JPEG with a photograph's detail: noise in two octaves over a gradient."""
     path = folder / f"{size[0]}x{size[1]}-{seed}.jpg"
     if path.exists():
@@ -45,25 +45,19 @@ def picture(folder: Path, seed: int, size: tuple[int, int]) -> str:
 def many_small(folder: Path, round_number: int, count: int) -> list[dict[str, Any]]:
     """W1 and W2: an image for each request."""
     first = 1000 + 100 * round_number
-    return [
-        {"text": prompt(1), "pictures": [picture(folder, first + i, VGA)]} for i in range(count)
-    ]
+    return [{"text": prompt(1), "images": [image(folder, first + i, VGA)]} for i in range(count)]
 
 
 def eight_large(folder: Path, round_number: int) -> list[dict[str, Any]]:
     """W4: one prompt with eight images."""
     first = 1000 + 100 * round_number
-    return [
-        {"text": prompt(8), "pictures": [picture(folder, first + i, FULL_HD) for i in range(8)]}
-    ]
+    return [{"text": prompt(8), "images": [image(folder, first + i, FULL_HD) for i in range(8)]}]
 
 
 def many_large(folder: Path, round_number: int, count: int) -> list[dict[str, Any]]:
     """W5: images of the size that cameras take."""
     first = 1000 + 100 * round_number
-    return [
-        {"text": prompt(1), "pictures": [picture(folder, first + i, UHD)]} for i in range(count)
-    ]
+    return [{"text": prompt(1), "images": [image(folder, first + i, UHD)]} for i in range(count)]
 
 
 def streams() -> list[str]:
@@ -72,15 +66,15 @@ def streams() -> list[str]:
 
 
 def clips(folder: Path, speech: Path, count: int) -> list[str]:
-    """W6: the recordings, then the same with their first words cut off, as arrays on disk."""
+    """W6: the audio files, then the same with their first words cut off, as arrays on disk."""
     import soundfile
 
     paths = sorted(speech.glob("*.wav"))
-    recordings = [soundfile.read(path, dtype="float32")[0] for path in paths]
-    turns = range(-(-count // len(recordings)))
+    files = [soundfile.read(path, dtype="float32")[0] for path in paths]
+    turns = range(-(-count // len(files)))
     found = []
     for number, samples in enumerate(
-        [each[turn * RATE :] for turn in turns for each in recordings][:count]
+        [each[turn * RATE :] for turn in turns for each in files][:count]
     ):
         path = folder / f"clip-{number}.npy"
         np.save(path, samples)

@@ -35,7 +35,7 @@ def test_the_files_that_vllm_s_names_lead_to_exist() -> None:
 
 def test_the_image_is_what_its_script_draws() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
-    assert script["PICTURE"].read_text() == script["draw"](), "run docs/draw_architecture.py"
+    assert script["DIAGRAM"].read_text() == script["draw"](), "run docs/draw_architecture.py"
 
 
 def test_the_list_of_models_is_what_its_script_writes() -> None:

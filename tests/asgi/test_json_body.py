@@ -211,7 +211,7 @@ URL = f"data:image/png;base64,{base64.b64encode(DATA).decode()}"
         {"image": URL, "type": "image"},
         {"type": "input_audio", "input_audio": {"data": URL.partition(",")[2], "format": "wav"}},
     ],
-    ids=["a URL", "bare", "of the other form", "a recording"],
+    ids=["a URL", "bare", "of the other form", "an audio clip"],
 )
 @pytest.mark.parametrize("escape", ["/", r"\/", "\\u002F"])
 @pytest.mark.parametrize("layout", [(",", ":"), (" , ", "\n:\t")])

@@ -1,4 +1,4 @@
-"""Recordings and videos in chats, as OpenAI's clients send them."""
+"""Audio clips and videos in chats, as OpenAI's clients send them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-async def test_images_recordings_and_videos(media_folder: Path) -> None:
+async def test_images_clips_and_videos(media_folder: Path) -> None:
     sound, film = wav(samples(1)), mkv(frames(2))
     content: list[Any] = [
         {"type": "text", "text": "a "},

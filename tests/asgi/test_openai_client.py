@@ -343,7 +343,7 @@ async def test_media_whose_server_failed_for_now(folder: Path) -> None:
             raise body
         return body
 
-    part = {"type": "image_url", "image_url": {"url": "http://pictures.test/a.png"}}
+    part = {"type": "image_url", "image_url": {"url": "http://images.test/a.png"}}
     messages = [{"role": "user", "content": [part]}]
     async with running_engine(folder, media=MediaConfig(fetcher=fetcher)) as engine:
         app = Starlette(routes=[Mount("/v1", openai_app(engine))])

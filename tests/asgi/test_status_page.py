@@ -295,7 +295,7 @@ async def test_ends_are_told_apart_by_blame(engine: AsyncEngine, browser: Browse
     async with shown(engine, browser):
         await browser.until(says, "none failed")
         with pytest.raises(MediaError):
-            await engine.generate("<image> a", images=[b"no picture"])
+            await engine.generate("<image> a", images=[b"no image"])
         await browser.until(says, "1 rejected")
         assert not await browser.run(says, "failed")
 
@@ -303,11 +303,11 @@ async def test_ends_are_told_apart_by_blame(engine: AsyncEngine, browser: Browse
 async def test_timeline_pauses_and_tells(
     engine: AsyncEngine, browser: Browser, tmp_path: Path
 ) -> None:
-    picture = tmp_path / "picture.png"
-    tiny_image(0).save(picture)
+    image_file = tmp_path / "image.png"
+    tiny_image(0).save(image_file)
     async with shown(engine, browser):
         await browser.until_text("state", "Running")
-        task = asyncio.create_task(engine.generate("<image> a", greedy(200), images=[picture]))
+        task = asyncio.create_task(engine.generate("<image> a", greedy(200), images=[image_file]))
         await browser.until_lanes()
         await browser.press("pause", Keys.SPACE)
         await browser.until_text("pause", "Resume")

@@ -48,7 +48,7 @@ async def client(engine: AsyncEngine) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def recording(seconds: float, seed: int = 0) -> tuple[bytes, Any]:
+def clip(seconds: float, seed: int = 0) -> tuple[bytes, Any]:
     """A WAV file, and its samples."""
     samples = np.concatenate([sound(seed + i, 1.0) for i in range(int(seconds) + 1)])
     samples = samples[: int(seconds * RATE)].astype(np.float32)
@@ -57,8 +57,8 @@ def recording(seconds: float, seed: int = 0) -> tuple[bytes, Any]:
     return file.getvalue(), samples
 
 
-async def test_a_short_recording(engine: AsyncEngine, client: AsyncOpenAI) -> None:
-    data, samples = recording(0.8)
+async def test_a_short_clip(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    data, samples = clip(0.8)
     expected = await engine.generate("", PARAMS, audios=[(samples, RATE)])
     assert expected.text.strip()
     answer = await client.audio.transcriptions.create(
@@ -81,7 +81,7 @@ async def test_a_long_one_is_heard_in_windows(
     engine: AsyncEngine, client: AsyncOpenAI, listener: Path, is_streamed: bool
 ) -> None:
     hears = 1 if listener.name == "whisper" else 64
-    data, samples = recording(3.4 if hears == 1 else 70)
+    data, samples = clip(3.4 if hears == 1 else 70)
     windows = cut_windows(samples, RATE, window_s=hears, search_s=hears / 10)
     assert len(windows) > 1
     expected = " ".join(
@@ -107,7 +107,7 @@ async def test_a_long_one_is_heard_in_windows(
 async def test_language_and_what_was_said_before(
     engine: AsyncEngine, client: AsyncOpenAI, listener: Path
 ) -> None:
-    data, samples = recording(0.8)
+    data, samples = clip(0.8)
     if listener.name == "moonshine":
         for options in ({"language": "de"}, {"prompt": "before"}):
             with pytest.raises(openai.BadRequestError):
@@ -144,7 +144,7 @@ async def test_language_and_what_was_said_before(
 
 
 async def test_refusals(engine: AsyncEngine, client: AsyncOpenAI, listener: Path) -> None:
-    name, (data, _) = listener.name, recording(0.8)
+    name, (data, _) = listener.name, clip(0.8)
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         await client.audio.transcriptions.create(model=name, file=("a.wav", b"no sound"))
     assert "file" in caught.value.message
@@ -194,7 +194,7 @@ async def test_a_form_without_files_is_refused_unread(engine: AsyncEngine) -> No
 async def test_a_client_that_leaves(
     engine: AsyncEngine, client: AsyncOpenAI, listener: Path
 ) -> None:
-    data, _ = recording(9.5 if listener.name == "whisper" else 0.9)
+    data, _ = clip(9.5 if listener.name == "whisper" else 0.9)
     asking = asyncio.create_task(
         client.audio.transcriptions.create(model=listener.name, file=("a.wav", data))
     )
@@ -205,8 +205,8 @@ async def test_a_client_that_leaves(
 
 
 async def test_more_windows_than_may_be_queued(listener: Path) -> None:
-    """One recording is one request: its windows do not stand in each other's way."""
-    data, _ = recording(9.5 if listener.name == "whisper" else 130)
+    """One clip is one request: its windows do not stand in each other's way."""
+    data, _ = clip(9.5 if listener.name == "whisper" else 130)
     async with running_engine(
         listener, max_model_len=None, max_num_seqs=1, max_queued_requests=1
     ) as engine:
@@ -225,5 +225,5 @@ async def test_a_model_that_does_not_listen(folder: Path) -> None:
         async with serving(app) as url, openai_client(url) as client:
             with pytest.raises(openai.BadRequestError, match="does not write down speech"):
                 await client.audio.transcriptions.create(
-                    model=folder.name, file=("a.wav", recording(0.5)[0])
+                    model=folder.name, file=("a.wav", clip(0.5)[0])
                 )

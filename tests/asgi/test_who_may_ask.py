@@ -17,7 +17,7 @@ from aioengine.asgi import openai_app, service_app
 from aioengine.asgi.keys import KEY_NAME
 from aioengine.errors import InvalidRequestError
 from tests.asgi.serving import image_part, serving
-from tests.asgi.test_transcriptions import recording
+from tests.asgi.test_transcriptions import clip
 from tests.engines import DEADLINE_S, running_engine, until
 from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
 
@@ -128,9 +128,9 @@ async def test_a_host_decides_who_shares(engine: AsyncEngine) -> None:
         assert not await cached(client, key("one") | {"x-tenant": "bl"}, cache_salt="ue")
 
 
-async def test_a_recording_is_a_keys_own_too(tmp_path: Path) -> None:
+async def test_a_clip_is_a_keys_own_too(tmp_path: Path) -> None:
     save_listener("whisper", tmp_path, tokenizer_for("whisper", (*WORDS, "<|startofprev|>")))
-    file = recording(0.5)[0]
+    file = clip(0.5)[0]
     async with (
         running_engine(tmp_path, max_model_len=None) as engine,
         client_of(service_app(engine, api_key=["one", "two"])) as client,

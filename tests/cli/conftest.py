@@ -67,7 +67,7 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def image_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two image files."""
     paths = [tmp_path_factory.mktemp("cli") / f"{seed}.png" for seed in range(2)]
     for seed, path in enumerate(paths):

@@ -56,9 +56,9 @@ def test_a_run_reports_what_it_did(command: Command, folder: Path) -> None:
 
 
 def test_images_and_what_is_shared(command: Command, folder: Path) -> None:
-    pictures = ("--images-per-prompt", "2", "--image-size", "40x36")
+    image_files = ("--images-per-prompt", "2", "--image-size", "40x36")
     shared = ("--prefix-len", "40", "--input-len", "48", "--max-num-seqs", "1")
-    arguments = ("--num-prompts", "3", "--output-len", "1", *pictures, *shared, *SIZES)
+    arguments = ("--num-prompts", "3", "--output-len", "1", *image_files, *shared, *SIZES)
     done = command("bench", folder, *arguments, "--json")
     report = json.loads(done.out.splitlines()[-1])
     # The tokenizer begins a prompt with a token of its own.
@@ -89,9 +89,9 @@ async def test_the_seed_says_all(folder: Path) -> None:
     assert len(first) == 4
     assert [prompt.token_ids for prompt in first] == [prompt.token_ids for prompt in again]
     for prompt, same in zip(first, again, strict=True):
-        (picture,), (equal,) = prompt.media["image"], same.media["image"]
-        assert picture.shape == (16, 24, 3)
-        assert np.array_equal(picture, equal)
+        (image,), (equal,) = prompt.media["image"], same.media["image"]
+        assert image.shape == (16, 24, 3)
+        assert np.array_equal(image, equal)
     assert all(a.token_ids != b.token_ids for a, b in zip(first, other, strict=True))
     assert len({tuple(prompt.token_ids or ())[-13:] for prompt in first}) == 4
     (prefix,) = {tuple(prompt.token_ids or ())[:-13] for prompt in first}

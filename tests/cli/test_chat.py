@@ -28,14 +28,17 @@ def typed(*lines: object) -> str:
 
 
 def test_a_turn_follows_from_those_before(
-    command: Command, expect: Expect, folder: Path, pictures: list[Path]
+    command: Command, expect: Expect, folder: Path, image_files: list[Path]
 ) -> None:
-    lines = typed(f"/image {pictures[0]}", FIRST, "", SECOND)
+    lines = typed(f"/image {image_files[0]}", FIRST, "", SECOND)
     done = command("chat", folder, *SHORT, "--verbose", "--ignore-eos", stdin=lines)
     asked: list[dict[str, Any]] = [
         {
             "role": "user",
-            "content": [{"type": "image", "image": pictures[0]}, {"type": "text", "text": FIRST}],
+            "content": [
+                {"type": "image", "image": image_files[0]},
+                {"type": "text", "text": FIRST},
+            ],
         }
     ]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -67,13 +70,13 @@ def test_the_system_message_survives_clear(command: Command, folder: Path, tmp_p
 
 
 def test_what_cannot_be_done_is_told_and_forgotten(
-    command: Command, folder: Path, pictures: list[Path], tmp_path: Path
+    command: Command, folder: Path, image_files: list[Path], tmp_path: Path
 ) -> None:
     bad, file = tmp_path / "bad.png", tmp_path / "said.json"
-    bad.write_bytes(b"no picture")
+    bad.write_bytes(b"no image")
     lines = typed(
         "/nothing", "/image none.png", f"/save {tmp_path}", "/help",
-        f"/image {bad}", FIRST, f"/audio {pictures[0]}", FIRST, f"/save {file}",
+        f"/image {bad}", FIRST, f"/audio {image_files[0]}", FIRST, f"/save {file}",
     )  # fmt: skip
     done = command("chat", folder, *SHORT, stdin=lines)
     assert done.status == 0

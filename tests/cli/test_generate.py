@@ -24,18 +24,18 @@ QUESTION = "What is in the picture?"
 SHORT = (*SIZES, "--max-tokens", "8")
 
 
-def message(text: str, *pictures: Path) -> dict[str, Any]:
-    parts = [{"type": "image", "image": picture} for picture in pictures]
+def message(text: str, *image_files: Path) -> dict[str, Any]:
+    parts = [{"type": "image", "image": image} for image in image_files]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def test_a_chat_message_with_images(
-    command: Command, expect: Expect, folder: Path, pictures: list[Path]
+    command: Command, expect: Expect, folder: Path, image_files: list[Path]
 ) -> None:
     done = command(
-        "generate", folder, "--image", pictures[0], QUESTION, "--image", pictures[1], *SHORT
+        "generate", folder, "--image", image_files[0], QUESTION, "--image", image_files[1], *SHORT
     )
-    output = expect(folder, [message(QUESTION, *pictures)])
+    output = expect(folder, [message(QUESTION, *image_files)])
     assert (done.status, done.out) == (0, output.text + "\n")
     assert done.err.startswith("loaded in ")
     assert len(done.err.splitlines()) == 1
@@ -51,25 +51,25 @@ def test_a_system_message(command: Command, expect: Expect, folder: Path) -> Non
 
 
 def test_raw_puts_the_placeholders_that_are_missing(
-    command: Command, expect: Expect, folder: Path, pictures: list[Path]
+    command: Command, expect: Expect, folder: Path, image_files: list[Path]
 ) -> None:
-    lacking = command("generate", folder, QUESTION, "--raw", "--image", pictures[0], *SHORT)
-    output = expect(folder, "<image>" + QUESTION, images=pictures[:1])
+    lacking = command("generate", folder, QUESTION, "--raw", "--image", image_files[0], *SHORT)
+    output = expect(folder, "<image>" + QUESTION, images=image_files[:1])
     assert lacking.out == output.text + "\n"
     placed = "USER: <image> and <image>: what?"
-    both = [argument for picture in pictures for argument in ("--image", picture)]
+    both = [argument for image in image_files for argument in ("--image", image)]
     done = command("generate", folder, placed, "--raw", *both, *SHORT)
-    assert done.out == expect(folder, placed, images=pictures).text + "\n"
+    assert done.out == expect(folder, placed, images=image_files).text + "\n"
 
 
 def test_the_whole_output(
-    command: Command, expect: Expect, folder: Path, pictures: list[Path]
+    command: Command, expect: Expect, folder: Path, image_files: list[Path]
 ) -> None:
-    arguments = ("generate", folder, QUESTION, "--image", pictures[0], *SHORT)
+    arguments = ("generate", folder, QUESTION, "--image", image_files[0], *SHORT)
     done = command(*arguments, "--json", "--verbose", "--ignore-eos")
     told = json.loads(done.out)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    output = expect(folder, [message(QUESTION, pictures[0])], params)
+    output = expect(folder, [message(QUESTION, image_files[0])], params)
     (completion,) = told["outputs"]
     assert completion["text"] == output.text
     assert tuple(completion["token_ids"]) == output.token_ids
@@ -93,10 +93,10 @@ def test_the_prompt_from_standard_input(
 
 
 def test_media_alone_do_not_wait_for_standard_input(
-    command: Command, expect: Expect, folder: Path, pictures: list[Path]
+    command: Command, expect: Expect, folder: Path, image_files: list[Path]
 ) -> None:
-    done = command("generate", folder, "--image", pictures[0], *SHORT)
-    parts = [{"type": "image", "image": pictures[0]}]
+    done = command("generate", folder, "--image", image_files[0], *SHORT)
+    parts = [{"type": "image", "image": image_files[0]}]
     assert done.out == expect(folder, [{"role": "user", "content": parts}]).text + "\n"
 
 
@@ -148,9 +148,11 @@ def test_sampling_is_as_the_checkpoint_recommends(
     assert command("generate", tmp_path, QUESTION, "--temperature", "0", *SHORT).out == greedy
 
 
-def test_media_errors_name_the_file(command: Command, folder: Path, pictures: list[Path]) -> None:
+def test_media_errors_name_the_file(
+    command: Command, folder: Path, image_files: list[Path]
+) -> None:
     bad = Path(__file__)
-    arguments = ("generate", folder, QUESTION, "--image", pictures[0], "--image", bad, *SHORT)
+    arguments = ("generate", folder, QUESTION, "--image", image_files[0], "--image", bad, *SHORT)
     for form in ("--chat", "--raw"):
         done = command(*arguments, form)
         assert (done.status, done.out) == (1, "")
@@ -193,7 +195,7 @@ def test_interrupted(folder: Path, command: Command, monkeypatch: pytest.MonkeyP
 
 
 def test_prompt_with_both_kinds_of_media_keeps_their_order(
-    command: Command, folder: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+    command: Command, folder: Path, image_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[PromptLike] = []
 
@@ -202,7 +204,7 @@ def test_prompt_with_both_kinds_of_media_keeps_their_order(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(AsyncEngine, "stream", note)
-    items = ("--audio", pictures[0], "--image", pictures[1], "--audio", pictures[1])
+    items = ("--audio", image_files[0], "--image", image_files[1], "--audio", image_files[1])
     command("generate", folder, "Hear", *items, *SHORT)
     command("generate", folder, "Hear", *items, "--raw", *SHORT)
     (chat,), plain = seen
@@ -210,4 +212,4 @@ def test_prompt_with_both_kinds_of_media_keeps_their_order(
     assert kinds == ["audio", "image", "audio", "text"]
     assert isinstance(plain, Prompt)
     assert plain.text == "<image>Hear"
-    assert plain.media == {"audio": [pictures[0], pictures[1]], "image": [pictures[1]]}
+    assert plain.media == {"audio": [image_files[0], image_files[1]], "image": [image_files[1]]}

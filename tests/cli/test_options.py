@@ -141,7 +141,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_what_may_be_given_for_a_file(tmp_path: Any) -> None:
-    file = tmp_path / "picture.png"
+    file = tmp_path / "image.png"
     file.touch()
     assert media_item(str(file)) == file
     for url in ("https://a.example/b.png", "data:image/png;base64,AA==", "file:///srv/a.png"):

@@ -110,8 +110,8 @@ async def never(_: str) -> bytes:
 
 async def ask(url: str) -> httpx.Response:
     """A request that is never answered, for the engine waits for its image."""
-    picture = {"type": "image_url", "image_url": {"url": "http://a.example/picture.png"}}
-    body = {"messages": [{"role": "user", "content": [picture]}]}
+    image = {"type": "image_url", "image_url": {"url": "http://a.example/image.png"}}
+    body = {"messages": [{"role": "user", "content": [image]}]}
     async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
         return await client.post(f"{url}/v1/chat/completions", json=body)
 

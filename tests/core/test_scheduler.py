@@ -47,7 +47,7 @@ def encode_all(world: World) -> None:
 
 def test_text_passes_a_image_without_pixels() -> None:
     w = world()
-    w.submit(make_request("picture", [A, 1]))
+    w.submit(make_request("image", [A, 1]))
     w.submit(make_request("text", [1, 1]))
     w.plan_media()
     assert names(w.plan()) == ["text"]
@@ -103,10 +103,10 @@ def test_more_missing_images_than_are_asked_for_are_passed_by_text_alone(
 
 def test_a_parked_request_holds_no_slot() -> None:
     w = world(max_num_seqs=1)
-    w.submit(make_request("picture", [1] * 4 + [A]))
+    w.submit(make_request("image", [1] * 4 + [A]))
     w.submit(make_request("text", [1, 1], max_tokens=2))
     w.plan_media()
-    assert names(w.plan()) == ["picture"]  # its text
+    assert names(w.plan()) == ["image"]  # its text
     w.commit()
     assert names(w.plan()) == ["text"]
     w.commit()
@@ -114,7 +114,7 @@ def test_a_parked_request_holds_no_slot() -> None:
 
 def test_blocks_of_a_request_that_waits_for_pixels_are_taken_first() -> None:
     w = world(num_blocks=10, max_num_batched_tokens=64)
-    w.submit(make_request("picture", [1] * 24 + [A]))
+    w.submit(make_request("image", [1] * 24 + [A]))
     w.plan_media()
     w.plan()
     w.commit()
@@ -125,7 +125,7 @@ def test_blocks_of_a_request_that_waits_for_pixels_are_taken_first() -> None:
     w.commit()
     assert w.plan() is None
     w.pixels("a")
-    assert names(w.plan()) == ["picture"]
+    assert names(w.plan()) == ["image"]
 
 
 def test_text_waits_for_blocks_in_line_not_behind_pixels() -> None:
@@ -160,12 +160,12 @@ def test_a_range_kept_whole_gets_its_step_in_spite_of_decoding() -> None:
         w.submit(make_request(f"stream{i}", [1, 0], max_tokens=12, eos=False))
     w.plan()
     w.commit()
-    w.submit(make_request("picture", [B], max_tokens=1))
+    w.submit(make_request("image", [B], max_tokens=1))
     encode_all(w)
     for _ in range(3):
         w.plan()
         w.commit()
-        if "picture" in w.endings:
+        if "image" in w.endings:
             return
     raise AssertionError("the picture never got a step of its own")
 
@@ -231,12 +231,12 @@ def test_a_whole_range_is_not_starved_of_a_slot(disable: bool) -> None:
     text()
     turn(w)
     six = Image("six", 6, ((0, 6),), 3, bidirectional=not disable)
-    w.submit(make_request("picture", [six], max_tokens=1, eos=False))
+    w.submit(make_request("image", [six], max_tokens=1, eos=False))
     for _ in range(100):
         while len(w.live) < 5:
             text()
         turn(w)
-        if "picture" in w.endings:
+        if "image" in w.endings:
             return
     raise AssertionError("the picture starved")
 
@@ -453,7 +453,7 @@ def test_the_encoder_waits_for_fewer_steps_the_more_requests_wait_for_it() -> No
     for name in ("1", "2", "3"):
         w.submit(make_request(name, [1, 1], max_tokens=30, eos=False))
     w.plan()
-    w.submit(make_request("one picture", [B, 1]))
+    w.submit(make_request("one image", [B, 1]))
     assert patience() == 3  # four run
     for name, image in (("x", C), ("y", D), ("z", E)):
         w.submit(make_request(name, [image, 1]))

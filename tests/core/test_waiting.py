@@ -28,17 +28,17 @@ LIMITS = Limits(
 )
 
 
-def picture(number: int) -> Image:
+def image(number: int) -> Image:
     return Image(f"p{number}", 3, ((0, 3),), 3)
 
 
 def with_image(number: int) -> Request:
-    return make_request(f"r{number}", [picture(number), 1])
+    return make_request(f"r{number}", [image(number), 1])
 
 
 def with_text_before_it(number: int) -> Request:
     text = [number % 8, number // 8 % 8, number // 64 % 8, 0]
-    return make_request(f"r{number}", [*text, picture(number), 1])
+    return make_request(f"r{number}", [*text, image(number), 1])
 
 
 def with_encoder_input(number: int) -> Request:
@@ -50,7 +50,7 @@ def with_text(number: int) -> Request:
 
 
 def like_the_first(number: int) -> Request:
-    return make_request(f"r{number}", [picture(0), *[1] * 12])
+    return make_request(f"r{number}", [image(0), *[1] * 12])
 
 
 def take_step(scheduler: Scheduler, *, has_media: bool = False) -> int:
@@ -109,7 +109,7 @@ def test_completions_that_follow_are_not_looked_at() -> None:
         scheduler, leader = Scheduler(LIMITS), with_image(0)
         scheduler.submit(leader)
         for number in range(1, count):
-            scheduler.submit(make_request(f"c{number}", [picture(0), 1], leader=leader))
+            scheduler.submit(make_request(f"c{number}", [image(0), 1], leader=leader))
         most.append(max(take_step(scheduler) for _ in range(4)))
         assert (scheduler.num_running, scheduler.num_waiting) == (0, count)
         finish(scheduler)

@@ -134,7 +134,7 @@ def flipped(data: bytes, seed: int) -> bytes:
 
 BAD_IMAGES: dict[str, Callable[[], Any]] = {
     "empty": lambda: b"",
-    "text": lambda: b"this is no picture at all, whatever its name says",
+    "text": lambda: b"this is no image at all, whatever its name says",
     "corrupt": lambda: flipped(PNG, 1),
     "bomb": lambda: bomb_png(50_000, 50_000),
     "bomb in one row": lambda: bomb_png(2**31 - 1, 1),
@@ -154,8 +154,8 @@ BAD_IMAGES: dict[str, Callable[[], Any]] = {
     "not a number": lambda: torch.full((3, 8, 8), torch.nan),
     "sparse tensor": lambda: torch.zeros(3, 8, 8).to_sparse(),
     "meta tensor": lambda: torch.zeros(3, 8, 8, device="meta"),
-    "no such file": lambda: "no/such/picture.png",
-    "no such path": lambda: Path("no/such/picture.png"),
+    "no such file": lambda: "no/such/image.png",
+    "no such path": lambda: Path("no/such/image.png"),
     "folder": lambda: Path.cwd(),
     "null in a path": lambda: "a\0b",
     "very long path": lambda: "x" * 100_000,
@@ -165,10 +165,10 @@ BAD_IMAGES: dict[str, Callable[[], Any]] = {
     "data URL, empty": lambda: data_url(b""),
     "data URL, cut short": lambda: data_url(PNG[:40]),
     "data URL of a video": lambda: data_url(b"\0" * 100, "video/jpeg"),
-    "http without a fetcher": lambda: "http://127.0.0.1/picture.png",
-    "https without a fetcher": lambda: "HTTPS://example.com/picture.png",
+    "http without a fetcher": lambda: "http://127.0.0.1/image.png",
+    "https without a fetcher": lambda: "HTTPS://example.com/image.png",
     "file URL without roots": lambda: "file:///etc/passwd",
-    "another scheme": lambda: "ftp://example.com/picture.png",
+    "another scheme": lambda: "ftp://example.com/image.png",
 }
 
 
@@ -242,17 +242,17 @@ async def test_the_error_says_which_image_in_chat_messages(
 async def test_placeholders_and_images_have_to_match(
     engine: AsyncEngine, expected: tuple[int, ...]
 ) -> None:
-    picture = tiny_image(9)
+    pil_image = tiny_image(9)
     await check(
         engine,
         expected,
         [
-            ("no place", PlaceholderMismatchError, "prompt", {"images": [picture]}),
-            ("<image>", PlaceholderMismatchError, "prompt", {"images": [picture] * 2}),
-            ("<image><image>", PlaceholderMismatchError, "prompt", {"images": [picture]}),
+            ("no place", PlaceholderMismatchError, "prompt", {"images": [pil_image]}),
+            ("<image>", PlaceholderMismatchError, "prompt", {"images": [pil_image] * 2}),
+            ("<image><image>", PlaceholderMismatchError, "prompt", {"images": [pil_image]}),
             ("<image>", PlaceholderMismatchError, "prompt", {}),
             ([1, 5, IMAGE, 6], PlaceholderMismatchError, "prompt", {}),
-            ([1, 5, 6], PlaceholderMismatchError, "prompt", {"images": [picture]}),
+            ([1, 5, 6], PlaceholderMismatchError, "prompt", {"images": [pil_image]}),
         ],
     )
 
@@ -260,12 +260,12 @@ async def test_placeholders_and_images_have_to_match(
 async def test_too_many_images_and_other_modalities(
     engine: AsyncEngine, expected: tuple[int, ...]
 ) -> None:
-    picture = tiny_image(10)
+    pil_image = tiny_image(10)
     await check(
         engine,
         expected,
         [
-            ("<image>" * 4, UnsupportedModalityError, "images", {"images": [picture] * 4}),
+            ("<image>" * 4, UnsupportedModalityError, "images", {"images": [pil_image] * 4}),
             ("hello", UnsupportedModalityError, "audios", {"audios": [b"x"]}),
             ("hello", UnsupportedModalityError, "videos", {"videos": [b"x"]}),
         ],
@@ -310,7 +310,7 @@ BAD_PROMPTS: dict[str, tuple[Callable[[], Any], type[AioEngineError], str]] = {
         "uuids",
     ),
     "too long": (lambda: [5] * 512, PromptTooLongError, "prompt"),
-    "too long by its picture": (
+    "too long by its image": (
         lambda: Prompt(token_ids=[5] * 500 + [IMAGE], media={"image": [PNG]}),
         PromptTooLongError,
         "prompt",
@@ -656,8 +656,8 @@ async def test_a_ban_on_all_tokens_harms_nobody(
 
 
 async def test_a_uuid_never_brings_another_images_rows(engine: AsyncEngine) -> None:
-    def prompt(picture: Any) -> Prompt:
-        return Prompt(text="<image>", media={"image": [picture]}, uuids={"image": ["mine"]})
+    def prompt(pil_image: Any) -> Prompt:
+        return Prompt(text="<image>", media={"image": [pil_image]}, uuids={"image": ["mine"]})
 
     outputs = [await engine.generate(prompt(tiny_image(n)), greedy()) for n in (30, 31)]
     plain = [await engine.generate("<image>", greedy(), images=[tiny_image(n)]) for n in (30, 31)]

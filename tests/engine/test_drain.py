@@ -101,7 +101,7 @@ async def test_watchers_see_a_life(folder: Path) -> None:
             PROMPT, greedy(5, n=2), images=[tiny_image(0)], request_id="r"
         )
         with pytest.raises(errors.MediaError):
-            await engine.generate(PROMPT, images=[b"no picture"], request_id="bad")
+            await engine.generate(PROMPT, images=[b"no image"], request_id="bad")
         async with engine.stream("a", greedy(50), request_id="gone"):
             pass
         await settled(engine)

@@ -16,11 +16,11 @@ from aioengine import AsyncEngine, EngineConfig, SamplingParams
 async def main():
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=256)
     params = SamplingParams(max_tokens=2)
-    picture = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(picture, "WEBP")
+    encoded = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(encoded, "WEBP")
     async with AsyncEngine.from_pretrained(sys.argv[1], config=config) as engine:
         before = set(sys.modules)
-        await engine.generate("what? <image>", params, images=[picture.getvalue()])
+        await engine.generate("what? <image>", params, images=[encoded.getvalue()])
         print(sorted(set(sys.modules) - before))
 
 asyncio.run(main())

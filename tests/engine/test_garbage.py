@@ -48,10 +48,10 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 COLLECTIONS = (
     BEGIN
     + """
-pictures = [path.read_bytes() for path in demo_pictures()]
+images = [path.read_bytes() for path in demo_pictures()]
 
-def picture(number):
-    parts = [{"type": "image", "image": pictures[number % len(pictures)]}]
+def image_prompt(number):
+    parts = [{"type": "image", "image": images[number % len(images)]}]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "Describe it."}]}]
 
 async def ask(engine, number):
@@ -59,13 +59,13 @@ async def ask(engine, number):
     if kind == 0:
         await engine.generate("Hello " * (number % 9 + 1), SHORT)
     elif kind == 1:
-        await engine.generate(picture(number), SHORT)
+        await engine.generate(image_prompt(number), SHORT)
     elif kind == 2:
-        async with engine.stream(picture(number), SHORT) as stream:
+        async with engine.stream(image_prompt(number), SHORT) as stream:
             async for _ in stream:
                 pass
     else:
-        task = asyncio.create_task(engine.generate(picture(number), ENDLESS))
+        task = asyncio.create_task(engine.generate(image_prompt(number), ENDLESS))
         await asyncio.wait([task], timeout=0.001 * (number % 20))
         task.cancel()
         await asyncio.wait([task])

@@ -140,15 +140,15 @@ async def test_text_before_a_image_is_computed_while_it_is_decoded(
         await engine.reset_caches()
         gate, steps = gate_decoding(engine, monkeypatch), Spans(engine)
         task = asyncio.create_task(
-            engine.generate(prompt, greedy(), images=[image], request_id="picture")
+            engine.generate(prompt, greedy(), images=[image], request_id="image")
         )
         try:
-            await steps.wait_for("picture", 2)
+            await steps.wait_for("image", 2)
             # It is parked at the image: the one slot is free for text.
             for n in range(3):
                 await engine.generate(ids(20, n + 1), greedy())
             assert not task.done()
-            computed = sum(int(span.detail.split()[0]) for span in steps.of("picture"))
+            computed = sum(int(span.detail.split()[0]) for span in steps.of("image"))
             before = alone.prompt_token_ids.index(3)
             # Less than a block of it may be left to go with the image.
             assert 0 <= before - computed < BLOCK_SIZE

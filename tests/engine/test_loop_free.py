@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures() -> list[bytes]:
+def images() -> list[bytes]:
     """JPEGs of 3840 x 2160 that differ in a comment: equal work, but none is another's equal."""
     small = np.random.default_rng(0).integers(0, 256, (9, 16, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -146,7 +146,7 @@ class LoopProbe:
             self.num_ticks += 1
 
 
-async def measure(engine: AsyncEngine, pictures: list[bytes]) -> LoopProbe:
+async def measure(engine: AsyncEngine, images: list[bytes]) -> LoopProbe:
     """All images at once beside running streams; the streams must get on meanwhile."""
     async with AsyncExitStack() as stack:
         streams = [
@@ -158,19 +158,19 @@ async def measure(engine: AsyncEngine, pictures: list[bytes]) -> LoopProbe:
         before = [stream.statistics().deltas_pushed for stream in streams]
         async with LoopProbe() as probe:
             outputs = await asyncio.gather(
-                *(engine.generate("<image>", greedy(2), images=[data]) for data in pictures)
+                *(engine.generate("<image>", greedy(2), images=[data]) for data in images)
             )
         assert all(len(output.token_ids) == 2 for output in outputs)
         for stream, count in zip(streams, before, strict=True):
-            assert stream.statistics().deltas_pushed > count + len(pictures)
+            assert stream.statistics().deltas_pushed > count + len(images)
     return probe
 
 
-async def test_many_large_images_do_not_hold_the_loop(folder: Path, pictures: list[bytes]) -> None:
+async def test_many_large_images_do_not_hold_the_loop(folder: Path, images: list[bytes]) -> None:
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
         probes = []
         for _ in range(ATTEMPTS):
-            probes.append(await measure(engine, pictures))
+            probes.append(await measure(engine, images))
             assert probes[-1].num_ticks > 100
             if probes[-1].is_free:
                 break
@@ -186,7 +186,7 @@ def decode_by(workers: Any, around: Callable[[Callable[[], Any]], Awaitable[Any]
 
 
 async def test_a_decoder_on_the_loop_is_caught(
-    folder: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: Path, images: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def decode_inline(decode: Callable[[], Any]) -> Any:
         return decode()
@@ -194,13 +194,13 @@ async def test_a_decoder_on_the_loop_is_caught(
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
         workers: Any = engine._core.input_processor.media._workers
         monkeypatch.setattr(workers, "run", decode_by(workers, decode_inline))
-        probe = await measure(engine, pictures[:2])
+        probe = await measure(engine, images[:2])
     assert probe.longest_held > MAX_STALL_S
     assert probe.longest_stall > MAX_STALL_S
 
 
 async def test_a_decoder_that_keeps_the_interpreters_lock_is_caught(
-    folder: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: Path, images: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number, took = 3, 0.0
     while took < 0.1:  # one multiplication, which lets no other thread run
@@ -214,6 +214,6 @@ async def test_a_decoder_that_keeps_the_interpreters_lock_is_caught(
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
         workers: Any = engine._core.input_processor.media._workers
         monkeypatch.setattr(workers, "run", decode_by(workers, decode_locked))
-        probe = await measure(engine, pictures[:2])
+        probe = await measure(engine, images[:2])
     assert probe.longest_held < MAX_HELD_S
     assert probe.longest_stall > MAX_STALL_S

@@ -35,11 +35,11 @@ async def test_many_images_through_small_caches() -> None:
     resident: list[int] = []
     async with AsyncEngine.from_pretrained(demo_model(), **options) as engine:
         for first in range(0, NUM_IMAGES, 40):
-            pictures = generator.integers(0, 256, (40, 300, 400, 3), dtype=np.uint8)
+            pil_images = generator.integers(0, 256, (40, 300, 400, 3), dtype=np.uint8)
             await asyncio.gather(
                 *(
                     engine.generate("USER: <image> ASSISTANT:", greedy(1), images=[image])
-                    for image in pictures
+                    for image in pil_images
                 )
             )
             if first >= WARM_IMAGES:

@@ -1,4 +1,4 @@
-"""Recordings and videos from their bytes to tokens, beside images."""
+"""Audio clips and videos from their bytes to tokens, beside images."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def tokens(engine: AsyncEngine, text: str, **media: Any) -> tuple[int, ...
     return (await engine.generate(text, greedy(8), **media)).token_ids
 
 
-async def test_recordings_in_every_form(folder: Path) -> None:
+async def test_clips_in_every_form(folder: Path) -> None:
     sound = samples(1)
     async with running_engine(folder) as engine:
         rows = Embeddings(audio_rows(sound, HIDDEN))
@@ -115,7 +115,7 @@ async def test_videos_in_every_form(folder: Path) -> None:
         assert (await engine.generate(fewer, greedy(8))).token_ids == half
 
 
-async def test_recordings_beside_precomputed_rows(folder: Path) -> None:
+async def test_clips_beside_precomputed_rows(folder: Path) -> None:
     sounds = [samples(seed) for seed in (5, 6, 7)]
     text = "Hear [sound] and [sound], then [sound]"
     async with running_engine(folder) as engine:

@@ -31,8 +31,8 @@ def scenes() -> ModuleType:
     return module
 
 
-async def ask(engine: AsyncEngine, picture: object, text: str) -> str:
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+async def ask(engine: AsyncEngine, pil_image: object, text: str) -> str:
+    content = [{"type": "image", "image": pil_image}, {"type": "text", "text": text}]
     output = await engine.generate([{"role": "user", "content": content}], PARAMS)
     return output.text.strip()
 

@@ -79,7 +79,7 @@ async def test_streams_events(app: FastAPI, messages: list[Message]) -> None:
 
 
 async def test_what_cannot_be_a_image_is_a_bad_request(app: FastAPI) -> None:
-    url = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
+    url = "data:image/png;base64," + base64.b64encode(b"no image").decode()
     part = {"type": "image_url", "image_url": {"url": url}}
     response = await post(app, [{"role": "user", "content": [part]}])
     assert response.status_code == 400

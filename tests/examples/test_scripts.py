@@ -80,7 +80,7 @@ def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = aioengine.demo_pictures()
     for image in images:
         assert sum(line.startswith(f"{image.name}: ") for line in lines) == 2
-    assert lines[-1] == f"{len(images)} pictures were encoded"
+    assert lines[-1] == f"{len(images)} images were encoded"
 
 
 def test_cancel(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:

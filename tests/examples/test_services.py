@@ -44,12 +44,12 @@ async def running(name: str) -> AsyncIterator[tuple[str, AsyncEngine]]:
         await runner.cleanup()
 
 
-def picture() -> bytes:
+def image() -> bytes:
     return aioengine.demo_pictures()[0].read_bytes()
 
 
 def messages() -> list[dict[str, Any]]:
-    url = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+    url = f"data:image/png;base64,{base64.b64encode(image()).decode()}"
     content = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": "Describe the picture."},
@@ -60,7 +60,7 @@ def messages() -> list[dict[str, Any]]:
 REQUESTS: dict[str, tuple[str, Any]] = {
     "fastapi": ("/chat", lambda: json.dumps(messages()).encode()),
     "aiohttp": ("/chat", lambda: json.dumps(messages()).encode()),
-    "starlette": ("/describe", picture),
+    "starlette": ("/describe", image),
 }
 
 
@@ -93,7 +93,7 @@ async def test_what_is_no_image(name: str, assets: Path) -> None:
     async with running(name) as (url, engine), _client(url) as client:
         bad = messages()
         bad[0]["content"][0]["image_url"]["url"] = "data:image/png;base64,AAAA"
-        body = json.dumps(bad).encode() if path == "/chat" else b"no picture"
+        body = json.dumps(bad).encode() if path == "/chat" else b"no image"
         response = await client.post(path, content=body, timeout=DEADLINE_S)
         assert response.status_code == (400 if path == "/chat" else 200)
         assert "content[0]" in response.text or "images[0]" in response.text

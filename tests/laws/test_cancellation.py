@@ -22,7 +22,7 @@ from tests.tiny import save_tiny_llava, tiny_image
 
 PROMPT = "USER: <image>\nand <image>\nWhat is it? ASSISTANT:"
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-URL = "https://pictures.example/one.png"
+URL = "https://images.example/one.png"
 
 
 async def fetcher(url: str) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.core.plan import Limits
-from tests.world import IMAGES, RECORDINGS, Image, World, expected_output, make_request
+from tests.world import CLIPS, IMAGES, Image, World, expected_output, make_request
 
 BLOCK_SIZE = 4
 
@@ -50,7 +50,7 @@ submission = st.tuples(
     st.sampled_from([1, 1, 1, 3]),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(RECORDINGS),
+    st.sampled_from(CLIPS),
 )
 operation = st.one_of(
     st.tuples(st.just("submit"), submission),
@@ -82,7 +82,7 @@ operation = st.one_of(
 def perform(world: World, depth: int, name: str, argument: object, count: int) -> None:
     """One operation, where it is possible now; `depth` is the run-ahead."""
     if name == "submit":
-        parts, max_tokens, priority, salt, copies, awaits, scores, recording = argument  # type: ignore[misc]
+        parts, max_tokens, priority, salt, copies, awaits, scores, clip = argument  # type: ignore[misc]
         if world.limits.num_cross_groups:  # images are the encoder's, not the prompt's
             parts = [0 if isinstance(part, Image) else part for part in parts]
         leader = None
@@ -97,7 +97,7 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
                 leader=leader,
                 reads_prefix=leader is not None or not scores,
                 private_salt=None if world.limits.enable_prefix_caching else b"%d" % count,
-                encoder=recording if world.limits.num_cross_groups else None,
+                encoder=clip if world.limits.num_cross_groups else None,
             )
             leader = leader or request
             world.submit(request)
@@ -251,5 +251,5 @@ def random_submission(random: Random) -> object:
                 random.choice([1, 1, 1, 3]),
                 random.random() < 0.3,
                 random.random() < 0.3,
-                random.choice(RECORDINGS),
+                random.choice(CLIPS),
             )

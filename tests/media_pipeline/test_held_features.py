@@ -34,14 +34,14 @@ def after_processing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def pictures() -> list[bytes]:
+def encoded_images() -> list[bytes]:
     return [encoded(tiny_image(number)) for number in range(NUM_IMAGES)]
 
 
 async def item_bytes(folder: Path) -> int:
     """Of one image's features."""
     async with running_engine(folder) as engine:
-        await engine.generate(TEXT, greedy(1), images=pictures()[:1])
+        await engine.generate(TEXT, greedy(1), images=encoded_images()[:1])
         return engine.statistics().processor_cache_used_bytes
 
 
@@ -57,7 +57,7 @@ async def test_requests_in_the_queue_hold_no_more_than_there_is_room_for(
     limit = num_held * size
     monkeypatch.setattr(pipeline, "MIN_HELD_BYTES", limit)
     async with running_engine(folder) as engine:
-        expected = [await ask(engine, image) for image in pictures()]
+        expected = [await ask(engine, image) for image in encoded_images()]
     options = {"max_num_seqs": 1, "mm_processor_cache_bytes": 0}
     async with running_engine(folder, **options) as engine:
         held = engine._core.input_processor.media.held
@@ -69,7 +69,7 @@ async def test_requests_in_the_queue_hold_no_more_than_there_is_room_for(
             return is_held
 
         monkeypatch.setattr(held, "hold", watched)
-        found = await asyncio.gather(*(ask(engine, image) for image in pictures()))
+        found = await asyncio.gather(*(ask(engine, image) for image in encoded_images()))
         assert found == expected
         # One alone may be larger than all the room.
         assert 0 < max(sizes) <= (limit or size)
@@ -87,7 +87,7 @@ async def test_one_image_of_many_requests_is_held_once(
 ) -> None:
     size = await item_bytes(folder)
     monkeypatch.setattr(pipeline, "MIN_HELD_BYTES", size)
-    image = pictures()[0]
+    image = encoded_images()[0]
     async with running_engine(folder, max_num_seqs=1, mm_processor_cache_bytes=0) as engine:
         asked = [asyncio.create_task(ask(engine, image)) for _ in range(8)]
         await until(lambda: engine.statistics().waiting == 7)
@@ -104,7 +104,7 @@ async def test_a_name_stands_for_what_can_be_held(
     monkeypatch.setattr(pipeline, "MIN_HELD_BYTES", size)
 
     def prompt(number: int, *, known: bool) -> Prompt:
-        item = None if known else pictures()[number]
+        item = None if known else encoded_images()[number]
         return Prompt(text=TEXT, media={"image": [item]}, uuids={"image": [str(number)]})
 
     options = {"max_num_seqs": 1, "mm_processor_cache_bytes": 2 * size}
@@ -129,7 +129,7 @@ async def test_a_name_stands_for_what_can_be_held(
 async def test_a_request_keeps_its_own_items_in_the_cache(folder: Path) -> None:
     """Whether or not their features are asked for: here the encoder has the rows already."""
     size = await item_bytes(folder)
-    first, second, third = pictures()[:3]
+    first, second, third = encoded_images()[:3]
     async with running_engine(folder, mm_processor_cache_bytes=2 * size) as engine:
         for image in (first, second, first, third):
             await ask(engine, image)
@@ -147,7 +147,7 @@ async def test_cancelled_at_any_time_nothing_stays_held(
 ) -> None:
     async with running_engine(folder, mm_processor_cache_bytes=0) as engine:
         for turns in range(0, 60, 3):
-            asked = [asyncio.create_task(ask(engine, image)) for image in pictures()[:3]]
+            asked = [asyncio.create_task(ask(engine, image)) for image in encoded_images()[:3]]
             for _ in range(turns):
                 await asyncio.sleep(0.0005)
             for task in asked:

@@ -68,7 +68,7 @@ class Server:
             if "slow" in url:
                 await self.gate.wait()
             if "broken" in url:
-                raise OSError("no such picture")
+                raise OSError("no such image")
             return png(int(url.rpartition("/")[2]))
         finally:
             self.running -= 1
@@ -413,7 +413,7 @@ async def test_threads_of_the_application_may_all_wait_for_the_engine(
     folder: Path, tmp_path: Path
 ) -> None:
     """Handlers in anyio's threads, as in a web service, that call the engine and wait."""
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     path.write_bytes(png(1))
     limiter = anyio.to_thread.current_default_thread_limiter()
     async with running_engine(folder) as engine, asyncio.timeout(60):

@@ -137,7 +137,7 @@ async def pool(front: BaseMultiModalProcessor) -> AsyncIterator[ProcessorPool]:
     await pool.aclose()
 
 
-def picture(width: int = 90, height: int = 60, seed: int = 0) -> Image.Image:
+def pil_image(width: int = 90, height: int = 60, seed: int = 0) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -167,7 +167,7 @@ def work_on(content: object, parameter: str = "images[3]", **options: Any) -> Wo
 
 def promise_for(front: BaseMultiModalProcessor) -> Promise:
     """What the layout of a prompt with four images has for the last one."""
-    headers = [open_image(picture(seed=i), MEDIA, parameter="x").header() for i in range(4)]
+    headers = [open_image(pil_image(seed=i), MEDIA, parameter="x").header() for i in range(4)]
     items = MultiModalDataItems({"image": ImageProcessorItems(headers)})
     text = front.dummy_inputs.get_dummy_text({"image": 4})
     return Promise.of(front.layout(text, items, {}), "image", 3)
@@ -185,11 +185,11 @@ def same(one: Worked, other: Worked) -> bool:
 def rotated() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return encoded(picture(), "JPEG", exif=exif)
+    return encoded(pil_image(), "JPEG", exif=exif)
 
 
 def see_through() -> Image.Image:
-    image = picture().convert("P")
+    image = pil_image().convert("P")
     image.info["transparency"] = 5
     return image
 
@@ -199,17 +199,17 @@ def of_float64() -> np.ndarray[Any, Any]:
 
 
 IMAGES: dict[str, Callable[[], object]] = {
-    "png": lambda: encoded(picture()),
-    "jpeg": lambda: encoded(picture(300, 200), "JPEG"),
+    "png": lambda: encoded(pil_image()),
+    "jpeg": lambda: encoded(pil_image(300, 200), "JPEG"),
     "turned": rotated,
-    "memory": lambda: picture(1000, 700),
+    "memory": lambda: pil_image(1000, 700),
     "opened": lambda: Image.open(io.BytesIO(rotated())),
     "palette": see_through,
-    "alpha": lambda: picture().convert("RGBA"),
+    "alpha": lambda: pil_image().convert("RGBA"),
     "deep": lambda: Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30)),
-    "array": lambda: np.asarray(picture()),
-    "grey": lambda: np.asarray(picture())[..., 0],
-    "strided": lambda: np.asarray(picture())[::2, ::-1],
+    "array": lambda: np.asarray(pil_image()),
+    "grey": lambda: np.asarray(pil_image())[..., 0],
+    "strided": lambda: np.asarray(pil_image())[::2, ::-1],
     "floats": of_float64,
     "big-endian": lambda: of_float64().astype(">f4"),
     "tensor": lambda: torch.from_numpy(of_float64()).permute(2, 0, 1).to(torch.bfloat16),
@@ -240,18 +240,18 @@ async def test_options_go_with_the_item(
     pool: ProcessorPool, front: BaseMultiModalProcessor
 ) -> None:
     options = {"do_normalize": False, "images_kwargs": {"image_mean": (0.1, 0.2, 0.3)}}
-    work = work_on(picture(), **options)
+    work = work_on(pil_image(), **options)
     worked = await pool.run(work)
     assert same(work_item(front, work), worked)
     assert not torch.equal(
-        worked.item["pixel_values"], work_item(front, work_on(picture())).item["pixel_values"]
+        worked.item["pixel_values"], work_item(front, work_on(pil_image())).item["pixel_values"]
     )
 
 
 async def test_a_worker_is_set_up_as_it_should_be(pool: ProcessorPool) -> None:
     options = {"a": (1, [2, (3,)]), "b": {"c": None, "d": float("inf"), "e\ud800": True}}
     with pytest.raises(InvalidRequestError) as caught:
-        await pool.run(work_on(picture(), do="tell", **options))
+        await pool.run(work_on(pil_image(), do="tell", **options))
     assert caught.value.value == (1, True, options, str(FOLDER))
 
 
@@ -268,18 +268,18 @@ async def error_of(work: WorkItem, run: Callable[[WorkItem], Any]) -> Exception:
 
 
 def cut_jpeg() -> bytes:
-    return encoded(picture(300, 200), "JPEG")[:-500]
+    return encoded(pil_image(300, 200), "JPEG")[:-500]
 
 
 ERRORS: dict[str, tuple[Callable[[], object], dict[str, Any]]] = {
     "cut": (cut_jpeg, {}),
     "too bright": (lambda: np.full((8, 8, 3), 2.0), {}),
-    "processor": (picture, {"size": "nonsense"}),
-    "unknown size": (picture, {"size": {"a": 1}}),
-    "our own fault": (picture, {"do": "fail"}),
-    "of another kind": (picture, {"do": "tell", "x": 1}),
-    "no such layout": (picture, {"promise": Promise(2, ((0, 2),))}),
-    "no such runs": (picture, {"promise": Promise(3, ((0, 1), (2, 3)))}),
+    "processor": (pil_image, {"size": "nonsense"}),
+    "unknown size": (pil_image, {"size": {"a": 1}}),
+    "our own fault": (pil_image, {"do": "fail"}),
+    "of another kind": (pil_image, {"do": "tell", "x": 1}),
+    "no such layout": (pil_image, {"promise": Promise(2, ((0, 2),))}),
+    "no such runs": (pil_image, {"promise": Promise(3, ((0, 1), (2, 3)))}),
 }
 
 
@@ -298,19 +298,19 @@ async def test_errors_are_a_threads(
     if isinstance(expected, InvalidRequestError) and options.get("do") != "tell":
         assert isinstance(found, InvalidRequestError)
         assert (found.parameter, found.value) == (expected.parameter, expected.value)
-    assert same(await pool.run(work_on(picture())), work_item(front, work_on(picture())))
+    assert same(await pool.run(work_on(pil_image())), work_item(front, work_on(pil_image())))
 
 
 async def test_an_unexpected_error_tells_where_it_was_and_nothing_else(pool: ProcessorPool) -> None:
     with pytest.raises(EngineError, match="KeyError") as caught:
-        await pool.run(work_on(picture(), do="fail"))
+        await pool.run(work_on(pil_image(), do="fail"))
     cause = str(caught.value.__cause__)
     assert "strange_processor_of_pool_tests.py" in cause
     assert not cause.count("secret") - cause.count('KeyError("secret")')  # the source line has it
 
 
 async def test_a_image_that_changes_is_refused(pool: ProcessorPool) -> None:
-    image = picture()
+    image = pil_image()
     work = work_on(image)
     image.putpixel((0, 0), (1, 2, 3))
     with pytest.raises(MediaError, match=r"^images\[3\] .* was changed"):
@@ -322,7 +322,7 @@ async def test_options_that_are_no_plain_values_are_refused(pool: ProcessorPool)
         with pytest.raises(
             InvalidRequestError, match="cannot be given to a worker process"
         ) as caught:
-            await pool.run(work_on(picture(), some=value))
+            await pool.run(work_on(pil_image(), some=value))
         assert str(caught.value.parameter).startswith("mm_processor_kwargs['some']")
     assert pool.statistics().queued == 0
 
@@ -330,8 +330,8 @@ async def test_options_that_are_no_plain_values_are_refused(pool: ProcessorPool)
 async def test_what_libraries_print_disturbs_nobody(
     pool: ProcessorPool, front: BaseMultiModalProcessor
 ) -> None:
-    worked = await pool.run(work_on(picture(), do="print"))
-    assert same(worked, work_item(front, work_on(picture())))
+    worked = await pool.run(work_on(pil_image(), do="print"))
+    assert same(worked, work_item(front, work_on(pil_image())))
 
 
 # ---- life and death
@@ -392,24 +392,24 @@ def descriptors() -> set[str]:
 async def restarted(pool: ProcessorPool, workers: int = 2) -> None:
     """Waits until all workers are up again, by keeping them all busy once."""
     while pool.statistics().workers < workers:
-        await pool.run(work_on(picture()))
-    await asyncio.gather(*(pool.run(work_on(picture())) for _ in range(8)))
+        await pool.run(work_on(pil_image()))
+    await asyncio.gather(*(pool.run(work_on(pil_image())) for _ in range(8)))
 
 
 async def test_a_killed_worker_fails_its_item_alone(
     pool: ProcessorPool, front: BaseMultiModalProcessor, gate: Gate
 ) -> None:
     deaths = pool.statistics().deaths
-    doomed = asyncio.create_task(pool.run(work_on(picture(), **gate.options)))
+    doomed = asyncio.create_task(pool.run(work_on(pil_image(), **gate.options)))
     process_id = await gate.reached()
-    others = [asyncio.create_task(pool.run(work_on(picture(seed=i)))) for i in range(5)]
+    others = [asyncio.create_task(pool.run(work_on(pil_image(seed=i)))) for i in range(5)]
     os.kill(process_id, signal.SIGKILL)
     with pytest.raises(MediaError) as caught:
         await doomed
     text = "images[3] could not be processed: its worker process was ended by signal 9"
     assert (str(caught.value), caught.value.parameter) == (text, "images[3]")
     for number, other in enumerate(others):
-        assert same(await other, work_item(front, work_on(picture(seed=number))))
+        assert same(await other, work_item(front, work_on(pil_image(seed=number))))
     await restarted(pool)
     assert process_id not in pool.process_ids
     assert pool.statistics().deaths == deaths + 1
@@ -420,10 +420,12 @@ async def test_cancelled_items(pool: ProcessorPool, tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         gates.append(Gate(tmp_path / str(number)))
-    running = [asyncio.create_task(pool.run(work_on(picture(), **gate.options))) for gate in gates]
+    running = [
+        asyncio.create_task(pool.run(work_on(pil_image(), **gate.options))) for gate in gates
+    ]
     before = {await gate.reached() for gate in gates}
-    queued = [asyncio.create_task(pool.run(work_on(picture(), do="segfault"))) for _ in range(3)]
-    last = asyncio.create_task(pool.run(work_on(picture())))
+    queued = [asyncio.create_task(pool.run(work_on(pil_image(), do="segfault"))) for _ in range(3)]
+    last = asyncio.create_task(pool.run(work_on(pil_image())))
     await asyncio.sleep(0)
     assert pool.statistics().queued == 4
     for task in (*running, *queued):
@@ -451,7 +453,7 @@ async def test_first_come_first_served(
 
     monkeypatch.setattr(WorkerProcess, "work", note)
     names = [f"images[{number}]" for number in range(12)]
-    await asyncio.gather(*(pool.run(work_on(picture(), name)) for name in names))
+    await asyncio.gather(*(pool.run(work_on(pil_image(), name)) for name in names))
     assert begun == names
 
 
@@ -460,15 +462,15 @@ async def test_nothing_leaks(pool: ProcessorPool) -> None:
     await restarted(pool)
     before, shared = descriptors(), set(os.listdir("/dev/shm"))
     for number in range(50):
-        await pool.run(work_on(picture(seed=number)))
+        await pool.run(work_on(pil_image(seed=number)))
     assert descriptors() == before
     with pytest.raises(MediaError, match="was ended by signal 11"):
-        await pool.run(work_on(picture(), do="segfault"))
+        await pool.run(work_on(pil_image(), do="segfault"))
     await restarted(pool)
     for process_id in pool.process_ids:
         os.kill(process_id, signal.SIGKILL)
     # Handed over before the pool can know of it, so nobody is to blame.
-    await asyncio.gather(*(pool.run(work_on(picture())) for _ in range(4)))
+    await asyncio.gather(*(pool.run(work_on(pil_image())) for _ in range(4)))
     await restarted(pool)
     assert len(descriptors()) == len(before)
     assert set(os.listdir("/dev/shm")) == shared
@@ -476,7 +478,7 @@ async def test_nothing_leaks(pool: ProcessorPool) -> None:
 
 
 async def test_contents_do_not_stay_in_memory(pool: ProcessorPool) -> None:
-    await pool.run(work_on(picture(1500, 1000)))
+    await pool.run(work_on(pil_image(1500, 1000)))
     with pytest.raises(MediaError):
         await pool.run(work_on(cut_jpeg()))
     sizes = [
@@ -495,20 +497,20 @@ async def test_a_whole_life(run: Any, front: BaseMultiModalProcessor, gate: Gate
     async def life() -> None:
         pool = ProcessorPool(FOLDER, config(1), front, job_limit_s=3600)
         with pytest.raises(EngineClosedError):
-            await pool.run(work_on(picture()))
+            await pool.run(work_on(pil_image()))
         await pool.start()
-        assert same(await pool.run(work_on(picture())), work_item(front, work_on(picture())))
+        assert same(await pool.run(work_on(pil_image())), work_item(front, work_on(pil_image())))
         (process_id,) = pool.process_ids
-        tasks = [asyncio.create_task(pool.run(work_on(picture(), **gate.options)))]
+        tasks = [asyncio.create_task(pool.run(work_on(pil_image(), **gate.options)))]
         assert await gate.reached() == process_id
-        tasks += [asyncio.create_task(pool.run(work_on(picture()))) for _ in range(3)]
+        tasks += [asyncio.create_task(pool.run(work_on(pil_image()))) for _ in range(3)]
         await asyncio.sleep(0)
         assert pool.statistics().queued == 3
         await asyncio.gather(pool.aclose(), pool.aclose())
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, EngineClosedError) for result in results), results
         with pytest.raises(EngineClosedError):
-            await pool.run(work_on(picture()))
+            await pool.run(work_on(pil_image()))
         assert pool.statistics().workers == 0
         assert process_id not in descendants()
 
@@ -525,7 +527,7 @@ async def test_an_item_that_takes_too_long(front: BaseMultiModalProcessor, gate:
     pool = ProcessorPool(FOLDER, config(1), front, job_limit_s=1.5)
     await pool.start()
     try:
-        work = work_on(picture(), **gate.options)
+        work = work_on(pil_image(), **gate.options)
         with pytest.raises(MediaError, match=r"^images\[3\] could .* longer than 1.5 s$"):
             await asyncio.gather(pool.run(work), gate.reached())
     finally:
@@ -587,7 +589,7 @@ async def test_a_folder_without_a_model(tmp_path: Path, front: BaseMultiModalPro
     with pytest.raises(ModelLoadError, match=r"a processor worker could not start: .*Error"):
         await pool.start()
     with pytest.raises(EngineClosedError):
-        await pool.run(work_on(picture()))
+        await pool.run(work_on(pil_image()))
     await pool.aclose()
     assert (len(descriptors()), descendants()) == (before, children)
 
@@ -644,11 +646,11 @@ async def test_items_are_refused_while_no_worker_starts(
     released = asyncio.Event()
     monkeypatch.setattr(WorkerProcess, "prepare", refuse)
     monkeypatch.setattr(pool, "_pause", no_pause)
-    doomed = asyncio.create_task(pool.run(work_on(picture(), do="leave")))
-    queued = asyncio.create_task(pool.run(work_on(picture())))
+    doomed = asyncio.create_task(pool.run(work_on(pil_image(), do="leave")))
+    queued = asyncio.create_task(pool.run(work_on(pil_image())))
     with pytest.raises(MediaError, match="exit status 3"):
         await doomed
-    for run in (queued, pool.run(work_on(picture()))):
+    for run in (queued, pool.run(work_on(pil_image()))):
         with pytest.raises(EngineError, match=r"no processor worker .*: no more memory") as caught:
             await run
         assert not isinstance(caught.value, ModelLoadError)
@@ -665,7 +667,7 @@ async def test_items_are_refused_while_no_worker_starts(
     monkeypatch.setattr(WorkerProcess, "prepare", prepare)
     released.set()
     await serving.wait()
-    assert await pool.run(work_on(picture()))
+    assert await pool.run(work_on(pil_image()))
     await pool.aclose()
 
 

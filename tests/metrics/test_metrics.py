@@ -88,7 +88,7 @@ async def load(engine: AsyncEngine) -> list[RequestOutput]:
         engine.generate(PROMPT, greedy(4, n=2), images=[tiny_image(2)]),
     )
     with pytest.raises(errors.MediaError):
-        await engine.generate(PROMPT, images=[b"no picture"])
+        await engine.generate(PROMPT, images=[b"no image"])
     async with engine.stream("a text", greedy(200)) as stream:
         await stream.receive()
     await settled(engine)

@@ -35,12 +35,12 @@ from tests.tiny import (
     tiny_pixels,
 )
 
-PICTURE = [IMAGE] * NUM_IMAGE_TOKENS
+IMAGE_TOKENS = [IMAGE] * NUM_IMAGE_TOKENS
 PROMPTS = [
-    [BOS, 20, 30, *PICTURE, 40, 50, 60, 70, 80],
+    [BOS, 20, 30, *IMAGE_TOKENS, 40, 50, 60, 70, 80],
     [BOS, 90, 91, 92, 93],
-    [BOS, *PICTURE, 33, *PICTURE, 44],
-    [BOS, 99, 98, 97, 96, 95, 94, *PICTURE, 11],
+    [BOS, *IMAGE_TOKENS, 33, *IMAGE_TOKENS, 44],
+    [BOS, 99, 98, 97, 96, 95, 94, *IMAGE_TOKENS, 11],
 ]
 NUM_TOKENS = 12
 

@@ -188,10 +188,10 @@ def qwen3_vl_processor() -> Any:
         image_token="<|image_pad|>", video_token="<|video_pad|>",
         vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>",
     )  # fmt: skip
-    pictures = hf.Qwen2VLImageProcessorPil(
+    image_processor = hf.Qwen2VLImageProcessorPil(
         patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}
     )
-    return hf_processors.without_video(hf.Qwen3VLProcessor)(pictures, tokenizer, None)
+    return hf_processors.without_video(hf.Qwen3VLProcessor)(image_processor, tokenizer, None)
 
 
 def qwen3_vl(tokenizer: Any) -> Any:
@@ -284,11 +284,11 @@ def aria_processor() -> Any:
 
 def llava_onevision_processor() -> Any:
     tokenizer = hf_processors.tokenizer_with(image_token="<image>", video_token="<video>")
-    pictures = hf.LlavaOnevisionImageProcessorPil(
+    image_processor = hf.LlavaOnevisionImageProcessorPil(
         size={"height": 28, "width": 28}, image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]]
     )
     return hf_processors.without_video(hf.LlavaOnevisionProcessor)(
-        pictures, tokenizer, None, num_image_tokens=4, vision_feature_select_strategy="full"
+        image_processor, tokenizer, None, num_image_tokens=4, vision_feature_select_strategy="full"
     )
 
 
@@ -332,10 +332,10 @@ def glm4v_processor() -> Any:
         "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
         image_token="<|image|>", video_token="<|video|>",
     )  # fmt: skip
-    pictures = hf.Glm4vImageProcessorPil(
+    image_processor = hf.Glm4vImageProcessorPil(
         size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16 * 2}
     )
-    return hf_processors.without_video(hf.Glm4vProcessor)(pictures, tokenizer, None)
+    return hf_processors.without_video(hf.Glm4vProcessor)(image_processor, tokenizer, None)
 
 
 def glm4v(tokenizer: Any) -> Any:
@@ -389,8 +389,8 @@ def chameleon(tokenizer: Any) -> Any:
 
 def blip2_processor() -> Any:
     tokenizer = hf_processors.tokenizer_with()
-    pictures = hf.BlipImageProcessorPil(size={"height": 28, "width": 28})
-    return hf.Blip2Processor(pictures, tokenizer, num_query_tokens=4)
+    image_processor = hf.BlipImageProcessorPil(size={"height": 28, "width": 28})
+    return hf.Blip2Processor(image_processor, tokenizer, num_query_tokens=4)
 
 
 def blip2(tokenizer: Any) -> Any:
@@ -417,10 +417,10 @@ def blip2(tokenizer: Any) -> Any:
 
 def pixtral_processor(merge: int) -> Any:
     tokenizer = hf_processors.tokenizer_with("[IMG_BREAK]", "[IMG_END]", image_token="[IMG]")
-    pictures = hf.PixtralImageProcessorPil(
+    image_processor = hf.PixtralImageProcessorPil(
         size={"longest_edge": 80}, patch_size={"height": 8, "width": 8}
     )
-    return PixtralProcessor(pictures, tokenizer, patch_size=8, spatial_merge_size=merge)
+    return PixtralProcessor(image_processor, tokenizer, patch_size=8, spatial_merge_size=merge)
 
 
 PIXTRAL = {
@@ -568,10 +568,10 @@ class Case:
 def cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
     """Prompts with one, two and no images."""
     a, b, c = (tiny_image(i).resize(size) for i, size in enumerate(family.sizes))
-    pictures = {0: iter([()]), 1: iter([(a,), (b,), (c,), (a,), (b,)]), 2: iter([(a, b), (c, c)])}
+    pil_images = {0: iter([()]), 1: iter([(a,), (b,), (c,), (a,), (b,)]), 2: iter([(a, b), (c, c)])}
     found = []
     for text in family.texts:
-        images = next(pictures[text.count("*")])
+        images = next(pil_images[text.count("*")])
         text = text.replace("*", family.place)
         found.append(Case(text, images, _expect(model, processor, text, images)))
     return tuple(found)

@@ -269,7 +269,7 @@ def measure(row: Row) -> Figure:
 
 # ---- the file
 
-KINDS = {"images": "pictures", "videos": "videos", "audios": "audio"}
+KINDS = {"images": "images", "videos": "videos", "audios": "audio"}
 
 
 def entry(figures: Sequence[Figure]) -> dict[str, Any]:

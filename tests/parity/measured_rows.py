@@ -45,7 +45,7 @@ def _media(case: Any) -> dict[str, Sequence[Any]]:
 def of_llava(module: Any, made: Any) -> list[Ask]:
     """Its cases name their images by seed."""
     return [
-        Ask(case.text, {"images": [tiny_image(seed) for seed in case.pictures]}, case.expected)
+        Ask(case.text, {"images": [tiny_image(seed) for seed in case.images]}, case.expected)
         for case in made.cases
     ]
 
@@ -81,7 +81,7 @@ def of_readers(module: Any, made: Any) -> list[Ask]:
 
 
 def of_gemma4(module: Any, made: Any) -> list[Ask]:
-    """The cases with images, and where it hears, recordings; that part runs in float32 only."""
+    """The cases with images, and where it hears, clips; that part runs in float32 only."""
     asked = of_cases(module, made)
     if made.name == "small":
         build = Gemma4ForConditionalGeneration.from_pretrained

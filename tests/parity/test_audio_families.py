@@ -196,7 +196,7 @@ def items_of(*lengths: int) -> MultiModalDataItems:
 
 
 def test_rows_are_known_from_the_header(model: Model, loaded: tuple[Any, Any]) -> None:
-    """And verified when the recording is processed."""
+    """And verified when the clip is processed."""
     _, processor = loaded
     window = int(model.family.window_s * RATE)
     lengths = (321, 480, 481, 640, 641, 960, 961, window - 1, window, window + 1, 3 * window + 5)

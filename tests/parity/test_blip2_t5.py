@@ -189,9 +189,9 @@ async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
             (Prompt(decoder_text="a"), [], InvalidRequestError),
             (Prompt(token_ids=[5] * 58, media={"image": [image]}), [], PromptTooLongError),
         ]
-        for prompt, pictures, kind in cases:
+        for prompt, pil_images, kind in cases:
             with pytest.raises(kind):
-                await engine.generate(prompt, PARAMS, images=pictures)
+                await engine.generate(prompt, PARAMS, images=pil_images)
         output = await engine.generate(ASKED[0][0], PARAMS, images=[image])
         assert output.token_ids == saved.expected[0]
 

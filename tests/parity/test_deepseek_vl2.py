@@ -214,10 +214,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     processor = processor_of(folder)
     unpaged(definition)
     a, b, c, d = (tiny_image(i).resize(size) for i, size in enumerate(SIZES))
-    pictures = iter([(a,), (b,), (c,), (a, b), (c, c), (a, d, b), ()])
+    pil_images = iter([(a,), (b,), (c,), (a, b), (c, c), (a, d, b), ()])
     cases = []
     for text in TEXTS:
-        images = next(pictures)
+        images = next(pil_images)
         text = text.replace("*", "<image>")
         cases.append(Case(text, images, expected(definition, processor, text, images)))
     return Model(folder, tuple(cases))

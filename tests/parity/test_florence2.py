@@ -56,7 +56,7 @@ class Saved:
 
 def build() -> tuple[Any, Any]:
     tokenizer = tokenizer_with("<loc_0>", "<loc_1>", image_token="<image>")
-    pictures = hf.CLIPImageProcessorPil(
+    image_processor = hf.CLIPImageProcessorPil(
         size={"height": SIDE, "width": SIDE}, do_center_crop=False, image_seq_length=ROWS
     )
     config = hf.Florence2Config(
@@ -82,7 +82,7 @@ def build() -> tuple[Any, Any]:
     model.generation_config.decoder_start_token_id = 2
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
-    return model, hf.Florence2Processor(pictures, tokenizer)
+    return model, hf.Florence2Processor(image_processor, tokenizer)
 
 
 @torch.inference_mode()
@@ -183,7 +183,7 @@ async def test_other_forms_of_a_prompt(saved: Saved) -> None:
 async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
     image = IMAGES[0]
     async with engine_for(saved) as engine:
-        for text, pictures, kind in (
+        for text, pil_images, kind in (
             ("<OD> of a cat", [image], InvalidRequestError),
             ("a <image> b", [image], PlaceholderMismatchError),
             ("a <image> b", [], PlaceholderMismatchError),
@@ -191,7 +191,7 @@ async def test_what_makes_no_prompt_is_refused(saved: Saved) -> None:
             ("", [], InvalidRequestError),
         ):
             with pytest.raises(kind):
-                await engine.generate(text, PARAMS, images=pictures)
+                await engine.generate(text, PARAMS, images=pil_images)
         # Only the encoder sees that the tower has not made the promised rows.
         small = {"size": {"height": 16, "width": 16}}
         with pytest.raises(InvalidRequestError, match="could not be encoded"):

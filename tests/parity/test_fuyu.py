@@ -23,10 +23,10 @@ SIDE = 10
 
 
 def fuyu_processor() -> Any:
-    pictures = hf.FuyuImageProcessorPil(
+    image_processor = hf.FuyuImageProcessorPil(
         size={"height": 40, "width": 60}, patch_size={"height": SIDE, "width": SIDE}
     )
-    return hf.FuyuProcessor(image_processor=pictures, tokenizer=make_tokenizer())
+    return hf.FuyuProcessor(image_processor=image_processor, tokenizer=make_tokenizer())
 
 
 def fuyu(tokenizer: Any) -> Any:
@@ -137,11 +137,11 @@ async def test_another_size(reference: tuple[Model, Any]) -> None:
     """A request's own limit, of which the layout knows; its own patches the model cannot take."""
     model, processor = reference
     size = {"height": 20, "width": 30}
-    picture = tiny_image(3).resize((50, 33))
+    pil_image = tiny_image(3).resize((50, 33))
     with whole_patches():
-        inputs = processor(text="a", images=picture, size=size, return_tensors="pt")
+        inputs = processor(text="a", images=pil_image, size=size, return_tensors="pt")
     async with engine_for(model.folder, mm_processor_kwargs={"size": size}) as engine:
-        output = await engine.generate("a", PARAMS, images=[picture])
+        output = await engine.generate("a", PARAMS, images=[pil_image])
         assert list(output.prompt_token_ids) == inputs["input_ids"][0].tolist()
 
 
@@ -168,10 +168,10 @@ async def refused(engine: AsyncEngine, *images: Any) -> None:
 
 
 async def test_what_is_refused(model: Model) -> None:
-    picture = model.cases[0].images[0]
+    pil_image = model.cases[0].images[0]
     async with engine_for(model.folder) as engine:
         with pytest.raises(UnsupportedModalityError, match="2 image items"):
-            await refused(engine, picture, picture)
+            await refused(engine, pil_image, pil_image)
         with pytest.raises(UnsupportedModalityError, match="takes no image embeddings"):
             await refused(engine, Embeddings(torch.zeros(12, 48)))
         with pytest.raises(MediaError, match="too narrow"):

@@ -277,10 +277,12 @@ def processor() -> Any:
         image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>",
         audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>",
     )  # fmt: skip
-    pictures = hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
-    recordings = hf.Gemma4AudioFeatureExtractor(feature_size=16)
+    image_processor = hf.Gemma4ImageProcessorPil(
+        patch_size=4, max_soft_tokens=70, pooling_kernel_size=2
+    )
+    feature_extractor = hf.Gemma4AudioFeatureExtractor(feature_size=16)
     made = hf_processors.without_video(hf.Gemma4Processor)
-    return made(recordings, pictures, tokenizer, None)
+    return made(feature_extractor, image_processor, tokenizer, None)
 
 
 def gemma4_whole(has_audio: bool, **changes: Any) -> Callable[[Any], Any]:
@@ -360,7 +362,7 @@ async def test_images_without_a_prefix_cache(whole: Saved) -> None:
         assert engine.statistics().encoder_items_run == 3
 
 
-async def test_recordings(tmp_path: Path) -> None:
+async def test_clips(tmp_path: Path) -> None:
     """Also beside an image. In float32: transformers' tower computes in nothing wider."""
     reference, made = save_whole(replace(IMAGES["small"], dtype=torch.float32), tmp_path)
     image, tones = tiny_image(3), [sound(0, 0.9), sound(1, 1.3)]

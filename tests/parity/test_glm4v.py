@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
     processor = asyncio.run(hf_processor())
     a, b, c = film(0, 6, 60, 60), film(1, 4, 56, 112), film(2, 3, 120, 60)
-    picture = tiny_image(7).resize((60, 60))
+    pil_image = tiny_image(7).resize((60, 60))
     prompts = (
         (f"USER: {VIDEO}\nWhat happens? ASSISTANT:", (a,)),
         (f"USER: {VIDEO}\nWhat happens? ASSISTANT:", (b,)),
@@ -84,9 +84,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         for text, videos in prompts
     ]
     with pytest.raises(ValueError, match="Image features and image tokens do not match"):
-        _expect(reference, processor, IMAGE + VIDEO, (picture,), (a,))
+        _expect(reference, processor, IMAGE + VIDEO, (pil_image,), (a,))
     films += [
-        expect_of_both(reference, processor, text, picture, b)
+        expect_of_both(reference, processor, text, pil_image, b)
         for text in (f"Is {IMAGE} in {VIDEO} ?", f"{VIDEO}: is {IMAGE} in it?")
     ]
     return Model("glm4v", folder, (), tuple(films))

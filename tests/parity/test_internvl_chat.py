@@ -104,13 +104,13 @@ def internvl_tokenizer() -> Any:
 
 def processor_of(kind: Kind) -> Any:
     settings = {"dynamic_image_size": True, **kind.settings}
-    pictures = InternVLChatImageProcessor(
+    image_processor = InternVLChatImageProcessor(
         size={"height": SIDE, "width": SIDE},
         dynamic_image_size=settings["dynamic_image_size"],
         use_thumbnail=settings.get("use_thumbnail", False),
         max_dynamic_patch=MOST,
     )
-    return InternVLChatProcessor(pictures, internvl_tokenizer(), num_image_token=4)
+    return InternVLChatProcessor(image_processor, internvl_tokenizer(), num_image_token=4)
 
 
 def vision_of(kind: Kind) -> dict[str, Any]:

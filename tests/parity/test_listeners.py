@@ -27,7 +27,7 @@ SOUNDS = tuple(sound(seed, seconds) for seed, seconds in enumerate((0.6, 1.0, 0.
 
 @dataclass(frozen=True)
 class Saved:
-    """`asked`: decoder prompts and the recordings they are asked about."""
+    """`asked`: decoder prompts and the clips they are asked about."""
 
     name: str
     folder: Path
@@ -105,7 +105,7 @@ async def test_without_a_prefix_cache(saved: Saved) -> None:
         await check_all(engine, saved)
 
 
-async def test_other_forms_of_a_recording(saved: Saved) -> None:
+async def test_other_forms_of_a_clip(saved: Saved) -> None:
     text, index = saved.asked[0]
     (samples, expected) = SOUNDS[index], saved.expected[0]
     async with engine_for(saved) as engine:
@@ -127,13 +127,13 @@ async def test_other_forms_of_a_recording(saved: Saved) -> None:
 async def test_rows_may_be_more_than_the_decoder_is_long(saved: Saved) -> None:
     expected = saved.expected[0]
     async with engine_for(saved, max_model_len=16) as engine:
-        recording = (SOUNDS[0], RATE)
-        assert (await engine.generate("", PARAMS, audios=[recording])).token_ids == expected
+        clip = (SOUNDS[0], RATE)
+        assert (await engine.generate("", PARAMS, audios=[clip])).token_ids == expected
         (rows,) = engine._core.loaded.runner._rows.values()
         assert len(rows) > 16
         output = await engine.generate("", PARAMS, audios=[Embeddings(rows)])
         assert output.token_ids == expected
-        only_media = Prompt(media={"audio": [recording]})
+        only_media = Prompt(media={"audio": [clip]})
         assert (await engine.generate(only_media, PARAMS)).token_ids == expected
         with pytest.raises(MediaError, match="input_ids"):
             await engine.generate("", PARAMS, audios=[Embeddings(rows, input_ids=[0] * 9000)])
@@ -199,7 +199,7 @@ async def test_what_a_generation_config_says(
 
 async def test_what_cannot_be_heard_is_refused(saved: Saved) -> None:
     long = np.zeros(70 * RATE, np.float32)
-    recording = (SOUNDS[0], RATE)
+    clip = (SOUNDS[0], RATE)
     async with engine_for(saved) as engine:
         with pytest.raises(MediaError, match="cut_windows"):
             await engine.generate("", PARAMS, audios=[(long, RATE)])
@@ -210,10 +210,10 @@ async def test_what_cannot_be_heard_is_refused(saved: Saved) -> None:
         assert cut.token_ids == same.token_ids
         for prompt, audios in (
             ("", []),
-            ("", [recording, recording]),
-            (Prompt(text="a", decoder_text="b"), [recording]),
-            (Prompt(encoder_text="a"), [recording]),
-            (Prompt(text="", mm_processor_kwargs={"truncation": "no"}), [recording]),
+            ("", [clip, clip]),
+            (Prompt(text="a", decoder_text="b"), [clip]),
+            (Prompt(encoder_text="a"), [clip]),
+            (Prompt(text="", mm_processor_kwargs={"truncation": "no"}), [clip]),
         ):
             with pytest.raises(InvalidRequestError):
                 await engine.generate(prompt, PARAMS, audios=audios)

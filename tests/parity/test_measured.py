@@ -14,7 +14,7 @@ from tests.parity.measure import BOUND, FILE, KINDS, SAME, measure
 from tests.parity.measured_rows import BUDGET, ROWS
 
 AGAIN = ("test_families[qwen2.5-vl]", "test_encdec[bart]", "test_qwen_vl", "test_omni")
-MODALITIES = {"image": "pictures", "video": "videos", "audio": "audio"}
+MODALITIES = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 @pytest.fixture(scope="module")

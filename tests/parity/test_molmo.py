@@ -186,10 +186,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     plain = unpaged(save(folder, tiny_config(**(OLMO if request.param == "olmo" else {}))))
     eos = tiny_tokenizer().eos_token_id
     a, b, c = (tiny_image(i).resize(size) for i, size in enumerate(SIZES))
-    pictures = {0: iter([()]), 1: iter([(a,), (b,), (c,)]), 2: iter([(a, b), (c, c)])}
+    pil_images = {0: iter([()]), 1: iter([(a,), (b,), (c,)]), 2: iter([(a, b), (c, c)])}
     cases = []
     for text in TEXTS:
-        images = next(pictures[text.count("*")])
+        images = next(pil_images[text.count("*")])
         text = text.replace("*", "").strip() or "a"
         cases.append(Case(text, images, expect(plain, text, images, eos)))
     return Model(folder, tuple(cases))
@@ -467,12 +467,12 @@ def test_every_token_has_its_own_patches() -> None:
     """In an image that fills its canvas, each token's four patches are those at its place."""
     images = MolmoImageProcessor(**{**CROPS, "max_crops": 6})
     # Three by two crops: windows of 16 pixels, and margins of 8 on each side.
-    picture = tiny_image(3).resize((2 * 16 + 16, 3 * 16 + 16), Image.Resampling.NEAREST)
-    made = images(picture, {})
+    pil_image = tiny_image(3).resize((2 * 16 + 16, 3 * 16 + 16), Image.Resampling.NEAREST)
+    made = images(pil_image, {})
     assert made["pixel_values"].shape == (7, 64, 48)
     assert images.grid(64, 48, {}) == (8, 6)
     mean, std = np.array(images.image_mean), np.array(images.image_std)
-    pixels = ((np.asarray(picture) / 255 - mean) / std).astype(np.float32)
+    pixels = ((np.asarray(pil_image) / 255 - mean) / std).astype(np.float32)
     begin = 4 * 5 + 3
     places = made["image_input_idx"].view(7, 4, 4)
     assert sorted(places[places >= 0].tolist()) == sorted(
@@ -513,23 +513,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_chat_messages(folder: Path) -> None:
-    picture = tiny_image(1)
-    parts = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
+    pil_image = tiny_image(1)
+    parts = [{"type": "image", "image": pil_image}, {"type": "text", "text": "What is it?"}]
     talk = [
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "A dog."},
         {"role": "user", "content": "Is <im_patch> it?"},
     ]
     async with engine_for(folder) as engine:
-        raw = await engine.generate("User: What is it? Assistant:", PARAMS, images=[picture])
+        raw = await engine.generate("User: What is it? Assistant:", PARAMS, images=[pil_image])
         chat = await engine.generate(talk[:1], PARAMS)
         assert chat.prompt_token_ids == raw.prompt_token_ids
         assert chat.token_ids == raw.token_ids
         expected = engine.processor.info.get_hf_processor()(
-            text="User: What is it? Assistant:", images=picture
+            text="User: What is it? Assistant:", images=pil_image
         )
         assert list(raw.prompt_token_ids) == expected["input_ids"][0].tolist()
-        ids = await engine.generate(list(raw.prompt_token_ids), PARAMS, images=[picture])
+        ids = await engine.generate(list(raw.prompt_token_ids), PARAMS, images=[pil_image])
         assert ids.prompt_token_ids == raw.prompt_token_ids
         assert ids.token_ids == raw.token_ids
         longer = (await engine.generate(talk, PARAMS)).prompt_token_ids

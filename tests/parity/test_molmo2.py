@@ -266,9 +266,9 @@ def test_images_become_what_transformers_makes_of_them(
         size={"height": crop, "width": crop}, patch_size=4, overlap_margins=list(margins),
         max_crops=5, pooling_size=list(pooling),
     )  # fmt: skip
-    pictures = [tiny_image(i).resize(size) for i, size in enumerate(SIZES)]
+    pil_images = [tiny_image(i).resize(size) for i, size in enumerate(SIZES)]
     expected = transformers_own()._preprocess(
-        [torch.tensor(np.asarray(each)).movedim(-1, 0).contiguous() for each in pictures],
+        [torch.tensor(np.asarray(each)).movedim(-1, 0).contiguous() for each in pil_images],
         do_resize=True, size=SizeDict(height=crop, width=crop), resample=2, do_rescale=True,
         rescale_factor=1 / 255, do_normalize=True, image_mean=(0.5, 0.4, 0.6),
         image_std=(0.5, 0.6, 0.4), do_convert_rgb=True, max_crops=5,
@@ -276,15 +276,15 @@ def test_images_become_what_transformers_makes_of_them(
         disable_grouping=True, return_tensors="pt",
     )  # fmt: skip
     found = mine(
-        pictures, image_mean=[0.5, 0.4, 0.6], image_std=[0.5, 0.6, 0.4], return_tensors="pt"
+        pil_images, image_mean=[0.5, 0.4, 0.6], image_std=[0.5, 0.6, 0.4], return_tensors="pt"
     )
     assert set(found) == set(expected)
     for name in expected:
         assert torch.equal(found[name], expected[name].to(found[name].dtype)), name
-    for picture, grid, count in zip(
-        pictures, found["image_grids"], found["image_num_crops"], strict=True
+    for pil_image, grid, count in zip(
+        pil_images, found["image_grids"], found["image_num_crops"], strict=True
     ):
-        said = mine.get_image_grid_and_crops(picture.height, picture.width)
+        said = mine.get_image_grid_and_crops(pil_image.height, pil_image.width)
         assert said == (grid.tolist(), int(count))
 
 

@@ -1,4 +1,4 @@
-"""Images, videos and recordings in one prompt: the tokens of transformers."""
+"""Images, videos and clips in one prompt: the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_a_films_own_rate(model: Model) -> None:
 
 
 async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
-    """With their grids; those of a recording need nothing beside them."""
+    """With their grids; those of a clip need nothing beside them."""
     extras = ("image_grid_thw", "video_grid_thw", "video_second_per_grid")
 
     async def encode(text: str, **media: Any) -> Embeddings:
@@ -203,11 +203,11 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
             return Embeddings(rows, **{name: features[name] for name in extras if name in features})
 
     image = await encode(IMAGE, images=IMAGES[:1])
-    recording = await encode(AUDIO, audios=[(SOUNDS[0], RATE)])
+    clip = await encode(AUDIO, audios=[(SOUNDS[0], RATE)])
     film = await encode(VIDEO, videos=FILMS[:1])
     text, seen, heard = model.cases[0].text, model.cases[5], model.cases[0].media["audios"]
     async with engine_for(model.folder) as engine:
-        for sounds in ([recording], heard):
+        for sounds in ([clip], heard):
             output = await engine.generate(text, PARAMS, images=[image], audios=sounds)
             model.cases[0].check(output.token_ids)
         output = await engine.generate(

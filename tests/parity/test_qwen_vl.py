@@ -170,10 +170,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     save(definition, TINY, folder)
     unpaged(definition)
     a, b, c = (tiny_image(i).resize(size) for i, size in enumerate(SIZES))
-    pictures = iter([(a,), (b,), (c,), (a, b), (c, c), ()])
+    pil_images = iter([(a,), (b,), (c,), (a, b), (c, c), ()])
     cases = []
     for text in TEXTS:
-        images = next(pictures)
+        images = next(pil_images)
         cases.append(Case(text, images, expected(definition, text, images)))
     return Model(folder, tuple(cases))
 

@@ -192,9 +192,7 @@ def test_parts_of_every_modality(
 
 
 @pytest.mark.parametrize("audio", ["AAAA", {"data": 1, "format": "wav"}, {"format": "wav"}])
-def test_recordings_of_the_wrong_form(
-    llava: Any, monkeypatch: pytest.MonkeyPatch, audio: Any
-) -> None:
+def test_clips_of_the_wrong_form(llava: Any, monkeypatch: pytest.MonkeyPatch, audio: Any) -> None:
     monkeypatch.setattr(llava.info, "get_supported_mm_limits", lambda: {"audio": None})
     part = {"type": "input_audio", "input_audio": audio}
     with pytest.raises(InvalidRequestError) as caught:

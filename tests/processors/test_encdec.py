@@ -35,12 +35,12 @@ def processor(llava_folder: Path) -> Listener:
     return Listener(info, GuideDummyInputs(info))
 
 
-def pictures(count: int) -> MultiModalDataItems:
+def pil_images(count: int) -> MultiModalDataItems:
     return MultiModalDataItems({"image": ImageProcessorItems([Image.new("RGB", (9, 9))] * count)})
 
 
 def test_both_halves(processor: Listener) -> None:
-    inputs = processor.apply("a cat", pictures(2))
+    inputs = processor.apply("a cat", pil_images(2))
     assert isinstance(inputs, MultiModalEncDecInputs)
     image = processor.info.get_hf_config().image_token_index
     assert inputs.token_ids == [image] * 8
@@ -55,11 +55,11 @@ def test_both_halves(processor: Listener) -> None:
 
 def test_a_start_token_is_put_before_the_prompt_once(processor: Listener) -> None:
     for prompt, wanted in (([7, 9], [7, 9]), ([9, 7], [7, 9, 7]), ([], [7])):
-        assert processor.apply(prompt, pictures(1)).decoder_token_ids == wanted
+        assert processor.apply(prompt, pil_images(1)).decoder_token_ids == wanted
 
 
 def test_an_explicit_decoder_prompt_wins(processor: Listener) -> None:
-    assert processor.apply("a", pictures(1), None, [3, 4]).decoder_token_ids == [7, 3, 4]
+    assert processor.apply("a", pil_images(1), None, [3, 4]).decoder_token_ids == [7, 3, 4]
 
 
 class Reader(EncDecTextProcessor):

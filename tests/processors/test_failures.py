@@ -60,7 +60,7 @@ def make(
     return processor(info, dummies(info))
 
 
-def pictures(count: int = 1) -> MultiModalDataItems:
+def images(count: int = 1) -> MultiModalDataItems:
     return MultiModalDataItems({"image": ImageProcessorItems([Image.new("RGB", (40, 30))] * count)})
 
 
@@ -85,7 +85,7 @@ def test_a_bug_is_logged_by_its_place(
     made = make(llava_folder, processor)
     for _ in range(2):
         with pytest.raises(MediaError, match=kind.__name__) as caught:
-            made.process(pictures(), {})
+            made.process(images(), {})
         assert caught.value.__cause__ is None and SECRET not in str(caught.value)
     whole, again = lines_of(caplog)
     assert processor.__name__ in whole and whole.endswith(kind.__name__) and place in whole
@@ -108,14 +108,14 @@ def test_a_bug_shows_itself_on_the_engines_own_dummy(
         assert caught.value.__cause__.__traceback__ is not None
         assert str(caught.value.__cause__)[:40] in str(caught.value)
     with pytest.raises(MediaError) as refused:  # of a request's images nothing is told again
-        made.process(pictures(), {})
+        made.process(images(), {})
     assert refused.value.__cause__ is None
 
 
 def test_dummies_that_cannot_be_made_are_no_fault_of_the_media(llava_folder: Path) -> None:
     made = make(llava_folder, GuideProcessor, FailingDummies)
     with pytest.raises(EngineError, match=r"FailingDummies .*AttributeError") as caught:
-        made.process(pictures(), {})
+        made.process(images(), {})
     assert isinstance(caught.value.__cause__, AttributeError)
     with pytest.raises(ModelLoadError, match="no_such_method") as refused:
         apply_dummy(made, "image", 0)

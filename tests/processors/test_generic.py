@@ -44,7 +44,7 @@ from tests.processors.conftest import context_of
 from tests.processors.hf_processors import FAMILIES, context_for, processor_for, tokenizer_with
 
 TEXTS = st.text(st.sampled_from("a b\ncat.<>s/_é猫"), max_size=10)
-# Of an image, width and height; of a recording, the number of samples.
+# Of an image, width and height; of a clip, the number of samples.
 SIZES = st.tuples(st.integers(12, 90), st.integers(12, 90))
 TEXT_NAMES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
 
@@ -351,8 +351,10 @@ def test_videos_tell_their_times() -> None:
 
 
 def test_an_hf_processor_that_reports_nothing() -> None:
-    pictures = hf.BlipImageProcessorPil(size=hf_processors.SQUARE)
-    blip = hf.Blip2Processor(pictures, tokenizer_with(image_token="<image>"), num_query_tokens=4)
+    image_processor = hf.BlipImageProcessorPil(size=hf_processors.SQUARE)
+    blip = hf.Blip2Processor(
+        image_processor, tokenizer_with(image_token="<image>"), num_query_tokens=4
+    )
     with pytest.raises(ModelLoadError, match=r"does not report.*BaseMultiModalProcessor"):
         GenericProcessingInfo(context_for(blip))
     with pytest.raises(ModelLoadError, match="does not report"):

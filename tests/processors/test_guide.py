@@ -132,14 +132,14 @@ class PrependingModel:
     pass
 
 
-def pictures(*sizes: tuple[int, int]) -> MultiModalDataItems:
+def pil_images(*sizes: tuple[int, int]) -> MultiModalDataItems:
     images = [Image.new("RGB", size, (index * 40, 9, 9)) for index, size in enumerate(sizes)]
     return MultiModalDataItems({"image": ImageProcessorItems(images)})
 
 
 def test_the_guides_example(llava_folder: Path) -> None:
     processor = REGISTRY.create_processor(GuideModel, context_of(llava_folder))
-    items = pictures((40, 30), (9, 90))
+    items = pil_images((40, 30), (9, 90))
     mine = processor.apply("a <image> b <image>", items)
     theirs = processor.info.get_hf_processor()(
         text="a <image> b <image>", images=items["image"].get_all(), return_tensors="pt"
@@ -152,7 +152,7 @@ def test_the_guides_example(llava_folder: Path) -> None:
 
 def test_a_layout_from_the_outputs(llava_folder: Path) -> None:
     processor = REGISTRY.create_processor(PrependingModel, context_of(llava_folder))
-    items = pictures((40, 30), (9, 90))
+    items = pil_images((40, 30), (9, 90))
     outputs = processor.process(items, {})
     layout = processor.layout([11, 12], items, {}, outputs)
     block = [9, 7, 7, 8, 7, 7, 8, 10]
@@ -174,4 +174,4 @@ def test_a_processor_that_loses_an_item(llava_folder: Path) -> None:
 
     info = GuideInfo(context_of(llava_folder))
     with pytest.raises(MediaError, match="2 image items were processed to 1"):
-        Loses(info, GuideDummyInputs(info)).process(pictures((5, 5), (6, 6)), {})
+        Loses(info, GuideDummyInputs(info)).process(pil_images((5, 5), (6, 6)), {})

@@ -261,8 +261,8 @@ def fuyu(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return REGISTRY.create_processor(FuyuModel, context_of(folder))
 
 
-def items_of(*pictures: Image.Image | ImageHeader) -> MultiModalDataItems:
-    return MultiModalDataItems({"image": ImageProcessorItems(pictures)})
+def items_of(*pil_images: Image.Image | ImageHeader) -> MultiModalDataItems:
+    return MultiModalDataItems({"image": ImageProcessorItems(pil_images)})
 
 
 def header_of(size: tuple[int, int]) -> ImageHeader:
@@ -274,9 +274,9 @@ def image_of(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def theirs_of(fuyu: Any, text: str, **pictures: Any) -> tuple[list[int], Any]:
+def theirs_of(fuyu: Any, text: str, **pil_images: Any) -> tuple[list[int], Any]:
     """The HF processor's own token ids and patches."""
-    outputs = fuyu.info.get_hf_processor()(text=text, return_tensors="pt", **pictures)
+    outputs = fuyu.info.get_hf_processor()(text=text, return_tensors="pt", **pil_images)
     return torch.as_tensor(outputs["input_ids"])[0].tolist(), outputs.get("image_patches")
 
 
@@ -304,9 +304,9 @@ texts = st.lists(words | st.text(max_size=6), min_size=1).map("".join).filter(bo
 @example(text="<0x04>", size=(599, 11))
 @given(text=texts, size=sizes)
 def test_the_guides_example(fuyu: Any, text: str, size: tuple[int, int]) -> None:
-    picture = image_of(size)
-    token_ids, patches = theirs_of(fuyu, text, images=picture)
-    mine = fuyu.apply(text, items_of(picture))
+    pil_image = image_of(size)
+    token_ids, patches = theirs_of(fuyu, text, images=pil_image)
+    mine = fuyu.apply(text, items_of(pil_image))
     assert mine.token_ids == token_ids
     [placed] = mine.placeholders["image"]
     assert (placed.offset, placed.length) == (0, token_ids.index(_BOS_ID))
@@ -322,13 +322,13 @@ def test_the_guides_example(fuyu: Any, text: str, size: tuple[int, int]) -> None
 
     prompt = fuyu.tokenize(text)
     for same in (
-        fuyu.apply(prompt, items_of(picture)),
-        fuyu.apply(token_ids, items_of(picture)),  # What the HF processor has laid out already.
+        fuyu.apply(prompt, items_of(pil_image)),
+        fuyu.apply(token_ids, items_of(pil_image)),  # What the HF processor has laid out already.
         fuyu.layout(text, items_of(header_of(size)), {}),
         fuyu.layout(prompt, items_of(header_of(size)), {}),
     ):
         assert (same.token_ids, same.placeholders) == (mine.token_ids, mine.placeholders)
-        fuyu.verify_layout(same, items_of(picture), mine.items, {})
+        fuyu.verify_layout(same, items_of(pil_image), mine.items, {})
 
 
 @settings(deadline=None)
@@ -349,23 +349,23 @@ def test_an_exact_text_without_images(fuyu: Any, text: str) -> None:
     token_ids, _ = theirs_of(fuyu, text)
     mine = exact.apply(text, MultiModalDataItems())
     assert (mine.token_ids, mine.placeholders, mine.items) == (token_ids, {}, {})
-    picture = image_of((25, 15))
-    token_ids, _ = theirs_of(fuyu, text, images=picture)
-    assert exact.apply(text, items_of(picture)).token_ids == token_ids
+    pil_image = image_of((25, 15))
+    token_ids, _ = theirs_of(fuyu, text, images=pil_image)
+    assert exact.apply(text, items_of(pil_image)).token_ids == token_ids
 
 
 def test_a_text_with_the_target_in_it(fuyu: Any) -> None:
-    picture = image_of((25, 15))
-    token_ids, _ = theirs_of(fuyu, "a|ENDOFTEXT|b", images=picture)
-    assert fuyu.apply("a|ENDOFTEXT|b", items_of(picture)).token_ids == token_ids
+    pil_image = image_of((25, 15))
+    token_ids, _ = theirs_of(fuyu, "a|ENDOFTEXT|b", images=pil_image)
+    assert fuyu.apply("a|ENDOFTEXT|b", items_of(pil_image)).token_ids == token_ids
 
 
 def test_an_empty_text(fuyu: Any) -> None:
     """The only text that differs: HF tokenizes `<0x04>` with the text, thus behind a lone "▁"."""
-    picture = image_of((25, 15))
-    token_ids, _ = theirs_of(fuyu, "", images=picture)
+    pil_image = image_of((25, 15))
+    token_ids, _ = theirs_of(fuyu, "", images=pil_image)
     assert token_ids[-2:] == [_SPACE_ID, _BOA_ID]
-    assert fuyu.apply("", items_of(picture)).token_ids == [*token_ids[:-2], _BOA_ID]
+    assert fuyu.apply("", items_of(pil_image)).token_ids == [*token_ids[:-2], _BOA_ID]
 
 
 def test_the_dummy_image_is_the_largest(fuyu: Any) -> None:
@@ -382,17 +382,17 @@ def test_the_dummy_image_is_the_largest(fuyu: Any) -> None:
 def test_a_header_that_lied(fuyu: Any) -> None:
     layout = fuyu.layout("a", items_of(header_of((30, 10))), {})
     for size in ((10, 30), (30, 11), (31, 10)):
-        picture = items_of(image_of(size))
+        pil_image = items_of(image_of(size))
         with pytest.raises(MediaError, match="promised"):
-            fuyu.verify_layout(layout, picture, fuyu.process(picture, {}), {})
+            fuyu.verify_layout(layout, pil_image, fuyu.process(pil_image, {}), {})
 
 
 def test_prompts_that_are_refused(fuyu: Any) -> None:
-    picture = image_of((25, 15))
+    pil_image = image_of((25, 15))
     with pytest.raises(UnsupportedModalityError, match="2 image items"):
-        fuyu.apply("a", items_of(picture, picture))
+        fuyu.apply("a", items_of(pil_image, pil_image))
     with pytest.raises(PlaceholderMismatchError, match="1 image was given"):
-        fuyu.layout([70, 71], items_of(picture), {})  # Without |ENDOFTEXT| at its start.
+        fuyu.layout([70, 71], items_of(pil_image), {})  # Without |ENDOFTEXT| at its start.
 
 
 def test_a_image_that_shrinks_to_nothing(fuyu: Any) -> None:

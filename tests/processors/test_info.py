@@ -25,8 +25,8 @@ from aioengine.processors.text_only import TextOnlyProcessor
 from tests.processors.conftest import context_of
 
 
-def images(*pictures: Any) -> MultiModalDataItems:
-    return MultiModalDataItems({"image": ImageProcessorItems(pictures)})
+def images(*pil_images: Any) -> MultiModalDataItems:
+    return MultiModalDataItems({"image": ImageProcessorItems(pil_images)})
 
 
 def test_clones_share_nothing_that_threads_must_not_share(llava_folder: Path) -> None:

@@ -82,8 +82,10 @@ def test_tiles(size: tuple[int, int], grid: tuple[int, int], thumbnail: bool) ->
 def test_text() -> None:
     """What each image becomes, in its order."""
     tokenizer: Any = tokenizer_with("<img>", "</img>", "<IMG_CONTEXT>")
-    pictures = InternVLChatImageProcessor(size={"height": SIDE, "width": SIDE}, max_dynamic_patch=2)
-    processor = InternVLChatProcessor(pictures, tokenizer, num_image_token=3)
+    image_processor = InternVLChatImageProcessor(
+        size={"height": SIDE, "width": SIDE}, max_dynamic_patch=2
+    )
+    processor = InternVLChatProcessor(image_processor, tokenizer, num_image_token=3)
     images = [tiny_image(0).resize((56, 28)), tiny_image(1).resize((28, 28))]
     outputs = processor(text="a<image>.<image>\n\nb", images=images, return_tensors="pt")
     rows = "<IMG_CONTEXT>" * 3

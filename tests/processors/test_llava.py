@@ -36,11 +36,11 @@ SIZES = st.tuples(st.integers(1, 150), st.integers(1, 150))
 TEXTS = st.text(st.sampled_from("a b\ncat.<>s/_é猫"), max_size=12)
 
 
-def items_of(*pictures: Any) -> MultiModalDataItems:
-    return MultiModalDataItems({"image": ImageProcessorItems(pictures)})
+def items_of(*pil_images: Any) -> MultiModalDataItems:
+    return MultiModalDataItems({"image": ImageProcessorItems(pil_images)})
 
 
-def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
+def pil_image(size: tuple[int, int], seed: int = 0) -> Image.Image:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
@@ -52,11 +52,11 @@ def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), sizes=st.data())
 def test_equals_the_hf_processor(llava: Any, texts: list[str], sizes: st.DataObject) -> None:
     count = len(texts) - 1
-    pictures = [picture(sizes.draw(SIZES), seed) for seed in range(count)]
+    pil_images = [pil_image(sizes.draw(SIZES), seed) for seed in range(count)]
     prompt = "<image>".join(texts)
-    mine = llava.apply(prompt, items_of(*pictures))
+    mine = llava.apply(prompt, items_of(*pil_images))
     theirs = llava.info.get_hf_processor()(
-        text=prompt, images=pictures or None, return_tensors="pt"
+        text=prompt, images=pil_images or None, return_tensors="pt"
     )
     assert mine.token_ids == theirs["input_ids"][0].tolist()
     if not count:
@@ -85,7 +85,7 @@ def test_text_token_and_header_only_prompts_agree(
 ) -> None:
     prompt = "<image>".join(texts)
     count = len(texts) - 1
-    decoded = items_of(*[picture(size, seed) for seed in range(count)])
+    decoded = items_of(*[pil_image(size, seed) for seed in range(count)])
     headers = items_of(*[ImageHeader(ImageSize(*size), "RGB")] * count)
     whole = llava.apply(prompt, decoded)
     for layout in (
@@ -111,7 +111,7 @@ def test_text_token_and_header_only_prompts_agree(
 def test_towers_and_strategies(tmp_path: Path, tower: str, strategy: str) -> None:
     folder = save_llava(tmp_path, tower=tower, strategy=strategy)
     processor = MULTIMODAL_REGISTRY.create_processor(Llava, context_of(folder))
-    images = [picture((40, 30)), picture((30, 70), 1)]
+    images = [pil_image((40, 30)), pil_image((30, 70), 1)]
     mine = processor.apply("<image>a<image>", items_of(*images))
     theirs = processor.info.get_hf_processor()(
         text="<image>a<image>", images=images, return_tensors="pt"
@@ -130,9 +130,9 @@ def test_its_own_image_processor(tmp_path: Path, pads: bool) -> None:
     assert hf_processor.image_processor.do_pad is pads
     for size in ((40, 30), (30, 170), (28, 28), (5, 3)):
         for options in ({}, {"do_pad": not pads}):
-            mine = processor.process(items_of(picture(size)), options)["image"][0]
+            mine = processor.process(items_of(pil_image(size)), options)["image"][0]
             theirs = hf_processor(
-                text="<image>", images=[picture(size)], return_tensors="pt", **options
+                text="<image>", images=[pil_image(size)], return_tensors="pt", **options
             )
             assert torch.equal(mine["pixel_values"], theirs["pixel_values"][0])
 
@@ -206,7 +206,7 @@ def test_embeddings_take_as_many_places_as_they_have_rows(llava: Any) -> None:
 def test_images_and_embeddings_in_one_prompt(llava: Any) -> None:
     width = llava.info.get_hidden_size()
     rows = [Embeddings(torch.randn(count, width)) for count in (3, 7)]
-    given = [rows[0], picture((50, 40)), rows[1], picture((9, 30))]
+    given = [rows[0], pil_image((50, 40)), rows[1], pil_image((9, 30))]
     entries = [("image", f"images[{n}]", item) for n, item in enumerate(given)]
     mixed = make_items(entries, llava.info.get_hidden_size)
     result = llava.apply("a<image>b<image><image>c<image>", mixed)
@@ -248,7 +248,7 @@ def test_targets_and_contents_that_count(llava: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(llava, "_get_prompt_updates", updates)
     width = llava.info.get_hidden_size()
-    given = [picture((9, 30)), Embeddings(torch.randn(3, width)), picture((50, 40))]
+    given = [pil_image((9, 30)), Embeddings(torch.randn(3, width)), pil_image((50, 40))]
     entries = [("image", f"images[{n}]", item) for n, item in enumerate(given)]
     items = make_items(entries, lambda: width)
     layout = llava.layout("x<image>a<image>b<image>c", items, {})
@@ -263,12 +263,12 @@ def test_targets_and_contents_that_count(llava: Any, monkeypatch: pytest.MonkeyP
 def test_options_that_change_the_size_are_refused(llava: Any) -> None:
     options = {"crop_size": {"height": 42, "width": 42}}
     with pytest.raises(InvalidRequestError, match="mm_processor_kwargs") as caught:
-        llava.process(items_of(picture((50, 50))), options)
+        llava.process(items_of(pil_image((50, 50))), options)
     assert caught.value.parameter == "mm_processor_kwargs"
 
 
 def test_options_reach_the_processor(llava: Any) -> None:
-    image = picture((50, 40))
+    image = pil_image((50, 40))
     plain = llava.process(items_of(image), {})["image"][0]["pixel_values"]
     raw = llava.process(items_of(image), {"do_normalize": False})["image"][0]["pixel_values"]
     theirs = llava.info.get_hf_processor()(
@@ -280,7 +280,7 @@ def test_options_reach_the_processor(llava: Any) -> None:
 
 def test_a_failing_processor_is_a_media_error_without_payload(llava: Any) -> None:
     with pytest.raises(MediaError) as caught:
-        llava.process(items_of(picture((9, 9))), {"do_rescale": "secret"})
+        llava.process(items_of(pil_image((9, 9))), {"do_rescale": "secret"})
     assert "secret" not in str(caught.value)
     assert caught.value.__cause__ is None
 

@@ -42,7 +42,7 @@ def test_prompts_that_make_no_sense(arguments: tuple[str, ...], parameter: str) 
     length=st.integers(0, 9000), window_s=st.floats(0.5, 4), share=st.floats(0, 0.9),
     seed=st.integers(0, 99),
 )  # fmt: skip
-def test_windows_are_the_recording(length: int, window_s: float, share: float, seed: int) -> None:
+def test_windows_are_the_clip(length: int, window_s: float, share: float, seed: int) -> None:
     samples = np.random.default_rng(seed).normal(size=length).astype(np.float32)
     windows = cut_windows(samples, RATE, window_s=window_s, search_s=window_s * share)
     assert np.array_equal(np.concatenate([part for part, _ in windows]), samples)
@@ -60,7 +60,7 @@ def test_windows_end_where_it_is_quiet() -> None:
     assert len(first) == 2000
 
 
-def test_short_recordings_are_one_window() -> None:
+def test_short_clips_are_one_window() -> None:
     samples = np.ones(RATE, np.float32)
     ((window, rate),) = cut_windows(samples, RATE)
     assert np.array_equal(window, samples) and rate == RATE

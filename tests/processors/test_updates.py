@@ -236,9 +236,9 @@ def again(tokens: list[int], updates: list[PromptUpdate], counts: Mapping[str, i
 
 def test_a_content_inside_of_another_is_found_again() -> None:
     """A video's frames are written as images are, and the video comes first."""
-    picture = PromptUpdateDetails(full="<...>", features="...")
+    image = PromptUpdateDetails(full="<...>", features="...")
     video = PromptUpdateDetails.select_text("1<...>2<...>", "...")
-    updates = [replace("I", picture), replace("V", video, "video")]
+    updates = [replace("I", image), replace("V", video, "video")]
     for prompt in ("VI", "a Vb I", "VIIV", "IVa", "V"):
         counts = {"image": prompt.count("I"), "video": prompt.count("V")}
         tokens, ranges = expand(ids(prompt), updates, counts)
@@ -271,16 +271,16 @@ def test_nested_contents_are_found_again(
     """Images, videos whose frames are images, and a third kind that holds both."""
     sizes = {kind: [size for _, each, size in pieces if each == kind] for kind in "IVA"}
 
-    def picture(size: int) -> str:
+    def image(size: int) -> str:
         return "<" + "." * size + ">"
 
     def video(frames: list[int]) -> str:
-        return opening + "".join(map(picture, frames)) + "]"
+        return opening + "".join(map(image, frames)) + "]"
 
     def content(kind: str, size: list[int]) -> str:
         if kind == "I":
-            return picture(size[0])
-        return video(size) if kind == "V" else "(" + video(size) + picture(size[0]) + ")"
+            return image(size[0])
+        return video(size) if kind == "V" else "(" + video(size) + image(size[0]) + ")"
 
     updates: list[PromptUpdate] = [
         replace(kind, lambda index, kind=kind: content(kind, sizes[kind][index]), kind)

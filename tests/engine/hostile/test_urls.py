@@ -102,7 +102,7 @@ async def test_servers_that_never_end(
             fetch_timeout_s=0.5 if respond is drips else 30,
         )
         kind = MediaUnavailableError if respond is drips else MediaError
-        url = f"http://{NAME}:{server.port}/picture.png"
+        url = f"http://{NAME}:{server.port}/image.png"
         async with running_engine(folder, media=media) as engine:
             with bounded_memory(64 * MIB):
                 await repel(engine, expected, by_url(url, kind))
@@ -117,7 +117,7 @@ async def test_redirects_inside(
     monkeypatch.setattr(http, "_is_public", lambda address: address in ("127.0.0.1", "1.1.1.1"))
     async with serve(moved(place)) as server, serve(b"") as inside:
         media = MediaConfig(allowed_hosts=(f"{NAME}:{server.port}", "*"))
-        url = f"http://{NAME}:{server.port}/picture.png"
+        url = f"http://{NAME}:{server.port}/image.png"
         # Public for this test, and closed; all others are refused before they are dialled.
         kind = MediaUnavailableError if place == PRIVATE[0] else MediaError
         async with running_engine(folder, media=media) as engine:
@@ -132,23 +132,23 @@ async def test_files_that_are_none_of_a_users_business(folder: Path, tmp_path: P
     root, outside = tmp_path / "root", tmp_path / "outside"
     for path in (root, outside):
         path.mkdir()
-    (outside / "picture.png").write_bytes(encoded(tiny_image(55)))
-    (root / "picture.png").write_bytes(encoded(tiny_image(56)))
-    (root / "link.png").symlink_to(outside / "picture.png")
+    (outside / "image.png").write_bytes(encoded(tiny_image(55)))
+    (root / "image.png").write_bytes(encoded(tiny_image(56)))
+    (root / "link.png").symlink_to(outside / "image.png")
     (root / "folder").symlink_to(outside)
     (root / "device").symlink_to("/dev/zero")
     (root / "self").symlink_to(root / "self")
     os.mkfifo(root / "pipe")
-    inside = [root / name for name in ("link.png", "folder/picture.png", "device", "self", "pipe")]
+    inside = [root / name for name in ("link.png", "folder/image.png", "device", "self", "pipe")]
     paths = [*inside, root, Path("/dev/zero"), Path("/proc/self/environ"), Path("/etc/passwd")]
     urls = [path.as_uri() for path in paths]
-    urls += [f"{root.as_uri()}/{up}/outside/picture.png" for up in ("..", "%2e%2e")]
+    urls += [f"{root.as_uri()}/{up}/outside/image.png" for up in ("..", "%2e%2e")]
     urls += ["file://elsewhere/etc/passwd", "file:///%00", "file:" + "/" * 10_000, "file://["]
     async with running_engine(folder, media=MediaConfig(local_roots=(root,))) as engine:
         expected = await company(engine)
         attacks = [attack for url in urls for attack in by_url(url)]
         # A path in a message is refused even if it is inside; as an argument, where it is no file.
-        texts = [str(path) for path in (*paths, root / "picture.png")]
+        texts = [str(path) for path in (*paths, root / "image.png")]
         attacks += [by_url(text)[1] for text in texts]
         nowhere = [path for path in (*inside[2:], root, Path("/dev/zero"), Path("/dev/stdin"))]
         attacks += [
@@ -156,7 +156,7 @@ async def test_files_that_are_none_of_a_users_business(folder: Path, tmp_path: P
         ]
         errors = await repel(engine, expected, attacks)
         assert not any(str(tmp_path) in str(error) for error in errors)
-        url = (root / "picture.png").as_uri()
+        url = (root / "image.png").as_uri()
         assert isinstance(await outcome(engine, "<image>", images=[url]), RequestOutput)
 
 

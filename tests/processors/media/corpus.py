@@ -66,4 +66,4 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     was_fetched = fetch(target)
     count = sum(path.is_file() for path in target.rglob("*"))
-    sys.stdout.write(f"{count} pictures {'fetched into' if was_fetched else 'in'} {target}\n")
+    sys.stdout.write(f"{count} images {'fetched into' if was_fetched else 'in'} {target}\n")

@@ -23,7 +23,7 @@ from aioengine.config import MediaConfig
 Writer = asyncio.StreamWriter
 Respond = Callable[[asyncio.StreamReader, Writer], Awaitable[None]]
 KIB = 1 << 10
-NAME = "pictures.test"
+NAME = "images.test"
 
 PUBLIC = ["1.1.1.1", "8.8.8.8", "93.184.216.34", "2606:4700::1111", "2a00:1450:4001::1",
           "64:ff9b::1.1.1.1", "::ffff:1.1.1.1", "2002:101:101::1"]  # fmt: skip

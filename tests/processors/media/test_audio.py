@@ -1,4 +1,4 @@
-"""Recordings of every kind and brokenness: as long as promised, or a MediaError without data."""
+"""Audio clips of every kind and brokenness: as long as promised, or a MediaError without data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A thousand image files, many broken on purpose: each is decoded or refused, and soon.
 
-`corpus.py` fetches them, `make test` calls it, and AIOENGINE_PICTURES says where they are.
+`corpus.py` fetches them, `make test` calls it, and AIOENGINE_IMAGES says where they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aioengine.processors.media.image import open_image
 from tests.processors.media import corpus
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDER = Path(os.environ.get("AIOENGINE_PICTURES") or ROOT / ".cache" / "pillow-images")
+FOLDER = Path(os.environ.get("AIOENGINE_IMAGES") or ROOT / ".cache" / "pillow-images")
 HANG_CPU_S = 5.0
 """What one file may cost its thread, in CPU time."""
 HANG_S = 60.0
@@ -36,7 +36,7 @@ SPARE_BYTES = 64 << 20
 
 needs_images = pytest.mark.skipif(
     not FOLDER.is_dir(),
-    reason=f"NO PICTURES IN {FOLDER}; run: python tests/processors/media/corpus.py {FOLDER}",
+    reason=f"NO IMAGES IN {FOLDER}; run: python tests/processors/media/corpus.py {FOLDER}",
 )
 # Readers warn about what they do not like; in production nobody makes errors of that.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,7 +47,7 @@ class Outcome:
     """What became of one file."""
 
     header: ImageHeader | None = None
-    picture: Image.Image | None = None
+    pil_image: Image.Image | None = None
     refusal: str = ""
     cpu_s: float = 0.0
 
@@ -60,7 +60,7 @@ def use(data: bytes, config: MediaConfig) -> Outcome:
         source = open_image(data, config, parameter="images[3]")
         outcome.header = source.header()
         assert len(source.identity()) == 32
-        outcome.picture = source.decode()
+        outcome.pil_image = source.decode()
         source.verify()
     except MediaError as error:
         assert error.parameter == "images[3]" and str(error).startswith("images[3] ")
@@ -122,9 +122,9 @@ def run(config: MediaConfig, *, share: float = 1.0) -> Iterator[tuple[Path, byte
             assert outcome.cpu_s < HANG_CPU_S, f"{path.name} took {outcome.cpu_s} s"
             grown = memory.grown()
             assert grown < bound(outcome), f"{path.name} took {grown >> 20} MiB"
-            if outcome.picture is not None and outcome.header is not None:
-                assert outcome.picture.mode == "RGB", path.name
-                assert outcome.picture.size == outcome.header.size, path.name
+            if outcome.pil_image is not None and outcome.header is not None:
+                assert outcome.pil_image.mode == "RGB", path.name
+                assert outcome.pil_image.size == outcome.header.size, path.name
             yield path, data, outcome
 
 
@@ -142,15 +142,15 @@ def test_formats_that_are_allowed() -> None:
     decoded: Counter[str | None] = Counter()
     num_refused = num_compared = 0
     for path, data, outcome in run(MediaConfig()):
-        if outcome.picture is None or outcome.header is None:
+        if outcome.pil_image is None or outcome.header is None:
             num_refused += 1
             continue
         decoded[outcome.header.format] += 1
         expected = shown_by_pillow(data)
         if expected is not None:
             num_compared += 1
-            assert outcome.picture.size == expected.size, path.name
-            assert outcome.picture.tobytes() == expected.tobytes(), path.name
+            assert outcome.pil_image.size == expected.size, path.name
+            assert outcome.pil_image.tobytes() == expected.tobytes(), path.name
     assert set(decoded) == {"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"}
     assert decoded.total() > 600 and num_refused > 300 and num_compared > 400
 

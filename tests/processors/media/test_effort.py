@@ -80,9 +80,9 @@ def test_pieces_of_exif_in_a_jpeg(encode: Encode) -> None:
     assert "too many blocks" in refuse(data[:2] + piece * 101 + data[2:])
 
 
-def scans(picture: bytes, count: int) -> bytes:
+def scans(image: bytes, count: int) -> bytes:
     """A progressive JPEG with its last scan so many times more."""
-    return picture[:-2] + picture[picture.rindex(b"\xff\xda") : -2] * count + picture[-2:]
+    return image[:-2] + image[image.rindex(b"\xff\xda") : -2] * count + image[-2:]
 
 
 def test_scans_of_a_jpeg(encode: Encode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ async def refuse(
 async def test_a_image_is_fetched(loopback: Names) -> None:
     async with serve(answer(b"body", "Set-Cookie: a=b")) as server:
         config = config_for(server)
-        url = f"http://Pictures.TEST:{server.port}/a%20b.png?size=3&name=\u00e9#part"
+        url = f"http://Images.TEST:{server.port}/a%20b.png?size=3&name=\u00e9#part"
         assert await get(url, config) == b"body"
         assert await get(f"http://{NAME}:{server.port}", config) == b"body"
     first, second = (head.split("\r\n") for head in server.heads)
@@ -188,27 +188,27 @@ async def test_other_statuses(loopback: Names, status: int) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://pictures.test/", "//pictures.test/", "http:pictures.test", "http:///a", "http://",
-     "http://user@pictures.test/", "http://user:word@pictures.test/", "http://@pictures.test/",
-     "http://pictures.test\\@internal/", "http://internal\\@pictures.test/", "http:\\\\a.test/",
-     "http://pictures.test#@internal/@", "http://pictures.test?@internal\\", "http://a b.test/",
-     "http://pictures.test/\r\nHost: internal", " http://pictures.test/", "http://pictures.test/\t",
-     "ht\ntp://pictures.test/", "http://pictures.test/\x00", "http://pictures.test\u2028/",
-     "http://pictures%2etest/", "http://pictures.test%00/", "http://pictures.test\u200b/",
-     "http://pictures.test:port/", "http://pictures.test:+80/", "http://pictures.test:99999/",
-     "http://pictures.test:8_0/", "http://pictures.test:0/", "http://pictures.test:\u0661/",
+    ["ftp://images.test/", "//images.test/", "http:images.test", "http:///a", "http://",
+     "http://user@images.test/", "http://user:word@images.test/", "http://@images.test/",
+     "http://images.test\\@internal/", "http://internal\\@images.test/", "http:\\\\a.test/",
+     "http://images.test#@internal/@", "http://images.test?@internal\\", "http://a b.test/",
+     "http://images.test/\r\nHost: internal", " http://images.test/", "http://images.test/\t",
+     "ht\ntp://images.test/", "http://images.test/\x00", "http://images.test\u2028/",
+     "http://images%2etest/", "http://images.test%00/", "http://images.test\u200b/",
+     "http://images.test:port/", "http://images.test:+80/", "http://images.test:99999/",
+     "http://images.test:8_0/", "http://images.test:0/", "http://images.test:\u0661/",
      "http://-a.test/", "http://a..test/", "http://a.test./", "http://.test/", "http://*/",
      "http://" + "a" * 64 + ".test/", "http://" + "a." * 130 + "test/", "http://a.test\u2100/",
-     "http://[pictures.test]/", "http://[::1/", "http://::1/", "http://[fe80::1%25lo]/",
+     "http://[images.test]/", "http://[::1/", "http://::1/", "http://[fe80::1%25lo]/",
      "http://[::1]x/", "http://2130706433/", "http://0x7f.1/", "http://0X7F000001/",
      "http://017700000001/", "http://0177.0.0.1/", "http://127.1/", "http://127.0.1/",
      "http://1.2.3.4.5/", "http://1.2.3.4.0x5/", "http://256.0.0.1/", "http://a.1/",
      "http://\uff11\uff12\uff17.0.0.1/", "http://\u2460\u2461\u2466.0.0.1/", "http://",
-     "http://pictures.test/" + "x" * 70_000],
+     "http://images.test/" + "x" * 70_000],
 )  # fmt: skip
 @on_both_loops
 async def test_urls_that_two_parsers_might_read_in_two_ways(names: Names, url: str) -> None:
-    config = MediaConfig(allowed_hosts=("*", "pictures.test", "internal"))
+    config = MediaConfig(allowed_hosts=("*", "images.test", "internal"))
     text = await refuse(url, config)
     # A "#" or "?" before the "@" ends the host for both; then it is an address that is not public.
     if "#@" not in url:
@@ -349,9 +349,9 @@ async def test_redirects(loopback: Names) -> None:
 @pytest.mark.parametrize(
     "place",
     ["http://169.254.169.254/latest", "http://[::ffff:10.0.0.1]/", "http://private.test/",
-     "https://private.test/", "http://pictures.test:22/", "//pictures.test:22/", "file:///etc/passwd",
-     "ftp://pictures.test/", "gopher://pictures.test/", "data:;base64,AAAA", "http://2130706433/",
-     "http://user@pictures.test/", "http://pictures.test\\@10.0.0.1/", "/\\10.0.0.1/", "a b",
+     "https://private.test/", "http://images.test:22/", "//images.test:22/", "file:///etc/passwd",
+     "ftp://images.test/", "gopher://images.test/", "data:;base64,AAAA", "http://2130706433/",
+     "http://user@images.test/", "http://images.test\\@10.0.0.1/", "/\\10.0.0.1/", "a b",
      "/\u2028", ""],
 )  # fmt: skip
 @on_both_loops

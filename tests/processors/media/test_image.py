@@ -30,10 +30,10 @@ Noise = Callable[..., Image.Image]
 
 def decode(item: Any, config: MediaConfig = CONFIG) -> Image.Image:
     source = open_image(item, config, parameter="images[3]")
-    picture = source.decode()
-    assert picture.mode == "RGB"
-    assert picture.size == source.header().size
-    return picture
+    image = source.decode()
+    assert image.mode == "RGB"
+    assert image.size == source.header().size
+    return image
 
 
 def refuse(item: Any, config: MediaConfig = CONFIG) -> MediaError:
@@ -63,8 +63,8 @@ def test_formats(encode: Encode, noise: Noise, format: str) -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "LAB", "HSV"])
 def test_modes_without_alpha(noise: Noise, mode: str) -> None:
-    picture = noise(300, 260).convert(mode) if mode != "LAB" else noise(300, 260, "L")
-    assert same(decode(picture), picture.convert("RGB"))
+    image = noise(300, 260).convert(mode) if mode != "LAB" else noise(300, 260, "L")
+    assert same(decode(image), image.convert("RGB"))
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_modes_without_alpha(noise: Noise, mode: str) -> None:
      ("YCbCr", "TIFF"), ("LAB", "TIFF")],
 )  # fmt: skip
 def test_modes_in_files(encode: Encode, noise: Noise, mode: str, format: str) -> None:
-    picture = noise(300, 260).convert(mode) if mode != "LAB" else noise(300, 260, "L")
-    data = encode(picture, format)
+    image = noise(300, 260).convert(mode) if mode != "LAB" else noise(300, 260, "L")
+    data = encode(image, format)
     assert same(decode(data), Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def over_white(picture: Image.Image) -> Image.Image:
-    rgba = picture.convert("RGBA")
+def over_white(image: Image.Image) -> Image.Image:
+    rgba = image.convert("RGBA")
     white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, rgba).convert("RGB")
 
@@ -89,12 +89,12 @@ def over_white(picture: Image.Image) -> Image.Image:
 def test_alpha_goes_over_white(encode: Encode, noise: Noise, mode: str) -> None:
     # Larger than one tile in both directions.
     rgba = noise(300, 500, "RGBA")
-    picture = rgba if mode == "RGBA" else rgba.convert("LA").convert(mode)
-    assert same(decode(picture), over_white(picture))
+    image = rgba if mode == "RGBA" else rgba.convert("LA").convert(mode)
+    assert same(decode(image), over_white(image))
     if mode != "PA":
-        assert same(decode(encode(picture, "PNG")), over_white(picture))
-        assert same(decode(encode(picture, "TIFF")), over_white(picture))
-        multiplied = picture.convert(mode.replace("A", "a"))
+        assert same(decode(encode(image, "PNG")), over_white(image))
+        assert same(decode(encode(image, "TIFF")), over_white(image))
+        multiplied = image.convert(mode.replace("A", "a"))
         assert same(decode(multiplied), over_white(multiplied.convert(mode)))
 
 
@@ -113,25 +113,25 @@ def test_transparent_colours(encode: Encode, noise: Noise) -> None:
 
 def test_sixteen_bits_keep_their_upper_eight(encode: Encode) -> None:
     deep = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
-    picture = Image.fromarray(deep)
+    image = Image.fromarray(deep)
     expected = np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, axis=-1)
-    for item in (picture, encode(picture, "PNG"), encode(picture, "TIFF")):
+    for item in (image, encode(image, "PNG"), encode(image, "TIFF")):
         assert np.array_equal(np.asarray(decode(item)), expected)
     assert np.array_equal(np.asarray(decode(Image.fromarray(deep.astype(np.int32)))), expected)
     swapped = Image.frombytes("I;16B", (64, 64), deep.astype(">u2").tobytes())
     for item in (swapped, encode(swapped, "TIFF")):
         assert np.array_equal(np.asarray(decode(item)), expected)
     for clear in (0, 4096):
-        picture = decode(encode(Image.fromarray(deep), "PNG", transparency=clear))
+        image = decode(encode(Image.fromarray(deep), "PNG", transparency=clear))
         covered = np.where((deep == clear)[..., None], 255, expected)
-        assert np.array_equal(np.asarray(picture), covered)
+        assert np.array_equal(np.asarray(image), covered)
 
 
 def test_sixteen_bits_of_each_colour(noise: Noise) -> None:
     upper = np.asarray(noise(20, 30)).astype(np.uint16)
     rows = b"".join(b"\0" + row.tobytes() for row in (upper * 256 + 99).astype(">u2"))
-    picture = decode(png(struct.pack(">IIBBBBB", 20, 30, 16, 2, 0, 0, 0), rows))
-    assert np.array_equal(np.asarray(picture), upper)
+    image = decode(png(struct.pack(">IIBBBBB", 20, 30, 16, 2, 0, 0, 0), rows))
+    assert np.array_equal(np.asarray(image), upper)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
@@ -142,16 +142,16 @@ def test_few_bits(bits: int) -> None:
         byte, place = divmod(column * bits, 8)
         packed[:, byte] |= (levels[:, column] << (8 - bits - place)).astype(np.uint8)
     rows = b"".join(b"\0" + row.tobytes() for row in packed)
-    picture = decode(png(struct.pack(">IIBBBBB", 8, 8, bits, 0, 0, 0, 0), rows))
-    assert np.array_equal(np.asarray(picture)[..., 0], levels * (255 // ((1 << bits) - 1)))
+    image = decode(png(struct.pack(">IIBBBBB", 8, 8, bits, 0, 0, 0, 0), rows))
+    assert np.array_equal(np.asarray(image)[..., 0], levels * (255 // ((1 << bits) - 1)))
 
 
 @pytest.mark.parametrize(("scale", "top"), [(1.0, 1.0), (255.0, 255.0)])
 def test_float_images(scale: float, top: float) -> None:
     values = np.linspace(0, top, 64, dtype=np.float32).reshape(8, 8)
-    picture = decode(Image.fromarray(values))
-    assert picture.getpixel((7, 7)) == (255, 255, 255)
-    assert picture.getpixel((0, 0)) == (0, 0, 0)
+    image = decode(Image.fromarray(values))
+    assert image.getpixel((7, 7)) == (255, 255, 255)
+    assert image.getpixel((0, 0)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -1.0, 1e9, np.inf])
@@ -297,8 +297,8 @@ def test_between_our_limit_and_pillows_own(encode: Encode, monkeypatch: pytest.M
 
 def test_limits_hold_for_every_kind(encode: Encode) -> None:
     config = MediaConfig(max_image_pixels=99, max_image_bytes=500)
-    picture = Image.new("RGB", (10, 10))
-    for item in (picture, np.zeros((10, 10, 3), np.uint8), torch.zeros(3, 10, 10), encode(picture)):
+    image = Image.new("RGB", (10, 10))
+    for item in (image, np.zeros((10, 10, 3), np.uint8), torch.zeros(3, 10, 10), encode(image)):
         assert "max_image_pixels (99)" in str(refuse(item, config))
     assert "max_image_bytes (500)" in str(refuse(b"\xff\xd8\xff" + b"x" * 500, config))
     assert decode(Image.new("RGB", (9, 11)), config).size == (9, 11)
@@ -306,8 +306,8 @@ def test_limits_hold_for_every_kind(encode: Encode) -> None:
 
 def test_thin_images_are_refused(encode: Encode) -> None:
     for size in ((8000, 1), (1, 8000), (201, 1), (64_000_000, 1)):
-        picture = Image.new("1", size)
-        assert "200 times" in str(refuse(picture))
+        image = Image.new("1", size)
+        assert "200 times" in str(refuse(image))
     assert "200 times" in str(refuse(encode(Image.new("L", (3, 700)), "PNG")))
     assert decode(Image.new("L", (1, 200))).size == (1, 200)
 
@@ -345,8 +345,8 @@ def test_wrong_types_and_shapes(item: Any) -> None:
 
 
 def test_arrays(noise: Noise) -> None:
-    picture = noise(300, 260)
-    pixels = np.asarray(picture)
+    image = noise(300, 260)
+    pixels = np.asarray(image)
     for item in (
         pixels,
         pixels.transpose(2, 0, 1),
@@ -357,7 +357,7 @@ def test_arrays(noise: Noise) -> None:
         torch.from_numpy(pixels / 255),
         pixels[:, ::-1][:, ::-1],
     ):
-        assert same(decode(item), picture)
+        assert same(decode(item), image)
     assert same(decode(pixels[..., 0]), Image.fromarray(pixels[..., 0].copy()).convert("RGB"))
     alpha = np.dstack([pixels, np.full(pixels.shape[:2], 9, np.uint8)])
     assert same(decode(alpha), over_white(Image.fromarray(alpha)))
@@ -372,8 +372,8 @@ def test_ambiguous_channels_follow_the_librarys_habit() -> None:
 
 
 def test_an_rgb_image_is_not_copied(noise: Noise) -> None:
-    picture = noise(30, 20)
-    assert decode(picture) is picture
+    image = noise(30, 20)
+    assert decode(image) is image
 
 
 def key(item: Any) -> bytes:
@@ -408,11 +408,11 @@ def test_identity(encode: Encode, noise: Noise) -> None:
 
 
 def test_identity_of_pixels_sees_every_pixel(noise: Noise) -> None:
-    picture = noise(300, 500)
-    changed = picture.copy()
-    changed.putpixel((299, 499), tuple(255 - value for value in picture.getpixel((299, 499))))
-    assert key(picture) == key(picture.copy()) != key(changed)
-    assert key(np.asarray(picture)) != key(np.asarray(changed))
+    image = noise(300, 500)
+    changed = image.copy()
+    changed.putpixel((299, 499), tuple(255 - value for value in image.getpixel((299, 499))))
+    assert key(image) == key(image.copy()) != key(changed)
+    assert key(np.asarray(image)) != key(np.asarray(changed))
 
 
 def test_identity_of_palettes_and_orientation(encode: Encode) -> None:
@@ -430,8 +430,8 @@ def test_identity_of_palettes_and_orientation(encode: Encode) -> None:
 
 def test_a_lazily_opened_image_in_two_requests(encode: Encode, noise: Noise) -> None:
     for _ in range(5):
-        picture = Image.open(io.BytesIO(encode(noise(200, 200), "PNG")))
-        sources = [open_image(picture, CONFIG, parameter="x") for _ in range(4)]
+        image = Image.open(io.BytesIO(encode(noise(200, 200), "PNG")))
+        sources = [open_image(image, CONFIG, parameter="x") for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
             results = list(pool.map(lambda source: source.identity(), sources))
         assert len(set(results)) == 1

@@ -42,13 +42,13 @@ def own_step(image_processor: Any, options: Any) -> bool:
     return isinstance(image_processor, LlavaImageProcessorPil)
 
 
-def ahead(image_processor: Any, picture: Image.Image, **options: Any) -> Image.Image:
+def ahead(image_processor: Any, pil_image: Image.Image, **options: Any) -> Image.Image:
     processor = processor_of(image_processor)
-    result = resize_ahead(processor, {"images": [picture]}, options, own_step)["images"]
+    result = resize_ahead(processor, {"images": [pil_image]}, options, own_step)["images"]
     assert isinstance(result, list)
-    picture = result[0]
-    assert isinstance(picture, Image.Image)
-    return picture
+    pil_image = result[0]
+    assert isinstance(pil_image, Image.Image)
+    return pil_image
 
 
 @pytest.fixture(autouse=True)
@@ -68,24 +68,24 @@ def test_bit_for_bit(which: int, size: tuple[int, int], seed: int) -> None:
     if which == 5:  # Its limit on the longest edge leaves nothing of a thin image.
         assume(min(size) >= 10)
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    picture = Image.fromarray(pixels)
+    pil_image = Image.fromarray(pixels)
 
     def run(image: Image.Image) -> np.ndarray[Any, Any]:
         return np.asarray(image_processor(image, return_tensors="np")["pixel_values"][0])
 
-    assert np.array_equal(run(ahead(image_processor, picture)), run(picture))
+    assert np.array_equal(run(ahead(image_processor, pil_image)), run(pil_image))
 
 
 def test_shrinks_where_it_may() -> None:
-    picture = Image.new("RGB", (200, 100))
-    assert ahead(PROCESSORS[0], picture).size == (60, 30)
-    assert ahead(PROCESSORS[2], picture).size == (44, 30)
-    assert ahead(PROCESSORS[6], picture).size == (60, 30)
+    pil_image = Image.new("RGB", (200, 100))
+    assert ahead(PROCESSORS[0], pil_image).size == (60, 30)
+    assert ahead(PROCESSORS[2], pil_image).size == (44, 30)
+    assert ahead(PROCESSORS[6], pil_image).size == (60, 30)
     for image_processor in PROCESSORS[4:6]:
-        assert ahead(image_processor, picture) is picture
-    assert ahead(PROCESSORS[0], picture, do_resize=False) is picture
-    assert ahead(PROCESSORS[0], picture, input_data_format="channels_last") is picture
-    assert ahead(PROCESSORS[0], picture, size={"shortest_edge": 20}).size == (40, 20)
+        assert ahead(image_processor, pil_image) is pil_image
+    assert ahead(PROCESSORS[0], pil_image, do_resize=False) is pil_image
+    assert ahead(PROCESSORS[0], pil_image, input_data_format="channels_last") is pil_image
+    assert ahead(PROCESSORS[0], pil_image, size={"shortest_edge": 20}).size == (40, 20)
 
 
 def test_leaves_other_images_alone() -> None:
@@ -107,5 +107,5 @@ def test_an_overridden_step_ends_the_promise() -> None:
     assert not resizes_first(Pads(), {}, never)
     assert not resizes_first(object(), {}, own_step)
     assert not resizes_first(PROCESSORS[6], {}, never)
-    picture = Image.new("RGB", (200, 100))
-    assert ahead(Pads(), picture) is picture
+    pil_image = Image.new("RGB", (200, 100))
+    assert ahead(Pads(), pil_image) is pil_image

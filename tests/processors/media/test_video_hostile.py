@@ -356,14 +356,14 @@ def peak_bytes() -> int:
 
 
 def test_ten_thousand_images_are_sampled() -> None:
-    pictures = [jpeg(number) for number in range(0, 1000, 100)]
-    bomb = motion_jpeg([image for image in pictures for _ in range(1000)])
+    jpegs = [jpeg(number) for number in range(0, 1000, 100)]
+    bomb = motion_jpeg([image for image in jpegs for _ in range(1000)])
     header, frames = decode(bomb, num_frames=10)
     assert header.num_source_frames == 10_000
     assert numbers(frames) == tuple(range(0, 1000, 100))
     assert "media.max_video_frames" in str(refuse(bomb, fps=30))
     assert decode(bomb, ALL)[0].num_frames == ALL.max_video_frames
-    header, frames = decode([image for image in pictures for _ in range(1000)], num_frames=10)
+    header, frames = decode([image for image in jpegs for _ in range(1000)], num_frames=10)
     assert header.num_source_frames == 10_000
     assert numbers(frames) == tuple(range(0, 1000, 100))
 
