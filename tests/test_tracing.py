@@ -20,8 +20,8 @@ from aioengine import AsyncEngine, errors
 from aioengine.instruments import RequestEvent, StageSpan
 from aioengine.processors.item_work import Worked, WorkItem
 from aioengine.tracing import RequestTracer, trace_requests
-from tests.engines import greedy, running_engine, settled
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import greedy, running_engine, settled
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 PROMPT = "<image> what is this"
 MEDIA = ("media.fetch", "media.decode", "media.process", "encode")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from aioengine import AsyncEngine
-from tests.engines import running_engine
-from tests.tiny import save_tiny_llava
+from tests.support.engines import running_engine
+from tests.support.tiny import save_tiny_llava
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 from openai import AsyncOpenAI
 
-from tests.engines import DEADLINE_S, encoded
-from tests.tiny import tiny_image
+from tests.support.engines import DEADLINE_S, encoded
+from tests.support.tiny import tiny_image
 
 
 def free_socket() -> socket.socket:

@@ -30,7 +30,7 @@ from aioengine.asgi import openai_app, service_app
 from aioengine.asgi.error_responses import api_error
 from aioengine.errors import EngineError, InvalidRequestError
 from tests.asgi.serving import image_part, serving
-from tests.engines import DEADLINE_S, encoded, greedy, running_engine, settled, until
+from tests.support.engines import DEADLINE_S, encoded, greedy, running_engine, settled, until
 
 ASK = {
     "messages": [{"role": "user", "content": "a"}],

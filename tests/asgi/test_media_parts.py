@@ -14,7 +14,7 @@ from starlette.routing import Mount
 from aioengine.asgi import openai_app
 from tests.asgi.serving import image_part, openai_client, serving
 from tests.engine.test_modalities import frames, mkv, samples, save_media_family, wav
-from tests.engines import greedy, running_engine
+from tests.support.engines import greedy, running_engine
 
 TEMPLATE = (
     "{% for part in messages[0]['content'] %}"

@@ -19,8 +19,8 @@ from aioengine.asgi import openai_app
 from aioengine.config import MediaConfig
 from aioengine.engine.detokenizer import TokenTexts
 from tests.asgi.serving import image_part, openai_client, serving
-from tests.engines import encoded, greedy, running_engine, settled, until
-from tests.tiny import tiny_image
+from tests.support.engines import encoded, greedy, running_engine, settled, until
+from tests.support.tiny import tiny_image
 
 MODEL = "tiny-llava"
 TWO_IMAGES: list[Any] = [

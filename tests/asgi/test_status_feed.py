@@ -25,8 +25,8 @@ from aioengine.asgi.status_model import Latencies, StatusBoard, TokenRate, print
 from aioengine.instruments import STAGES, RequestEvent, StageSpan
 from aioengine.types import StageStatistics
 from tests.asgi.serving import serving
-from tests.engines import DEADLINE_S, greedy, other_tasks, until
-from tests.tiny import tiny_image
+from tests.support.engines import DEADLINE_S, greedy, other_tasks, until
+from tests.support.tiny import tiny_image
 
 SECRET = "what hides the treasure map"
 FIGURES = {

@@ -31,8 +31,8 @@ from aioengine.asgi.status import StatusPage
 from aioengine.errors import MediaError
 from aioengine.instruments import STAGES
 from tests.asgi.serving import serving
-from tests.engines import DEADLINE_S, greedy
-from tests.tiny import tiny_image
+from tests.support.engines import DEADLINE_S, greedy
+from tests.support.tiny import tiny_image
 
 SHOOTS = os.environ.get("AIOENGINE_SCREENSHOT") == "1"
 SCREENSHOT = Path(__file__).parents[2] / "docs" / "status_page.png"

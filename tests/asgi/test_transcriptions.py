@@ -20,9 +20,9 @@ from aioengine import AsyncEngine, Prompt, SamplingParams
 from aioengine.asgi import openai_app
 from aioengine.processors.speech import cut_windows, whisper_prompt
 from tests.asgi.serving import openai_client, serving
-from tests.engines import running_engine, settled, until
 from tests.parity.audio_families import RATE, sound
 from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
+from tests.support.engines import running_engine, settled, until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=None)
 

@@ -18,8 +18,8 @@ from aioengine.asgi.keys import KEY_NAME
 from aioengine.errors import InvalidRequestError
 from tests.asgi.serving import image_part, serving
 from tests.asgi.test_transcriptions import clip
-from tests.engines import DEADLINE_S, running_engine, until
 from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
+from tests.support.engines import DEADLINE_S, running_engine, until
 
 CHAT = "/v1/chat/completions"
 ASK = {

@@ -16,7 +16,7 @@ import torch
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.cli import main
-from tests.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_tokenizer
+from tests.support.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_tokenizer
 
 SIZES = ("--device", "cpu", "--dtype", "float64", "--kv-cache-bytes", "8MiB", "--block-size", "16")
 """As the engines of `expect` have them."""

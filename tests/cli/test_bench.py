@@ -16,8 +16,8 @@ from aioengine.cli import bench
 from aioengine.cli.report import Record, make_report
 from aioengine.types import EngineStatistics
 from tests.cli.conftest import SIZES, Command
-from tests.engines import running_engine
-from tests.tiny import IMAGE, NUM_IMAGE_TOKENS
+from tests.support.engines import running_engine
+from tests.support.tiny import IMAGE, NUM_IMAGE_TOKENS
 
 NO_ENGINE = EngineStatistics(
     **{name: 0 for name in EngineStatistics.__dataclass_fields__ if name != "stages"}, stages={}

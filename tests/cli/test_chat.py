@@ -17,7 +17,7 @@ import pytest
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.cli import chat, main
 from tests.cli.conftest import SIZES, Command, Expect
-from tests.engines import running_engine
+from tests.support.engines import running_engine
 
 SHORT = (*SIZES, "--max-tokens", "8")
 FIRST, SECOND = "What is in the picture?", "How many colours are there?"

@@ -15,7 +15,7 @@ import pytest
 from aioengine.asgi import service_app
 from aioengine.cli.http_protocol import HttpBounds, protocol_factory
 from tests.asgi.serving import serving
-from tests.engines import DEADLINE_S, running_engine, until
+from tests.support.engines import DEADLINE_S, running_engine, until
 
 GET = b"GET /one HTTP/1.1\r\nHost: a\r\n\r\n"
 LARGE = GET.replace(b"/one", b"/large")

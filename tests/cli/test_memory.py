@@ -15,7 +15,7 @@ from aioengine.cli.memory import BURST_BYTES, give_back_memory
 from aioengine.cli.server import DrainingServer
 from aioengine.errors import InvalidRequestError
 from tests.cli.conftest import SIZES, Command
-from tests.engines import running_engine
+from tests.support.engines import running_engine
 
 
 def test_the_bodies_that_are_counted_are_the_ones_that_are_watched(

@@ -26,8 +26,8 @@ from aioengine.cli.http_protocol import HttpBounds
 from aioengine.cli.server import DrainingServer, bind
 from aioengine.errors import EngineClosedError, InvalidRequestError
 from tests.cli.conftest import SIZES, Command
-from tests.engines import DEADLINE_S, encoded, other_tasks, running_engine, until
-from tests.tiny import tiny_image
+from tests.support.engines import DEADLINE_S, encoded, other_tasks, running_engine, until
+from tests.support.tiny import tiny_image
 
 OWN = ("aioengine.cli.server", "aioengine.cli.http_protocol")
 KEY = {"authorization": "Bearer secret"}

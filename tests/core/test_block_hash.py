@@ -7,7 +7,7 @@ from dataclasses import replace
 from aioengine.core.block_hash import extend_digests
 from aioengine.core.block_pool import BlockPool
 from aioengine.core.request import Request
-from tests.world import IMAGES, Image, make_request
+from tests.support.world import IMAGES, Image, make_request
 
 A, B, C, D, E = IMAGES
 SIZE = 4

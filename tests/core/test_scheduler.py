@@ -8,7 +8,7 @@ import pytest
 
 from aioengine.core.plan import Limits
 from aioengine.errors import InvalidRequestError, MediaError, PromptTooLongError
-from tests.world import IMAGES, Image, World, expected_output, make_request
+from tests.support.world import IMAGES, Image, World, expected_output, make_request
 
 A, B, C, D, E = IMAGES
 LIMITS = Limits(

@@ -11,8 +11,8 @@ from aioengine.core.request import Item, Request
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.waiting import WaitingRequests, insert, remove, take_turns
 from aioengine.types import Span
-from tests.lines import num_lines
-from tests.world import IMAGES, Image, make_request
+from tests.support.lines import num_lines
+from tests.support.world import IMAGES, Image, make_request
 
 LIMITS = Limits(
     max_num_seqs=4,

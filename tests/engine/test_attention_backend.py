@@ -12,8 +12,8 @@ from aioengine.kernels import attention
 from aioengine.kernels.attention import register_backend
 from aioengine.kernels.cpu import library
 from aioengine.kernels.reference import ReferenceBackend
-from tests.engines import running_engine
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import running_engine
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -25,8 +25,8 @@ from aioengine.errors import (
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from tests.engines import encoded, greedy, running_engine, settled
-from tests.tiny import IMAGE, NUM_IMAGE_TOKENS, VOCAB_SIZE, save_tiny_llava, tiny_image
+from tests.support.engines import encoded, greedy, running_engine, settled
+from tests.support.tiny import IMAGE, NUM_IMAGE_TOKENS, VOCAB_SIZE, save_tiny_llava, tiny_image
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,8 +17,8 @@ from aioengine import AsyncEngine, FinishReason, Prompt, SamplingParams
 from aioengine.core.plan import StepPlan, StepResult
 from aioengine.errors import InvalidRequestError, OverloadedError, RequestAbortedError
 from aioengine.instruments import StageSpan
-from tests.engines import running_engine
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import running_engine
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 TEXT = "USER: <image>\nTell me all about it, and then some more of it. ASSISTANT:"
 

@@ -16,8 +16,8 @@ from aioengine.errors import EngineError, InvalidRequestError
 from aioengine.media_pipeline import workers
 from aioengine.models.llava import LlavaMultiModalProcessor
 from aioengine.processors.media import http
-from tests.engines import encoded, greedy, running_engine, settled, until
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import encoded, greedy, running_engine, settled, until
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 TEXT = "USER: <image> tell ASSISTANT:"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from aioengine.engine.detokenizer import REPLACEMENT, Detokenizer
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 SPECIAL = tuple(TOKENIZER.all_special_ids)

@@ -9,8 +9,8 @@ import pytest
 
 from aioengine import AsyncEngine, EngineState, errors
 from aioengine.instruments import RequestEvent
-from tests.engines import DEADLINE_S, Spans, greedy, running_engine, settled, until
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import DEADLINE_S, Spans, greedy, running_engine, settled, until
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 PROMPT = "<image> what is this"
 

@@ -21,8 +21,8 @@ import uvloop
 
 from aioengine import AsyncEngine, MediaConfig
 from aioengine.errors import MediaError
-from tests.engines import Spans, engine_threads, greedy, running_engine, settled
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import Spans, engine_threads, greedy, running_engine, settled
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from aioengine.errors import (
     WrongLoopError,
 )
 from aioengine.media_pipeline.pipeline import MediaPipeline
-from tests.engines import until
-from tests.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
+from tests.support.engines import until
+from tests.support.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 TEXT = [1, 20, 30]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tiny import save_tiny_llava
+from tests.support.tiny import save_tiny_llava
 
 CODE = """
 import asyncio, io, sys

@@ -23,7 +23,7 @@ from aioengine.errors import (
     WrongLoopError,
 )
 from aioengine.streams.cuda import CudaDevice
-from tests.engines import (
+from tests.support.engines import (
     Spans,
     cancelled_at,
     encoded,
@@ -34,7 +34,7 @@ from tests.engines import (
     settled,
     until,
 )
-from tests.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
+from tests.support.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
 
 URL = "https://example.com/a.png"
 ITEM_BYTES = NUM_IMAGE_TOKENS * 48 * 8

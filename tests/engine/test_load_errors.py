@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
 from aioengine.models.runtime import checkpoint, transformers_model
-from tests.engines import greedy
-from tests.tiny import save_tiny_llava, tiny_llama, tiny_llava, tiny_tokenizer
+from tests.support.engines import greedy
+from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_llava, tiny_tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_S = 1.0

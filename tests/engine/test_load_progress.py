@@ -20,10 +20,10 @@ from aioengine import AsyncEngine, LoadProgress
 from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.load_progress import Reporter
 from aioengine.models.runtime.weights import read_weights
-from tests.engines import greedy
 from tests.models.test_defined_model import drawn, own_config, weights_of
 from tests.models.test_hf_loading import load
-from tests.tiny import save_tiny_llava, tiny_llama, tiny_llava, tiny_tokenizer
+from tests.support.engines import greedy
+from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_llava, tiny_tokenizer
 
 STAGES = ["libraries", "processor", "weights", "memory", "workers"]
 

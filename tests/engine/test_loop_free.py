@@ -29,8 +29,8 @@ import pytest
 from PIL import Image
 
 from aioengine import AsyncEngine
-from tests.engines import greedy, running_engine, settled
-from tests.tiny import save_tiny_llava
+from tests.support.engines import greedy, running_engine, settled
+from tests.support.tiny import save_tiny_llava
 
 NUM_IMAGES = 32
 NUM_STREAMS = 4

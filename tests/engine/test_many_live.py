@@ -18,9 +18,9 @@ from aioengine import AsyncEngine
 from aioengine.asgi.status_model import StatusBoard
 from aioengine.errors import RequestAbortedError
 from aioengine.streams.tokens import TokenStream
-from tests.engines import Spans, greedy, running_engine, until
-from tests.lines import CallbackLines, num_lines
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import Spans, greedy, running_engine, until
+from tests.support.lines import CallbackLines, num_lines
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 FEW, MANY = 100, 1000
 SIZES = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aioengine import AsyncEngine, demo_model
-from tests.engines import greedy, settled
+from tests.support.engines import greedy, settled
 
 NUM_IMAGES = 2000
 WARM_IMAGES = 800

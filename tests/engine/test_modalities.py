@@ -20,11 +20,11 @@ from aioengine import AsyncEngine, Embeddings, MediaConfig, Prompt
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
 from aioengine.execution.memory_profiler import largest_items
 from aioengine.processors import MULTIMODAL_REGISTRY
-from tests import media_family
-from tests.engines import greedy, running_engine
-from tests.media_family import SAMPLE_RATE, SAMPLES_PER_ROW, audio_rows, video_rows
 from tests.processors.conftest import context_of
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support import media_family
+from tests.support.engines import greedy, running_engine
+from tests.support.media_family import SAMPLE_RATE, SAMPLES_PER_ROW, audio_rows, video_rows
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 HIDDEN = 48
 SOUND, FILM, ALL = "Hear [sound] now", "See [film] now", "a <image> b [sound] c [film] d"

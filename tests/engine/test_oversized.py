@@ -12,8 +12,8 @@ import pytest
 
 from aioengine import Prompt
 from aioengine.errors import PromptTooLongError
-from tests.engines import greedy, running_engine
-from tests.tiny import save_tiny_llava
+from tests.support.engines import greedy, running_engine
+from tests.support.tiny import save_tiny_llava
 
 MAX_MODEL_LEN = 512
 

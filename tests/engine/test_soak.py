@@ -11,8 +11,8 @@ import pytest
 
 from aioengine import AsyncEngine
 from aioengine.errors import MediaError
-from tests.engines import encoded, greedy, running_engine, settled
-from tests.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
+from tests.support.engines import encoded, greedy, running_engine, settled
+from tests.support.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
 
 ITEM_BYTES = NUM_IMAGE_TOKENS * 48 * 8
 

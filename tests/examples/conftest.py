@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import aioengine
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 SHIPPED = aioengine.ASSETS
 

@@ -14,8 +14,8 @@ import pytest
 
 from aioengine import AsyncEngine, SamplingParams, demo_model
 from aioengine.models.runtime import registry
-from tests.engines import running_engine
-from tests.tiny import tiny_image
+from tests.support.engines import running_engine
+from tests.support.tiny import tiny_image
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "own_model" / "own_llava.py"
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -19,7 +19,7 @@ from aiohttp import web
 import aioengine
 from aioengine import AsyncEngine, SamplingParams
 from tests.asgi.serving import free_socket, openai_client, serving
-from tests.engines import DEADLINE_S, settled, until
+from tests.support.engines import DEADLINE_S, settled, until
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PARAMS = SamplingParams(temperature=0, max_tokens=96)

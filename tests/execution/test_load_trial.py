@@ -25,9 +25,9 @@ from aioengine.models.llava import Llava
 from aioengine.models.runtime import registry
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.text import TextModel
-from tests.engines import greedy
 from tests.parity.families import FAMILIES, save
-from tests.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_tokenizer
+from tests.support.engines import greedy
+from tests.support.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_tokenizer
 
 SIZES = {"device": "cpu", "max_model_len": 256, "kv_cache_bytes": 1 << 20, "block_size": 4}
 REFUSAL = r"does not compute what the checkpoint's own module does: logits of a prompt with"

@@ -18,8 +18,8 @@ from aioengine.execution import memory_budget
 from aioengine.execution.memory_budget import ModelSizes, available_bytes, resolve_limits
 from aioengine.execution.memory_profiler import measure_activations
 from aioengine.types import KVGroup
-from tests.engines import running_engine
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import running_engine
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 CPU = torch.device("cpu")
 GROUP = KVGroup("self", num_kv_heads=2, key_dim=8, value_dim=8, window=None, num_layers=4)

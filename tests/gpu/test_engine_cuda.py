@@ -13,8 +13,8 @@ import torch
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams, StructuredOutputs
 from aioengine.errors import EngineDeadError, MediaError
-from tests.engines import running_engine, settled
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import running_engine, settled
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 TEXT = "USER: <image>\nWhat is it, and where? ASSISTANT:"
 PLAIN = "USER: tell a story. ASSISTANT:"

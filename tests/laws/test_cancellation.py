@@ -18,7 +18,7 @@ from aioengine import AsyncEngine, MediaConfig, RequestOutput, SamplingParams
 from aioengine.engine import input_processor as input_processor_module
 from aioengine.media_pipeline import pipeline as pipeline_module
 from aioengine.streams.loop_bridge import run_in
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 PROMPT = "USER: <image>\nand <image>\nWhat is it? ASSISTANT:"
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

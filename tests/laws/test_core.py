@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.core.plan import Limits
-from tests.world import CLIPS, IMAGES, Image, World, expected_output, make_request
+from tests.support.world import CLIPS, IMAGES, Image, World, expected_output, make_request
 
 BLOCK_SIZE = 4
 

@@ -13,8 +13,8 @@ from aioengine import AsyncEngine, Prompt
 from aioengine.errors import MediaError
 from aioengine.media_pipeline import pipeline
 from aioengine.models.llava import LlavaMultiModalProcessor
-from tests.engines import encoded, greedy, running_engine, settled, until
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import encoded, greedy, running_engine, settled, until
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 TEXT = "USER: <image> tell ASSISTANT:"
 NUM_IMAGES = 12

@@ -32,8 +32,8 @@ from aioengine.models.llava import Llava, LlavaMultiModalProcessor, LlavaProcess
 from aioengine.processors import MULTIMODAL_REGISTRY
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
-from tests.engines import greedy, other_tasks, running_engine, settled, until
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import greedy, other_tasks, running_engine, settled, until
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 URL = "https://example.com/"
 TEXT = "USER: <image> tell ASSISTANT:"

@@ -27,8 +27,8 @@ from aioengine.metrics.families import FIELDS, FIGURES, HISTOGRAMS, OUTCOMES
 from aioengine.metrics.loop_lag import TICK_S, LoopLag
 from aioengine.types import CompletionOutput, RequestOutput, Timings, Usage
 from tests.architecture.source import ROOT
-from tests.engines import greedy, running_engine, settled, until
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import greedy, running_engine, settled, until
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 PROMPT = "<image> what is this"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aioengine.kernels.attention import build_metadata, select_backend
 from aioengine.models.runtime.transformers_model import TransformersModel
-from tests.tiny import IMAGE
+from tests.support.tiny import IMAGE
 
 
 @dataclass

@@ -21,7 +21,7 @@ from aioengine.models.runtime.attention import (
 )
 from aioengine.models.runtime.transformers_model import TransformersModel
 from tests.models.driver import Driver, Request
-from tests.tiny import BOS, tiny_llama, tiny_llava, tiny_pixels
+from tests.support.tiny import BOS, tiny_llama, tiny_llava, tiny_pixels
 
 
 def test_one_function_and_no_mask_is_registered() -> None:

@@ -27,7 +27,7 @@ from aioengine.models.runtime.weights import build_empty, copy_weights, load_def
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 from tests.models.driver import Driver, Request
-from tests.tiny import draw_weights, tiny_tokenizer
+from tests.support.tiny import draw_weights, tiny_tokenizer
 
 WIDTH, HEADS, VOCAB = 48, 4, 320
 

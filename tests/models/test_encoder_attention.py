@@ -14,7 +14,7 @@ from transformers import AttentionInterface, CLIPVisionConfig, CLIPVisionModel
 from aioengine.kernels.cpu import library
 from aioengine.models.fusion import encoder_attention
 from aioengine.models.fusion.encoder_attention import FULL_ATTENTION_NAME, route_encoders
-from tests.tiny import tiny_llama, tiny_llava
+from tests.support.tiny import tiny_llama, tiny_llava
 
 ask = AttentionInterface()[FULL_ATTENTION_NAME]
 

@@ -17,7 +17,7 @@ from aioengine.models.runtime.interfaces import (
     merge_multimodal_embeddings,
 )
 from aioengine.models.runtime.transformers_model import TransformersModel
-from tests.tiny import IMAGE, NUM_IMAGE_TOKENS, tiny_llava, tiny_pixels
+from tests.support.tiny import IMAGE, NUM_IMAGE_TOKENS, tiny_llava, tiny_pixels
 
 ROWS = torch.arange(24.0).view(2, 3, 4)
 

@@ -18,7 +18,7 @@ from aioengine.models.runtime.hf_loading import pin_rotary
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 from tests.models.driver import Driver, Request
-from tests.tiny import BOS, draw_weights, save_tiny_llava, tiny_llama, tiny_llava
+from tests.support.tiny import BOS, draw_weights, save_tiny_llava, tiny_llama, tiny_llava
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.kernels.int8 import can_quantize
 from aioengine.kernels.linear import PackedLinear, pack_linear
 from aioengine.models.fusion.packed_linear import Packed, PackedPart, pack_layers
-from tests.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_llava, tiny_pixels
+from tests.support.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_llava, tiny_pixels
 
 IDS = torch.arange(5, 45)[None]
 

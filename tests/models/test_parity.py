@@ -23,7 +23,7 @@ from transformers import (
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 from tests.models.driver import Driver, Request
-from tests.tiny import (
+from tests.support.tiny import (
     BOS,
     EOS,
     IMAGE,

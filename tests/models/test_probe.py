@@ -29,7 +29,7 @@ from aioengine.models.runtime.probe import LayerSpec, group_layers
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 from aioengine.types import KVGroup
-from tests.tiny import llava_config, tiny_tokenizer
+from tests.support.tiny import llava_config, tiny_tokenizer
 
 
 def full_size_llava() -> LlavaConfig:

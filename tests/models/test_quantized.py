@@ -19,7 +19,7 @@ from aioengine.models.runtime import quantized
 from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.quantized import check_quantization, unpacked
 from aioengine.models.runtime.registry import resolve
-from tests.tiny import save_tiny_llava, tiny_llama, tiny_tokenizer
+from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_tokenizer
 
 WEIGHTS = "model.safetensors"
 READ = ("compressed-tensors", "fp8", "mxfp4", "mxfp8")

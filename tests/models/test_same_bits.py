@@ -13,8 +13,8 @@ import pytest
 
 from aioengine import RequestOutput, SamplingParams
 from aioengine.kernels.cpu import library
-from tests.engines import encoded, running_engine
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import encoded, running_engine
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 pytestmark = pytest.mark.skipif(
     not library.is_available() or library.instruction_set() == "generic",

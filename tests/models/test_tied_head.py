@@ -13,7 +13,7 @@ from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear, reads_plain
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.tied_head import TiedLinear, read_tied_heads
-from tests.tiny import tiny_llama
+from tests.support.tiny import tiny_llama
 
 HAS_BFLOAT16 = library.is_available() and library.instruction_set() in ("avx512_bf16", "amx_bf16")
 needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="not multiplied here")

@@ -11,7 +11,7 @@ from transformers import LlavaForConditionalGeneration
 
 from aioengine.models.generic import GenericModel
 from aioengine.models.llava import Llava
-from tests.tiny import draw_weights, llava_config, tiny_pixels
+from tests.support.tiny import draw_weights, llava_config, tiny_pixels
 
 
 def make(tower: str, chosen: Any) -> Any:

@@ -18,7 +18,7 @@ import transformers as hf
 
 from tests.parity.families import CLOSE_CALL, MAX_TOKENS, TEXT, id_of, vocabulary
 from tests.processors import hf_processors
-from tests.tiny import draw_weights
+from tests.support.tiny import draw_weights
 
 Array = np.ndarray[Any, Any]
 ToInputs = Callable[[str, Sequence[Array]], dict[str, Any]]

@@ -1,7 +1,7 @@
 """A tiny model of each family, whole on disk, and what transformers itself makes of prompts.
 
-A row of `FAMILIES` builds the HF processor and the HF model. Weights are drawn wide (tests/tiny.py
-says why).
+A row of `FAMILIES` builds the HF processor and the HF model. Weights are drawn wide (why:
+tests/support/tiny.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import Image
 
 from aioengine.processors.hf.pixtral import PixtralProcessor
 from tests.processors import hf_processors
-from tests.tiny import draw_weights, tiny_image
+from tests.support.tiny import draw_weights, tiny_image
 
 MAX_TOKENS = 8
 CLOSE_CALL = 1e-3

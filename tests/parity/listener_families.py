@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights
+from tests.support.tiny import draw_weights
 
 WORDS = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>",
          "<|translate|>", "<|notimestamps|>", "<|0.00|>")  # fmt: skip

@@ -13,7 +13,7 @@ from aioengine import Prompt
 from tests.parity import families, test_encdec, test_molmo2, test_text_families
 from tests.parity.audio_families import FAMILIES as AUDIO_FAMILIES
 from tests.parity.audio_families import RATE, sound
-from tests.tiny import tiny_image
+from tests.support.tiny import tiny_image
 
 BUDGET = 13
 """Tokens of one step, for most: fewer than an image and its text, and than two prompts."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity.audio_families import finish
 from tests.parity.families import QWEN_ROPE, id_of, qwen_text
 from tests.processors import hf_processors
-from tests.tiny import draw_weights
+from tests.support.tiny import draw_weights
 
 IMAGE = "<|vision_bos|><|IMAGE|><|vision_eos|>"
 VIDEO = "<|vision_bos|><|VIDEO|><|vision_eos|>"

@@ -24,7 +24,7 @@ from aioengine.errors import (
 )
 from tests.parity.families import MAX_TOKENS, blip2_processor, id_of, vocabulary
 from tests.parity.test_encdec import T5, draw
-from tests.tiny import tiny_image
+from tests.support.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ROWS = 4

@@ -48,7 +48,7 @@ from tests.parity.whole import (
     unpaged,
 )
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights, tiny_image
+from tests.support.tiny import draw_weights, tiny_image
 
 SIDE = 21
 """Of a tile, in pixels: 3 x 3 patches of 7, which are 2 x 2 rows."""

@@ -18,7 +18,7 @@ from aioengine import AsyncEngine, Prompt, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from tests.parity.families import MAX_TOKENS, vocabulary
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights
+from tests.support.tiny import draw_weights
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 TEXTS = (

@@ -16,7 +16,7 @@ from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalit
 from tests.parity.families import MAX_TOKENS, TEXT, Family, cases, id_of, save, vocabulary
 from tests.parity.test_families import Model, check_all, engine_for
 from tests.processors.test_guide_fuyu import make_tokenizer
-from tests.tiny import tiny_image
+from tests.support.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 SIDE = 10

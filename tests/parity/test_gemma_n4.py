@@ -36,7 +36,7 @@ from tests.parity.families import (
 )
 from tests.processors import hf_processors
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights, tiny_image
+from tests.support.tiny import draw_weights, tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 WINDOW = 6

@@ -18,7 +18,7 @@ import transformers as hf
 
 from tests.parity.families import FAMILIES, MAX_TOKENS, Case, _expect, save
 from tests.parity.test_families import Model, check_all, engine_for
-from tests.tiny import tiny_image
+from tests.support.tiny import tiny_image
 
 VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"
 IMAGE = FAMILIES["glm4v"].place

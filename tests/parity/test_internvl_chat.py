@@ -36,7 +36,7 @@ from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from tests.parity.families import TEXT, Family, cases, id_of, vocabulary
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
 from tests.processors.test_sentencepiece import write_folder
-from tests.tiny import draw_weights, tiny_image
+from tests.support.tiny import draw_weights, tiny_image
 
 SIDE, PATCH, MOST = 56, 14, 6
 TEXT_CLASSES = {

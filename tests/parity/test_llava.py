@@ -16,7 +16,7 @@ import torch
 from transformers import AutoProcessor
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 MAX_TOKENS = 10
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)

@@ -37,7 +37,7 @@ from aioengine.processors.hf.molmo import NO_TOKEN, MolmoImageProcessor, MolmoPr
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from tests.parity.whole import unpaged
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights, tiny_image
+from tests.support.tiny import draw_weights, tiny_image
 
 MAX_TOKENS = 8
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)

@@ -36,7 +36,7 @@ from aioengine.processors.info import load_context
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from tests.parity.families import MAX_TOKENS, TEXT, Case, Family, cases, id_of, save
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import tiny_image
+from tests.support.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 MARKS = (

@@ -21,7 +21,7 @@ from tests.engine.test_modalities import mkv
 from tests.parity.audio_families import RATE, Case, expect, sound, wav
 from tests.parity.families import MAX_TOKENS
 from tests.parity.omni_family import AUDIO, IMAGE, VIDEO, make_whole, save_thinker
-from tests.tiny import tiny_image
+from tests.support.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 IMAGES = tuple(tiny_image(i).resize(size) for i, size in enumerate(((60, 60), (56, 112))))

@@ -39,7 +39,7 @@ from tests.parity.whole import (
     greedy,
     unpaged,
 )
-from tests.tiny import draw_weights, tiny_image
+from tests.support.tiny import draw_weights, tiny_image
 
 RANKS = [
     *(bytes([each]) for each in (*range(97, 123), *range(97), *range(123, 256))),

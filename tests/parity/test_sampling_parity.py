@@ -13,7 +13,7 @@ import torch
 from transformers import AutoProcessor
 
 from aioengine import AsyncEngine, Prompt, RequestOutput, SamplingParams
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 MAX_TOKENS = 12
 TEXT = "USER: <image>\nWhat is it, what is it, what is it? ASSISTANT:"

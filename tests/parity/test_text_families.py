@@ -14,7 +14,7 @@ import transformers as hf
 from aioengine import AsyncEngine, SamplingParams
 from tests.parity.families import MAX_TOKENS, TEXT, vocabulary
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights
+from tests.support.tiny import draw_weights
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 PROMPTS = ("tell a story", "What is in the picture? There is", "a", "tell a story about colours")

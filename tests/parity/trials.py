@@ -34,7 +34,7 @@ from tests.parity import test_encdec, test_text_families
 from tests.parity.families import FAMILIES, TEXT, save, vocabulary
 from tests.parity.listener_families import save_listener, tokenizer_for
 from tests.processors.conftest import make_tokenizer
-from tests.tiny import draw_weights
+from tests.support.tiny import draw_weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, "int8")
 STDS = (0.15, 0.05, 0.25)

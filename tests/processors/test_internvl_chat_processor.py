@@ -22,7 +22,7 @@ from aioengine.processors.hf.internvl_chat import (
 from tests.parity.test_families import PARAMS, engine_for
 from tests.parity.test_internvl_chat import KINDS, save_original
 from tests.processors.hf_processors import tokenizer_with
-from tests.tiny import tiny_image
+from tests.support.tiny import tiny_image
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 SIDE = 28

@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 
 from aioengine import EngineConfig, EngineStatistics
 from aioengine.ray_serve import application
-from tests.engines import is_at_rest
+from tests.support.engines import is_at_rest
 
 OPTIONS = {"temperature": 0, "ignore_eos": True}
 START_S = 90.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aioengine import EngineConfig
-from tests.tiny import save_tiny_llava
+from tests.support.tiny import save_tiny_llava
 
 try:
     import ray.serve  # noqa: F401

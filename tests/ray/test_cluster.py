@@ -14,9 +14,9 @@ from ray import serve
 
 import aioengine
 from aioengine import AsyncEngine, EngineConfig, EngineStatistics, errors
-from tests.engines import encoded, greedy
 from tests.ray.cluster import Cluster, Heard, ask, hear, running_cluster
-from tests.tiny import tiny_image
+from tests.support.engines import encoded, greedy
+from tests.support.tiny import tiny_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from aioengine import errors
 from aioengine.ray_serve.calls import HttpRequest, Route
 from aioengine.ray_serve.front import Front
-from tests.engines import DEADLINE_S, until
+from tests.support.engines import DEADLINE_S, until
 
 JSON_START = {
     "type": "http.response.start",

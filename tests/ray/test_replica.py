@@ -15,8 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from aioengine import EngineConfig, EngineState, RequestOutput, SamplingParams, errors
 from aioengine.ray_serve.calls import HttpRequest, answer
 from aioengine.ray_serve.replica import EngineReplica
-from tests.engines import assert_at_rest, greedy, settled, until
-from tests.tiny import tiny_image
+from tests.support.engines import assert_at_rest, greedy, settled, until
+from tests.support.tiny import tiny_image
 
 
 def chat(**fields: Any) -> HttpRequest:

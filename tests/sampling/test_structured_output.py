@@ -18,8 +18,8 @@ from aioengine import AsyncEngine, FinishReason, SamplingParams, StructuredOutpu
 from aioengine.engine import input_processor
 from aioengine.errors import InvalidRequestError, OverloadedError
 from aioengine.sampling import structured_output
-from tests.engines import running_engine, until
-from tests.tiny import save_tiny_llava, tiny_image
+from tests.support.engines import running_engine, until
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 LONG = 400
 

@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from aioengine import AsyncEngine
 from tests.engine.test_modalities import save_media_family
-from tests.engines import running_engine
-from tests.hostile import Tokens, company
+from tests.support.engines import running_engine
+from tests.support.hostile import Tokens, company
 
 
 @pytest.fixture(scope="module")

@@ -58,10 +58,10 @@ from aioengine.errors import (
     PlaceholderMismatchError,
 )
 from tests.engine.test_modalities import FILM, SOUND, mkv
-from tests.engines import encoded, greedy, running_engine
-from tests.hostile import MIB, Attack, Tokens, bounded_memory, company, repel
 from tests.processors.media.test_image import bombs
-from tests.tiny import IMAGE, tiny_image
+from tests.support.engines import encoded, greedy, running_engine
+from tests.support.hostile import MIB, Attack, Tokens, bounded_memory, company, repel
+from tests.support.tiny import IMAGE, tiny_image
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,9 +17,9 @@ from PIL import Image
 from aioengine import AsyncEngine, Embeddings, Prompt, RequestOutput
 from aioengine.errors import InvalidRequestError, MediaError
 from tests.engine.test_modalities import FILM, SOUND, mkv, samples, wav
-from tests.engines import encoded, greedy
-from tests.hostile import MIB, Attack, Tokens, company, outcome, repel
-from tests.tiny import tiny_image
+from tests.support.engines import encoded, greedy
+from tests.support.hostile import MIB, Attack, Tokens, company, outcome, repel
+from tests.support.tiny import tiny_image
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -22,9 +22,9 @@ from aioengine.errors import (
     UnsupportedModalityError,
 )
 from tests.engine.test_modalities import FILM, SOUND
-from tests.engines import encoded, greedy, running_engine
-from tests.hostile import MIB, Attack, Tokens, bounded_memory, company, outcome, repel
-from tests.tiny import IMAGE, tiny_image
+from tests.support.engines import encoded, greedy, running_engine
+from tests.support.hostile import MIB, Attack, Tokens, bounded_memory, company, outcome, repel
+from tests.support.tiny import IMAGE, tiny_image
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,8 +15,6 @@ import pytest
 
 from aioengine import AsyncEngine, MediaConfig, RequestOutput
 from aioengine.errors import MediaError, MediaUnavailableError
-from tests.engines import encoded, running_engine
-from tests.hostile import MIB, Attack, Tokens, bounded_memory, company, outcome, repel
 from tests.processors.media.servers import (
     NAME,
     Names,
@@ -28,7 +26,9 @@ from tests.processors.media.servers import (
     serve,
     too_long,
 )
-from tests.tiny import tiny_image
+from tests.support.engines import encoded, running_engine
+from tests.support.hostile import MIB, Attack, Tokens, bounded_memory, company, outcome, repel
+from tests.support.tiny import tiny_image
 
 http = pytest.importorskip("aioengine.processors.media.http")
 pytestmark = pytest.mark.asyncio(loop_scope="module")

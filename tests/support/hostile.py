@@ -12,8 +12,8 @@ from typing import Any
 
 from aioengine import AsyncEngine, RequestOutput
 from aioengine.errors import AioEngineError, InvalidRequestError
-from tests.engines import greedy, settled
-from tests.tiny import tiny_image
+from tests.support.engines import greedy, settled
+from tests.support.tiny import tiny_image
 
 MIB = 1 << 20
 HANG_S = 60.0
