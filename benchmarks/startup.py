@@ -64,11 +64,11 @@ print(json.dumps({"torch_ms": (torch_done - start) * 1e3, "transformers_ms": ms}
 """
 
 
-def run(code: str, *arguments: str) -> dict[str, Any]:
+def run(code: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """What a fresh interpreter prints for `code`."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", **environment}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=variables, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
