@@ -18,7 +18,6 @@ from aioengine.errors import InvalidRequestError
 from aioengine.kernels.transfer import to_device
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.generic import GenericMultiModalProcessor
@@ -110,7 +109,6 @@ class Qwen2AudioMultiModalProcessor(GenericMultiModalProcessor):
         ]
 
 
-@register_model("Qwen2AudioForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen2AudioMultiModalProcessor, info=Qwen2AudioInfo, dummy_inputs=GenericDummyInputsBuilder
 )

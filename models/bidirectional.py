@@ -14,7 +14,6 @@ from torch import Tensor
 
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
@@ -23,7 +22,6 @@ from aioengine.processors.registry import MULTIMODAL_REGISTRY
 __all__ = ["Gemma3", "PaliGemma", "PaliGemmaMultiModalProcessor"]
 
 
-@register_model("Gemma3ForConditionalGeneration")
 class Gemma3(GenericModel):
     """The tokens of an image see each other both ways, in a block for each of its crops."""
 
@@ -58,7 +56,6 @@ class PaliGemmaMultiModalProcessor(GenericMultiModalProcessor):
         return [*prompt_tokens[:end], bos, *prompt_tokens[end:], *line_end]
 
 
-@register_model("PaliGemmaForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     PaliGemmaMultiModalProcessor,
     info=GenericProcessingInfo,

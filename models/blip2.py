@@ -16,7 +16,6 @@ from aioengine.errors import ModelLoadError, PlaceholderMismatchError
 from aioengine.models.encdec.media import ImageReader
 from aioengine.models.encdec.t5 import T5
 from aioengine.models.runtime.hf_loading import find_class
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor
@@ -87,7 +86,6 @@ class Blip2MultiModalProcessor(BaseMultiModalProcessor):
         ]
 
 
-@register_model("Blip2ForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     Blip2MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalityError
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf.substitutes import merge_image_options
@@ -192,7 +191,6 @@ def _width_and_height(size: Any) -> ImageSize:
         ) from None
 
 
-@register_model("FuyuForCausalLM")
 @MULTIMODAL_REGISTRY.register_processor(
     FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )

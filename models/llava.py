@@ -11,7 +11,6 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.generic import GenericModel
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo, ProcessingContext
@@ -114,7 +113,6 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
         return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]
 
 
-@register_model("LlavaForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputsBuilder
 )

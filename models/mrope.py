@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from aioengine.errors import InvalidRequestError
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -29,11 +28,6 @@ __all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
 _KINDS = {"image": 1, "video": 2}
 
 
-@register_model(
-    "Glm4vForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-)
 class MRopeModel(GenericModel):
     """Every token has a position in time, height and width: [3, L] for a prompt."""
 
@@ -91,7 +85,6 @@ class DeepStackInfo(GenericProcessingInfo):
         return _row_size(self.get_hf_config(), super().get_hidden_size())
 
 
-@register_model("Qwen3VLForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     GenericMultiModalProcessor, info=DeepStackInfo, dummy_inputs=GenericDummyInputsBuilder
 )

@@ -21,7 +21,6 @@ from aioengine.models.audio import count_audio_rows
 from aioengine.models.mrope import MRopeModel
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.runtime.probe import LayerSpec
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import (
@@ -99,7 +98,6 @@ class OmniMultiModalProcessor(GenericMultiModalProcessor):
         return _without_woven(super().merged_kwargs(mm_kwargs))
 
 
-@register_model(THINKER, "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
 @MULTIMODAL_REGISTRY.register_processor(
     OmniMultiModalProcessor, info=OmniInfo, dummy_inputs=GenericDummyInputsBuilder
 )

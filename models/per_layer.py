@@ -25,7 +25,6 @@ from aioengine.kernels.transfer import to_device
 from aioengine.models.bidirectional import Gemma3
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.runtime.probe import LayerSpec, probe_layers
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
@@ -90,7 +89,6 @@ class PerLayerModel(TransformersModel):
         return hidden
 
 
-@register_model("Gemma3nForCausalLM", "Gemma4ForCausalLM")
 class PerLayerText(PerLayerModel):
     """A causal language model: token ids in, logits out."""
 
@@ -125,7 +123,6 @@ class Gemma3nInfo(TextOnlyInfo):
                 )
 
 
-@register_model("Gemma3nForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     TextOnlyProcessor, info=Gemma3nInfo, dummy_inputs=TextOnlyDummyInputs
 )
@@ -148,7 +145,6 @@ class Gemma4ProcessingInfo(GenericProcessingInfo):
             self.contracts.pop("audio", None)
 
 
-@register_model("Gemma4ForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     GenericMultiModalProcessor, info=Gemma4ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioengine.models.generic import GenericModel
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -30,7 +29,6 @@ class SmolVLMProcessingInfo(GenericProcessingInfo):
         return load_smolvlm_processor(source, options, **kwargs)
 
 
-@register_model("SmolVLMForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     GenericMultiModalProcessor, info=SmolVLMProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )

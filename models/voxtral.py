@@ -17,7 +17,6 @@ from torch import Tensor
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.embeddings import EmbeddingItems
@@ -201,7 +200,6 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
         ]
 
 
-@register_model("VoxtralForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     VoxtralMultiModalProcessor, info=VoxtralInfo, dummy_inputs=VoxtralDummyInputsBuilder
 )

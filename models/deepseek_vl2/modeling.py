@@ -26,7 +26,6 @@ from aioengine.models.deepseek_vl2.processing import (
     DeepseekVL2ProcessingInfo,
 )
 from aioengine.models.runtime.defined_model import DefinedModel
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.weights import copy_weight, copy_weights
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
@@ -233,7 +232,6 @@ class DeepseekVLV2ForCausalLM(nn.Module):
         return loaded | {name for name, _ in self.named_parameters() if ".mlp.experts." in name}
 
 
-@register_model("DeepseekVLV2ForCausalLM")
 @MULTIMODAL_REGISTRY.register_processor(
     DeepseekVL2MultiModalProcessor,
     info=DeepseekVL2ProcessingInfo,

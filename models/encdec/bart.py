@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from aioengine.models.encdec.base import EncoderDecoderModel, PlacedEmbedding
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo
@@ -20,12 +19,6 @@ from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo
 __all__ = ["Bart"]
 
 
-@register_model(
-    "BartForConditionalGeneration",
-    "BartModel",
-    "MBartForConditionalGeneration",
-    "MBartModel",
-)
 @MULTIMODAL_REGISTRY.register_processor(
     EncDecTextProcessor, info=TextOnlyInfo, dummy_inputs=TextOnlyDummyInputs
 )

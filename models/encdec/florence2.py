@@ -20,7 +20,6 @@ from aioengine.models.encdec.bart import Bart
 from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.encdec.media import ImageReader
 from aioengine.models.runtime.hf_loading import find_class
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
@@ -129,7 +128,6 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
         return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]
 
 
-@register_model("Florence2ForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     Florence2MultiModalProcessor,
     info=Florence2ProcessingInfo,

@@ -36,7 +36,6 @@ from aioengine.models.runtime.defined_model import (
     rotary_table,
     rotate_halves,
 )
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.weights import copy_weights
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -348,7 +347,6 @@ class Qwen(DefinedModel):
         return int(config.seq_length if scales else config.max_position_embeddings)
 
 
-@register_model("QWenLMHeadModel")
 @MULTIMODAL_REGISTRY.register_processor(
     QwenVLMultiModalProcessor, info=QwenVLProcessingInfo, dummy_inputs=QwenVLDummyInputsBuilder
 )
