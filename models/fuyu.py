@@ -18,7 +18,7 @@ from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalit
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf.substitutes import merge_image_options
-from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo
+from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
@@ -36,11 +36,8 @@ __all__ = ["Fuyu", "FuyuMultiModalProcessor", "FuyuProcessingInfo"]
 _PATCH, _ROW_END, _TEXT_START, _ANSWER = "|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"
 
 
-class FuyuProcessingInfo(ImageInfo):
+class FuyuProcessingInfo(OneImageInfo):
     """One image in a prompt, and how many patches it has."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": 1}
 
     def get_token_id(self, token: str) -> int:
         """Return the token id of one of the pieces around an image and a text."""

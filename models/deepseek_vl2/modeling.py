@@ -21,12 +21,12 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.deepseek_vl2.language import DeepseekLanguageModel
 from aioengine.models.deepseek_vl2.processing import (
     DeepseekVL2Config,
-    DeepseekVL2DummyInputsBuilder,
     DeepseekVL2MultiModalProcessor,
     DeepseekVL2ProcessingInfo,
 )
 from aioengine.models.runtime.defined_model import DefinedModel
 from aioengine.models.runtime.weights import copy_weight, copy_weights
+from aioengine.processors.images import ImageTokenDummyInputsBuilder
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["DeepseekVL2", "DeepseekVLV2ForCausalLM"]
@@ -235,7 +235,7 @@ class DeepseekVLV2ForCausalLM(nn.Module):
 @MULTIMODAL_REGISTRY.register_processor(
     DeepseekVL2MultiModalProcessor,
     info=DeepseekVL2ProcessingInfo,
-    dummy_inputs=DeepseekVL2DummyInputsBuilder,
+    dummy_inputs=ImageTokenDummyInputsBuilder,
 )
 class DeepseekVL2(DefinedModel):
     """Tiny, small and base. Beside more than two images, none is seen in tiles of its own."""
