@@ -31,12 +31,7 @@ class Gemma3(GenericModel):
         if not items:
             return None
         ids = torch.full((len(token_ids),), -1)
-        runs = [
-            (item.span.offset + start, item.span.offset + stop)
-            for item in items
-            for start, stop in item.span.embed_runs
-        ]
-        for number, (start, stop) in enumerate(runs):
+        for number, (start, stop) in enumerate(run for item in items for run in item.runs):
             ids[start:stop] = number
         return ids
 

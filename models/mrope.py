@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from aioengine.errors import InvalidRequestError
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.models.runtime.whole_pass import WholePrompt
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
-
-# How transformers numbers the kinds of tokens.
-_KINDS = {"image": 1, "video": 2}
 
 
 class MRopeModel(GenericModel):
@@ -39,17 +37,14 @@ class MRopeModel(GenericModel):
         if not items:
             return torch.arange(length).expand(3, -1), 0
         self._check_apart(items)
-        kinds = torch.zeros(1, length, dtype=torch.int32)
+        kinds = WholePrompt(token_ids=tuple(token_ids), items=tuple(items)).kinds()
         grids: dict[str, list[Tensor]] = {}
         for item in items:
-            for start, stop in item.span.embed_runs:
-                first = item.span.offset
-                kinds[0, first + start : first + stop] = _KINDS[item.modality]
             for name, values in self._grids_of(item).items():
                 grids.setdefault(name, []).append(values)
         joined = {name: torch.cat(values) for name, values in grids.items()}
         ids = torch.tensor([list(token_ids)])
-        positions, delta = self.model.model.get_rope_index(ids, kinds, **joined)
+        positions, delta = self.model.model.get_rope_index(ids, kinds[None], **joined)
         return positions[:, 0], int(delta)
 
     def _check_apart(self, items: Sequence[PromptMedia]) -> None:
@@ -103,19 +98,11 @@ class DeepStackModel(MRopeModel):
         width = self.hidden_size
         if embeds.shape[-1] == width:
             return super().call_decoder(decoder, embeds, positions)
-        ids = positions[None] if positions.dim() == 1 else positions[:, None]
         first, *deeper = torch.split(embeds, width, dim=-1)
         # With zeros where there are no rows, every position may be added to: nothing is indexed.
         everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device)
-        output: Any = decoder(
-            inputs_embeds=first[None],
-            position_ids=ids,
-            use_cache=False,
-            visual_pos_masks=everywhere,
-            deepstack_visual_embeds=deeper,
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        rows = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": deeper}
+        return self.run_decoder(decoder, first, positions, **rows)
 
 
 def _row_size(hf_config: Any, hidden_size: int) -> int:

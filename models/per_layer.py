@@ -79,14 +79,8 @@ class PerLayerModel(TransformersModel):
             return super().call_decoder(decoder, embeds, positions)
         first, layers = torch.split(embeds, [self.hidden_size, self.per_layer_size], dim=-1)
         num_layers = self.text_config.num_hidden_layers
-        output: Any = decoder(
-            inputs_embeds=first[None],
-            per_layer_inputs=layers.reshape(1, len(layers), num_layers, -1),
-            position_ids=positions[None],
-            use_cache=False,
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        inputs = layers.reshape(1, len(layers), num_layers, -1)
+        return self.run_decoder(decoder, first, positions, per_layer_inputs=inputs)
 
 
 class PerLayerText(PerLayerModel):

@@ -45,6 +45,12 @@ class PromptMedia:
     span: Span
     features: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Prompt positions [start, stop) that take the item's encoder rows."""
+        first = self.span.offset
+        return [(first + start, first + stop) for start, stop in self.span.embed_runs]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptInputs:

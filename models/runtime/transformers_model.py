@@ -380,12 +380,20 @@ class TransformersModel:
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Run `decoder` on [T, hidden] and [T] or [3, T]; the probe and `forward` share it."""
         found = run_fused_decoder(decoder, embeds, positions) if positions.dim() == 1 else None
-        if found is not None:
-            return found
-        ids = positions[None] if positions.dim() == 1 else positions[:, None]
-        output = decoder(inputs_embeds=embeds[None], position_ids=ids, use_cache=False)
+        return self.run_decoder(decoder, embeds, positions) if found is None else found
+
+    def run_decoder(
+        self, decoder: nn.Module, embeds: Tensor, positions: Tensor, **others: Any
+    ) -> Tensor:
+        """Call transformers' own forward, with `others` beside embeddings and positions."""
+        arguments = {**self.position_arguments(positions), **others}
+        output = decoder(inputs_embeds=embeds[None], use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
+        """Build the arguments that give the decoder the positions [T] or [3, T] of its tokens."""
+        return {"position_ids": positions[None] if positions.dim() == 1 else positions[:, None]}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head on [n, hidden], with the config's final soft cap."""

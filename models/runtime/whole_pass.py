@@ -55,8 +55,8 @@ class WholePrompt:
         """The kind of each token [L], by what takes encoder rows."""
         found = torch.zeros(len(self.token_ids), dtype=torch.int64)
         for item in self.items:
-            for start, stop in item.span.embed_runs:
-                found[item.span.offset + start : item.span.offset + stop] = _KINDS[item.modality]
+            for start, stop in item.runs:
+                found[start:stop] = _KINDS[item.modality]
         return found
 
 
