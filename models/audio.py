@@ -16,7 +16,6 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequestError
 from aioengine.kernels.transfer import to_device
-from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
@@ -121,10 +120,9 @@ class Qwen2Audio(TransformersModel):
         `input_features` [n, mel bins, frames], padded to the tower's window, with
         `feature_attention_mask` [n, frames], 1 where there is sound; or `audio_embeds`.
         """
-        given = encoding.passed_through(kwargs, self.dtype, self.device)
-        if given is not None:
-            return given
-        features, mask = kwargs["input_features"], kwargs["feature_attention_mask"]
+        features, mask = kwargs.get("input_features"), kwargs.get("feature_attention_mask")
+        if features is None:
+            return super().embed_multimodal(**kwargs)
         assert isinstance(features, Tensor) and isinstance(mask, Tensor)
         inner: Any = self.model.model
         num_places, num_rows = inner.audio_tower._get_feat_extract_output_lengths(mask.sum(-1))
