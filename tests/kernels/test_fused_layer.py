@@ -112,8 +112,7 @@ def one_by_one(
         query, key, value = project(x, layer.norm, layer.epsilon, layer.qkv, layer.heads, cos, sin)
         attended = backend.attend(
             query,
-            keys,
-            values,
+            (keys, values),
             meta,
             AttentionArgs(layer.scale, layer.window or None, layer.softcap or None),
             new=(key, value),
