@@ -16,7 +16,6 @@ from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["Gemma3", "PaliGemma", "PaliGemmaMultiModalProcessor"]
@@ -51,11 +50,7 @@ class PaliGemmaMultiModalProcessor(GenericMultiModalProcessor):
         return [*prompt_tokens[:end], bos, *prompt_tokens[end:], *line_end]
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    PaliGemmaMultiModalProcessor,
-    info=GenericProcessingInfo,
-    dummy_inputs=GenericDummyInputsBuilder,
-)
+@MULTIMODAL_REGISTRY.register_processor(PaliGemmaMultiModalProcessor)
 class PaliGemma(GenericModel):
     """One block: the prompt is computed whole, in one step."""
 

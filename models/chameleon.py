@@ -14,7 +14,6 @@ from torch import Tensor
 
 from aioengine.models.generic import GenericModel
 from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["Chameleon", "ChameleonMultiModalProcessor"]
@@ -27,11 +26,7 @@ class ChameleonMultiModalProcessor(GenericMultiModalProcessor):
         return [*prompt_tokens, self.info.get_tokenizer().sep_token_id]
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    ChameleonMultiModalProcessor,
-    info=GenericProcessingInfo,
-    dummy_inputs=GenericDummyInputsBuilder,
-)
+@MULTIMODAL_REGISTRY.register_processor(ChameleonMultiModalProcessor)
 class Chameleon(GenericModel):
     """No code of an image is ever the next token."""
 

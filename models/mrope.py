@@ -19,8 +19,7 @@ from aioengine.errors import InvalidRequestError
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.runtime.whole_pass import WholePrompt
-from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
@@ -80,9 +79,7 @@ class DeepStackInfo(GenericProcessingInfo):
         return _row_size(self.get_hf_config(), super().get_hidden_size())
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    GenericMultiModalProcessor, info=DeepStackInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(info=DeepStackInfo)
 class DeepStackModel(MRopeModel):
     """Encoder rows that reach the first layers too, not the embeddings alone.
 

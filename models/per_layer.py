@@ -26,11 +26,10 @@ from aioengine.models.bidirectional import Gemma3
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.runtime.probe import LayerSpec, probe_layers
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.info import ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
+from aioengine.processors.text_only import TextOnlyInfo
 
 __all__ = ["Gemma3n", "Gemma4", "PerLayerModel", "PerLayerText"]
 
@@ -117,9 +116,7 @@ class Gemma3nInfo(TextOnlyInfo):
                 )
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    TextOnlyProcessor, info=Gemma3nInfo, dummy_inputs=TextOnlyDummyInputs
-)
+@MULTIMODAL_REGISTRY.register_processor(info=Gemma3nInfo)
 class Gemma3n(PerLayerText):
     """The text model of a checkpoint that holds towers too: transformers cannot build them here."""
 
@@ -139,9 +136,7 @@ class Gemma4ProcessingInfo(GenericProcessingInfo):
             self.contracts.pop("audio", None)
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    GenericMultiModalProcessor, info=Gemma4ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(info=Gemma4ProcessingInfo)
 class Gemma4(PerLayerModel, Gemma3):
     """Soft tokens of an image see each other both ways in some sizes, in layers with a window.
 

@@ -27,15 +27,20 @@ class MultiModalRegistry:
 
     def register_processor(
         self,
-        processor: type[BaseMultiModalProcessor],
+        processor: type[BaseMultiModalProcessor] | None = None,
         *,
-        info: type[BaseProcessingInfo],
-        dummy_inputs: type[BaseDummyInputsBuilder],
+        info: type[BaseProcessingInfo] | None = None,
+        dummy_inputs: type[BaseDummyInputsBuilder] | None = None,
     ) -> Callable[[ModelT], ModelT]:
-        """Decorates a model class with its processor; the last registration counts."""
+        """Decorates a model class with its processor; the last registration counts.
+
+        What is not given is that of the class that it derives from; for text only if it has none.
+        """
 
         def register(model_cls: ModelT) -> ModelT:
-            self._entries[model_cls] = (processor, info, dummy_inputs)
+            known = self._find(model_cls)
+            parts = processor or known[0], info or known[1], dummy_inputs or known[2]
+            self._entries[model_cls] = parts
             return model_cls
 
         return register

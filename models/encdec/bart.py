@@ -14,14 +14,11 @@ from torch import Tensor
 from aioengine.models.encdec.base import EncoderDecoderModel, PlacedEmbedding
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo
 
 __all__ = ["Bart"]
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    EncDecTextProcessor, info=TextOnlyInfo, dummy_inputs=TextOnlyDummyInputs
-)
+@MULTIMODAL_REGISTRY.register_processor(EncDecTextProcessor)
 class Bart(EncoderDecoderModel):
     """The prompt is what the encoder reads.
 

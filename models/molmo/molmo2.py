@@ -87,9 +87,7 @@ class Molmo2MultiModalProcessor(GenericMultiModalProcessor):
         return PromptUpdateDetails.select_token_id(full, embed_id)
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    Molmo2MultiModalProcessor, info=Molmo2ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(Molmo2MultiModalProcessor, info=Molmo2ProcessingInfo)
 class Molmo2(AddedRows, GenericModel):
     """All from the first image's first token to the last one's last is computed in one step."""
 

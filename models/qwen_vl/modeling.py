@@ -39,7 +39,6 @@ from aioengine.models.runtime.defined_model import (
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.weights import copy_weights
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyProcessor
 
 __all__ = ["Qwen", "QwenLMHeadModel", "QwenTower", "QwenVL"]
 
@@ -322,9 +321,7 @@ class QwenLMHeadModel(nn.Module):
         return copy_weights(self, (each for each in weights if not each[0].endswith(_COMPUTED)))
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    TextOnlyProcessor, info=QwenProcessingInfo, dummy_inputs=TextOnlyDummyInputs
-)
+@MULTIMODAL_REGISTRY.register_processor(info=QwenProcessingInfo)
 class Qwen(DefinedModel):
     """The text model."""
 
