@@ -20,6 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -277,18 +278,15 @@ def blocks_of(meta: AttentionMetadata, index: int) -> Tensor | None:
     return meta.block_ids[first : first + meta.query_lens[index]]
 
 
-def _lazy(module: str, attribute: str) -> Callable[[], AttentionBackend]:
-    def create() -> AttentionBackend:
-        backend: AttentionBackend = getattr(import_module(module), attribute)()
-        return backend
-
-    return create
+def _create(module: str, attribute: str) -> AttentionBackend:
+    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    return backend
 
 
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
-    "cpu": _lazy("aioengine.kernels.cpu.backend", "CpuBackend"),
-    "gather": _lazy("aioengine.kernels.gather", "GatherBackend"),
-    "reference": _lazy("aioengine.kernels.reference", "ReferenceBackend"),
+    "cpu": partial(_create, "aioengine.kernels.cpu.backend", "CpuBackend"),
+    "gather": partial(_create, "aioengine.kernels.gather", "GatherBackend"),
+    "reference": partial(_create, "aioengine.kernels.reference", "ReferenceBackend"),
 }
 
 

@@ -52,18 +52,11 @@ class CpuBackend:
         if not self._knows(query, pages[0]):
             return self._others.attend(query, pages, meta, args, new=new)
         rows = (None, None) if new is None else map(_close, new)
+        biases = _floats(args.sinks), _floats(args.distance_bias)
+        settings = args.scale, args.softcap or 0.0, args.window or 0
+        flags = meta.is_causal, meta.blocks_in_window
         out: Tensor = self._ops.attend(
-            _close(query),
-            *rows,
-            *pages,
-            *_places(meta),
-            _floats(args.sinks),
-            _floats(args.distance_bias),
-            args.scale,
-            args.softcap or 0.0,
-            args.window or 0,
-            meta.is_causal,
-            meta.blocks_in_window,
+            _close(query), *rows, *pages, *_places(meta), *biases, *settings, *flags
         )
         return out
 
@@ -85,14 +78,9 @@ class CpuBackend:
         """
         if not meta.is_causal or not all(self._knows(x, key) for key, _ in caches):
             return None
+        pages = [each for pair in caches for each in pair]
         out: Tensor = self._ops.run_layers(
-            x,
-            cos,
-            sin,
-            *layers,
-            [each for pair in caches for each in pair],
-            *_places(meta),
-            meta.blocks_in_window,
+            x, cos, sin, *layers, pages, *_places(meta), meta.blocks_in_window
         )
         return out
 

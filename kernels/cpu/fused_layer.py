@@ -33,9 +33,8 @@ def project(
     keys, then of values; `heads`: Hq and Hkv. The first two are rotated as by `rotate`. To the bits
     of these operators. Raises RuntimeError where shapes or dtypes do not go together.
     """
-    packed, scales, bias = qkv.operands
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aioengine_cpu.project(
-        x, norm, epsilon, packed, scales, bias, *heads, cos, sin
+        x, norm, epsilon, *qkv.operands, *heads, cos, sin
     )
     return found
 
@@ -56,17 +55,9 @@ def feed(
     `attended` [T, Hq * D]. To the bits of these operators and of sums that are rounded each. Raises
     RuntimeError where shapes or dtypes do not go together.
     """
+    inner = *up.operands, up.num_outputs, int(activation), is_gated
     found: Tensor = torch.ops.aioengine_cpu.feed(
-        x,
-        attended,
-        *out.operands,
-        norm,
-        epsilon,
-        *up.operands,
-        up.num_outputs,
-        int(activation),
-        is_gated,
-        *down.operands,
+        x, attended, *out.operands, norm, epsilon, *inner, *down.operands
     )
     return found
 
