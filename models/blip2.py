@@ -15,7 +15,6 @@ from torch import nn
 from aioengine.errors import ModelLoadError, PlaceholderMismatchError
 from aioengine.models.encdec.media import ImageReader
 from aioengine.models.encdec.t5 import T5
-from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.images import ImageTokenProcessor
@@ -129,10 +128,6 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecTextProcessor):
 )
 class Blip2T5(ImageReader, T5):
     """A whole T5 inside; `Blip2.chosen_for` hands it the configs that say so."""
-
-    @classmethod
-    def hf_class(cls, hf_config: Any) -> Any:
-        return find_class(hf_config)
 
     @property
     def t5(self) -> Any:

@@ -30,11 +30,9 @@ class Bart(EncoderDecoderModel):
         """The class with a head: a checkpoint of the bare model shares it with the embeddings."""
         import transformers
 
-        is_multilingual = hf_config.model_type == "mbart"
-        name = (
-            "MBartForConditionalGeneration" if is_multilingual else "BartForConditionalGeneration"
-        )
-        return getattr(transformers, name)
+        if hf_config.model_type == "mbart":
+            return transformers.MBartForConditionalGeneration
+        return transformers.BartForConditionalGeneration
 
     def patch(self) -> None:
         super().patch()

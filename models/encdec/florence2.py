@@ -18,7 +18,6 @@ from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.encdec.bart import Bart
 from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.encdec.media import ImageReader
-from aioengine.models.runtime.hf_loading import find_class
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.images import ImageTokenProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
@@ -104,9 +103,7 @@ class Florence2MultiModalProcessor(ImageTokenProcessor, EncDecTextProcessor):
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    Florence2MultiModalProcessor,
-    info=Florence2ProcessingInfo,
-    dummy_inputs=ImageDummyInputsBuilder,
+    Florence2MultiModalProcessor, info=Florence2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
 class Florence2(ImageReader, Bart):
     """The prompt is a task token or a sentence; checkpoints in transformers' format.
@@ -115,10 +112,6 @@ class Florence2(ImageReader, Bart):
     """
 
     config_class: ClassVar[type[Any] | None] = Florence2ConfigReader
-
-    @classmethod
-    def hf_class(cls, hf_config: Any) -> Any:
-        return find_class(hf_config)
 
     @property
     def max_encoder_len(self) -> int:
