@@ -51,11 +51,7 @@ class FuyuProcessingInfo(OneImageInfo):
         return merge_image_options(self.get_hf_processor(), mm_kwargs or {})
 
     def get_image_feature_grid_size(
-        self,
-        *,
-        image_width: int,
-        image_height: int,
-        mm_kwargs: Mapping[str, Any] | None = None,
+        self, *, image_width: int, image_height: int, mm_kwargs: Mapping[str, Any] | None = None
     ) -> tuple[int, int]:
         """Columns and rows of patches, after an image larger than `size` is shrunk into it.
 

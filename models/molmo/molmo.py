@@ -35,13 +35,7 @@ from aioengine.processors.prompt.updates import (
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = [
-    "AddedRows",
-    "Molmo",
-    "MolmoConfig",
-    "MolmoMultiModalProcessor",
-    "MolmoProcessingInfo",
-]
+__all__ = ["AddedRows", "Molmo", "MolmoConfig", "MolmoMultiModalProcessor", "MolmoProcessingInfo"]
 
 
 class MolmoConfig(PreTrainedConfig):  # type: ignore[misc]
