@@ -131,7 +131,6 @@ class AttentionBackend(Protocol):
 
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
-        ...
 
     def attend(
         self,
@@ -148,7 +147,6 @@ class AttentionBackend(Protocol):
         first, as by `write_kv`. Hq is a multiple of Hkv; query head h reads key head
         h // (Hq // Hkv).
         """
-        ...
 
 
 def build_metadata(
