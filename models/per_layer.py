@@ -12,7 +12,6 @@ Their last layers attend to the keys and values of an earlier one, which the pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from aioengine.errors import ModelLoadError, UnsupportedModalityError
-from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.transfer import to_device
 from aioengine.models.bidirectional import Gemma3
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
@@ -163,23 +161,5 @@ class Gemma4(PerLayerModel, Gemma3):
         pairs = zip(output.pooler_output, output.attention_mask, strict=True)
         return [rows[is_sound] for rows, is_sound in pairs]
 
-    def forward(
-        self,
-        inputs_embeds: Tensor,
-        positions: Tensor,
-        metadata: Sequence[AttentionMetadata],
-        encoded: Sequence[Tensor] = (),
-        *,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Do as the base class; blocks are for the groups of layers that have a window."""
-        groups = zip(metadata, self.kv_groups, strict=True)
-        metadata = [_causal(meta) if group.window is None else meta for meta, group in groups]
-        return super().forward(inputs_embeds, positions, metadata, encoded, rows=rows)
-
-
-def _causal(meta: AttentionMetadata) -> AttentionMetadata:
-    if meta.block_ids is None:
-        return meta
-    # What a backend has noted of the step's blocks does not hold for the same step without them.
-    return replace(meta, block_ids=None, has_blocks=(), scratch={})
+    def sees_blocks(self, group: int) -> bool:
+        return self.kv_groups[group].window is not None

@@ -210,7 +210,7 @@ class ModelRunner:
                 ends=ends,
                 stored=[s.is_stored for s in sequences],
                 device=self.model.device,
-                block_ids=blocks,
+                block_ids=blocks if self.model.sees_blocks(group) else None,
                 blocks_in_window=self.model.blocks_in_window,
             )
             for group in range(self._limits.num_groups)

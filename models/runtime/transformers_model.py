@@ -325,6 +325,10 @@ class TransformersModel:
         """
         return None
 
+    def sees_blocks(self, group: int) -> bool:
+        """Return whether layers of a KV group see blocks; else they are causal throughout."""
+        return True
+
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Each item's rows [rows, hidden]. Items of equal shapes go through the encoder together.
 
