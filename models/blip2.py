@@ -20,7 +20,7 @@ from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.images import ImageTokenProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
 from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem
-from aioengine.processors.items import ImageSize, MultiModalDataItems
+from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import Layout, TextOrTokens
 from aioengine.processors.prompt.updates import PromptIndexTargets, PromptInsertion, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -40,11 +40,6 @@ class Blip2ProcessingInfo(OneImageInfo):
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of any image: one for each query."""
         return int(self.get_hf_config().num_query_tokens)
-
-    def get_image_size_with_most_features(self) -> ImageSize:
-        """The tower's own input size."""
-        side = int(self.get_hf_config().vision_config.image_size)
-        return ImageSize(width=side, height=side)
 
 
 class Blip2MultiModalProcessor(ImageTokenProcessor):

@@ -14,7 +14,6 @@ from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.images import ImageTokenDummyInputsBuilder, ImageTokenProcessor
 from aioengine.processors.info import ImageInfo, ProcessingContext
-from aioengine.processors.items import ImageSize
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["Llava", "LlavaMultiModalProcessor", "LlavaProcessingInfo"]
@@ -43,11 +42,6 @@ class LlavaProcessingInfo(ImageInfo):
         num_rows = int(patches_per_side) ** 2 + _EXTRA_ROWS[vision_config.model_type]
         # "default" drops the first row, which is a patch where the tower has no class token.
         return num_rows - int(hf_config.vision_feature_select_strategy == "default")
-
-    def get_image_size_with_most_features(self) -> ImageSize:
-        """The tower's own input size."""
-        side = int(self.get_hf_config().vision_config.image_size)
-        return ImageSize(width=side, height=side)
 
 
 class LlavaMultiModalProcessor(ImageTokenProcessor):

@@ -296,9 +296,10 @@ class ImageInfo(BaseProcessingInfo):
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of an image of this size, with the engine's own options."""
 
-    @abstractmethod
     def get_image_size_with_most_features(self) -> ImageSize:
-        """Size of an image that becomes the most rows."""
+        """Size of an image that becomes the most rows; here the tower's own input size."""
+        side = int(self.get_hf_config().vision_config.image_size)
+        return ImageSize(width=side, height=side)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}

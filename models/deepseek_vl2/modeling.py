@@ -154,11 +154,7 @@ class DeepseekVLV2ForCausalLM(nn.Module):
         self.language = DeepseekLanguageModel(config.get_text_config())
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: object,
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         """Hidden states [T, hidden] of token ids or embeddings at `positions` [T]."""
         embed = self.language.model.embed_tokens

@@ -275,11 +275,7 @@ class QwenLMHeadModel(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: object,
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         """Hidden states [T, hidden] of token ids or embeddings at `positions` [T]."""
         hidden = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds

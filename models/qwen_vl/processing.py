@@ -105,8 +105,6 @@ class QwenVLProcessingInfo(ImageInfo):
 class QwenVLDummyInputsBuilder(ImageDummyInputsBuilder):
     """White images between their tags."""
 
-    info: QwenVLProcessingInfo
-
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return _PLACEHOLDER * mm_counts.get("image", 0)
 
