@@ -9,6 +9,7 @@ what a family may override is below, each hook with a default that fits most mod
     unread_layers  encoder layers that are computed for nothing
     positions  a prompt's position ids
     blocks     which prompt tokens attend to each other in both directions
+    sees_blocks  whether a KV group's layers do so
     encode     media items to encoder rows
     memory     rows for cross-attention
     embed      token ids and encoder rows to embeddings
