@@ -96,7 +96,7 @@ class AttentionMetadata:
         return sum(self.query_lens)
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What `make` gives, made for the first layer that asks for `key` and kept in `scratch`."""
+        """Return what `make` gives, made for the first layer that asks and kept in `scratch`."""
         if key not in self.scratch:
             self.scratch[key] = make()
         found: Made = self.scratch[key]

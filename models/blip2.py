@@ -15,9 +15,9 @@ from torch import nn
 from aioengine.errors import ModelLoadError, PlaceholderMismatchError
 from aioengine.models.encdec.media import ImageReader
 from aioengine.models.encdec.t5 import T5
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.encdec import EncDecTextProcessor
-from aioengine.processors.images import ImageTokenProcessor
+from aioengine.processors.encdec import EncoderPromptProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
 from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem
 from aioengine.processors.items import MultiModalDataItems
@@ -92,7 +92,7 @@ class Blip2(TransformersModel):
         return decoder
 
 
-class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecTextProcessor):
+class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncoderPromptProcessor):
     """The prompt is the encoder's; an image's tokens come before everything."""
 
     def layout(

@@ -11,8 +11,8 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.generic import GenericModel
+from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder, ImageTokenProcessor
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.images import ImageTokenDummyInputsBuilder, ImageTokenProcessor
 from aioengine.processors.info import ImageInfo, ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 

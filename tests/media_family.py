@@ -15,6 +15,7 @@ import torch
 
 from aioengine.models import register_model
 from aioengine.models.llava import Llava, LlavaMultiModalProcessor, LlavaProcessingInfo
+from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder
 from aioengine.processors import (
     MULTIMODAL_REGISTRY,
     AudioProcessorItems,
@@ -27,7 +28,6 @@ from aioengine.processors import (
     PromptUpdate,
     VideoProcessorItems,
 )
-from aioengine.processors.images import ImageTokenDummyInputsBuilder
 
 SAMPLE_RATE = 1600
 SAMPLES_PER_ROW = 160

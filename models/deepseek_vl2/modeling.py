@@ -25,8 +25,8 @@ from aioengine.models.deepseek_vl2.processing import (
     DeepseekVL2ProcessingInfo,
 )
 from aioengine.models.runtime.defined_model import DefinedModel
+from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder
 from aioengine.models.runtime.weights import copy_weight, copy_weights
-from aioengine.processors.images import ImageTokenDummyInputsBuilder
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["DeepseekVL2", "DeepseekVLV2ForCausalLM"]

@@ -12,12 +12,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.processors.hf.deepseek_vl2 import (
     DeepseekVL2Processor,
     load_deepseek_settings,
     load_deepseek_tokenizer,
 )
-from aioengine.processors.images import ImageTokenProcessor
 from aioengine.processors.info import ImageInfo, ProcessingContext
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageSize, MultiModalDataItems

@@ -18,8 +18,8 @@ from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.encdec.bart import Bart
 from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.encdec.media import ImageReader
-from aioengine.processors.encdec import EncDecTextProcessor
-from aioengine.processors.images import ImageTokenProcessor
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
+from aioengine.processors.encdec import EncoderPromptProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
 from aioengine.processors.items import ImageSize, MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
@@ -66,7 +66,7 @@ class Florence2ProcessingInfo(OneImageInfo):
         return ImageSize(width=448, height=448)
 
 
-class Florence2MultiModalProcessor(ImageTokenProcessor, EncDecTextProcessor):
+class Florence2MultiModalProcessor(ImageTokenProcessor, EncoderPromptProcessor):
     """The encoder's prompt is the image, then a sentence between `<s>` and `</s>`.
 
     Without an image it is the sentence alone. A prompt of token ids is read as it is, with the

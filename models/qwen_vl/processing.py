@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.processors.hf.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
-from aioengine.processors.images import ImageTokenProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo, ProcessingContext
 from aioengine.processors.inputs import MultiModalKwargs
 from aioengine.processors.items import ImageSize, MultiModalDataItems
