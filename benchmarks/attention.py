@@ -91,7 +91,7 @@ def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict
             # What is derived once a step is derived again, for four layers.
             fresh = replace(meta, scratch={})
             for _ in range(4):
-                backend.attend(query, key_cache, value_cache, fresh, layer, new=(key, value))
+                backend.attend(query, (key_cache, value_cache), fresh, layer, new=(key, value))
 
         return run
 

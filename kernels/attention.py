@@ -20,9 +20,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +34,17 @@ __all__ = [
     "AttentionArgs",
     "AttentionBackend",
     "AttentionMetadata",
+    "KeyValue",
     "build_cross_metadata",
     "build_metadata",
     "list_backends",
     "register_backend",
     "select_backend",
 ]
+
+Made = TypeVar("Made")
+KeyValue: TypeAlias = tuple[Tensor, Tensor]
+"""Keys and values: of tokens, or a layer's caches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +95,13 @@ class AttentionMetadata:
         """T, the step's tokens over all sequences."""
         return sum(self.query_lens)
 
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Return what `make` gives, made for the first layer that asks and kept in `scratch`."""
+        if key not in self.scratch:
+            self.scratch[key] = make()
+        found: Made = self.scratch[key]
+        return found
+
 
 class AttentionArgs(NamedTuple):
     """Settings of one layer's attention, beside its tensors.
@@ -116,26 +129,17 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-    ) -> None:
-        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
-        ...
+    def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
+        """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
 
     def attend(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        pages: KeyValue,
         meta: AttentionMetadata,
         args: AttentionArgs,
         *,
-        new: tuple[Tensor, Tensor] | None = None,
+        new: KeyValue | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv].
 
@@ -143,7 +147,6 @@ class AttentionBackend(Protocol):
         first, as by `write_kv`. Hq is a multiple of Hkv; query head h reads key head
         h // (Hq // Hkv).
         """
-        ...
 
 
 def build_metadata(
@@ -167,10 +170,8 @@ def build_metadata(
     assert len(block_tables) == len(starts) == len(ends)
     assert all(0 <= start < end for start, end in zip(starts, ends, strict=True))
     query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
-    blocks_used = [-(-end // block_size) for end in ends]
-    assert all(len(row) >= n for row, n in zip(block_tables, blocks_used, strict=True))
+    assert all(len(row) * block_size >= n for row, n in zip(block_tables, ends, strict=True))
 
-    target = torch.device(device)
     has_blocks = tuple(
         ids is not None and len(ids) > 1 and bool((ids >= 0).any()) for ids in block_ids or ()
     )
@@ -179,32 +180,16 @@ def build_metadata(
         assert block_ids is not None
         pairs = zip(block_ids, query_lens, strict=True)
         all_ids = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
-        flat_ids = to_device(torch.cat(all_ids).to(torch.int32), target)
-    width = max(blocks_used, default=0)
-    table: list[int] = []
-    slot_blocks: list[int] = []
-    slot_offsets: list[int] = []
+        flat_ids = to_device(torch.cat(all_ids).to(torch.int32), torch.device(device))
     shifts = [0] * len(ends) if stored is None else map(int, stored)
-    for blocks, used, first_new, last_new, shift in zip(
-        block_tables, blocks_used, starts, ends, shifts, strict=True
-    ):
-        table += blocks[:used]
-        table += [0] * (width - used)
-        start, end = first_new + shift, last_new + shift
-        for index in range(start // block_size, -(-end // block_size)):
-            first = max(start - index * block_size, 0)
-            last = min(end - index * block_size, block_size)
-            slot_blocks += [blocks[index]] * (last - first)
-            slot_offsets += range(first, last)
-
+    new = [(low + by, high + by) for low, high, by in zip(starts, ends, shifts, strict=True)]
     return _assembled(
-        target,
+        device,
+        block_size,
+        block_tables,
         query_lens,
         ends,
-        table,
-        slot_blocks,
-        slot_offsets,
-        block_size=block_size,
+        new,
         block_ids=flat_ids,
         has_blocks=has_blocks if flat_ids is not None else (),
         blocks_in_window=blocks_in_window,
@@ -228,56 +213,52 @@ def build_cross_metadata(
     assert all(
         len(row) * block_size >= n > 0 for row, n in zip(block_tables, context_lens, strict=True)
     )
-    target = torch.device(device)
-    width = max(map(len, block_tables), default=0)
-    table: list[int] = []
-    slot_blocks: list[int] = []
-    slot_offsets: list[int] = []
-    for blocks, length, new in zip(block_tables, context_lens, is_new, strict=True):
-        table += blocks
-        table += [0] * (width - len(blocks))
-        for index in range(-(-length // block_size) if new else 0):
-            count = min(block_size, length - index * block_size)
-            slot_blocks += [blocks[index]] * count
-            slot_offsets += range(count)
+    new = [(0, n if writes else 0) for n, writes in zip(context_lens, is_new, strict=True)]
     return _assembled(
-        target,
-        query_lens,
-        context_lens,
-        table,
-        slot_blocks,
-        slot_offsets,
-        block_size=block_size,
-        is_causal=False,
+        device, block_size, block_tables, query_lens, context_lens, new, is_causal=False
     )
 
 
 def _assembled(
-    target: torch.device,
+    device: torch.device | str,
+    block_size: int,
+    block_tables: Sequence[Sequence[int]],
     query_lens: Sequence[int],
     context_lens: Sequence[int],
-    table: Sequence[int],
-    slot_blocks: Sequence[int],
-    slot_offsets: Sequence[int],
+    new: Sequence[tuple[int, int]],
     **others: Any,
 ) -> AttentionMetadata:
     """The metadata whose tensors are parts of one, which goes to the device at once.
 
-    `table`: the blocks of all sequences, each padded to the same number.
+    `new`: the positions [start, end) of each sequence that are written.
     """
+    blocks_used = [-(-length // block_size) for length in context_lens]
+    width = max(blocks_used, default=0)
+    table: list[int] = []
+    slot_blocks: list[int] = []
+    slot_offsets: list[int] = []
+    for blocks, used, (start, end) in zip(block_tables, blocks_used, new, strict=True):
+        table += blocks[:used]
+        table += [0] * (width - used)
+        for index in range(start // block_size, -(-end // block_size)):
+            first = max(start - index * block_size, 0)
+            last = min(end - index * block_size, block_size)
+            slot_blocks += [blocks[index]] * (last - first)
+            slot_offsets += range(first, last)
     parts = [0, *accumulate(query_lens)], context_lens, table, slot_blocks, slot_offsets
     numbers = array("i", chain.from_iterable(parts))
-    whole = to_device(torch.frombuffer(numbers, dtype=torch.int32), target)
-    query_start, seq_lens, blocks, *slots = torch.split(whole, [*map(len, parts)])
+    whole = to_device(torch.frombuffer(numbers, dtype=torch.int32), torch.device(device))
+    query_start, seq_lens, tables, *slots = torch.split(whole, [*map(len, parts)])
     return AttentionMetadata(
         query_start=query_start,
         seq_lens=seq_lens,
-        block_table=blocks.view(len(query_lens), -1 if query_lens else 0),
+        block_table=tables.view(len(query_lens), -1 if query_lens else 0),
         slot_blocks=slots[0],
         slot_offsets=slots[1],
         query_lens=tuple(query_lens),
         context_lens=tuple(context_lens),
         num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
+        block_size=block_size,
         **others,
     )
 
@@ -287,25 +268,23 @@ def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(meta.query_lens)]))
 
 
-def blocks_of(meta: AttentionMetadata, index: int, first: int, last: int) -> Tensor | None:
-    """The block ids of sequence `index`, whose tokens are [first, last) of the flat batch."""
+def blocks_of(meta: AttentionMetadata, index: int) -> Tensor | None:
+    """The block ids of the tokens of sequence `index`; None if all are causal."""
     if meta.block_ids is None or not meta.has_blocks[index]:
         return None
-    return meta.block_ids[first:last]
+    first = sum(meta.query_lens[:index])
+    return meta.block_ids[first : first + meta.query_lens[index]]
 
 
-def _lazy(module: str, attribute: str) -> Callable[[], AttentionBackend]:
-    def create() -> AttentionBackend:
-        backend: AttentionBackend = getattr(import_module(module), attribute)()
-        return backend
-
-    return create
+def _create(module: str, attribute: str) -> AttentionBackend:
+    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    return backend
 
 
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
-    "cpu": _lazy("aioengine.kernels.cpu.backend", "CpuBackend"),
-    "gather": _lazy("aioengine.kernels.gather", "GatherBackend"),
-    "reference": _lazy("aioengine.kernels.reference", "ReferenceBackend"),
+    "cpu": partial(_create, "aioengine.kernels.cpu.backend", "CpuBackend"),
+    "gather": partial(_create, "aioengine.kernels.gather", "GatherBackend"),
+    "reference": partial(_create, "aioengine.kernels.reference", "ReferenceBackend"),
 }
 
 

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from aioengine.kernels.attention import (
     AttentionArgs,
     AttentionMetadata,
+    KeyValue,
     blocks_of,
     split_by_sequence,
 )
@@ -64,52 +65,42 @@ class GatherBackend:
         # Reused from call to call: fresh memory of this size costs more than filling it.
         self._scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-    ) -> None:
-        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
+    def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
+        """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
         slots = _slots(meta)
-        key_cache[slots] = key
-        value_cache[slots] = value
+        for rows, cache in zip(new, pages, strict=True):
+            cache[slots] = rows
 
     def attend(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        pages: KeyValue,
         meta: AttentionMetadata,
         args: AttentionArgs,
         *,
-        new: tuple[Tensor, Tensor] | None = None,
+        new: KeyValue | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if new is not None:
-            self.write_kv(*new, key_cache, value_cache, meta)
+            self.write_kv(new, pages, meta)
+        key_cache, value_cache = pages
         out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
         on_cpu = query.device.type == "cpu"
         limit = MAX_BUCKET_BYTES_CPU if on_cpu else MAX_BUCKET_BYTES_DEVICE
         for bucket in _decode_buckets(meta, args.window, limit // row_bytes, query.dtype):
             mask = _bucket_mask(meta, bucket, args, key_cache.shape[2])
-            self._decode(query, key_cache, value_cache, out, bucket, mask, args)
+            self._decode(query, pages, out, bucket, mask, args)
         bounds = split_by_sequence(meta)
         for i in range(meta.num_decodes, len(bounds)):
             first, last = bounds[i]
-            chunk = query[first:last]
-            block_ids = blocks_of(meta, i, first, last)
-            out[first:last] = self._prefill(chunk, key_cache, value_cache, meta, i, block_ids, args)
+            out[first:last] = self._prefill(query[first:last], pages, meta, i, args)
         return out
 
     def _decode(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        pages: KeyValue,
         out: Tensor,
         bucket: _Bucket,
         mask: Tensor | None,
@@ -118,9 +109,9 @@ class GatherBackend:
         num_sequences = bucket.blocks.shape[0]
         chosen = query[:num_sequences] if bucket.rows is None else query[bucket.rows]
         # The heads of one group stand where a sequence's tokens would: one read of its keys.
-        grouped = _group_heads(chosen, key_cache.shape[2])
-        key = self._gather("key", key_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
-        value = self._gather("value", value_cache, bucket.blocks, bucket.offsets).transpose(1, 2)
+        grouped = _group_heads(chosen, pages[0].shape[2])
+        rows = self._gather(pages, bucket.blocks, bucket.offsets)
+        key, value = (each.transpose(1, 2) for each in rows)
         if args.softcap is None and args.sinks is None:
             result = scaled_dot_product_attention(
                 grouped, key, value, attn_mask=mask, scale=args.scale
@@ -137,11 +128,9 @@ class GatherBackend:
     def _prefill(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        pages: KeyValue,
         meta: AttentionMetadata,
         index: int,
-        block_ids: Tensor | None,
         args: AttentionArgs,
     ) -> Tensor:
         end = meta.context_lens[index]
@@ -149,8 +138,7 @@ class GatherBackend:
         window = None if args.window is None or args.window >= end else args.window
         begin = 0 if window is None else max(0, start - window + 1)
         blocks, offsets = _context_slots(meta, index, begin, end)
-        key = self._gather("key", key_cache, blocks, offsets)
-        value = self._gather("value", value_cache, blocks, offsets)
+        key, value = self._gather(pages, blocks, offsets)
         # [Hkv, group, tokens, dim]: a whole group sees its keys and values without a copy.
         grouped = _group_heads(query, key.shape[1]).permute(1, 2, 0, 3)
         keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
@@ -158,23 +146,24 @@ class GatherBackend:
         if args.distance_bias is not None:
             result = _attend_with_bias(grouped, keys, values, start, begin, window, args)
         elif args.softcap is not None or args.sinks is not None:
-            mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
+            mask = _chunk_mask(meta, index, begin, window, query.dtype)
             result = _attend_in_parts(grouped, keys, values, mask, args)
-        elif not meta.is_causal:
-            result = scaled_dot_product_attention(grouped, keys, values, scale=args.scale)
-        elif start == 0 and window is None and block_ids is None:
-            result = scaled_dot_product_attention(
-                grouped, keys, values, is_causal=True, scale=args.scale
-            )
         else:
-            mask = _chunk_mask(meta, index, begin, block_ids, window, query.dtype)
+            is_plain = start == 0 and window is None and blocks_of(meta, index) is None
+            mask = None
+            if meta.is_causal and not is_plain:
+                mask = _chunk_mask(meta, index, begin, window, query.dtype)
             result = scaled_dot_product_attention(
-                grouped, keys, values, attn_mask=mask, scale=args.scale
+                grouped, keys, values, mask, is_causal=meta.is_causal and is_plain, scale=args.scale
             )
         return result.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _gather(self, kind: str, cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """The cache's rows at `blocks`, `offsets` [...] -> [..., Hkv, D], valid until the next."""
+    def _gather(self, pages: KeyValue, blocks: Tensor, offsets: Tensor) -> KeyValue:
+        """The rows at `blocks`, `offsets` [...] -> [..., Hkv, D] each, valid until the next."""
+        key = self._rows("key", pages[0], blocks, offsets)
+        return key, self._rows("value", pages[1], blocks, offsets)
+
+    def _rows(self, kind: str, cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
         num_blocks, block_size, num_heads, dim = cache.shape
         width = num_heads * dim
         if cache.stride(0) % width or not cache[0].is_contiguous():
@@ -279,23 +268,18 @@ def _decode_buckets(
     meta: AttentionMetadata, window: int | None, limit: int, dtype: torch.dtype
 ) -> list[_Bucket]:
     """The step's one-token sequences in padded batches of at most `limit` rows."""
-    key = ("decode", window, limit, dtype)
-    if key not in meta.scratch:
+
+    def make() -> list[_Bucket]:
         lens = meta.context_lens[: meta.num_decodes]
         seen = [n if window is None else min(n, window) for n in lens]
-        meta.scratch[key] = [
-            _make_bucket(meta, rows, seen, dtype) for rows in _split_by_length(seen, limit)
-        ]
-    found: list[_Bucket] = meta.scratch[key]
-    return found
+        return [_make_bucket(meta, rows, seen, dtype) for rows in _split_by_length(seen, limit)]
+
+    return meta.once(("decode", window, limit, dtype), make)
 
 
 def _slots(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
     """Compute where keys and values are written, as PyTorch indexes: once for all layers."""
-    if "slots" not in meta.scratch:
-        meta.scratch["slots"] = meta.slot_blocks.long(), meta.slot_offsets.long()
-    found: tuple[Tensor, Tensor] = meta.scratch["slots"]
-    return found
+    return meta.once("slots", lambda: (meta.slot_blocks.long(), meta.slot_offsets.long()))
 
 
 def _split_by_length(lens: Sequence[int], limit: int) -> list[list[int]]:
@@ -342,49 +326,45 @@ def _bucket_mask(
     table = args.distance_bias
     if table is None:
         return bucket.mask
-    key = ("bias", id(bucket), id(table))
-    if key not in meta.scratch:
+
+    def make() -> Tensor:
         far = bucket.distances.clamp(max=table.shape[1] - 1)
         bias = table[:, far].view(num_kv_heads, -1, *far.shape).permute(2, 0, 1, 3)
-        meta.scratch[key] = bias if bucket.mask is None else bias + bucket.mask
-    found: Tensor = meta.scratch[key]
-    return found
+        return bias if bucket.mask is None else bias + bucket.mask
+
+    return meta.once(("bias", id(bucket), id(table)), make)
 
 
 def _context_slots(
     meta: AttentionMetadata, index: int, begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
     """Block and row of positions [begin, end) of sequence `index`: int64 [end - begin] each."""
-    key = ("slots", index, begin, end)
-    if key not in meta.scratch:
+
+    def make() -> tuple[Tensor, Tensor]:
         positions = torch.arange(begin, end, device=meta.block_table.device)
         blocks = meta.block_table[index, positions // meta.block_size].long()
-        meta.scratch[key] = (blocks, positions % meta.block_size)
-    found: tuple[Tensor, Tensor] = meta.scratch[key]
-    return found
+        return blocks, positions % meta.block_size
+
+    return meta.once(("slots", index, begin, end), make)
 
 
 def _chunk_mask(
-    meta: AttentionMetadata,
-    index: int,
-    begin: int,
-    block_ids: Tensor | None,
-    window: int | None,
-    dtype: torch.dtype,
+    meta: AttentionMetadata, index: int, begin: int, window: int | None, dtype: torch.dtype
 ) -> Tensor:
     """`visible_mask` as numbers to add to scores, once per step instead of once per layer."""
     end = meta.context_lens[index]
     start = end - meta.query_lens[index]
+    device, ids = meta.seq_lens.device, blocks_of(meta, index)
     if not meta.is_causal:
-        return torch.zeros(meta.query_lens[index], end, dtype=dtype, device=meta.seq_lens.device)
+        return torch.zeros(meta.query_lens[index], end, dtype=dtype, device=device)
+
+    def make() -> Tensor:
+        visible = visible_mask(start, end, begin, window, device, ids, meta.blocks_in_window)
+        return _additive(visible, dtype)
+
     # Causal ones are the same for all chunks of the same place and size.
-    key = ("mask", start, end, begin, window, dtype, index if block_ids is not None else None)
-    if key not in meta.scratch:
-        device = meta.seq_lens.device
-        visible = visible_mask(start, end, begin, window, device, block_ids, meta.blocks_in_window)
-        meta.scratch[key] = _additive(visible, dtype)
-    found: Tensor = meta.scratch[key]
-    return found
+    key = ("mask", start, end, begin, window, dtype, None if ids is None else index)
+    return meta.once(key, make)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -95,11 +95,10 @@ class LayerSlot:
         step = self.holder.current
         assert step is not None, "an attention layer was called outside a step"
         meta = step.metadata[self.group]
-        key_cache, value_cache = step.caches[self.layer]
         if self.distance_bias is not None:
             args = args._replace(distance_bias=self.distance_bias)
         new = (key, value) if self.stores and len(meta.slot_blocks) else None
-        return step.backend.attend(query, key_cache, value_cache, meta, args, new=new)
+        return step.backend.attend(query, step.caches[self.layer], meta, args, new=new)
 
 
 def attach_slot(module: nn.Module, slot: Slot | None) -> None:

@@ -39,11 +39,9 @@ class PackedLinear(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of memory it takes, without the padding of blocks."""
-        ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [..., in] -> [..., out], of the weight's dtype, contiguous."""
-        ...
 
 
 Way = Callable[[Tensor, Tensor | None], PackedLinear | None]

@@ -12,6 +12,7 @@ from torch import Tensor
 from aioengine.kernels.attention import (
     AttentionArgs,
     AttentionMetadata,
+    KeyValue,
     blocks_of,
     split_by_sequence,
 )
@@ -24,47 +25,33 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-    ) -> None:
-        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
-        key_cache[meta.slot_blocks, meta.slot_offsets] = key
-        value_cache[meta.slot_blocks, meta.slot_offsets] = value
+    def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
+        """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
+        for rows, cache in zip(new, pages, strict=True):
+            cache[meta.slot_blocks, meta.slot_offsets] = rows
 
     def attend(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        pages: KeyValue,
         meta: AttentionMetadata,
         args: AttentionArgs,
         *,
-        new: tuple[Tensor, Tensor] | None = None,
+        new: KeyValue | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if new is not None:
-            self.write_kv(*new, key_cache, value_cache, meta)
-        out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+            self.write_kv(new, pages, meta)
+        out = query.new_empty(*query.shape[:2], pages[1].shape[-1])
         for i, (first, last) in enumerate(split_by_sequence(meta)):
             context = meta.context_lens[i]
             start = context - (last - first)
             begin = 0 if args.window is None else max(0, start - args.window + 1)
             mask = torch.ones(last - first, context, dtype=torch.bool, device=query.device)
             if meta.is_causal:
-                block_ids = blocks_of(meta, i, first, last)
+                ids = blocks_of(meta, i)
                 mask = visible_mask(
-                    start,
-                    context,
-                    begin,
-                    args.window,
-                    query.device,
-                    block_ids,
-                    meta.blocks_in_window,
+                    start, context, begin, args.window, query.device, ids, meta.blocks_in_window
                 )
             bias = None
             if args.distance_bias is not None:
@@ -72,14 +59,8 @@ class ReferenceBackend:
             positions = torch.arange(begin, context, device=query.device)
             blocks = meta.block_table[i, positions // meta.block_size].long()
             offsets = positions % meta.block_size
-            out[first:last] = attend_dense(
-                query[first:last],
-                key_cache[blocks, offsets],
-                value_cache[blocks, offsets],
-                mask,
-                args,
-                bias,
-            )
+            key, value = (cache[blocks, offsets] for cache in pages)
+            out[first:last] = attend_dense(query[first:last], key, value, mask, args, bias)
         return out
 
 

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequestError
 from aioengine.kernels.transfer import to_device
-from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.generic import GenericMultiModalProcessor
@@ -110,7 +108,6 @@ class Qwen2AudioMultiModalProcessor(GenericMultiModalProcessor):
         ]
 
 
-@register_model("Qwen2AudioForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen2AudioMultiModalProcessor, info=Qwen2AudioInfo, dummy_inputs=GenericDummyInputsBuilder
 )
@@ -123,10 +120,9 @@ class Qwen2Audio(TransformersModel):
         `input_features` [n, mel bins, frames], padded to the tower's window, with
         `feature_attention_mask` [n, frames], 1 where there is sound; or `audio_embeds`.
         """
-        given = encoding.passed_through(kwargs, self.dtype, self.device)
-        if given is not None:
-            return given
-        features, mask = kwargs["input_features"], kwargs["feature_attention_mask"]
+        features, mask = kwargs.get("input_features"), kwargs.get("feature_attention_mask")
+        if features is None:
+            return super().embed_multimodal(**kwargs)
         assert isinstance(features, Tensor) and isinstance(mask, Tensor)
         inner: Any = self.model.model
         num_places, num_rows = inner.audio_tower._get_feat_extract_output_lengths(mask.sum(-1))

@@ -14,16 +14,13 @@ from torch import Tensor
 
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["Gemma3", "PaliGemma", "PaliGemmaMultiModalProcessor"]
 
 
-@register_model("Gemma3ForConditionalGeneration")
 class Gemma3(GenericModel):
     """The tokens of an image see each other both ways, in a block for each of its crops."""
 
@@ -33,12 +30,7 @@ class Gemma3(GenericModel):
         if not items:
             return None
         ids = torch.full((len(token_ids),), -1)
-        runs = [
-            (item.span.offset + start, item.span.offset + stop)
-            for item in items
-            for start, stop in item.span.embed_runs
-        ]
-        for number, (start, stop) in enumerate(runs):
+        for number, (start, stop) in enumerate(run for item in items for run in item.runs):
             ids[start:stop] = number
         return ids
 
@@ -58,12 +50,7 @@ class PaliGemmaMultiModalProcessor(GenericMultiModalProcessor):
         return [*prompt_tokens[:end], bos, *prompt_tokens[end:], *line_end]
 
 
-@register_model("PaliGemmaForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    PaliGemmaMultiModalProcessor,
-    info=GenericProcessingInfo,
-    dummy_inputs=GenericDummyInputsBuilder,
-)
+@MULTIMODAL_REGISTRY.register_processor(PaliGemmaMultiModalProcessor)
 class PaliGemma(GenericModel):
     """One block: the prompt is computed whole, in one step."""
 

@@ -15,19 +15,13 @@ from torch import nn
 from aioengine.errors import ModelLoadError, PlaceholderMismatchError
 from aioengine.models.encdec.media import ImageReader
 from aioengine.models.encdec.t5 import T5
-from aioengine.models.runtime.hf_loading import find_class
-from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.embeddings import repeat_token
-from aioengine.processors.encdec import EncDecMultiModalProcessor
+from aioengine.processors.encdec import EncoderPromptProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
-from aioengine.processors.inputs import (
-    MultiModalFieldConfig,
-    MultiModalKwargs,
-    MultiModalKwargsItem,
-)
-from aioengine.processors.items import ImageSize, MultiModalDataItems
-from aioengine.processors.processor import BaseMultiModalProcessor, Layout, TextOrTokens
+from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem
+from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.processor import Layout, TextOrTokens
 from aioengine.processors.prompt.updates import PromptIndexTargets, PromptInsertion, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
@@ -43,17 +37,12 @@ __all__ = [
 class Blip2ProcessingInfo(OneImageInfo):
     """One image in a prompt."""
 
-    def get_num_image_tokens(self) -> int:
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of any image: one for each query."""
         return int(self.get_hf_config().num_query_tokens)
 
-    def get_image_size_with_most_features(self) -> ImageSize:
-        """The tower's own input size."""
-        side = int(self.get_hf_config().vision_config.image_size)
-        return ImageSize(width=side, height=side)
 
-
-class Blip2MultiModalProcessor(BaseMultiModalProcessor):
+class Blip2MultiModalProcessor(ImageTokenProcessor):
     """An image's rows go before everything."""
 
     info: Blip2ProcessingInfo
@@ -67,27 +56,16 @@ class Blip2MultiModalProcessor(BaseMultiModalProcessor):
         )
         return outputs
 
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"pixel_values": MultiModalFieldConfig.batched("image")}
-
     def _get_prompt_updates(
         self,
         mm_items: MultiModalDataItems,
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargs,
     ) -> Sequence[PromptUpdate]:
-        image_token_id = self.info.get_hf_config().image_token_index
-
-        num_rows = self.info.get_num_image_tokens()
-        repeated = repeat_token(mm_items, "image", image_token_id, lambda _: num_rows)
-        return [
-            PromptInsertion(modality="image", target=PromptIndexTargets.start(), insertion=repeated)
-        ]
+        tokens, start = self.repeat_image_token(mm_items), PromptIndexTargets.start()
+        return [PromptInsertion(modality="image", target=start, insertion=tokens)]
 
 
-@register_model("Blip2ForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     Blip2MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
@@ -114,18 +92,8 @@ class Blip2(TransformersModel):
         return decoder
 
 
-class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProcessor):
+class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncoderPromptProcessor):
     """The prompt is the encoder's; an image's tokens come before everything."""
-
-    def create_encoder_prompt(
-        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
-    ) -> TextOrTokens:
-        return prompt
-
-    def create_decoder_prompt(
-        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
-    ) -> TextOrTokens:
-        return self.default_decoder_prompt()
 
     def layout(
         self,
@@ -138,8 +106,8 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProce
         """Do as the base class; an image's token may stand in the prompt for nothing else."""
         found = super().layout(prompt, items, mm_kwargs, outputs, literals)
         places = found.placeholders.get("image", ())
-        image_token_id = self.info.get_hf_config().image_token_index
-        spare = found.token_ids.count(image_token_id) - sum(place.length for place in places)
+        num_tokens = found.token_ids.count(self.image_token_id)
+        spare = num_tokens - sum(place.length for place in places)
         if spare:
             raise PlaceholderMismatchError(
                 f"the prompt has {spare} placeholder(s) for images; leave them out, as an image "
@@ -155,10 +123,6 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncDecMultiModalProce
 )
 class Blip2T5(ImageReader, T5):
     """A whole T5 inside; `Blip2.chosen_for` hands it the configs that say so."""
-
-    @classmethod
-    def hf_class(cls, hf_config: Any) -> Any:
-        return find_class(hf_config)
 
     @property
     def t5(self) -> Any:

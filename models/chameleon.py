@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from aioengine.models.generic import GenericModel
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["Chameleon", "ChameleonMultiModalProcessor"]
@@ -28,12 +26,7 @@ class ChameleonMultiModalProcessor(GenericMultiModalProcessor):
         return [*prompt_tokens, self.info.get_tokenizer().sep_token_id]
 
 
-@register_model("ChameleonForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    ChameleonMultiModalProcessor,
-    info=GenericProcessingInfo,
-    dummy_inputs=GenericDummyInputsBuilder,
-)
+@MULTIMODAL_REGISTRY.register_processor(ChameleonMultiModalProcessor)
 class Chameleon(GenericModel):
     """No code of an image is ever the next token."""
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from aioengine.errors import InvalidRequestError, MediaError, UnsupportedModalityError
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf.substitutes import merge_image_options
-from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo
+from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
@@ -37,11 +36,8 @@ __all__ = ["Fuyu", "FuyuMultiModalProcessor", "FuyuProcessingInfo"]
 _PATCH, _ROW_END, _TEXT_START, _ANSWER = "|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"
 
 
-class FuyuProcessingInfo(ImageInfo):
+class FuyuProcessingInfo(OneImageInfo):
     """One image in a prompt, and how many patches it has."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": 1}
 
     def get_token_id(self, token: str) -> int:
         """Return the token id of one of the pieces around an image and a text."""
@@ -55,11 +51,7 @@ class FuyuProcessingInfo(ImageInfo):
         return merge_image_options(self.get_hf_processor(), mm_kwargs or {})
 
     def get_image_feature_grid_size(
-        self,
-        *,
-        image_width: int,
-        image_height: int,
-        mm_kwargs: Mapping[str, Any] | None = None,
+        self, *, image_width: int, image_height: int, mm_kwargs: Mapping[str, Any] | None = None
     ) -> tuple[int, int]:
         """Columns and rows of patches, after an image larger than `size` is shrunk into it.
 
@@ -192,7 +184,6 @@ def _width_and_height(size: Any) -> ImageSize:
         ) from None
 
 
-@register_model("FuyuForCausalLM")
 @MULTIMODAL_REGISTRY.register_processor(
     FuyuMultiModalProcessor, info=FuyuProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
@@ -22,15 +21,6 @@ _TOWERS = ("clip_vision_model", "siglip_vision_model")
 """Whose layers give hidden states and nothing else."""
 
 
-@register_model(
-    "AriaForConditionalGeneration",
-    "DeepseekVLForConditionalGeneration",
-    "Idefics3ForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-)
 @MULTIMODAL_REGISTRY.register_processor(
     GenericMultiModalProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )

@@ -22,7 +22,6 @@ from transformers.utils import cached_file
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.runtime.defined_model import DefinedModel
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.weights import copy_weights
 from aioengine.processors.embeddings import EmbeddingItems
@@ -348,7 +347,6 @@ class InternVLChatMultiModalProcessor(GenericMultiModalProcessor):
         return self._updates_of("image", texts, [self.info.encode(text) for text in texts])
 
 
-@register_model("InternVLChatModel")
 @MULTIMODAL_REGISTRY.register_processor(
     InternVLChatMultiModalProcessor,
     info=InternVLChatProcessingInfo,

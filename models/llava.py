@@ -6,26 +6,17 @@ cropped to the tower's square, so all images take the same number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.generic import GenericModel
-from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder, ImageTokenProcessor
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.embeddings import repeat_token
-from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo, ProcessingContext
-from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import (
-    ImageProcessorItems,
-    ImageSize,
-    MultiModalDataItems,
-)
-from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
+from aioengine.processors.info import ImageInfo, ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["Llava", "LlavaDummyInputsBuilder", "LlavaMultiModalProcessor", "LlavaProcessingInfo"]
+__all__ = ["Llava", "LlavaMultiModalProcessor", "LlavaProcessingInfo"]
 
 # Vision tower -> rows that it has beside one for each patch (CLIP's class token).
 _EXTRA_ROWS = {"clip_vision_model": 1, "siglip_vision_model": 0}
@@ -52,21 +43,8 @@ class LlavaProcessingInfo(ImageInfo):
         # "default" drops the first row, which is a patch where the tower has no class token.
         return num_rows - int(hf_config.vision_feature_select_strategy == "default")
 
-    def get_image_size_with_most_features(self) -> ImageSize:
-        """The tower's own input size."""
-        side = int(self.get_hf_config().vision_config.image_size)
-        return ImageSize(width=side, height=side)
 
-
-class LlavaDummyInputsBuilder(ImageDummyInputsBuilder):
-    """A placeholder and a white image for each item."""
-
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        image_token: str = self.info.get_hf_processor().image_token
-        return image_token * mm_counts.get("image", 0)
-
-
-class LlavaMultiModalProcessor(BaseMultiModalProcessor):
+class LlavaMultiModalProcessor(ImageTokenProcessor):
     """`<image>` becomes as many of itself as the image has rows."""
 
     info: LlavaProcessingInfo
@@ -92,31 +70,9 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor):
         own = type(image_processor).__name__ == "LlavaImageProcessorPil"
         return own and not options.get("do_pad", image_processor.do_pad)
 
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"pixel_values": MultiModalFieldConfig.batched("image")}
 
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargs,
-    ) -> Sequence[PromptUpdate]:
-        image_token_id = self.info.get_hf_config().image_token_id
-
-        def count(item_idx: int) -> int:
-            images = mm_items.get_items("image", ImageProcessorItems)
-            width, height = images.get_image_size(item_idx)
-            return self.info.get_num_image_tokens(image_width=width, image_height=height)
-
-        repeated = repeat_token(mm_items, "image", image_token_id, count)
-        return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]
-
-
-@register_model("LlavaForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
-    LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputsBuilder
+    LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=ImageTokenDummyInputsBuilder
 )
 class Llava(GenericModel):
     """Images of one size. With a Pixtral tower, whose images keep theirs, the generic model."""

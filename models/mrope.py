@@ -18,22 +18,13 @@ from torch import Tensor, nn
 from aioengine.errors import InvalidRequestError
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
-from aioengine.models.runtime.registry import register_model
-from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.models.runtime.whole_pass import WholePrompt
+from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
 
-# How transformers numbers the kinds of tokens.
-_KINDS = {"image": 1, "video": 2}
 
-
-@register_model(
-    "Glm4vForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-)
 class MRopeModel(GenericModel):
     """Every token has a position in time, height and width: [3, L] for a prompt."""
 
@@ -45,17 +36,14 @@ class MRopeModel(GenericModel):
         if not items:
             return torch.arange(length).expand(3, -1), 0
         self._check_apart(items)
-        kinds = torch.zeros(1, length, dtype=torch.int32)
+        kinds = WholePrompt(token_ids=tuple(token_ids), items=tuple(items)).kinds()
         grids: dict[str, list[Tensor]] = {}
         for item in items:
-            for start, stop in item.span.embed_runs:
-                first = item.span.offset
-                kinds[0, first + start : first + stop] = _KINDS[item.modality]
             for name, values in self._grids_of(item).items():
                 grids.setdefault(name, []).append(values)
         joined = {name: torch.cat(values) for name, values in grids.items()}
         ids = torch.tensor([list(token_ids)])
-        positions, delta = self.model.model.get_rope_index(ids, kinds, **joined)
+        positions, delta = self.model.model.get_rope_index(ids, kinds[None], **joined)
         return positions[:, 0], int(delta)
 
     def _check_apart(self, items: Sequence[PromptMedia]) -> None:
@@ -91,10 +79,7 @@ class DeepStackInfo(GenericProcessingInfo):
         return _row_size(self.get_hf_config(), super().get_hidden_size())
 
 
-@register_model("Qwen3VLForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    GenericMultiModalProcessor, info=DeepStackInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(info=DeepStackInfo)
 class DeepStackModel(MRopeModel):
     """Encoder rows that reach the first layers too, not the embeddings alone.
 
@@ -110,19 +95,11 @@ class DeepStackModel(MRopeModel):
         width = self.hidden_size
         if embeds.shape[-1] == width:
             return super().call_decoder(decoder, embeds, positions)
-        ids = positions[None] if positions.dim() == 1 else positions[:, None]
         first, *deeper = torch.split(embeds, width, dim=-1)
         # With zeros where there are no rows, every position may be added to: nothing is indexed.
         everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device)
-        output: Any = decoder(
-            inputs_embeds=first[None],
-            position_ids=ids,
-            use_cache=False,
-            visual_pos_masks=everywhere,
-            deepstack_visual_embeds=deeper,
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        rows = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": deeper}
+        return self.run_decoder(decoder, first, positions, **rows)
 
 
 def _row_size(hf_config: Any, hidden_size: int) -> int:

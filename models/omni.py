@@ -21,14 +21,9 @@ from aioengine.models.audio import count_audio_rows
 from aioengine.models.mrope import MRopeModel
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.runtime.probe import LayerSpec
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import (
-    CONTRACTS,
-    GenericDummyInputsBuilder,
-    GenericProcessingInfo,
-)
+from aioengine.processors.generic_info import CONTRACTS, GenericProcessingInfo
 from aioengine.processors.info import ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
@@ -99,10 +94,7 @@ class OmniMultiModalProcessor(GenericMultiModalProcessor):
         return _without_woven(super().merged_kwargs(mm_kwargs))
 
 
-@register_model(THINKER, "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
-@MULTIMODAL_REGISTRY.register_processor(
-    OmniMultiModalProcessor, info=OmniInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(OmniMultiModalProcessor, info=OmniInfo)
 class OmniThinker(MRopeModel):
     """The thinker, which sees, hears and writes, of its own checkpoint or of a whole model's."""
 

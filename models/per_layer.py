@@ -12,7 +12,6 @@ Their last layers attend to the keys and values of an earlier one, which the pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,18 +19,15 @@ from torch import Tensor, nn
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from aioengine.errors import ModelLoadError, UnsupportedModalityError
-from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.transfer import to_device
 from aioengine.models.bidirectional import Gemma3
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.runtime.probe import LayerSpec, probe_layers
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.info import ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
+from aioengine.processors.text_only import TextOnlyInfo
 
 __all__ = ["Gemma3n", "Gemma4", "PerLayerModel", "PerLayerText"]
 
@@ -80,17 +76,10 @@ class PerLayerModel(TransformersModel):
             return super().call_decoder(decoder, embeds, positions)
         first, layers = torch.split(embeds, [self.hidden_size, self.per_layer_size], dim=-1)
         num_layers = self.text_config.num_hidden_layers
-        output: Any = decoder(
-            inputs_embeds=first[None],
-            per_layer_inputs=layers.reshape(1, len(layers), num_layers, -1),
-            position_ids=positions[None],
-            use_cache=False,
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        inputs = layers.reshape(1, len(layers), num_layers, -1)
+        return self.run_decoder(decoder, first, positions, per_layer_inputs=inputs)
 
 
-@register_model("Gemma3nForCausalLM", "Gemma4ForCausalLM")
 class PerLayerText(PerLayerModel):
     """A causal language model: token ids in, logits out."""
 
@@ -125,10 +114,7 @@ class Gemma3nInfo(TextOnlyInfo):
                 )
 
 
-@register_model("Gemma3nForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    TextOnlyProcessor, info=Gemma3nInfo, dummy_inputs=TextOnlyDummyInputs
-)
+@MULTIMODAL_REGISTRY.register_processor(info=Gemma3nInfo)
 class Gemma3n(PerLayerText):
     """The text model of a checkpoint that holds towers too: transformers cannot build them here."""
 
@@ -148,10 +134,7 @@ class Gemma4ProcessingInfo(GenericProcessingInfo):
             self.contracts.pop("audio", None)
 
 
-@register_model("Gemma4ForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    GenericMultiModalProcessor, info=Gemma4ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(info=Gemma4ProcessingInfo)
 class Gemma4(PerLayerModel, Gemma3):
     """Soft tokens of an image see each other both ways in some sizes, in layers with a window.
 
@@ -178,23 +161,5 @@ class Gemma4(PerLayerModel, Gemma3):
         pairs = zip(output.pooler_output, output.attention_mask, strict=True)
         return [rows[is_sound] for rows, is_sound in pairs]
 
-    def forward(
-        self,
-        inputs_embeds: Tensor,
-        positions: Tensor,
-        metadata: Sequence[AttentionMetadata],
-        encoded: Sequence[Tensor] = (),
-        *,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Do as the base class; blocks are for the groups of layers that have a window."""
-        groups = zip(metadata, self.kv_groups, strict=True)
-        metadata = [_causal(meta) if group.window is None else meta for meta, group in groups]
-        return super().forward(inputs_embeds, positions, metadata, encoded, rows=rows)
-
-
-def _causal(meta: AttentionMetadata) -> AttentionMetadata:
-    if meta.block_ids is None:
-        return meta
-    # What a backend has noted of the step's blocks does not hold for the same step without them.
-    return replace(meta, block_ids=None, has_blocks=(), scratch={})
+    def sees_blocks(self, group: int) -> bool:
+        return self.kv_groups[group].window is not None

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioengine.models.generic import GenericModel
-from aioengine.models.runtime.registry import register_model
-from aioengine.processors.generic import GenericMultiModalProcessor
-from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["SmolVLM", "SmolVLMProcessingInfo"]
@@ -30,9 +28,6 @@ class SmolVLMProcessingInfo(GenericProcessingInfo):
         return load_smolvlm_processor(source, options, **kwargs)
 
 
-@register_model("SmolVLMForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    GenericMultiModalProcessor, info=SmolVLMProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(info=SmolVLMProcessingInfo)
 class SmolVLM(GenericModel):
     """Nothing of its own: frames go through `get_image_features`, as images do."""

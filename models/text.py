@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 
 __all__ = ["GptOss", "TextModel"]
 
 
-@register_model(
-    "GPT2LMHeadModel",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "OPTForCausalLM",
-    "Phi3ForCausalLM",
-    "PhiForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
 class TextModel(TransformersModel):
     """A causal language model: token ids in, logits out."""
 
 
-@register_model("GptOssForCausalLM")
 class GptOss(TextModel):
     """Experts that are published in MXFP4 are unpacked to the engine's dtype, four times as large.
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
-from aioengine.processors.embeddings import EmbeddingItems
+from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
     BaseProcessingInfo,
@@ -182,17 +181,16 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
         audio, begin = self.info.audio_token_id, self.info.begin_token_id
         outputs = out_mm_kwargs.get_items("audio")
 
-        def get_num_rows(item_idx: int) -> int:
-            recordings = mm_items.get_items("audio", (AudioProcessorItems, EmbeddingItems))
-            if isinstance(recordings, EmbeddingItems):
-                return recordings.get_feature_size(item_idx)
+        def count(item_idx: int) -> int:
             if outputs:
                 return len(outputs[item_idx]["input_features"]) * self.info.get_rows_per_chunk()
-            length = recordings.get_audio_length(item_idx)
+            length = mm_items.get_items("audio", AudioProcessorItems).get_audio_length(item_idx)
             return self.info.get_num_audio_tokens(num_samples=length)
 
+        repeated = repeat_token(mm_items, "audio", audio, count)
+
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            features = [audio] * get_num_rows(item_idx)
+            features = repeated(item_idx)
             return PromptUpdateDetails(full=[begin, *features], features=features)
 
         return [
@@ -201,7 +199,6 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
         ]
 
 
-@register_model("VoxtralForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     VoxtralMultiModalProcessor, info=VoxtralInfo, dummy_inputs=VoxtralDummyInputsBuilder
 )
@@ -213,10 +210,9 @@ class Voxtral(TransformersModel):
 
         `input_features` [n, chunks, mel bins, frames]; or `audio_embeds`, which pass through.
         """
-        given = encoding.passed_through(kwargs, self.dtype, self.device)
-        if given is not None:
-            return given
-        features = kwargs["input_features"]
+        features = kwargs.get("input_features")
+        if features is None:
+            return super().embed_multimodal(**kwargs)
         assert isinstance(features, Tensor)
         rows: list[Tensor] = []
         for chunks in torch.split(features.flatten(0, 1), CHUNKS_AT_ONCE):

@@ -27,6 +27,7 @@ __all__ = [
     "EncDecLayout",
     "EncDecMultiModalProcessor",
     "EncDecTextProcessor",
+    "EncoderPromptProcessor",
     "Halves",
     "MultiModalEncDecInputs",
     "forced_tokens",
@@ -188,8 +189,8 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
         )
 
 
-class EncDecTextProcessor(EncDecMultiModalProcessor, TextOnlyProcessor):
-    """Text to text: the prompt is what the encoder reads."""
+class EncoderPromptProcessor(EncDecMultiModalProcessor):
+    """The prompt is what the encoder reads."""
 
     def create_encoder_prompt(
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems
@@ -200,6 +201,10 @@ class EncDecTextProcessor(EncDecMultiModalProcessor, TextOnlyProcessor):
         self, prompt: TextOrTokens, mm_items: MultiModalDataItems
     ) -> TextOrTokens:
         return self.default_decoder_prompt()
+
+
+class EncDecTextProcessor(EncoderPromptProcessor, TextOnlyProcessor):
+    """Text to text."""
 
 
 def half_name(half: str, given: TextOrTokens | None) -> str:

@@ -296,9 +296,10 @@ class ImageInfo(BaseProcessingInfo):
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of an image of this size, with the engine's own options."""
 
-    @abstractmethod
     def get_image_size_with_most_features(self) -> ImageSize:
-        """Size of an image that becomes the most rows."""
+        """Size of an image that becomes the most rows; here the tower's own input size."""
+        side = int(self.get_hf_config().vision_config.image_size)
+        return ImageSize(width=side, height=side)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -310,24 +311,11 @@ class ImageInfo(BaseProcessingInfo):
         return {"image": self.get_num_image_tokens(image_width=width, image_height=height)}
 
 
-class OneImageInfo(BaseProcessingInfo):
-    """One image in a prompt, of as many rows as any other."""
-
-    @abstractmethod
-    def get_num_image_tokens(self) -> int:
-        """Encoder rows of any image."""
-
-    @abstractmethod
-    def get_image_size_with_most_features(self) -> ImageSize:
-        """Size of an image that takes as much memory as any."""
+class OneImageInfo(ImageInfo):
+    """One image in a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
-
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        return {"image": self.get_num_image_tokens()}
 
 
 class BaseDummyInputsBuilder(ABC):
@@ -379,7 +367,7 @@ class BaseDummyInputsBuilder(ABC):
 class ImageDummyInputsBuilder(BaseDummyInputsBuilder):
     """White images of the most rows, beside no text."""
 
-    info: ImageInfo | OneImageInfo
+    info: ImageInfo
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""

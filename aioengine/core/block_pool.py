@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 from aioengine.core.block_hash import cross_digests, extend_digests
+from aioengine.core.plan import Limits
 from aioengine.core.request import KnownPrefix, Request
 
 __all__ = ["BlockPool"]
@@ -26,25 +27,16 @@ BlockKey = tuple[int, bytes]
 class BlockPool:
     """`num_blocks` interchangeable blocks of `block_size` tokens, numbered from 0."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        num_groups: int = 1,
-        num_cross_groups: int = 0,
-        caching: bool = True,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_groups = num_groups
-        self.num_cross_groups = num_cross_groups
-        self._caching = caching
-        self._unused = list(range(num_blocks - 1, -1, -1))
+    def __init__(self, limits: Limits) -> None:
+        self.num_blocks, self.block_size = limits.num_blocks, limits.block_size
+        self.num_groups = limits.num_groups
+        self._cross_groups = range(self.num_groups, self.num_groups + limits.num_cross_groups)
+        self._caching = limits.enable_prefix_caching
+        self._unused = list(range(self.num_blocks - 1, -1, -1))
         # Least recently used first. A plain dict would look for its first past all that have gone.
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * num_blocks
-        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._references = [0] * self.num_blocks
+        self._keys: list[BlockKey | None] = [None] * self.num_blocks
         self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
         self._num_published = 0  # blocks that became cached content, ever
         self._num_forgotten = 0  # blocks that ceased to be
@@ -226,10 +218,6 @@ class BlockPool:
 
     def _shares(self, request: Request) -> bool:
         return self._caching or request.private_salt is not None
-
-    @property
-    def _cross_groups(self) -> range:
-        return range(self.num_groups, self.num_groups + self.num_cross_groups)
 
     def clear(self) -> None:
         """Forget all cached content; referenced blocks stay with their holders."""

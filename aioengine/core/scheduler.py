@@ -43,13 +43,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.pool = BlockPool(
-            limits.num_blocks,
-            limits.block_size,
-            num_groups=limits.num_groups,
-            num_cross_groups=limits.num_cross_groups,
-            caching=limits.enable_prefix_caching,
-        )
+        self.pool = BlockPool(limits)
         longest = self.pool.blocks_for(limits.max_model_len) * limits.num_groups
         longest += self.pool.blocks_for(limits.max_encoder_len) * limits.num_cross_groups
         assert longest <= limits.num_blocks

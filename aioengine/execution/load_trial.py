@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -118,7 +118,9 @@ class Trial:
         self._spared = _spared(module, shell.decoder(), specs)
         is_heavy = _num_bytes(module, self._spared) > HEAVY_BYTES
         if not is_heavy and all(len(prompt.whole.token_ids) <= LONG for prompt in prompts):
-            self._spared = _spared_by_encoders(module, shell.decoder(), specs)
+            # A decoder that has few tokens, and is small, is run whole; of encoders a few layers.
+            attends = _paths(module, shell.decoder(), specs).values()
+            self._spared = spare_layers(module, {}, needed=attends)
         self._cut: list[Reference] = []
         if is_heavy or any(prompt.is_long for prompt in prompts):
             with without_layers(module, self._spared):
@@ -226,13 +228,6 @@ def _spared(module: nn.Module, decoder: nn.Module, specs: Sequence[LayerSpec]) -
     sharing = {inside[spec.name] for spec in specs if spec.shares is not None}
     kinds = {path: (spec, path in sharing, path in sources) for path, spec in alike.items()}
     return spare_layers(module, kinds, needed=sources)
-
-
-def _spared_by_encoders(
-    module: nn.Module, decoder: nn.Module, specs: Sequence[LayerSpec]
-) -> list[str]:
-    """The same of encoders only: a decoder that has few tokens, and is small, is run whole."""
-    return spare_layers(module, {}, needed=_paths(module, decoder, specs).values())
 
 
 def _paths(module: nn.Module, decoder: nn.Module, specs: Sequence[LayerSpec]) -> dict[str, str]:
@@ -363,22 +358,16 @@ class _Tables:
         self._references = references
         num_cross = sum(group.kind == "cross" for group in model.kv_groups)
         num_own = len(model.kv_groups) - num_cross
-        sizes = [
-            (
-                -(-reference.bounds[-1] // block_size),
-                -(-reference.prompt.num_encoder_rows // block_size),
-            )
-            for reference in references
-        ]
-        total = sum(own * num_own + cross * num_cross for own, cross in sizes)
+        own = [-(-each.bounds[-1] // block_size) for each in references]
+        cross = [-(-each.prompt.num_encoder_rows // block_size) for each in references]
+        total = sum(own) * num_own + sum(cross) * num_cross
         blocks = iter(random.Random(0).sample(range(total), total))
-        self._own = [
-            [tuple(next(blocks) for _ in range(own)) for _ in range(num_own)] for own, _ in sizes
-        ]
-        self._cross = [
-            [tuple(next(blocks) for _ in range(cross)) for _ in range(num_cross)]
-            for _, cross in sizes
-        ]
+
+        def draw(counts: list[int], num_groups: int) -> list[tuple[tuple[int, ...], ...]]:
+            groups = range(num_groups)
+            return [tuple(tuple(islice(blocks, count)) for _ in groups) for count in counts]
+
+        self._own, self._cross = draw(own, num_own), draw(cross, num_cross)
         longest = max(reference.bounds[-1] for reference in references)
         self.limits = Limits(
             max_num_seqs=len(references),
@@ -407,12 +396,12 @@ class _Tables:
             start=start,
             end=end,
             token_ids=whole.token_ids[start:end],
-            block_tables=tuple(self._own[number]),
+            block_tables=self._own[number],
             rows=rows,
             samples=True,
             output_index=0,
             inputs=reference.inputs,
-            cross_tables=tuple(self._cross[number]),
+            cross_tables=self._cross[number],
             num_encoder_rows=reference.prompt.num_encoder_rows,
             encoder_key=str(number) if is_first else None,
         )

@@ -69,10 +69,7 @@ class ModelSizes:
 
 
 def resolve_limits(
-    config: EngineConfig,
-    sizes: ModelSizes,
-    device: torch.device,
-    measure: Callable[[Limits], int],
+    config: EngineConfig, sizes: ModelSizes, device: torch.device, measure: Callable[[Limits], int]
 ) -> Limits:
     """Compute what the scheduler may share out.
 

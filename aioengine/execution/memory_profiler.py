@@ -201,11 +201,7 @@ def _is_shortage(error: BaseException) -> bool:
 
 
 def _worst_step(
-    limits: Limits,
-    vocab_size: int,
-    num_tokens: int,
-    num_blocks: int,
-    max_context: int | None,
+    limits: Limits, vocab_size: int, num_tokens: int, num_blocks: int, max_context: int | None
 ) -> StepPlan:
     """Single tokens and one long chunk, or several where one request cannot be as long."""
     longest = min(limits.max_model_len, max_context or limits.max_model_len)

@@ -210,7 +210,7 @@ class ModelRunner:
                 ends=ends,
                 stored=[s.is_stored for s in sequences],
                 device=self.model.device,
-                block_ids=blocks,
+                block_ids=blocks if self.model.sees_blocks(group) else None,
                 blocks_in_window=self.model.blocks_in_window,
             )
             for group in range(self._limits.num_groups)
@@ -260,9 +260,7 @@ def _ordered(plan: StepPlan) -> list[SequencePlan]:
     return sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
 
 
-def _masks(
-    chosen: Sequence[SequencePlan],
-) -> tuple[list[Tensor | None], dict[str, Exception]]:
+def _masks(chosen: Sequence[SequencePlan]) -> tuple[list[Tensor | None], dict[str, Exception]]:
     """Bit masks of the tokens that grammars allow, and the requests whose grammar has failed."""
     masks: list[Tensor | None] = []
     failures: dict[str, Exception] = {}
@@ -329,13 +327,8 @@ def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tens
     pages = []
     for group, index in model.layer_groups:
         spec = model.kv_groups[group]
-        keys = limits.block_size * spec.num_kv_heads * spec.key_dim
-        values = limits.block_size * spec.num_kv_heads * spec.value_dim
-        offset = index * (keys + values)
-        pages.append(
-            (
-                view(offset, spec.num_kv_heads, spec.key_dim),
-                view(offset + keys, spec.num_kv_heads, spec.value_dim),
-            )
-        )
+        heads, key_dim, value_dim = spec.num_kv_heads, spec.key_dim, spec.value_dim
+        offset = index * limits.block_size * heads * (key_dim + value_dim)
+        values = offset + limits.block_size * heads * key_dim
+        pages.append((view(offset, heads, key_dim), view(values, heads, value_dim)))
     return pages

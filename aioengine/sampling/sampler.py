@@ -37,7 +37,6 @@ class Constraint(Protocol):
 
         int32 [ceil(vocab / 32)], one bit for each. Raises InvalidRequestError.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

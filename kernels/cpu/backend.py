@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionArgs, AttentionMetadata
+from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, KeyValue
 from aioengine.kernels.cpu.fused_layer import Layers
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.gather import GatherBackend
@@ -32,50 +32,31 @@ class CpuBackend:
         if instruction_set() != "generic":
             self._dtypes.add(torch.float16)
 
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-    ) -> None:
-        """Put `key` [T, Hkv, Dk] and `value` [T, Hkv, Dv] into their slots; mutates the caches."""
-        if not self._knows(key, key_cache):
-            self._others.write_kv(key, value, key_cache, value_cache, meta)
+    def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
+        """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
+        if not self._knows(new[0], pages[0]):
+            self._others.write_kv(new, pages, meta)
             return
-        self._ops.write_kv(
-            _close(key), _close(value), key_cache, value_cache, meta.slot_blocks, meta.slot_offsets
-        )
+        self._ops.write_kv(*map(_close, new), *pages, meta.slot_blocks, meta.slot_offsets)
 
     def attend(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        pages: KeyValue,
         meta: AttentionMetadata,
         args: AttentionArgs,
         *,
-        new: tuple[Tensor, Tensor] | None = None,
+        new: KeyValue | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
-        if not self._knows(query, key_cache):
-            return self._others.attend(query, key_cache, value_cache, meta, args, new=new)
-        key, value = (None, None) if new is None else (_close(new[0]), _close(new[1]))
+        if not self._knows(query, pages[0]):
+            return self._others.attend(query, pages, meta, args, new=new)
+        rows = (None, None) if new is None else map(_close, new)
+        biases = _floats(args.sinks), _floats(args.distance_bias)
+        settings = args.scale, args.softcap or 0.0, args.window or 0
+        flags = meta.is_causal, meta.blocks_in_window
         out: Tensor = self._ops.attend(
-            _close(query),
-            key,
-            value,
-            key_cache,
-            value_cache,
-            *_places(meta),
-            _floats(args.sinks),
-            _floats(args.distance_bias),
-            args.scale,
-            args.softcap or 0.0,
-            args.window or 0,
-            meta.is_causal,
-            meta.blocks_in_window,
+            _close(query), *rows, *pages, *_places(meta), *biases, *settings, *flags
         )
         return out
 
@@ -85,7 +66,7 @@ class CpuBackend:
         cos: Tensor,
         sin: Tensor,
         layers: Layers,
-        caches: Sequence[tuple[Tensor, Tensor]],
+        caches: Sequence[KeyValue],
         meta: AttentionMetadata,
     ) -> Tensor | None:
         """Rows [T, hidden] after `layers`, from `x` [T, hidden] on; `cos` and `sin` [T, D].
@@ -97,14 +78,9 @@ class CpuBackend:
         """
         if not meta.is_causal or not all(self._knows(x, key) for key, _ in caches):
             return None
+        pages = [each for pair in caches for each in pair]
         out: Tensor = self._ops.run_layers(
-            x,
-            cos,
-            sin,
-            *layers,
-            [each for pair in caches for each in pair],
-            *_places(meta),
-            meta.blocks_in_window,
+            x, cos, sin, *layers, pages, *_places(meta), meta.blocks_in_window
         )
         return out
 

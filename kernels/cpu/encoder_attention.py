@@ -40,25 +40,14 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
     """
     count, heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
-    places = torch.empty(0, dtype=torch.int64)  # nothing is written
+    rows = query.transpose(1, 2).flatten(0, 1), None, None
+    pages = key.transpose(1, 2), value.transpose(1, 2)
+    nothing = torch.empty(0, dtype=torch.int64)  # is written
+    starts = torch.arange(count + 1, dtype=torch.int32) * num_queries
+    lengths = torch.full((count,), num_keys, dtype=torch.int32)
+    table = torch.arange(count, dtype=torch.int32)[:, None]
+    places, biases = (nothing, nothing, starts, lengths, table, None), (None, None)
     out: Tensor = torch.ops.aioengine_cpu.attend(
-        query.transpose(1, 2).flatten(0, 1),
-        None,
-        None,
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        places,
-        places,
-        torch.arange(count + 1, dtype=torch.int32) * num_queries,
-        torch.full((count,), num_keys, dtype=torch.int32),
-        torch.arange(count, dtype=torch.int32)[:, None],
-        None,
-        None,
-        None,
-        scale,
-        0.0,
-        0,
-        False,
-        False,
+        *rows, *pages, *places, *biases, scale, 0.0, 0, False, False
     )
     return out.view(count, num_queries, heads, -1)

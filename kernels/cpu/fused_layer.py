@@ -15,67 +15,14 @@ from torch import Tensor
 
 from aioengine.kernels.cpu.linear import Activation, NativeLinear
 
-__all__ = ["Layers", "UsualLayer", "feed", "listed", "project"]
-
-
-def project(
-    x: Tensor,
-    norm: Tensor,
-    epsilon: float,
-    qkv: NativeLinear,
-    heads: tuple[int, int],
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, D] of `x` [T, hidden].
-
-    `rms_norm` with the weight `norm`, then `qkv`, whose outputs are heads of queries, then of
-    keys, then of values; `heads`: Hq and Hkv. The first two are rotated as by `rotate`. To the bits
-    of these operators. Raises RuntimeError where shapes or dtypes do not go together.
-    """
-    packed, scales, bias = qkv.operands
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aioengine_cpu.project(
-        x, norm, epsilon, packed, scales, bias, *heads, cos, sin
-    )
-    return found
-
-
-def feed(
-    x: Tensor,
-    attended: Tensor,
-    out: NativeLinear,
-    norm: Tensor,
-    epsilon: float,
-    up: NativeLinear,
-    activation: Activation,
-    is_gated: bool,
-    down: NativeLinear,
-) -> Tensor:
-    """`x` [T, hidden] plus `out(attended)`; to that the feed-forward layer of its norm, added.
-
-    `attended` [T, Hq * D]. To the bits of these operators and of sums that are rounded each. Raises
-    RuntimeError where shapes or dtypes do not go together.
-    """
-    found: Tensor = torch.ops.aioengine_cpu.feed(
-        x,
-        attended,
-        *out.operands,
-        norm,
-        epsilon,
-        *up.operands,
-        up.num_outputs,
-        int(activation),
-        is_gated,
-        *down.operands,
-    )
-    return found
+__all__ = ["Layers", "UsualLayer", "listed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UsualLayer:
     """Weights and sizes of a layer, as `project`, attention and `feed` take it.
 
-    `window`: tokens that one sees, 0 for all; `softcap`: 0 for none.
+    `heads`: Hq and Hkv. `window`: tokens that one sees, 0 for all; `softcap`: 0 for none.
     """
 
     norm: Tensor
@@ -92,6 +39,31 @@ class UsualLayer:
     activation: Activation
     is_gated: bool
     down: NativeLinear
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, D] of `x` [T, hidden].
+
+        `rms_norm` with the weight `norm`, then `qkv`, whose outputs are heads of queries, then of
+        keys, then of values. The first two are rotated as by `rotate`. To the bits of these
+        operators. Raises RuntimeError where shapes or dtypes do not go together.
+        """
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aioengine_cpu.project(
+            x, self.norm, self.epsilon, *self.qkv.operands, *self.heads, cos, sin
+        )
+        return found
+
+    def feed(self, x: Tensor, attended: Tensor) -> Tensor:
+        """`x` [T, hidden] plus `out(attended)`; to that the feed-forward layer of its norm, added.
+
+        `attended` [T, Hq * D]. To the bits of these operators and of sums that are rounded each.
+        Raises RuntimeError where shapes or dtypes do not go together.
+        """
+        norm, out = (self.feed_norm, self.feed_epsilon), self.out.operands
+        inner = *self.up.operands, self.up.num_outputs, int(self.activation), self.is_gated
+        found: Tensor = torch.ops.aioengine_cpu.feed(
+            x, attended, *out, *norm, *inner, *self.down.operands
+        )
+        return found
 
     @property
     def tensors(self) -> list[Tensor]:

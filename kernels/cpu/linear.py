@@ -35,8 +35,8 @@ class Activation(IntEnum):
 class NativeLinear:
     """A packed weight of float32, bfloat16, float16 or int8. See `PackedLinear`.
 
-    `scales` [out]: for int8, what an output is multiplied by. Raises RuntimeError where the
-    operators were not built.
+    `scales` [out]: for int8, what an output is multiplied by. `operands`: what the operators take,
+    the packed weight, scales and bias. Raises RuntimeError where the operators were not built.
     """
 
     def __init__(
@@ -44,15 +44,12 @@ class NativeLinear:
     ) -> None:
         if not is_available():
             raise RuntimeError("the C++ kernels were not built")
-        self._packed: Tensor = torch.ops.aioengine_cpu.pack_panels(weight)
-        self._panel_outputs: int = self._packed.shape[2]
+        packed: Tensor = torch.ops.aioengine_cpu.pack_panels(weight)
         self.num_outputs = weight.shape[0]
-        self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
-        self._scales = None if scales is None else scales.to(torch.float32, copy=True).contiguous()
+        self.operands = packed, _copied(scales), _copied(bias)
         self._multiply = torch.ops.aioengine_cpu.linear.default
-        self.nbytes = sum(
-            each.nbytes for each in (weight, self._bias, self._scales) if each is not None
-        )
+        held = weight, *self.operands[1:]
+        self.nbytes = sum(each.nbytes for each in held if each is not None)
 
     def __call__(
         self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
@@ -65,30 +62,19 @@ class NativeLinear:
         outputs, which the second half is multiplied by: [..., out / 2]. See `can_gate`.
         """
         out: Tensor = self._multiply(
-            _rows(x),
-            self._packed,
-            self._scales,
-            self._bias,
-            self.num_outputs,
-            int(activation),
-            is_gated,
+            _rows(x), *self.operands, self.num_outputs, int(activation), is_gated
         )
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @property
-    def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Arguments of the operators: the packed weight, scales and bias."""
-        return self._packed, self._scales, self._bias
-
-    @property
     def is_paired(self) -> bool:
         """Return whether the CPU multiplies the weights as bfloat16, not as float32."""
-        return self._packed.dim() == 4
+        return self.operands[0].dim() == 4
 
     @property
     def can_gate(self) -> bool:
         """Return whether each half of the outputs fills whole panels."""
-        return self.num_outputs % (2 * self._panel_outputs) == 0
+        return self.num_outputs % (2 * self.operands[0].shape[2]) == 0
 
 
 class PlainLinear:
@@ -99,13 +85,17 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight.detach()
-        self._bias = None if bias is None else bias.to(torch.float32, copy=True).contiguous()
+        self._bias = _copied(bias)
         self._multiply = torch.ops.aioengine_cpu.linear.default
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [..., in] -> [..., out], bfloat16 both. Raises RuntimeError for anything else."""
         out: Tensor = self._multiply(_rows(x), self._weight, None, self._bias, len(self._weight))
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _copied(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.to(torch.float32, copy=True).contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -21,12 +21,11 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.deepseek_vl2.language import DeepseekLanguageModel
 from aioengine.models.deepseek_vl2.processing import (
     DeepseekVL2Config,
-    DeepseekVL2DummyInputsBuilder,
     DeepseekVL2MultiModalProcessor,
     DeepseekVL2ProcessingInfo,
 )
 from aioengine.models.runtime.defined_model import DefinedModel
-from aioengine.models.runtime.registry import register_model
+from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder
 from aioengine.models.runtime.weights import copy_weight, copy_weights
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
@@ -155,11 +154,7 @@ class DeepseekVLV2ForCausalLM(nn.Module):
         self.language = DeepseekLanguageModel(config.get_text_config())
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: object,
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         """Hidden states [T, hidden] of token ids or embeddings at `positions` [T]."""
         embed = self.language.model.embed_tokens
@@ -233,11 +228,10 @@ class DeepseekVLV2ForCausalLM(nn.Module):
         return loaded | {name for name, _ in self.named_parameters() if ".mlp.experts." in name}
 
 
-@register_model("DeepseekVLV2ForCausalLM")
 @MULTIMODAL_REGISTRY.register_processor(
     DeepseekVL2MultiModalProcessor,
     info=DeepseekVL2ProcessingInfo,
-    dummy_inputs=DeepseekVL2DummyInputsBuilder,
+    dummy_inputs=ImageTokenDummyInputsBuilder,
 )
 class DeepseekVL2(DefinedModel):
     """Tiny, small and base. Beside more than two images, none is seen in tiles of its own."""

@@ -12,22 +12,20 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.processors.embeddings import repeat_token
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.processors.hf.deepseek_vl2 import (
     DeepseekVL2Processor,
     load_deepseek_settings,
     load_deepseek_tokenizer,
 )
-from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo, ProcessingContext
+from aioengine.processors.info import ImageInfo, ProcessingContext
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import ImageProcessorItems, ImageSize, MultiModalDataItems
-from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.items import ImageSize, MultiModalDataItems
 from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 
 __all__ = [
     "DeepseekLanguageConfig",
     "DeepseekVL2Config",
-    "DeepseekVL2DummyInputsBuilder",
     "DeepseekVL2MultiModalProcessor",
     "DeepseekVL2ProcessingInfo",
 ]
@@ -157,20 +155,14 @@ class DeepseekVL2ProcessingInfo(ImageInfo):
         return ImageSize(width, height)
 
 
-class DeepseekVL2DummyInputsBuilder(ImageDummyInputsBuilder):
-    """A placeholder for each image, and white images of the most tiles."""
-
-    info: DeepseekVL2ProcessingInfo
-
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        token: str = self.info.get_hf_processor().image_token
-        return token * mm_counts.get("image", 0)
-
-
-class DeepseekVL2MultiModalProcessor(BaseMultiModalProcessor):
+class DeepseekVL2MultiModalProcessor(ImageTokenProcessor):
     """A placeholder becomes as many of itself as the image has rows."""
 
     info: DeepseekVL2ProcessingInfo
+
+    @property
+    def image_token_id(self) -> int:
+        return int(self.info.get_hf_processor().image_token_id)
 
     def options_for(
         self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
@@ -215,15 +207,7 @@ class DeepseekVL2MultiModalProcessor(BaseMultiModalProcessor):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargs,
     ) -> Sequence[PromptUpdate]:
-        image_token_id = self.info.get_hf_processor().image_token_id
         cropping = self._cropping(hf_processor_mm_kwargs)
-
-        def count(item_idx: int) -> int:
-            images = mm_items.get_items("image", ImageProcessorItems)
-            width, height = images.get_image_size(item_idx)
-            return self.info.get_num_image_tokens(
-                image_width=width, image_height=height, cropping=cropping
-            )
-
-        repeated = repeat_token(mm_items, "image", image_token_id, count)
-        return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]
+        tokens = self.repeat_image_token(mm_items, cropping=cropping)
+        target = [self.image_token_id]
+        return [PromptReplacement(modality="image", target=target, replacement=tokens)]

@@ -12,23 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from aioengine.models.encdec.base import EncoderDecoderModel, PlacedEmbedding
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo
 
 __all__ = ["Bart"]
 
 
-@register_model(
-    "BartForConditionalGeneration",
-    "BartModel",
-    "MBartForConditionalGeneration",
-    "MBartModel",
-)
-@MULTIMODAL_REGISTRY.register_processor(
-    EncDecTextProcessor, info=TextOnlyInfo, dummy_inputs=TextOnlyDummyInputs
-)
+@MULTIMODAL_REGISTRY.register_processor(EncDecTextProcessor)
 class Bart(EncoderDecoderModel):
     """The prompt is what the encoder reads.
 
@@ -40,11 +30,9 @@ class Bart(EncoderDecoderModel):
         """The class with a head: a checkpoint of the bare model shares it with the embeddings."""
         import transformers
 
-        is_multilingual = hf_config.model_type == "mbart"
-        name = (
-            "MBartForConditionalGeneration" if is_multilingual else "BartForConditionalGeneration"
-        )
-        return getattr(transformers, name)
+        if hf_config.model_type == "mbart":
+            return transformers.MBartForConditionalGeneration
+        return transformers.BartForConditionalGeneration
 
     def patch(self) -> None:
         super().patch()

@@ -78,18 +78,7 @@ class EncoderDecoderModel(TransformersModel):
         step = self._holder.current
         memory = embeds.new_zeros(NUM_PROBE_ROWS, self.row_size) if step is None else step.memory
         assert memory is not None
-        output = decoder(
-            inputs_embeds=embeds[None],
-            encoder_hidden_states=memory[None],
-            use_cache=False,
-            **self.position_arguments(positions),
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
-
-    def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
-        """Build the arguments that give the decoder the positions [T] of its tokens."""
-        return {"position_ids": positions[None]}
+        return self.run_decoder(decoder, embeds, positions, encoder_hidden_states=memory[None])
 
 
 class PlacedEmbedding(nn.Module):

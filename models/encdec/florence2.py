@@ -10,7 +10,6 @@ them (`engine.processor.info.get_hf_processor()`), given text that was generated
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -19,15 +18,11 @@ from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.encdec.bart import Bart
 from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.encdec.media import ImageReader
-from aioengine.models.runtime.hf_loading import find_class
-from aioengine.models.runtime.registry import register_model
-from aioengine.processors.embeddings import repeat_token
-from aioengine.processors.encdec import EncDecMultiModalProcessor
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
+from aioengine.processors.encdec import EncoderPromptProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
-from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageSize, MultiModalDataItems
 from aioengine.processors.processor import TextOrTokens
-from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = [
@@ -62,7 +57,7 @@ class Florence2ConfigReader:
 class Florence2ProcessingInfo(OneImageInfo):
     """One image in a prompt, or none."""
 
-    def get_num_image_tokens(self) -> int:
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of any image: all are resized to one size."""
         return int(self.get_hf_processor().num_image_tokens)
 
@@ -71,7 +66,7 @@ class Florence2ProcessingInfo(OneImageInfo):
         return ImageSize(width=448, height=448)
 
 
-class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
+class Florence2MultiModalProcessor(ImageTokenProcessor, EncoderPromptProcessor):
     """The encoder's prompt is the image, then a sentence between `<s>` and `</s>`.
 
     Without an image it is the sentence alone. A prompt of token ids is read as it is, with the
@@ -94,11 +89,6 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
         is_missing = has_image and image_token_id not in prompt
         return [image_token_id, *prompt] if is_missing else prompt
 
-    def create_decoder_prompt(
-        self, prompt: TextOrTokens, mm_items: MultiModalDataItems
-    ) -> TextOrTokens:
-        return self.default_decoder_prompt()
-
     def _sentence(self, prompt: str) -> str:
         """Expand a task's token and its text as transformers does."""
         try:
@@ -111,29 +101,9 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor):
             ) from None
         return str(sentence)
 
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"pixel_values": MultiModalFieldConfig.batched("image")}
 
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargs,
-    ) -> Sequence[PromptUpdate]:
-        image_token_id = self.info.get_hf_config().image_token_id
-
-        num_rows = self.info.get_num_image_tokens()
-        repeated = repeat_token(mm_items, "image", image_token_id, lambda _: num_rows)
-        return [PromptReplacement(modality="image", target=[image_token_id], replacement=repeated)]
-
-
-@register_model("Florence2ForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
-    Florence2MultiModalProcessor,
-    info=Florence2ProcessingInfo,
-    dummy_inputs=ImageDummyInputsBuilder,
+    Florence2MultiModalProcessor, info=Florence2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
 class Florence2(ImageReader, Bart):
     """The prompt is a task token or a sentence; checkpoints in transformers' format.
@@ -142,10 +112,6 @@ class Florence2(ImageReader, Bart):
     """
 
     config_class: ClassVar[type[Any] | None] = Florence2ConfigReader
-
-    @classmethod
-    def hf_class(cls, hf_config: Any) -> Any:
-        return find_class(hf_config)
 
     @property
     def max_encoder_len(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from aioengine.errors import EngineError
 from aioengine.models.encdec.base import EncoderDecoderModel
+from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.interfaces import merge_multimodal_embeddings
 
 __all__ = ["ImageReader"]
@@ -19,6 +20,11 @@ class ImageReader(EncoderDecoderModel):
     To be put before the family of the language model among a class's bases. The prompt has to hold
     that token nowhere else: the family's processor sees to it.
     """
+
+    @classmethod
+    def hf_class(cls, hf_config: Any) -> Any:
+        """The whole model's class, which holds the language model's."""
+        return find_class(hf_config)
 
     def encode_prompt(self, **kwargs: Any) -> Tensor:
         """The encoder's output [n, length, dim], of token ids and of an image in each, or in none.

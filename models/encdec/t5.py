@@ -14,18 +14,13 @@ from torch import Tensor
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.layer_slot import LayerSlot, attach_slot
 from aioengine.models.encdec.base import EncoderDecoderModel
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.encdec import EncDecTextProcessor
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo
 
 __all__ = ["T5", "bias_by_distance"]
 
 
-@register_model("T5ForConditionalGeneration", "T5Model")
-@MULTIMODAL_REGISTRY.register_processor(
-    EncDecTextProcessor, info=TextOnlyInfo, dummy_inputs=TextOnlyDummyInputs
-)
+@MULTIMODAL_REGISTRY.register_processor(EncDecTextProcessor)
 class T5(EncoderDecoderModel):
     """The prompt is what the encoder reads. One bias by distance for all layers.
 

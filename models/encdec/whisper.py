@@ -16,7 +16,6 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.encdec.base import EncoderDecoderModel
-from aioengine.models.runtime.registry import register_model
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor, forced_tokens
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
@@ -300,7 +299,6 @@ class Listener(EncoderDecoderModel):
         return found
 
 
-@register_model("WhisperForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     WhisperMultiModalProcessor, info=WhisperInfo, dummy_inputs=SpeechDummyInputs
 )
@@ -314,7 +312,6 @@ class Whisper(Listener):
         return int(self.hf_config.max_source_positions)
 
 
-@register_model("MoonshineForConditionalGeneration")
 @MULTIMODAL_REGISTRY.register_processor(
     SpeechMultiModalProcessor, info=MoonshineInfo, dummy_inputs=SpeechDummyInputs
 )

@@ -7,7 +7,6 @@ it hands on to transformers' own, so masks are still made as for that.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,39 +14,29 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aioengine.kernels.cpu.encoder_attention import attend_to_all, is_faster
+from aioengine.models.fusion.swap import route
 
 __all__ = ["FULL_ATTENTION_NAME", "route_encoders"]
 
 # As for `ATTENTION_NAME`: without the parts that transformers reads a meaning into.
 FULL_ATTENTION_NAME = "aioengine_full"
-_HARMLESS = frozenset(
-    {
-        "dropout",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "use_cache",
-    }
-)
+_HARMLESS = frozenset((
+    "dropout", "is_causal", "output_attentions", "output_hidden_states", "return_dict",
+    "use_cache",
+))  # fmt: skip
 """Arguments that do not change what is computed here; `is_causal` is read."""
 
 
 def route_encoders(model: nn.Module) -> int:
     """Make encoders' attention modules ask for ours, by copies of their configs; how many did."""
-    copies: dict[int, Any] = {}
-    count = 0
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        asks_for = getattr(config, "_attn_implementation", None)
-        if asks_for != "sdpa" or getattr(module, "is_causal", None) is not False:
-            continue
-        if id(config) not in copies:
-            routed = copies[id(config)] = copy.copy(config)
-            routed._attn_implementation_internal = FULL_ATTENTION_NAME
-        module.config = copies[id(config)]
-        count += 1
-    return count
+    found = [
+        module
+        for module in model.modules()
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+        and getattr(module, "is_causal", None) is False
+    ]
+    route(found, FULL_ATTENTION_NAME)
+    return len(found)
 
 
 def _attend_fully(

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.cpu.backend import CpuBackend
-from aioengine.kernels.cpu.fused_layer import Layers, UsualLayer, feed, listed, project
+from aioengine.kernels.cpu.fused_layer import Layers, UsualLayer, listed
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
@@ -68,6 +68,7 @@ class _Layer:
     feed_forward_norm: FusedRMSNorm
     feed_forward: ActivatedFeedForward
     is_last: bool  # whatever comes after it, if anything, takes rows one by one
+    usual: UsualLayer | None = None  # the same for the fused operators, if they take it
 
     def compute(
         self, x: Tensor, cos: Tensor, sin: Tensor, slot: Slot, wanted: Tensor | None = None
@@ -87,10 +88,8 @@ class _Layer:
         return slot.wanted if self.is_last and isinstance(slot, LayerSlot) else None
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        compute, epsilon = self.attention_norm.fused
-        if compute is rms_norm:
-            weight = self.attention_norm.weight
-            return project(x, weight, epsilon, self.qkv, self._heads, cos, sin)
+        if self.usual is not None:
+            return self.usual.project(x, cos, sin)
         # Without hooks (`_find`) a module's call is its forward.
         normed = self.attention_norm.forward(x)
         query, key, value = (
@@ -100,40 +99,25 @@ class _Layer:
         return *rotate(query, key, cos, sin), value
 
     def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
-        compute, epsilon = self.feed_forward_norm.fused
-        names, up, activation = self.feed_forward.fused
-        down = self._down
-        if compute is rms_norm and down is not None:
-            weight, is_gated = self.feed_forward_norm.weight, names.gate is not None
-            return feed(x, attended, self.out, weight, epsilon, up, activation, is_gated, down)
+        if self.usual is not None:
+            return self.usual.feed(x, attended)
         x = self.out(attended).add_(x)
         return self.feed_forward.forward(self.feed_forward_norm.forward(x)).add_(x)
 
-    @property
-    def _heads(self) -> tuple[int, int]:
-        return self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim
-
-    @property
-    def _down(self) -> NativeLinear | None:
-        """The feed-forward module's last matmul, where it is ours."""
-        down = getattr(self.feed_forward, self.feed_forward.fused[0].down)
-        packed = getattr(down, "packed", None)
-        return packed if isinstance(packed, NativeLinear) else None
-
-    def usual(self) -> UsualLayer | None:
-        """The layer as `run_layers` takes it, if it does."""
+    def find_usual(self) -> UsualLayer | None:
+        """The layer as the fused operators take it, if they do."""
         norm, feed_norm = self.attention_norm, self.feed_forward_norm
         names, up, activation = self.feed_forward.fused
-        down = self._down
-        if norm.fused[0] is not rms_norm or feed_norm.fused[0] is not rms_norm or down is None:
+        down = getattr(getattr(self.feed_forward, names.down), "packed", None)
+        if norm.fused[0] is not rms_norm or feed_norm.fused[0] is not rms_norm:
             return None
-        if self.args.sinks is not None:
+        if not isinstance(down, NativeLinear):
             return None
         return UsualLayer(
             norm=norm.weight,
             epsilon=norm.fused[1],
             qkv=self.qkv,
-            heads=self._heads,
+            heads=(self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim),
             scale=self.args.scale,
             softcap=self.args.softcap or 0.0,
             window=self.args.window or 0,
@@ -345,7 +329,8 @@ def _tried(module: nn.Module, layer: _Layer) -> _Layer | None:
             return None  # it wants other arguments
         layer = replace(layer, args=stand_in.args)
         first, second = layer.attention_norm, layer.feed_forward_norm
-        for each in (layer, replace(layer, attention_norm=second, feed_forward_norm=first)):
+        for found in (layer, replace(layer, attention_norm=second, feed_forward_norm=first)):
+            each = replace(found, usual=found.find_usual())
             fused = partial(each.compute, x[0], cos, sin, stand_in)
             if agree(fused, lambda: wanted[0], roundings=0):
                 return each
@@ -385,7 +370,7 @@ def _tried_stack(decoder: nn.Module) -> _Stack | None:
 
 def _at_once(layers: Sequence[_Layer], slots: Sequence[Slot | None]) -> Layers | None:
     """The layers as one operator takes them, if they are such and all write to one KV group."""
-    usual = [layer.usual() for layer in layers]
+    usual = [layer.usual for layer in layers if layer.args.sinks is None]
     found = [layer for layer in usual if layer is not None]
     plain = [slot for slot in slots if isinstance(slot, LayerSlot) and slot.stores]
     if not found or len(found) < len(layers) or len(plain) < len(slots):

@@ -42,11 +42,7 @@ class LayerNames(NamedTuple):
     activated: tuple[str, str] | None = None
 
 
-_QUERY_KEY_VALUE = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q", "k", "v"),
-)
+_QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
 _GATE_UP = (("gate_proj", "up_proj"), ("wi_0", "wi_1"), ("w1", "w3"))
 _FEED_FORWARD = (
     FeedForward("down_proj", "act_fn", "up_proj", "gate_proj"),
@@ -61,16 +57,10 @@ _FEED_FORWARD = (
     FeedForward("lin2", "act", "lin1"),
     FeedForward("dense_4h_to_h", "act", "dense_h_to_4h"),
 )
-_KEYS_FROM_ELSEWHERE = frozenset(
-    {
-        "context",
-        "cross_attention_states",
-        "encoder_hidden_states",
-        "inputs_kv",
-        "key_value_states",
-        "shared_kv_states",
-    }
-)
+_KEYS_FROM_ELSEWHERE = frozenset((
+    "context", "cross_attention_states", "encoder_hidden_states", "inputs_kv", "key_value_states",
+    "shared_kv_states",
+))  # fmt: skip
 """Arguments of a forward whose keys and values are of another tensor than its queries."""
 
 

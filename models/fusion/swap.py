@@ -6,12 +6,13 @@ on as before; its class changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["pass_on", "subclass", "swap"]
+__all__ = ["pass_on", "route", "subclass", "swap"]
 
 
 def swap(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
@@ -19,6 +20,22 @@ def swap(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)
+
+
+def route(modules: Iterable[Any], name: str) -> None:
+    """Make modules ask for the attention function `name`; mutates their `config`.
+
+    A config object may be shared with others, which must go on as before: each is copied once, and
+    only the copy changes.
+    """
+    copies: dict[int, Any] = {}
+    for module in modules:
+        config = module.config
+        if id(config) not in copies:
+            routed = copies[id(config)] = copy.copy(config)
+            # The public setter would walk into sub-configs that are still shared.
+            routed._attn_implementation_internal = name
+        module.config = copies[id(config)]
 
 
 def subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:

@@ -17,23 +17,10 @@ from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention, s
 from aioengine.errors import ModelLoadError
 from aioengine.models.fusion.layer_names import LayerNames
 from aioengine.models.runtime.attention import Attention
+from aioengine.models.runtime.defined_model import RMSNorm, rotary_table, rotate_halves
 from aioengine.models.runtime.weights import copy_weight, copy_weights
 
 __all__ = ["MolmoForCausalLM", "MolmoTransformer", "MolmoVisionBackbone"]
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich, 2019), in float32 at least up to the weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = _at_least_float32(hidden)
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(hidden.dtype)
 
 
 class MolmoBlock(nn.Module):
@@ -62,7 +49,7 @@ class MolmoBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """`hidden` [T, width], `rotation`: cosines and sines, [T, 1, head_dim] each."""
+        """`hidden` [T, width], `rotation`: cosines and sines, [T, 1, head_dim / 2] each."""
         attended = self._attend(hidden if self.norm_after else self.attn_norm(hidden), rotation)
         hidden = hidden + (self.attn_norm(attended) if self.norm_after else attended)
         fed = self._feed(hidden if self.norm_after else self.ff_norm(hidden))
@@ -75,18 +62,12 @@ class MolmoBlock(nn.Module):
         query, key, value = fused.split(self.sizes, -1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self._rotate(query, rotation), self._rotate(key, rotation)
+        query, key = (
+            rotate_halves(each.unflatten(-1, (-1, self.head_dim)), rotation).flatten(-2)
+            for each in (query, key)
+        )
         attended: Tensor = self.attn_out(self.attention(query, key, value.contiguous()))
         return attended
-
-    def _rotate(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotary positions (Su et al., 2021), the two halves of a head being the pairs."""
-        parted = heads.reshape(len(heads), -1, self.head_dim)
-        wide = _at_least_float32(parted)
-        cos, sin = (each.to(wide.dtype) for each in rotation)
-        first, second = wide.chunk(2, -1)
-        turned = wide * cos + torch.cat([-second, first], -1) * sin
-        return turned.to(heads.dtype).flatten(-2)
 
     def _feed(self, hidden: Tensor) -> Tensor:
         # Gate and value the other way round than in most models.
@@ -97,6 +78,8 @@ class MolmoBlock(nn.Module):
 
 class MolmoTransformer(nn.Module):
     """The decoder: [T, width] and positions [T] to hidden states [T, width]."""
+
+    frequencies: Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -111,10 +94,7 @@ class MolmoTransformer(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        frequencies: Any = self.frequencies
-        angles = positions[:, None].to(torch.float32) * frequencies.to(torch.float32)
-        angles = torch.cat([angles, angles], -1)[:, None]
-        rotation = angles.cos(), angles.sin()
+        rotation = rotary_table(positions, self.frequencies)
         for block in self.blocks:
             hidden = block(hidden, rotation)
         normed: Tensor = self.ln_f(hidden)

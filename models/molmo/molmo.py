@@ -20,7 +20,6 @@ from aioengine.models.molmo.modeling import MolmoForCausalLM
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.defined_model import DefinedModel
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, merge_multimodal_embeddings
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf.molmo import MolmoImageProcessor, MolmoProcessor
@@ -36,13 +35,7 @@ from aioengine.processors.prompt.updates import (
 )
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = [
-    "AddedRows",
-    "Molmo",
-    "MolmoConfig",
-    "MolmoMultiModalProcessor",
-    "MolmoProcessingInfo",
-]
+__all__ = ["AddedRows", "Molmo", "MolmoConfig", "MolmoMultiModalProcessor", "MolmoProcessingInfo"]
 
 
 class MolmoConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -201,7 +194,6 @@ class AddedRows(TransformersModel):
         )
 
 
-@register_model("MolmoForCausalLM")
 @MULTIMODAL_REGISTRY.register_processor(
     MolmoMultiModalProcessor, info=MolmoProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )

@@ -17,7 +17,6 @@ from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.generic import GenericModel
 from aioengine.models.molmo.molmo import AddedRows
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
@@ -88,10 +87,7 @@ class Molmo2MultiModalProcessor(GenericMultiModalProcessor):
         return PromptUpdateDetails.select_token_id(full, embed_id)
 
 
-@register_model("Molmo2ForConditionalGeneration")
-@MULTIMODAL_REGISTRY.register_processor(
-    Molmo2MultiModalProcessor, info=Molmo2ProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(Molmo2MultiModalProcessor, info=Molmo2ProcessingInfo)
 class Molmo2(AddedRows, GenericModel):
     """All from the first image's first token to the last one's last is computed in one step."""
 

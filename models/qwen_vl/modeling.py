@@ -36,11 +36,9 @@ from aioengine.models.runtime.defined_model import (
     rotary_table,
     rotate_halves,
 )
-from aioengine.models.runtime.registry import register_model
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.weights import copy_weights
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyProcessor
 
 __all__ = ["Qwen", "QwenLMHeadModel", "QwenTower", "QwenVL"]
 
@@ -277,11 +275,7 @@ class QwenLMHeadModel(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: object,
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         """Hidden states [T, hidden] of token ids or embeddings at `positions` [T]."""
         hidden = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds
@@ -323,9 +317,7 @@ class QwenLMHeadModel(nn.Module):
         return copy_weights(self, (each for each in weights if not each[0].endswith(_COMPUTED)))
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    TextOnlyProcessor, info=QwenProcessingInfo, dummy_inputs=TextOnlyDummyInputs
-)
+@MULTIMODAL_REGISTRY.register_processor(info=QwenProcessingInfo)
 class Qwen(DefinedModel):
     """The text model."""
 
@@ -348,7 +340,6 @@ class Qwen(DefinedModel):
         return int(config.seq_length if scales else config.max_position_embeddings)
 
 
-@register_model("QWenLMHeadModel")
 @MULTIMODAL_REGISTRY.register_processor(
     QwenVLMultiModalProcessor, info=QwenVLProcessingInfo, dummy_inputs=QwenVLDummyInputsBuilder
 )

@@ -12,12 +12,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.processors.embeddings import repeat_token
+from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.processors.hf.qwen_vl import IMAGE_TOKENS, QwenVLProcessor, load_qwen_tokenizer
-from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo, ProcessingContext
-from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo, ProcessingContext
+from aioengine.processors.inputs import MultiModalKwargs
 from aioengine.processors.items import ImageSize, MultiModalDataItems
-from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 from aioengine.processors.text_only import TextOnlyInfo
 
@@ -69,7 +68,7 @@ class QwenProcessingInfo(TextOnlyInfo):
         return load_qwen_tokenizer(source, options["revision"], with_images=False)
 
 
-class QwenVLProcessingInfo(OneImageInfo):
+class QwenVLProcessingInfo(ImageInfo):
     """Rows of an image, as many for each. Raises ModelLoadError for another model's tokenizer."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
@@ -93,10 +92,7 @@ class QwenVLProcessingInfo(OneImageInfo):
         tokenizer = load_qwen_tokenizer(source, options["revision"], with_images=True)
         return QwenVLProcessor(tokenizer, int(hf_config.visual["image_size"]))
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
-
-    def get_num_image_tokens(self) -> int:
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Encoder rows of any image: one for each of the resampler's queries."""
         return int(self.get_hf_config().visual.get("n_queries", 256))
 
@@ -109,16 +105,18 @@ class QwenVLProcessingInfo(OneImageInfo):
 class QwenVLDummyInputsBuilder(ImageDummyInputsBuilder):
     """White images between their tags."""
 
-    info: QwenVLProcessingInfo
-
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return _PLACEHOLDER * mm_counts.get("image", 0)
 
 
-class QwenVLMultiModalProcessor(BaseMultiModalProcessor):
+class QwenVLMultiModalProcessor(ImageTokenProcessor):
     """`<img></img>` is filled with the image's rows."""
 
     info: QwenVLProcessingInfo
+
+    @property
+    def image_token_id(self) -> int:
+        return int(self.info.get_hf_config().visual["image_start_id"]) + 2
 
     def _call_hf_processor(
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
@@ -126,11 +124,6 @@ class QwenVLMultiModalProcessor(BaseMultiModalProcessor):
         # The text has no part in it.
         outputs: Mapping[str, Any] = self.info.get_hf_processor()(**mm_data)
         return outputs
-
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"pixel_values": MultiModalFieldConfig.batched("image")}
 
     def _get_prompt_updates(
         self,
@@ -143,14 +136,11 @@ class QwenVLMultiModalProcessor(BaseMultiModalProcessor):
                 "the model's processor takes no mm_processor_kwargs",
                 parameter="mm_processor_kwargs",
             )
-        start = int(self.info.get_hf_config().visual["image_start_id"])
-        end, row = start + 1, start + 2
-
-        num_rows = self.info.get_num_image_tokens()
-        repeated = repeat_token(mm_items, "image", row, lambda _: num_rows)
+        start, end = self.image_token_id - 2, self.image_token_id - 1
+        tokens = self.repeat_image_token(mm_items)
 
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            rows = repeated(item_idx)
+            rows = tokens(item_idx)
             return PromptUpdateDetails(full=[start, *rows, end], features=rows)
 
         return [

@@ -12,7 +12,6 @@ not ours and gets plain scaled-dot-product attention.
 
 from __future__ import annotations
 
-import copy
 import enum
 from typing import Any
 
@@ -24,35 +23,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import slot_of
+from aioengine.models.fusion.swap import route
 
-__all__ = [
-    "ATTENTION_NAME",
-    "Attention",
-    "AttentionType",
-    "route_attention",
-]
+__all__ = ["ATTENTION_NAME", "Attention", "AttentionType", "route_attention"]
 
 # transformers reads meaning into parts of such names ("sdpa", "flash"); this one has none of them.
 ATTENTION_NAME = "aioengine_paged"
 
 
 def route_attention(root: nn.Module) -> None:
-    """Make every module under `root` ask for our attention function; mutates their `config`.
-
-    A config object may be shared with modules outside `root` (an encoder), which must go on as
-    before: each is copied once, and only the copy changes.
-    """
-    copies: dict[int, Any] = {}
-    for module in root.modules():
-        config = getattr(module, "config", None)
-        if not isinstance(config, PreTrainedConfig):
-            continue
-        if id(config) not in copies:
-            routed = copy.copy(config)
-            # The public setter would walk into sub-configs that are still shared.
-            routed._attn_implementation_internal = ATTENTION_NAME
-            copies[id(config)] = routed
-        module.config = copies[id(config)]
+    """Make every module under `root` ask for our attention function, by a config of its own."""
+    modules = root.modules()
+    own = [each for each in modules if isinstance(getattr(each, "config", None), PreTrainedConfig)]
+    route(own, ATTENTION_NAME)
 
 
 def _attend_by_slot(

@@ -49,7 +49,7 @@ def read_config(source: Source, *, revision: str | None, trust_remote_code: bool
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     settings = _read_folder(source) if _is_here(source) else {}
     try:
-        hf_config = load_config(source, **options)  # type: ignore[arg-type]
+        return load_config(source, **options)  # type: ignore[arg-type]
     except ModelLoadError:
         raise
     # transformers raises OSError, ValueError, KeyError, and whatever a config's own class raises.
@@ -62,7 +62,6 @@ def read_config(source: Source, *, revision: str | None, trust_remote_code: bool
             f"{shown(source)!r} (model_type {settings.get('model_type')!r}): "
             f"{type(error).__name__}: {told(error, source)}"
         ) from error
-    return hf_config
 
 
 def check_files(source: Source, hf_config: Any, *, revision: str | None = None) -> None:
@@ -227,14 +226,7 @@ def _read_names(file: Path, source: Source) -> set[str]:
                 header = json.loads(opened.read(length))
                 header.pop("__metadata__", None)
                 whole += max((each["data_offsets"][1] for each in header.values()), default=0)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ModelLoadError(f"{name} has a damaged header: fetch the file again") from error
     if size < whole:
         raise ModelLoadError(

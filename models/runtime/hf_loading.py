@@ -26,14 +26,7 @@ from aioengine.models.runtime.quantized import check_packed_names, check_quantiz
 from aioengine.models.runtime.registry import resolve
 from aioengine.processors.checkpoint_errors import shown, told
 
-__all__ = [
-    "build_on_meta",
-    "find_class",
-    "load_config",
-    "load_pretrained",
-    "loading",
-    "pin_rotary",
-]
+__all__ = ["build_on_meta", "find_class", "load_config", "load_pretrained", "loading", "pin_rotary"]
 
 _LOAD_LOCK = threading.RLock()
 
@@ -51,10 +44,7 @@ def find_class(hf_config: Any) -> Any:
 
 
 def load_config(
-    source: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    source: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
     """The config of a folder or hub id: of the class that its architecture's model class names.
 

@@ -45,6 +45,12 @@ class PromptMedia:
     span: Span
     features: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Prompt positions [start, stop) that take the item's encoder rows."""
+        first = self.span.offset
+        return [(first + start, first + stop) for start, stop in self.span.embed_runs]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptInputs:
@@ -90,7 +96,6 @@ class SupportsMultiModal(Protocol):
     @abstractmethod
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
         """The encoder's rows for the items in `kwargs`, item by item; None without items."""
-        ...
 
     @abstractmethod
     def embed_input_ids(
@@ -104,7 +109,6 @@ class SupportsMultiModal(Protocol):
         The rows of `multimodal_embeddings`, in order, stand where `is_multimodal` (bool [T]) is
         True; ids there may be any.
         """
-        ...
 
 
 @runtime_checkable
@@ -119,17 +123,14 @@ class SupportsEncoderDecoder(Protocol):
     @abstractmethod
     def max_encoder_len(self) -> int:
         """Rows of the longest output that the encoder can give."""
-        ...
 
     @abstractmethod
     def encode_prompt(self, **kwargs: Any) -> Tensor:
         """The rows [n, length, dim] that the cross-attention layers read, for n equal prompts."""
-        ...
 
     @abstractmethod
     def memory(self, items: Sequence[Tensor]) -> Tensor | None:
         """The rows of `items`, [length, dim] each, as the decoder is given them in a step."""
-        ...
 
 
 def flatten_embeddings(embeddings: NestedTensors) -> Tensor:

@@ -115,7 +115,8 @@ def probe_layers(
     route_attention(decoder)
     for name, module in decoder.named_modules():
         attach_slot(module, _Recorder(name, calls))
-    embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=_dtype_of(decoder))
+    dtype = next(decoder.parameters()).dtype
+    embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=dtype)
     positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
     try:
         with torch.no_grad():
@@ -148,10 +149,6 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
     )
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
 
 
 def _refuse_state(decoder: nn.Module, routed: Sequence[str]) -> None:
@@ -189,7 +186,7 @@ def _silent_attention(decoder: nn.Module, routed: Sequence[str]) -> list[str]:
         for name, module in decoder.named_modules()
         if name
         and _is_attention(module)
-        and not any(map(_is_attention, _below(module)))
+        and not any(_is_attention(child) for child in module.modules() if child is not module)
         and not any(_is_within(path, name) for path in routed)
     ]
 
@@ -221,10 +218,6 @@ def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
 
 def _is_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Attention")
-
-
-def _below(module: nn.Module) -> list[nn.Module]:
-    return [child for child in module.modules() if child is not module]
 
 
 def _is_within(path: str, name: str) -> bool:

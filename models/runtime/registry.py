@@ -20,62 +20,55 @@ __all__ = ["known_architectures", "register_model", "resolve"]
 
 Model = TypeVar("Model", bound="type[TransformersModel]")
 
-# Architecture -> the module whose import registers it.
-_SHIPPED = {
-    "AriaForConditionalGeneration": "aioengine.models.generic",
-    "BartForConditionalGeneration": "aioengine.models.encdec.bart",
-    "BartModel": "aioengine.models.encdec.bart",
-    "Blip2ForConditionalGeneration": "aioengine.models.blip2",
-    "ChameleonForConditionalGeneration": "aioengine.models.chameleon",
-    "DeepseekVLForConditionalGeneration": "aioengine.models.generic",
-    "DeepseekVLV2ForCausalLM": "aioengine.models.deepseek_vl2.modeling",
-    "Florence2ForConditionalGeneration": "aioengine.models.encdec.florence2",
-    "FuyuForCausalLM": "aioengine.models.fuyu",
-    "GPT2LMHeadModel": "aioengine.models.text",
-    "Gemma2ForCausalLM": "aioengine.models.text",
-    "Gemma3ForCausalLM": "aioengine.models.text",
-    "Gemma3ForConditionalGeneration": "aioengine.models.bidirectional",
-    "Gemma3nForCausalLM": "aioengine.models.per_layer",
-    "Gemma3nForConditionalGeneration": "aioengine.models.per_layer",
-    "Gemma4ForCausalLM": "aioengine.models.per_layer",
-    "Gemma4ForConditionalGeneration": "aioengine.models.per_layer",
-    "GemmaForCausalLM": "aioengine.models.text",
-    "Glm4vForConditionalGeneration": "aioengine.models.mrope",
-    "GptOssForCausalLM": "aioengine.models.text",
-    "Idefics3ForConditionalGeneration": "aioengine.models.generic",
-    "InternVLChatModel": "aioengine.models.internvl_chat",
-    "InternVLForConditionalGeneration": "aioengine.models.generic",
-    "LlamaForCausalLM": "aioengine.models.text",
-    "LlavaForConditionalGeneration": "aioengine.models.llava",
-    "LlavaNextForConditionalGeneration": "aioengine.models.generic",
-    "LlavaOnevisionForConditionalGeneration": "aioengine.models.generic",
-    "MBartForConditionalGeneration": "aioengine.models.encdec.bart",
-    "MBartModel": "aioengine.models.encdec.bart",
-    "Mistral3ForConditionalGeneration": "aioengine.models.generic",
-    "MistralForCausalLM": "aioengine.models.text",
-    "Molmo2ForConditionalGeneration": "aioengine.models.molmo.molmo2",
-    "MolmoForCausalLM": "aioengine.models.molmo.molmo",
-    "MoonshineForConditionalGeneration": "aioengine.models.encdec.whisper",
-    "OPTForCausalLM": "aioengine.models.text",
-    "PaliGemmaForConditionalGeneration": "aioengine.models.bidirectional",
-    "Phi3ForCausalLM": "aioengine.models.text",
-    "PhiForCausalLM": "aioengine.models.text",
-    "QWenLMHeadModel": "aioengine.models.qwen_vl.modeling",
-    "Qwen2AudioForConditionalGeneration": "aioengine.models.audio",
-    "Qwen2ForCausalLM": "aioengine.models.text",
-    "Qwen2VLForConditionalGeneration": "aioengine.models.mrope",
-    "Qwen2_5OmniForConditionalGeneration": "aioengine.models.omni",
-    "Qwen2_5OmniModel": "aioengine.models.omni",
-    "Qwen2_5OmniThinkerForConditionalGeneration": "aioengine.models.omni",
-    "Qwen2_5_VLForConditionalGeneration": "aioengine.models.mrope",
-    "Qwen3ForCausalLM": "aioengine.models.text",
-    "Qwen3VLForConditionalGeneration": "aioengine.models.mrope",
-    "SmolVLMForConditionalGeneration": "aioengine.models.smolvlm",
-    "T5ForConditionalGeneration": "aioengine.models.encdec.t5",
-    "T5Model": "aioengine.models.encdec.t5",
-    "VoxtralForConditionalGeneration": "aioengine.models.voxtral",
-    "WhisperForConditionalGeneration": "aioengine.models.encdec.whisper",
+_FAMILIES = {
+    "audio.Qwen2Audio": "Qwen2AudioForConditionalGeneration",
+    "bidirectional.Gemma3": "Gemma3ForConditionalGeneration",
+    "bidirectional.PaliGemma": "PaliGemmaForConditionalGeneration",
+    "blip2.Blip2": "Blip2ForConditionalGeneration",
+    "chameleon.Chameleon": "ChameleonForConditionalGeneration",
+    "deepseek_vl2.modeling.DeepseekVL2": "DeepseekVLV2ForCausalLM",
+    "encdec.bart.Bart": (
+        "BartForConditionalGeneration BartModel MBartForConditionalGeneration MBartModel"
+    ),
+    "encdec.florence2.Florence2": "Florence2ForConditionalGeneration",
+    "encdec.t5.T5": "T5ForConditionalGeneration T5Model",
+    "encdec.whisper.Moonshine": "MoonshineForConditionalGeneration",
+    "encdec.whisper.Whisper": "WhisperForConditionalGeneration",
+    "fuyu.Fuyu": "FuyuForCausalLM",
+    "generic.GenericModel": (
+        "AriaForConditionalGeneration DeepseekVLForConditionalGeneration "
+        "Idefics3ForConditionalGeneration InternVLForConditionalGeneration "
+        "LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration "
+        "Mistral3ForConditionalGeneration"
+    ),
+    "internvl_chat.InternVLChat": "InternVLChatModel",
+    "llava.Llava": "LlavaForConditionalGeneration",
+    "molmo.molmo.Molmo": "MolmoForCausalLM",
+    "molmo.molmo2.Molmo2": "Molmo2ForConditionalGeneration",
+    "mrope.DeepStackModel": "Qwen3VLForConditionalGeneration",
+    "mrope.MRopeModel": (
+        "Glm4vForConditionalGeneration Qwen2VLForConditionalGeneration "
+        "Qwen2_5_VLForConditionalGeneration"
+    ),
+    "omni.OmniThinker": (
+        "Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel "
+        "Qwen2_5OmniThinkerForConditionalGeneration"
+    ),
+    "per_layer.Gemma3n": "Gemma3nForConditionalGeneration",
+    "per_layer.Gemma4": "Gemma4ForConditionalGeneration",
+    "per_layer.PerLayerText": "Gemma3nForCausalLM Gemma4ForCausalLM",
+    "qwen_vl.modeling.QwenVL": "QWenLMHeadModel",
+    "smolvlm.SmolVLM": "SmolVLMForConditionalGeneration",
+    "text.GptOss": "GptOssForCausalLM",
+    "text.TextModel": (
+        "GPT2LMHeadModel Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM LlamaForCausalLM "
+        "MistralForCausalLM OPTForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM "
+        "Qwen3ForCausalLM"
+    ),
+    "voxtral.Voxtral": "VoxtralForConditionalGeneration",
 }
+"""Class of a family, by its path in `aioengine.models` -> the architectures that it runs."""
+_SHIPPED = {name: place for place, names in _FAMILIES.items() for name in names.split()}
 
 _CLASSES: dict[str, type[TransformersModel]] = {}
 
@@ -122,10 +115,12 @@ def resolve(architectures: Sequence[str] | None) -> type[TransformersModel]:
     Raises ModelLoadError where none is known.
     """
     for name in architectures or ():
-        if name not in _CLASSES and name in _SHIPPED:
-            import_module(_SHIPPED[name])
         if name in _CLASSES:
             return _CLASSES[name]
+        if name in _SHIPPED:
+            module, _, kind = f"aioengine.models.{_SHIPPED[name]}".rpartition(".")
+            found: type[TransformersModel] = getattr(import_module(module), kind)
+            return found
     given = ", ".join(architectures or ()) or "none"
     raise ModelLoadError(
         f"no model class for architectures: {given}. Known: {', '.join(known_architectures())}. "

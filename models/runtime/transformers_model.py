@@ -9,6 +9,7 @@ what a family may override is below, each hook with a default that fits most mod
     unread_layers  encoder layers that are computed for nothing
     positions  a prompt's position ids
     blocks     which prompt tokens attend to each other in both directions
+    sees_blocks  whether a KV group's layers do so
     encode     media items to encoder rows
     memory     rows for cross-attention
     embed      token ids and encoder rows to embeddings
@@ -325,6 +326,10 @@ class TransformersModel:
         """
         return None
 
+    def sees_blocks(self, group: int) -> bool:
+        """Return whether layers of a KV group see blocks; else they are causal throughout."""
+        return True
+
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Each item's rows [rows, hidden]. Items of equal shapes go through the encoder together.
 
@@ -380,12 +385,20 @@ class TransformersModel:
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Run `decoder` on [T, hidden] and [T] or [3, T]; the probe and `forward` share it."""
         found = run_fused_decoder(decoder, embeds, positions) if positions.dim() == 1 else None
-        if found is not None:
-            return found
-        ids = positions[None] if positions.dim() == 1 else positions[:, None]
-        output = decoder(inputs_embeds=embeds[None], position_ids=ids, use_cache=False)
+        return self.run_decoder(decoder, embeds, positions) if found is None else found
+
+    def run_decoder(
+        self, decoder: nn.Module, embeds: Tensor, positions: Tensor, **others: Any
+    ) -> Tensor:
+        """Call transformers' own forward, with `others` beside embeddings and positions."""
+        arguments = {**self.position_arguments(positions), **others}
+        output = decoder(inputs_embeds=embeds[None], use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
+        """Build the arguments that give the decoder the positions [T] or [3, T] of its tokens."""
+        return {"position_ids": positions[None] if positions.dim() == 1 else positions[:, None]}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head on [n, hidden], with the config's final soft cap."""

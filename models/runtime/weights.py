@@ -146,18 +146,11 @@ def _read(places: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
 def _find_files(path: str | os.PathLike[str], revision: str | None) -> tuple[list[str], set[str]]:
     """The safetensors files, and the names that must be in them."""
     source = os.fspath(path)
-    single = cached_file(
-        source,
-        _FILE,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    single = cached_file(source, _FILE, **options, _raise_exceptions_for_connection_errors=False)
     if single is not None:
         return [single], set()
-    index = cached_file(
-        source, _INDEX, revision=revision, _raise_exceptions_for_missing_entries=False
-    )
+    index = cached_file(source, _INDEX, **options)
     if index is None:
         raise ModelLoadError(f"{Path(source).name!r} has no weights in safetensors files")
     places = json.loads(Path(index).read_text())["weight_map"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -55,8 +55,8 @@ class WholePrompt:
         """The kind of each token [L], by what takes encoder rows."""
         found = torch.zeros(len(self.token_ids), dtype=torch.int64)
         for item in self.items:
-            for start, stop in item.span.embed_runs:
-                found[item.span.offset + start : item.span.offset + stop] = _KINDS[item.modality]
+            for start, stop in item.runs:
+                found[start:stop] = _KINDS[item.modality]
         return found
 
 
@@ -164,13 +164,13 @@ def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     They stay in their places: what counts layers, or collects what comes out of them, finds all.
     """
     forms: dict[str, bool] = {}
-    handles = []
+    hooks = ExitStack()
     for stack in dict.fromkeys(path.rpartition(".")[0] for path in paths):
 
         def note(_module: nn.Module, _args: Any, output: Any, stack: str = stack) -> None:
             forms[stack] = isinstance(output, tuple)
 
-        handles.append(root.get_submodule(f"{stack}.0").register_forward_hook(note))
+        hooks.enter_context(root.get_submodule(f"{stack}.0").register_forward_hook(note))
     layers = [root.get_submodule(path) for path in paths]
     before = [vars(layer).get("forward") for layer in layers]
     for path, layer in zip(paths, layers, strict=True):
@@ -182,8 +182,7 @@ def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        hooks.close()
         for layer, forward in zip(layers, before, strict=True):
             if forward is None:
                 del vars(layer)["forward"]
@@ -231,13 +230,8 @@ def with_rounding_noise(root: nn.Module, size: float, seed: int = 0) -> Iterator
         noise = torch.rand(output.shape[-1], generator=generator).mul_(2 * size).sub_(size)
         return output * (1 + noise).to(output)
 
-    handles = [
-        module.register_forward_hook(disturb)
-        for module in root.modules()
-        if any(weight.dim() > 1 for weight in module.parameters(recurse=False))
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in root.modules():
+            if any(weight.dim() > 1 for weight in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(disturb))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

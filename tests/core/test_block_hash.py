@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from aioengine.core.block_hash import extend_digests
 from aioengine.core.block_pool import BlockPool
+from aioengine.core.plan import Limits
 from aioengine.core.request import Request
 from tests.support.world import IMAGES, Image, make_request
 
@@ -15,6 +16,11 @@ SIZE = 4
 
 def digests(*parts: int | Image, **options: object) -> list[bytes]:
     return extend_digests(make_request("r", list(parts), **options), SIZE)
+
+
+def pool_of(num_blocks: int, num_groups: int = 1) -> BlockPool:
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1}
+    return BlockPool(Limits(**sizes, block_size=SIZE, num_blocks=num_blocks, num_groups=num_groups))
 
 
 def test_equal_prompts_agree_block_by_block() -> None:
@@ -65,7 +71,7 @@ def test_a_range_that_sees_itself_depends_on_all_its_content() -> None:
 
 
 def test_a_hit_may_be_all_of_a_prompt_and_checks_the_ids() -> None:
-    pool = BlockPool(8, SIZE)
+    pool = pool_of(8)
     first = make_request("one", [1, 2, 3, 4, 5, 6, 7, 8])
     first.block_tables = [pool.allocate(2)]
     first.num_computed = 8
@@ -81,7 +87,7 @@ def test_a_hit_may_be_all_of_a_prompt_and_checks_the_ids() -> None:
 
 
 def test_requests_that_read_no_prefix() -> None:
-    pool = BlockPool(8, SIZE)
+    pool = pool_of(8)
     first = make_request("one", [1, 2, 3, 4, 5])
     first.block_tables = [pool.allocate(2)]
     first.num_computed = 5
@@ -90,7 +96,7 @@ def test_requests_that_read_no_prefix() -> None:
 
 
 def test_all_groups_must_have_the_block() -> None:
-    pool = BlockPool(8, SIZE, num_groups=2)
+    pool = pool_of(8, num_groups=2)
     first = make_request("one", [1, 2, 3, 4, 5])
     first.block_tables = [pool.allocate(2), pool.allocate(2)]
     first.num_computed = 5
@@ -104,7 +110,7 @@ def test_all_groups_must_have_the_block() -> None:
 
 
 def test_the_least_recently_used_block_goes_first_and_tails_before_heads() -> None:
-    pool = BlockPool(3, SIZE)
+    pool = pool_of(3)
     first = make_request("one", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     first.block_tables = [pool.allocate(3)]
     first.num_computed = 9
@@ -116,7 +122,7 @@ def test_the_least_recently_used_block_goes_first_and_tails_before_heads() -> No
 
 
 def test_clear_forgets_content_and_keeps_references() -> None:
-    pool = BlockPool(4, SIZE)
+    pool = pool_of(4)
     first = make_request("one", [1, 2, 3, 4, 5])
     first.block_tables = [pool.allocate(2)]
     first.num_computed = 5

@@ -30,8 +30,7 @@ class PagedBatch:
     def attend(self, backend: AttentionBackend, **options: object) -> Tensor:
         return backend.attend(
             self.query,
-            self.key_cache,
-            self.value_cache,
+            (self.key_cache, self.value_cache),
             self.meta,
             AttentionArgs(**{"scale": self.query.shape[-1] ** -0.5, **options}),  # type: ignore[arg-type]
         )
@@ -81,7 +80,8 @@ def make_batch(
     if chunks:
         new_keys = [key[start:] for key, (start, _) in zip(keys, chunks, strict=True)]
         new_values = [value[start:] for value, (start, _) in zip(values, chunks, strict=True)]
-        backend.write_kv(torch.cat(new_keys), torch.cat(new_values), key_cache, value_cache, meta)
+        new = torch.cat(new_keys), torch.cat(new_values)
+        backend.write_kv(new, (key_cache, value_cache), meta)
     query = draw(meta.num_tokens, num_heads, key_dim)
     return PagedBatch(query, key_cache, value_cache, meta, keys, values)
 
@@ -115,10 +115,6 @@ def _write(
         starts=[0] * len(past),
         ends=[end for _, end in past],
     )
-    backend.write_kv(
-        torch.cat([keys[i][:end] for i, end in past]),
-        torch.cat([values[i][:end] for i, end in past]),
-        key_cache,
-        value_cache,
-        meta,
-    )
+    new_keys = torch.cat([keys[i][:end] for i, end in past])
+    new_values = torch.cat([values[i][:end] for i, end in past])
+    backend.write_kv((new_keys, new_values), (key_cache, value_cache), meta)

@@ -260,10 +260,10 @@ def test_cross_attention(name: str, dtype: torch.dtype, instruction_set: str) ->
     key, value, cache, others, meta = cross_step(query_lens, context_lens, is_new, dtype)
     query = torch.randn(sum(query_lens), 6, 16).to(dtype)
     args = AttentionArgs(0.3)
-    expected = ReferenceBackend().attend(query, cache, others, meta, args, new=(key, value))
+    expected = ReferenceBackend().attend(query, (cache, others), meta, args, new=(key, value))
     cache.fill_(torch.nan)
     others.fill_(torch.nan)
-    found = CpuBackend().attend(query, cache, others, meta, args, new=(key, value))
+    found = CpuBackend().attend(query, (cache, others), meta, args, new=(key, value))
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
@@ -301,8 +301,8 @@ def test_keys_are_written_where_they_belong(dtype: torch.dtype) -> None:
     turned = wide[:, :16].reshape(6, 8, 2).transpose(1, 2)
     for new in ((key, value), (turned, value), (key.contiguous(), turned.contiguous())):
         caches = [torch.full((6, 4, 2, 8), -7.0).to(dtype) for _ in range(4)]
-        CpuBackend().write_kv(*new, caches[0], caches[1], meta)
-        GatherBackend().write_kv(*new, caches[2], caches[3], meta)
+        CpuBackend().write_kv(new, (caches[0], caches[1]), meta)
+        GatherBackend().write_kv(new, (caches[2], caches[3]), meta)
         assert torch.equal(caches[0], caches[2])
         assert torch.equal(caches[1], caches[3])
 

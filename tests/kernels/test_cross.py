@@ -63,7 +63,8 @@ def test_every_token_sees_every_row(
     counts = [-(-n // BLOCK_SIZE) for n in context_lens]
     free = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).tolist()
     tables = [[free.pop() for _ in range(count)] for count in counts]
-    caches = [torch.full((sum(counts) + 2, BLOCK_SIZE, 2, 8), torch.nan).double() for _ in "kv"]
+    key_cache, value_cache = torch.full((2, sum(counts) + 2, BLOCK_SIZE, 2, 8), torch.nan).double()
+    pages = key_cache, value_cache
     keys = [draw(n, 2, 8, seed=i) for i, n in enumerate(context_lens)]
     values = [draw(n, 2, 8, seed=10 + i) for i, n in enumerate(context_lens)]
     meta = build(tables, case)
@@ -73,16 +74,16 @@ def test_every_token_sees_every_row(
         before = build([tables[i] for i in old], ([1] * len(old), [context_lens[i] for i in old],
                                                   [True] * len(old)))  # fmt: skip
         rows = torch.cat([keys[i] for i in old]), torch.cat([values[i] for i in old])
-        backend.write_kv(*rows, *caches, before)
+        backend.write_kv(rows, pages, before)
     if new:
         rows = torch.cat([keys[i] for i in new]), torch.cat([values[i] for i in new])
         assert len(meta.slot_blocks) == len(rows[0])
-        backend.write_kv(*rows, *caches, meta)
+        backend.write_kv(rows, pages, meta)
     else:
         assert len(meta.slot_blocks) == 0
     query = draw(sum(query_lens), 4, 8, seed=99)
     # A cap that bounds nothing takes the explicit way to the same numbers.
-    found = backend.attend(query, *caches, meta, AttentionArgs(0.3, softcap=softcap))
+    found = backend.attend(query, pages, meta, AttentionArgs(0.3, softcap=softcap))
     parts = torch.split(query, query_lens)
     expected = [dense(*part) for part in zip(parts, keys, values, strict=True)]
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-9, rtol=1e-9)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch import Tensor
 from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, build_metadata
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
-from aioengine.kernels.cpu.fused_layer import UsualLayer, feed, listed, project
+from aioengine.kernels.cpu.fused_layer import UsualLayer, listed
 from aioengine.kernels.cpu.linear import Activation, NativeLinear
 from aioengine.kernels.cpu.norm import rms_norm
 from aioengine.kernels.cpu.rotary import rotate
@@ -45,7 +48,7 @@ def test_before_attention(dtype: torch.dtype, rows: int, has_bias: bool) -> None
     norm = random(HIDDEN).to(dtype)
     heads, kv_heads = HEADS
     merged = product((heads + 2 * kv_heads) * HEAD, HIDDEN, dtype, has_bias=has_bias)
-    found = project(x, norm, EPSILON, merged, HEADS, cos, sin)
+    found = usual_layer(0, dtype, norm=norm, qkv=merged).project(x, cos, sin)
     whole = merged(rms_norm(x, norm, EPSILON)).view(rows, -1, HEAD)
     query, key, value = torch.split(whole, (heads, kv_heads, kv_heads), 1)
     for one, other in zip(found, (*rotate(query, key, cos, sin), value), strict=True):
@@ -68,7 +71,8 @@ def test_after_attention(
     down = product(hidden, INNER, dtype, has_bias=has_bias)
     before = x.clone()
     silu = Activation.SILU
-    found = feed(x, attended, out, norm, EPSILON, up, silu, is_gated, down)
+    layer = usual_layer(0, dtype, out=out, feed_norm=norm, up=up, is_gated=is_gated, down=down)
+    found = layer.feed(x, attended)
     new = out(attended) + x
     inner = up(rms_norm(new, norm, EPSILON), silu, is_gated)
     assert torch.equal(found, down(inner) + new)
@@ -76,13 +80,20 @@ def test_after_attention(
 
 
 def usual_layer(
-    index: int, dtype: torch.dtype, *, has_bias: bool, is_gated: bool, softcap: float, window: int
+    index: int,
+    dtype: torch.dtype,
+    *,
+    has_bias: bool = False,
+    is_gated: bool = True,
+    softcap: float = 0.0,
+    window: int = 0,
+    **others: Any,
 ) -> UsualLayer:
-    """One of some, no two of which are equal."""
+    """One of some, no two of which are equal; `others`: parts that are given."""
     heads, kv_heads = HEADS
     outputs = (heads + 2 * kv_heads) * HEAD
     norms = 1 + 0.1 * torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(index))
-    return UsualLayer(
+    layer = UsualLayer(
         norm=norms[0].to(dtype),
         epsilon=EPSILON * (1 + index),
         qkv=product(outputs, HIDDEN, dtype, has_bias=has_bias),
@@ -98,6 +109,7 @@ def usual_layer(
         is_gated=is_gated,
         down=product(HIDDEN, INNER, dtype, has_bias=has_bias),
     )
+    return replace(layer, **others)
 
 
 def one_by_one(
@@ -109,26 +121,15 @@ def one_by_one(
     backend = CpuBackend()
     cos, sin = angles(x)
     for layer, (keys, values) in zip(layers, caches, strict=True):
-        query, key, value = project(x, layer.norm, layer.epsilon, layer.qkv, layer.heads, cos, sin)
+        query, key, value = layer.project(x, cos, sin)
         attended = backend.attend(
             query,
-            keys,
-            values,
+            (keys, values),
             meta,
             AttentionArgs(layer.scale, layer.window or None, layer.softcap or None),
             new=(key, value),
         )
-        x = feed(
-            x,
-            attended.flatten(-2),
-            layer.out,
-            layer.feed_norm,
-            layer.feed_epsilon,
-            layer.up,
-            layer.activation,
-            layer.is_gated,
-            layer.down,
-        )
+        x = layer.feed(x, attended.flatten(-2))
     return x
 
 
@@ -183,14 +184,13 @@ def test_what_does_not_fit_is_refused() -> None:
     out = product(HIDDEN, HIDDEN, torch.float32, has_bias=False)
     x, norm = random(3, HIDDEN), random(HIDDEN)
 
-    def fed(x: Tensor, attended: Tensor) -> Tensor:
-        return feed(x, attended, out, norm, EPSILON, out, Activation.NONE, False, out)
-
-    assert fed(x, x).shape == x.shape
+    layer = usual_layer(0, torch.float32, qkv=out, out=out, up=out, down=out, is_gated=False)
+    layer = replace(layer, norm=norm, feed_norm=norm, activation=Activation.NONE)
+    assert layer.feed(x, x).shape == x.shape
     for other in (random(4, HIDDEN), x.double(), x.T.contiguous().T):
         with pytest.raises(RuntimeError, match=r"residual|dimension"):
-            fed(other, x)
+            layer.feed(other, x)
     with pytest.raises(RuntimeError, match="fit each other"):
-        fed(x, random(3, HIDDEN + 1))
+        layer.feed(x, random(3, HIDDEN + 1))
     with pytest.raises(RuntimeError, match="fit each other"):
-        project(x, norm, EPSILON, out, HEADS, random(3, HEAD), random(3, HEAD))
+        layer.project(x, random(3, HEAD), random(3, HEAD))

@@ -14,12 +14,8 @@ import numpy as np
 import torch
 
 from aioengine.models import register_model
-from aioengine.models.llava import (
-    Llava,
-    LlavaDummyInputsBuilder,
-    LlavaMultiModalProcessor,
-    LlavaProcessingInfo,
-)
+from aioengine.models.llava import Llava, LlavaMultiModalProcessor, LlavaProcessingInfo
+from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder
 from aioengine.processors import (
     MULTIMODAL_REGISTRY,
     AudioProcessorItems,
@@ -67,7 +63,7 @@ class MediaFamilyInfo(LlavaProcessingInfo):
         return {**super().get_mm_max_tokens_per_item(seq_len, mm_counts), "audio": 40, "video": 64}
 
 
-class MediaFamilyDummyInputs(LlavaDummyInputsBuilder):
+class MediaFamilyDummyInputs(ImageTokenDummyInputsBuilder):
     def get_dummy_processor_inputs(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> ProcessorInputs:
