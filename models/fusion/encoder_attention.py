@@ -20,10 +20,16 @@ __all__ = ["FULL_ATTENTION_NAME", "route_encoders"]
 
 # As for `ATTENTION_NAME`: without the parts that transformers reads a meaning into.
 FULL_ATTENTION_NAME = "aioengine_full"
-_HARMLESS = frozenset((
-    "dropout", "is_causal", "output_attentions", "output_hidden_states", "return_dict",
-    "use_cache",
-))  # fmt: skip
+_HARMLESS = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+    }
+)
 """Arguments that do not change what is computed here; `is_causal` is read."""
 
 

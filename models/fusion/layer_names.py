@@ -57,10 +57,16 @@ _FEED_FORWARD = (
     FeedForward("lin2", "act", "lin1"),
     FeedForward("dense_4h_to_h", "act", "dense_h_to_4h"),
 )
-_KEYS_FROM_ELSEWHERE = frozenset((
-    "context", "cross_attention_states", "encoder_hidden_states", "inputs_kv", "key_value_states",
-    "shared_kv_states",
-))  # fmt: skip
+_KEYS_FROM_ELSEWHERE = frozenset(
+    {
+        "context",
+        "cross_attention_states",
+        "encoder_hidden_states",
+        "inputs_kv",
+        "key_value_states",
+        "shared_kv_states",
+    }
+)
 """Arguments of a forward whose keys and values are of another tensor than its queries."""
 
 
