@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from aioengine.instruments import STAGES, RequestEvent, StageSpan, TraceRecorder
-from aioengine.types import EngineState, EngineStatistics, StageStatistics
+from aioengine.types import OUTCOMES, EngineState, EngineStatistics, StageStatistics
 
 __all__ = ["Latencies", "StatusBoard", "TokenRate"]
 
@@ -228,7 +228,7 @@ def printable(text: str) -> str:
 
 
 def _requests(statistics: EngineStatistics) -> dict[str, int]:
-    names = ("running", "waiting", "finished", "aborted", "rejected", "failed", "preemptions")
+    names = ("running", "waiting", *OUTCOMES, "preemptions")
     return {name: getattr(statistics, name) for name in names}
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from aioengine.core.scheduler import Scheduler
-from aioengine.types import EngineStatistics, StageStatistics
+from aioengine.types import OUTCOMES, EngineStatistics, StageStatistics
 
 if TYPE_CHECKING:
     from aioengine.processors.cache.memory import ProcessorCacheStatistics
@@ -28,10 +29,7 @@ def take_snapshot(
     return EngineStatistics(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting + num_preparing,
-        finished=endings["finished"],
-        aborted=endings["aborted"],
-        rejected=endings["rejected"],
-        failed=endings["failed"],
+        **{outcome: endings[outcome] for outcome in OUTCOMES},
         preemptions=counters["preemptions"],
         kv_blocks_total=pool.num_blocks,
         kv_blocks_free=pool.num_free,
@@ -47,11 +45,6 @@ def take_snapshot(
         encoder_cache_evictions=cache.num_evictions,
         encoder_cache_waits=scheduler.media.counters["encoder_waits"],
         encoder_items_run=encoder_items_run,
-        processor_cache_capacity_bytes=processed.capacity_bytes,
-        processor_cache_used_bytes=processed.used_bytes,
-        processor_cache_entries=processed.entries,
-        processor_cache_hits=processed.hits,
-        processor_cache_misses=processed.misses,
-        processor_cache_evictions=processed.evictions,
+        **{f"processor_cache_{name}": figure for name, figure in asdict(processed).items()},
         stages=stages,
     )

@@ -7,11 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from aioengine.instruments import STAGES
-from aioengine.types import EngineState, EngineStatistics
+from aioengine.types import OUTCOMES, EngineState, EngineStatistics
 
 __all__ = ["FIGURES", "HISTOGRAMS", "Figure", "Histogram", "Reading", "Values"]
 
-OUTCOMES = ("finished", "aborted", "rejected", "failed")
 VALUES = {"": ("",), "outcome": OUTCOMES, "stage": STAGES}
 """Label of a histogram -> its values."""
 
