@@ -54,7 +54,7 @@ MAX_TRIES = 3
 """Workers that may be found dead when an item is handed to them, before it fails."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PoolStatistics:
     """A snapshot: workers that are up, what they have begun, what waits, and how many died."""
 
@@ -98,12 +98,8 @@ class ProcessorPool:
 
     def statistics(self) -> PoolStatistics:
         """A snapshot of the counters."""
-        return PoolStatistics(
-            workers=len(self._workers),
-            working=self._working,
-            queued=len(self._queue),
-            deaths=self._deaths,
-        )
+        num_workers, num_queued = len(self._workers), len(self._queue)
+        return PoolStatistics(num_workers, self._working, num_queued, self._deaths)
 
     async def start(self) -> None:
         """Starts all workers side by side, which takes seconds. Raises ModelLoadError."""
@@ -130,7 +126,8 @@ class ProcessorPool:
         """
         if self._closing.is_set() or not self._slots:
             raise _closed()
-        self._refuse_if_failed()
+        if len(self._failed) == self._num_workers:
+            raise self._failure()
         pending = _Pending(work, asyncio.get_running_loop().create_future())
         self._queue.append(pending)
         self._wake()
@@ -213,10 +210,6 @@ class ProcessorPool:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(0.25 * 2**failures, MAX_PAUSE_S)):
                     await self._closing.wait()
-
-    def _refuse_if_failed(self) -> None:
-        if len(self._failed) == self._num_workers:
-            raise self._failure()
 
     def _failure(self) -> EngineError:
         return EngineError(
@@ -330,11 +323,11 @@ def _describe_setup(
 
 def _plain_limits(media: MediaConfig) -> dict[str, Any]:
     """Limits and allowed formats: all that opening and decoding look at."""
-    values = {field.name: getattr(media, field.name) for field in dataclasses.fields(media)}
+    values = vars(media).items()
     # A worker fetches nothing.
     return {
         name: tuple(value) if isinstance(value, list | tuple | set | frozenset) else value
-        for name, value in values.items()
+        for name, value in values
         if name not in ("fetcher", "local_roots", "allowed_hosts")
     }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
 from aioengine.config import EngineConfig
 from aioengine.media_pipeline.worker_pool import ProcessorPool
@@ -21,20 +21,15 @@ class ThreadWorkers:
     """Threads, as many as processors: a tokenizer or an HF processor is never used by two."""
 
     def __init__(self, processors: Sequence[BaseMultiModalProcessor], niceness: int = 0) -> None:
-        self._processors: SimpleQueue[BaseMultiModalProcessor] = SimpleQueue()
-        for processor in processors:
-            self._processors.put(processor)
-        self._pool = ThreadPoolExecutor(
-            len(processors),
-            thread_name_prefix="aioengine-media",
-            initializer=self._begin,
-            initargs=(niceness,),
-        )
+        self._own = own = threading.local()
+        left = iter(processors)
 
-    @staticmethod
-    def _begin(niceness: int) -> None:
-        step_back(niceness)
-        keep_to_one_thread()
+        def begin() -> None:
+            step_back(niceness)
+            keep_to_one_thread()
+            own.processor = next(left)
+
+        self._pool = ThreadPoolExecutor(len(processors), "aioengine-media", begin)
 
     async def start(self) -> None:
         """Do nothing: threads start when they are needed."""
@@ -49,11 +44,7 @@ class ThreadWorkers:
         await run_apart(self._pool.shutdown)
 
     def _work(self, work: WorkItem) -> Worked:
-        processor = self._processors.get()
-        try:
-            return work_item(processor, work)
-        finally:
-            self._processors.put(processor)
+        return work_item(self._own.processor, work)
 
 
 def make_workers(
