@@ -64,20 +64,15 @@ def add_parser(commands: Commands) -> None:
         metavar="NAME",
         help="by which clients ask for the model; may be given again (default: the model's own)",
     )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=parse_bytes,
-        default=64 << 20,
-        metavar="SIZE",
-        help="of one request (default: 64MiB)",
-    )
-    parser.add_argument(
-        "--max-bodies-bytes",
-        type=parse_bytes,
-        default=256 << 20,
-        metavar="SIZE",
-        help="of all requests under way (default: 256MiB)",
-    )
+    bodies = ("body", 64, "one request"), ("bodies", 256, "all requests under way")
+    for name, default_mib, whose in bodies:
+        parser.add_argument(
+            f"--max-{name}-bytes",
+            type=parse_bytes,
+            default=default_mib << 20,
+            metavar="SIZE",
+            help=f"of {whose} (default: {default_mib}MiB)",
+        )
     parser.add_argument(
         "--trusted-hosts",
         **MANY,

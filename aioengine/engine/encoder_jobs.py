@@ -176,10 +176,8 @@ class EncoderJobs:
 
 def _own(error: Exception, media: IdentifiedMedia) -> Exception:
     """The error in the words of one waiter; raising it marks nobody else's."""
-    own = (
-        error.for_parameter(media.parameter)
-        if isinstance(error, InvalidRequestError)
-        else copy.copy(error)
-    )
+    own = copy.copy(error)
+    if isinstance(error, InvalidRequestError):
+        own = error.for_parameter(media.parameter)
     own.__cause__ = error.__cause__ or error
     return own

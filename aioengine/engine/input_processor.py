@@ -26,22 +26,12 @@ from aioengine.engine.prompts import HALVES, count_least
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
-from aioengine.media_pipeline.items import (
-    IdentifiedMedia,
-    MediaInput,
-    MediaOwner,
-    ProcessorOptions,
-)
+from aioengine.media_pipeline.items import IdentifiedMedia, MediaInput, MediaOwner, ProcessorOptions
 from aioengine.media_pipeline.pipeline import MediaPipeline
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.processors.chat import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
-from aioengine.processors.encdec import (
-    EncDecLayout,
-    EncDecMultiModalProcessor,
-    Halves,
-    half_name,
-)
+from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves, half_name
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
 from aioengine.sampling.sampler import Constraint
 from aioengine.sampling.sampling_metadata import SamplingContext
@@ -165,10 +155,8 @@ class InputProcessor:
                 )
             return
         if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
-            raise InvalidRequestError(
-                "a prompt has one of text, token_ids and messages; media alone say nothing",
-                parameter="prompt",
-            )
+            message = "a prompt has one of text, token_ids and messages; media alone say nothing"
+            raise InvalidRequestError(message, parameter="prompt")
         for name in HALVES:
             if getattr(prompt, name) is not None:
                 raise InvalidRequestError(
@@ -308,10 +296,8 @@ class InputProcessor:
         num_rows = len(layout.token_ids)
         parameter = half_name("encoder", halves.encoder)
         if not num_rows:
-            raise InvalidRequestError(
-                "there is nothing for the encoder to read; give it a token at least",
-                parameter=parameter,
-            )
+            message = "there is nothing for the encoder to read; give it a token at least"
+            raise InvalidRequestError(message, parameter=parameter)
         inside = self._items(state, layout)
         self._check_ids(layout.token_ids, inside, parameter)
         state.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
@@ -353,20 +339,18 @@ class InputProcessor:
         }
         for position, token_id in enumerate(token_ids):
             if token_id >= table and position not in covered:
-                raise InvalidRequestError(
-                    f"the prompt has the token id {token_id}, but the model embeds only {table}",
-                    parameter=parameter,
-                    value=token_id,
+                message = (
+                    f"the prompt has the token id {token_id}, but the model embeds only {table}"
                 )
+                raise InvalidRequestError(message, parameter=parameter, value=token_id)
 
 
 def _too_long(num_tokens: int, most: int) -> PromptTooLongError:
-    return PromptTooLongError(
+    message = (
         f"prompt has {num_tokens} tokens or more, but {most} are the most; shorten the prompt, or "
-        f"raise max_model_len (and kv_cache_bytes) if that is what sets the limit",
-        parameter="prompt",
-        value=num_tokens,
+        f"raise max_model_len (and kv_cache_bytes) if that is what sets the limit"
     )
+    return PromptTooLongError(message, parameter="prompt", value=num_tokens)
 
 
 def _either(text: str | None, token_ids: Sequence[int] | None) -> TextOrTokens | None:
@@ -378,11 +362,8 @@ def _list_media(prompt: Prompt) -> list[MediaInput]:
     for modality, items in prompt.media.items():
         uuids: Sequence[str | None] = prompt.uuids.get(modality) or [None] * len(items)
         if len(uuids) != len(items):
-            raise InvalidRequestError(
-                f"uuids[{modality!r}] has {len(uuids)} entries for {len(items)} items",
-                parameter="uuids",
-                value=len(uuids),
-            )
+            message = f"uuids[{modality!r}] has {len(uuids)} entries for {len(items)} items"
+            raise InvalidRequestError(message, parameter="uuids", value=len(uuids))
         for index, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
             name = f"{modality}s[{index}]"
             media.append(MediaInput(modality, index, item, name, True, uuid))

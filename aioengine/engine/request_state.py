@@ -83,8 +83,7 @@ class CompletionState:
         ends_in_token = reason is FinishReason.STOP and not self.params.include_stop_str_in_output
         text, stop = "", None
         if not ends_in_token:
-            piece = self.detokenizer.add(advance.token_id)
-            text, stop = piece.text, piece.stop
+            text, stop = self.detokenizer.add(advance.token_id)
         if reason is not None and stop is None:
             text += self.detokenizer.flush().text
         return text, stop
@@ -94,12 +93,7 @@ class RequestState:
     """A live request on the engine's floor. Ends exactly once: `finish` or `fail`."""
 
     def __init__(
-        self,
-        request_id: str,
-        sink: TokenSink,
-        params: SamplingParams,
-        *,
-        priority: int,
+        self, request_id: str, sink: TokenSink, params: SamplingParams, *, priority: int
     ) -> None:
         self.request_id = request_id
         self.params = params
