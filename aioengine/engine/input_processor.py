@@ -16,19 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from aioengine.config import EngineConfig
 from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
 from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
-from aioengine.engine.encoder_input import encoder_input
 from aioengine.engine.loader import Loaded
 from aioengine.engine.prompts import HALVES, count_least
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
-from aioengine.media_pipeline.items import IdentifiedMedia, MediaInput, MediaOwner, ProcessorOptions
+from aioengine.media_pipeline.items import (
+    EncoderInput,
+    IdentifiedMedia,
+    MediaInput,
+    MediaOwner,
+    ProcessorOptions,
+)
 from aioengine.media_pipeline.pipeline import MediaPipeline
 from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.processors.cache.hasher import item_key
 from aioengine.processors.chat import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves, half_name
@@ -292,7 +300,10 @@ class InputProcessor:
         options: ProcessorOptions,
         cache_salt: str | None,
     ) -> Item:
-        """Build one item of what cross-attention reads."""
+        """Build one item of all that an encoder reads for cross-attention: text, and media in it.
+
+        Its features are `input_ids` int64 [rows] and those of the media.
+        """
         num_rows = len(layout.token_ids)
         parameter = half_name("encoder", halves.encoder)
         if not num_rows:
@@ -301,18 +312,23 @@ class InputProcessor:
         inside = self._items(state, layout)
         self._check_ids(layout.token_ids, inside, parameter)
         state.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
-        media = encoder_input(
-            state.media,
-            layout,
-            options,
+        token_ids = torch.tensor(layout.token_ids, dtype=torch.int64)
+        modality, name = "text", parameter
+        if state.media:
+            modality, name = state.media[0].modality, state.media[0].parameter
+        places = [[item.key, item.span.offset, item.span.length] for item in inside]
+        key = item_key(
             model_id=self._loaded.layout_processor.info.model_id,
-            parameter=parameter,
+            modality=f"encoder {modality}",
+            options=options.digest,
+            identity=[token_ids.numpy().tobytes(), places],
             cache_salt=cache_salt,
         )
+        source = EncoderInput({"input_ids": token_ids}, state.media)
+        media = IdentifiedMedia(modality, 0, name, key, None, source, options)
         state.media = (*state.media, media)
-        num_bytes = num_rows * self._loaded.row_bytes
-        name = parameter if state.num_encoder_tokens else media.parameter
-        return Item(media.key, media.modality, Span(0, num_rows), num_bytes, name)
+        name = parameter if state.num_encoder_tokens else name
+        return Item(key, modality, Span(0, num_rows), num_rows * self._loaded.row_bytes, name)
 
     def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
         if not params.detokenize:

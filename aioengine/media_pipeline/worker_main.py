@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -306,10 +307,7 @@ def _make_processor(setup: dict[str, Any]) -> BaseMultiModalProcessor:
 
 
 def _find(module: str, qualified_name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for name in qualified_name.split("."):
-        found = getattr(found, name)
-    return found
+    return attrgetter(qualified_name)(importlib.import_module(module))
 
 
 if __name__ == "__main__":
