@@ -137,9 +137,8 @@ def _import(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("aioengine"):
             raise
-        raise InvalidRequestError(
-            f'serve needs {error.name}: pip install "aioengine[serve]"', parameter="serve"
-        ) from error
+        message = f'serve needs {error.name}: pip install "aioengine[serve]"'
+        raise InvalidRequestError(message, parameter="serve") from error
 
 
 def _api_keys(options: argparse.Namespace) -> dict[str, str] | None:
@@ -161,9 +160,8 @@ def _api_keys(options: argparse.Namespace) -> dict[str, str] | None:
                 parameter="api_key",
             )
         if name in keys:
-            raise InvalidRequestError(
-                f"two API keys have the name {name!r}; give each its own", parameter="api_key"
-            )
+            message = f"two API keys have the name {name!r}; give each its own"
+            raise InvalidRequestError(message, parameter="api_key")
         keys[name] = key
     return keys
 

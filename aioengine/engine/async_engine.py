@@ -64,9 +64,8 @@ class AsyncEngine:
         """
         unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
-            raise InvalidRequestError(
-                f"EngineConfig has no option {unknown[0]!r:.60}", parameter=unknown[0]
-            )
+            message = f"EngineConfig has no option {unknown[0]!r:.60}"
+            raise InvalidRequestError(message, parameter=unknown[0])
         return cls(model, replace(config or EngineConfig(), **options))
 
     # ---- life
@@ -119,9 +118,8 @@ class AsyncEngine:
         except EngineError:
             raise
         except Exception as error:  # whatever torch, a driver or a checkpoint can raise
-            raise ModelLoadError(
-                f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
-            ) from error
+            message = f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
+            raise ModelLoadError(message) from error
         # Not at the top of the file: it needs torch, which is imported at start.
         core_class = import_module("aioengine.engine.engine_core").EngineCore
         core: EngineCore = core_class(

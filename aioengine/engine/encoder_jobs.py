@@ -141,9 +141,8 @@ class EncoderJobs:
             partial(timed, self._runner.encode, plan, features), patience=plan.patience
         )
         self.num_items_run += len(plan.keys)
-        self._instruments.record(
-            StageSpan("encode", start, end, requests, f"{sum(plan.num_rows)} rows")
-        )
+        detail = f"{sum(plan.num_rows)} rows"
+        self._instruments.record(StageSpan("encode", start, end, requests, detail))
         for key, error in outcomes:
             self._features.pop(key, None)
             if error is None:

@@ -158,18 +158,16 @@ class InputProcessor:
         """Refuse what does not go with the kind of the model."""
         if isinstance(self._loaded.layout_processor, EncDecMultiModalProcessor):
             if prompt.messages is not None:
-                raise InvalidRequestError(
-                    "an encoder-decoder model takes no chat messages; give text", parameter="prompt"
-                )
+                message = "an encoder-decoder model takes no chat messages; give text"
+                raise InvalidRequestError(message, parameter="prompt")
             return
         if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
             message = "a prompt has one of text, token_ids and messages; media alone say nothing"
             raise InvalidRequestError(message, parameter="prompt")
         for name in HALVES:
             if getattr(prompt, name) is not None:
-                raise InvalidRequestError(
-                    f"{name} is for encoder-decoder models; give text", parameter=name
-                )
+                message = f"{name} is for encoder-decoder models; give text"
+                raise InvalidRequestError(message, parameter=name)
 
     async def _compile(self, structure: StructuredOutputs, count: int) -> Sequence[Constraint]:
         grammars = self._loaded.grammars
@@ -278,9 +276,8 @@ class InputProcessor:
                 extend_digests(request, self._loaded.limits.block_size)
                 cross_digests(request, self._loaded.limits.block_size)
             leader = leader or request
-            completions.append(
-                CompletionState(index, request, params, self._detokenizer(request, params))
-            )
+            detokenizer = self._detokenizer(request, params)
+            completions.append(CompletionState(index, request, params, detokenizer))
         return completions
 
     def _items(self, state: RequestState, layout: Layout) -> list[Item]:

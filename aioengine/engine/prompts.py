@@ -56,9 +56,8 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
         raise InvalidRequestError(message, parameter="prompt", value=len(given))
     for half in ("encoder", "decoder"):
         if f"{half}_text" in halves and f"{half}_token_ids" in halves:
-            raise InvalidRequestError(
-                f"give {half}_text or {half}_token_ids, not both", parameter=f"{half}_text"
-            )
+            message = f"give {half}_text or {half}_token_ids, not both"
+            raise InvalidRequestError(message, parameter=f"{half}_text")
     merged = _merge(read.media, media)
     if merged and read.messages is not None:
         message = "chat messages carry their media in their parts; give none beside them"
@@ -137,9 +136,8 @@ def _merge(*sources: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     for source in sources:
         for modality, items in source.items():
             if not isinstance(modality, str) or len(modality) > MAX_MODALITY_CHARACTERS:
-                raise UnsupportedModalityError(
-                    f"media has a key that is no modality: {modality!r:.40}", parameter="media"
-                )
+                message = f"media has a key that is no modality: {modality!r:.40}"
+                raise UnsupportedModalityError(message, parameter="media")
             if not isinstance(items, list | tuple):
                 raise _wrong(f"{modality}s", "a list", items)
             merged.setdefault(modality, []).extend(items)

@@ -57,13 +57,8 @@ class CompletionState:
         self.finish_reason = reason
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        return Delta(
-            self.index,
-            text,
-            (advance.token_id,),
-            logprobs=None if logprobs is None else (logprobs,),
-            finish_reason=reason,
-        )
+        scores = None if logprobs is None else (logprobs,)
+        return Delta(self.index, text, (advance.token_id,), logprobs=scores, finish_reason=reason)
 
     def output(self) -> CompletionOutput:
         """All of it."""

@@ -224,9 +224,8 @@ class MediaPipeline:
         start = time.perf_counter()
         fetched = await self._fetch(media)
         if fetched is not media.item:
-            self._instruments.record(
-                StageSpan("fetch", start, time.perf_counter(), (owner.request_id,))
-            )
+            end, requests = time.perf_counter(), (owner.request_id,)
+            self._instruments.record(StageSpan("fetch", start, end, requests))
         identified = await run_in(self._headers, self._open, owner, media, fetched)
         self.cache.touch(identified.key)  # so that a request's own items are the last to go
         if name is not None:
@@ -403,9 +402,8 @@ def _fingerprint(processor: BaseMultiModalProcessor, revision: str | None) -> st
     hasher.update(repr(hf_processor) if described is None else described())
     # An item may hold the ids of its placeholder's tokens.
     hasher.update({str(token): id for id, token in tokenizer.added_tokens_decoder.items()})
-    hasher.update(
-        [revision, tokenizer.vocab_size, type(processor).__module__, type(processor).__qualname__]
-    )
+    kind = type(processor)
+    hasher.update([revision, tokenizer.vocab_size, kind.__module__, kind.__qualname__])
     for name in VERSIONS:
         with suppress(PackageNotFoundError):
             hasher.update([name, version(name)])

@@ -115,8 +115,7 @@ class ProcessorPool:
                 await self._end_worker(worker)
             await asyncio.gather(*starts, return_exceptions=True)  # so that none is logged
             raise
-        for number, worker in enumerate(workers):
-            self._slots.append(asyncio.create_task(self._tend(number, worker)))
+        self._slots = [asyncio.create_task(self._tend(*slot)) for slot in enumerate(workers)]
 
     async def run(self, work: WorkItem) -> Worked:
         """One item, worked on by the next worker that is free; first come, first served.
@@ -212,9 +211,8 @@ class ProcessorPool:
                     await self._closing.wait()
 
     def _failure(self) -> EngineError:
-        return EngineError(
-            f"no processor worker can be started: {next(iter(self._failed.values()))}"
-        )
+        first = next(iter(self._failed.values()))
+        return EngineError(f"no processor worker can be started: {first}")
 
     def _fail_queued(self, make_error: Callable[[], AioEngineError]) -> None:
         while self._queue:

@@ -175,13 +175,11 @@ class WorkerProcess:
                 self._post(setup)
                 answer = await self._receive()
         except TimeoutError:
-            raise ModelLoadError(
-                f"a processor worker did not start within {START_LIMIT_S:g} s"
-            ) from None
+            message = f"a processor worker did not start within {START_LIMIT_S:g} s"
+            raise ModelLoadError(message) from None
         except WorkerDiedError as death:
-            raise ModelLoadError(
-                f"a processor worker could not start: {death}; see its standard error"
-            ) from None
+            message = f"a processor worker could not start: {death}; see its standard error"
+            raise ModelLoadError(message) from None
         if "ready" not in answer:
             error = rebuild_error(answer)
             raise ModelLoadError(f"a processor worker could not start: {error}") from error
