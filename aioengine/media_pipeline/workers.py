@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,15 +21,15 @@ class ThreadWorkers:
     """Threads, as many as processors: a tokenizer or an HF processor is never used by two."""
 
     def __init__(self, processors: Sequence[BaseMultiModalProcessor], niceness: int = 0) -> None:
-        self._own = own = threading.local()
-        left = iter(processors)
+        self._idle = deque(processors)
+        self._pool = ThreadPoolExecutor(
+            len(processors), "aioengine-media", initializer=self._begin, initargs=(niceness,)
+        )
 
-        def begin() -> None:
-            step_back(niceness)
-            keep_to_one_thread()
-            own.processor = next(left)
-
-        self._pool = ThreadPoolExecutor(len(processors), "aioengine-media", begin)
+    @staticmethod
+    def _begin(niceness: int) -> None:
+        step_back(niceness)
+        keep_to_one_thread()
 
     async def start(self) -> None:
         """Do nothing: threads start when they are needed."""
@@ -44,7 +44,11 @@ class ThreadWorkers:
         await run_apart(self._pool.shutdown)
 
     def _work(self, work: WorkItem) -> Worked:
-        return work_item(self._own.processor, work)
+        processor = self._idle.popleft()
+        try:
+            return work_item(processor, work)
+        finally:
+            self._idle.append(processor)
 
 
 def make_workers(
