@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,7 +43,7 @@ from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor,
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
 from aioengine.sampling.sampler import Constraint
 from aioengine.sampling.sampling_metadata import SamplingContext
-from aioengine.sampling_params import SamplingParams, StructuredOutputs
+from aioengine.sampling_params import SamplingParams
 from aioengine.streams.loop_bridge import run_apart, run_in
 from aioengine.types import Prompt, Span
 
@@ -58,17 +58,6 @@ MARGIN_TOKENS = 1024
 """By so many a prompt may exceed the limit before it is laid out, which could make it shorter."""
 
 
-class Identified(NamedTuple):
-    """A request's media with their content known, and what the layout wants beside their headers.
-
-    `outputs`: their features by modality, if the layout needs them.
-    """
-
-    media: tuple[IdentifiedMedia, ...]
-    options: ProcessorOptions
-    outputs: ItemsByModality
-
-
 class InputProcessor:
     """One engine's front door. Its coroutines run in the engine's tasks."""
 
@@ -80,13 +69,9 @@ class InputProcessor:
         instruments: Instruments,
     ) -> None:
         limits = loaded.limits
+        max_rows = limits.max_encoder_len or limits.max_model_len
         self.media = MediaPipeline(
-            loaded.layout_processor,
-            loaded.processors,
-            limits.max_encoder_len or limits.max_model_len,
-            config,
-            model,
-            instruments,
+            loaded.layout_processor, loaded.processors, max_rows, config, model, instruments
         )
         self._loaded = loaded
         self._config = config
@@ -131,28 +116,29 @@ class InputProcessor:
                 for modality, items in chat.media.items()
                 for index, each in enumerate(items)
             ]
-        identified = await self._identify(state, media, prompt)
-        structure = state.params.structured_outputs
-        constraints: Sequence[Constraint] = ()
-        if structure is not None:
-            constraints = await self._compile(structure, state.params.n)
-        laid_out = partial(self._lay_out, state, halves, literals, identified, prompt.cache_salt)
-        return await run_in(self._thread, laid_out, constraints)
+        options, outputs = await self._identify(state, media, prompt)
+        constraints = await self._compile(state.params)
+        laid_out = partial(self._lay_out, state, halves, literals, options, outputs)
+        return await run_in(self._thread, laid_out, prompt.cache_salt, constraints)
 
     async def _identify(
         self, state: RequestState, media: Sequence[MediaInput], prompt: Prompt
-    ) -> Identified:
-        """Fetch the request's media and read their headers."""
+    ) -> tuple[ProcessorOptions, ItemsByModality]:
+        """Fetch the request's media and read their headers.
+
+        Returns their features too, by modality, if the layout needs them.
+        """
         if len(media) >= self._loaded.limits.max_model_len:
             raise _too_long(len(media), self._loaded.limits.max_model_len)
         if not media:
-            return Identified((), ProcessorOptions(dict(prompt.mm_processor_kwargs)), {})
+            return ProcessorOptions(dict(prompt.mm_processor_kwargs)), {}
         options = await self.media.read_options(media, prompt.mm_processor_kwargs)
         state.lease = self.media.lease()
         owner = MediaOwner(state.request_id, options, state.lease, prompt.cache_salt)
         items, outputs = await self.media.identify(media, owner)
+        state.media = tuple(items)
         state.stamp("fetched")
-        return Identified(tuple(items), options, outputs)
+        return options, outputs
 
     def _check_halves(self, prompt: Prompt) -> None:
         """Refuse what does not go with the kind of the model."""
@@ -169,9 +155,11 @@ class InputProcessor:
                 message = f"{name} is for encoder-decoder models; give text"
                 raise InvalidRequestError(message, parameter=name)
 
-    async def _compile(self, structure: StructuredOutputs, count: int) -> Sequence[Constraint]:
+    async def _compile(self, params: SamplingParams) -> Sequence[Constraint]:
+        if params.structured_outputs is None:
+            return ()
         grammars = self._loaded.grammars
-        compiled = asyncio.wrap_future(grammars.submit(structure, count))
+        compiled = asyncio.wrap_future(grammars.submit(params.structured_outputs, params.n))
         try:
             while not compiled.done():
                 await asyncio.wait([compiled], timeout=GRAMMAR_LOOK_S)
@@ -200,13 +188,13 @@ class InputProcessor:
         state: RequestState,
         halves: Halves,
         literals: Literals,
-        identified: Identified,
+        options: ProcessorOptions,
+        outputs: ItemsByModality,
         cache_salt: str | None,
         constraints: Sequence[Constraint],
     ) -> list[CompletionState]:
         """Expand the placeholders and make the core's requests."""
         processor = self._loaded.layout_processor
-        state.media, options, outputs = identified
         items = make_items(
             ((media.modality, media.parameter, media.header) for media in state.media),
             processor.info.get_hidden_size,
