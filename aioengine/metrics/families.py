@@ -145,10 +145,7 @@ FIGURES = (
         "Tokens generated, however their requests end.",
         lambda reading: {"": reading.num_tokens},
     ),
-    *(
-        Figure(f"aioengine_{name}", meaning, _field(FIELDS[name]))
-        for name, meaning in PLAIN.items()
-    ),
+    *(Figure(f"aioengine_{n}", meaning, _field(FIELDS[n])) for n, meaning in PLAIN.items()),
     Figure(
         "aioengine_stage_runs_total",
         "Pieces of work that a stage has done.",
