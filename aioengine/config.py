@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from aioengine.errors import ints, is_int, is_real, optional, require, require_fields
+from aioengine.errors import Checks, ints, is_int, is_real, optional, require, require_fields
 
 __all__ = ["EngineConfig", "MediaConfig"]
 
@@ -25,27 +25,27 @@ def _are_texts(value: Any) -> bool:
     return is_list and all(isinstance(entry, str) for entry in value)
 
 
-COUNT = ints(1), "a positive integer"
-SECONDS = (lambda value: is_real(value) and value > 0), "a positive number of seconds"
-TEXTS = _are_texts, "a tuple of texts"
-MEDIA_CHECKS = {
-    "max_image_pixels": COUNT,
-    "max_image_bytes": COUNT,
-    "max_audio_bytes": COUNT,
-    "max_video_bytes": COUNT,
-    "max_video_frames": COUNT,
-    "max_video_pixels": COUNT,
-    "max_concurrent_fetches": COUNT,
-    "max_audio_s": SECONDS,
-    "max_video_s": SECONDS,
-    "fetch_timeout_s": SECONDS,
-    "video_num_frames": (optional(ints(1)), "a positive integer or None"),
-    "video_fps": (optional(SECONDS[0]), "a positive number or None"),
-    "image_formats": TEXTS,
-    "audio_formats": TEXTS,
-    "video_formats": TEXTS,
-    "allowed_hosts": TEXTS,
+def _is_positive(value: Any) -> bool:
+    return is_real(value) and value > 0
+
+
+CHECKS_BY_TYPE = {
+    "int": (ints(1), "a positive integer"),
+    "int | None": (optional(ints(1)), "positive or None"),
+    "float": (_is_positive, "a positive number of seconds"),
+    "tuple[str, ...]": (_are_texts, "a tuple of texts"),
 }
+"""What a field of such a type must be, where no other check is named for it."""
+MEDIA_CHECKS = {
+    "video_num_frames": (optional(ints(1)), "a positive integer or None"),
+    "video_fps": (optional(_is_positive), "a positive number or None"),
+}
+
+
+def _check_fields(config: Any, own: Checks, prefix: str = "") -> None:
+    kinds = {each.name: each.type for each in fields(config)}
+    checks = {name: CHECKS_BY_TYPE[kind] for name, kind in kinds.items() if kind in CHECKS_BY_TYPE}
+    require_fields(config, {**checks, **own}, prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class MediaConfig:
     """Fetches under way at once; the others wait."""
 
     def __post_init__(self) -> None:
-        require_fields(self, MEDIA_CHECKS, "media.")
+        _check_fields(self, MEDIA_CHECKS, "media.")
         rule = "a host, *.host or *, with a port or without"
         for host in self.allowed_hosts:
             require(HOST.fullmatch(host) is not None, "media.allowed_hosts", host, rule)
@@ -108,19 +108,10 @@ MM_OPTIONS = {
     "video": ("count", "num_frames", "width", "height"),
 }
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
-POSITIVE_OR_NONE = optional(ints(1)), "positive or None"
 YES_OR_NO = (lambda value: isinstance(value, bool)), "True or False"
 CHECKS = {
     "device": (lambda value: isinstance(value, str), "auto, cpu or cuda[:N]"),
     "dtype": (lambda value: value in DTYPES, f"one of {', '.join(DTYPES)}"),
-    "max_num_seqs": COUNT,
-    "max_num_batched_tokens": COUNT,
-    "block_size": COUNT,
-    "max_model_len": POSITIVE_OR_NONE,
-    "kv_cache_bytes": POSITIVE_OR_NONE,
-    "encoder_cache_bytes": POSITIVE_OR_NONE,
-    "max_num_encoder_input_tokens": POSITIVE_OR_NONE,
-    "max_queued_requests": POSITIVE_OR_NONE,
     "gpu_memory_utilization": (lambda value: is_real(value) and 0 < value <= 1, "in (0, 1]"),
     "mm_processor_cache_bytes": (ints(0), "0 or more"),
     "mm_processor_cache_dir_bytes": (ints(0), "0 or more"),
@@ -130,10 +121,7 @@ CHECKS = {
     "thread_niceness": (ints(0, 19), "from 0 to 19"),
     "quantization": (lambda value: value in ("int8", None), '"int8" or None'),
     "tensor_parallel_size": (lambda value: value == 1, "1 (nothing else is built)"),
-    "mm_encoder_tp_mode": (
-        lambda value: value == "tensor",
-        '"tensor" (nothing else is built)',
-    ),
+    "mm_encoder_tp_mode": (lambda value: value == "tensor", '"tensor" (nothing else is built)'),
 }
 
 
@@ -205,7 +193,7 @@ class EngineConfig:
     """Only "tensor" is built."""
 
     def __post_init__(self) -> None:
-        require_fields(self, CHECKS)
+        _check_fields(self, CHECKS)
         folder = self.mm_processor_cache_dir
         is_folder = isinstance(folder, str | Path | None)
         require(is_folder, "mm_processor_cache_dir", type(folder).__name__, "a path or None")

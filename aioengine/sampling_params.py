@@ -39,13 +39,8 @@ MAX_SUM_OF_MULTIPLES = 10_000
 MAX_COMBINED = 8
 COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 MERGED = {
-    "additionalProperties",
-    "items",
-    "multipleOf",
-    "pattern",
-    "patternProperties",
-    "prefixItems",
-    "properties",
+    *("additionalProperties", "items", "multipleOf", "pattern", "patternProperties"),
+    *("prefixItems", "properties"),
 }
 
 
@@ -70,11 +65,8 @@ class StructuredOutputs:
         given += ["json_object"] * bool(self.json_object)
         require(len(given) == 1, "structured_outputs", given, "given by exactly one of its fields")
         if self.regex is not None:
-            self._require(
-                is_text(self.regex, MAX_EXPRESSION_LENGTH),
-                "regex",
-                f"text of 1 to {MAX_EXPRESSION_LENGTH} characters",
-            )
+            rule = f"text of 1 to {MAX_EXPRESSION_LENGTH} characters"
+            self._require(is_text(self.regex, MAX_EXPRESSION_LENGTH), "regex", rule)
         if self.choice is not None:
             self._check_choice(self.choice)
         if self.grammar is not None:
@@ -325,12 +317,8 @@ class SamplingParams:
             )
         is_list = self.bad_words is None or not isinstance(self.bad_words, str)
         words = self.bad_words or ()
-        require(
-            is_list and all(word.strip() for word in words),
-            "bad_words",
-            type(self.bad_words).__name__,
-            "a list of words, none of them blank",
-        )
+        are_words, kind = is_list and all(map(str.strip, words)), type(self.bad_words).__name__
+        require(are_words, "bad_words", kind, "a list of words, none of them blank")
         is_text_wanted = self.detokenize or not self.stop_strings
         require(is_text_wanted, "stop", "given", "absent when detokenize is False")
 

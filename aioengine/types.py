@@ -33,6 +33,9 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+OUTCOMES = ("finished", "aborted", "rejected", "failed")
+"""Of requests that have ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launched(Generic[Result]):

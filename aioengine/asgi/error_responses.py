@@ -90,6 +90,5 @@ def forget_frames(error: BaseException) -> None:
 
 def error_response(error: ApiError) -> Response:
     """The whole HTTP response."""
-    return Response(
-        json.dumps(error.body), error.status, dict(error.headers), media_type="application/json"
-    )
+    body, headers = json.dumps(error.body), dict(error.headers)
+    return Response(body, error.status, headers, media_type="application/json")

@@ -24,7 +24,8 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
-from aioengine.asgi.error_responses import RETRY_AFTER_S, ApiError
+from aioengine.asgi.error_responses import ApiError, api_error
+from aioengine.errors import OverloadedError
 from aioengine.streams.loop_bridge import run_apart
 
 __all__ = ["BodyBudget", "BoundedBody", "parse_object", "read_object"]
@@ -73,13 +74,8 @@ class BodyBudget:
     def take(self, num_bytes: int) -> None:
         """Count so many bytes more. Raises ApiError where there is no room for them."""
         if self.num_bytes + num_bytes > self.max_bytes:
-            raise ApiError(
-                429,
-                "the bodies of all requests under way have too many bytes together; try later",
-                "rate_limit_error",
-                code="overloaded",
-                headers={"retry-after": str(RETRY_AFTER_S)},
-            )
+            what = "the bodies of all requests under way have too many bytes together; try later"
+            raise api_error(OverloadedError(what))
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
@@ -138,11 +134,7 @@ class BoundedBody:
         """
         num_bytes = max(self.num_announced, self._num_bytes)
         if num_bytes > self._max_bytes:
-            raise ApiError(
-                413,
-                f"the request body has more than {self._max_bytes} bytes; give large media as URLs",
-                code="request_too_large",
-            )
+            raise _too_large(f"{self._max_bytes} bytes; give large media as URLs")
         wanted = num_bytes - LONG - self._num_taken
         if wanted > 0:
             self.budget.take(wanted)
@@ -254,16 +246,15 @@ def _cut(
         if num_kept + position - start > MAX_REST:
             break
     if num_kept + len(body) - start > MAX_REST:
-        raise _too_much(f"{MAX_REST} bytes")
+        raise _too_large(f"{MAX_REST} bytes beside its media")
     rest = b"".join([*kept, body[start:]])
     if rest.count(b"[") + rest.count(b"{") > MAX_CONTAINERS:
-        raise _too_much(f"{MAX_CONTAINERS} lists and objects")
+        raise _too_large(f"{MAX_CONTAINERS} lists and objects beside its media")
     return rest, cut
 
 
-def _too_much(what: str) -> ApiError:
-    message = f"the request body has more than {what} beside its media"
-    return ApiError(413, message, code="request_too_large")
+def _too_large(most: str) -> ApiError:
+    return ApiError(413, f"the request body has more than {most}", code="request_too_large")
 
 
 class _Long:

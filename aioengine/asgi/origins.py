@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from starlette.datastructures import Headers
@@ -41,7 +41,8 @@ def guards(
         rule = "like api.example, *.example or [::1], without a scheme or a port, or *, or loopback"
         require(_is_host(host), "trusted_hosts", host, rule)
     if trusted_hosts is not None:
-        found.append(Middleware(_HostGuard, trusted=trusted_hosts))
+        trusted = [name.lower().strip("[]") for name in trusted_hosts]
+        found.append(Middleware(_Guard, refuse=partial(_refuse_host, trusted)))
     if allowed_origins:
         found.append(
             Middleware(
@@ -53,7 +54,8 @@ def guards(
             )
         )
     if allowed_origins is not None:
-        found.append(Middleware(_OriginGuard, allowed=allowed_origins))
+        allowed = [origin.lower() for origin in allowed_origins]
+        found.append(Middleware(_Guard, refuse=partial(_refuse_origin, allowed)))
     return found
 
 
@@ -67,82 +69,66 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-class _Guard(ABC):
-    """Middleware that answers some requests with an error."""
+class _Guard:
+    """Middleware that answers a request with the error that `refuse` finds, if any."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refuse: Callable[[Scope], ApiError | None]) -> None:
         self._app = app
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self.refusal(scope) if scope["type"] == "http" else None
+        error = self._refuse(scope) if scope["type"] == "http" else None
         await (self._app if error is None else error_response(error))(scope, receive, send)
 
-    @abstractmethod
-    def refusal(self, scope: Scope) -> ApiError | None:
-        """Return the error with which to answer, if the request is refused."""
+
+def _refuse_host(trusted: Sequence[str], scope: Scope) -> ApiError | None:
+    """Refuse a Host header that names another host, or none: a page has a name that leads here."""
+    hosts = Headers(scope=scope).getlist("host")
+    # A probe of HTTP/1.0 may name none; a browser always does.
+    is_probe = scope.get("http_version") == "1.0" and scope["method"] in SAFE
+    if not hosts and not is_probe:
+        hosts = [""]
+    if all(_is_trusted(_without_port(host), trusted) for host in hosts):
+        return None
+    message = (
+        "the Host header names a host that is not served here; name it in trusted_hosts "
+        "(--trusted-hosts)"
+    )
+    return ApiError(421, message, code="untrusted_host")
 
 
-class _HostGuard(_Guard):
-    """Refuses requests for other hosts, which a page reaches by a name that leads here."""
-
-    def __init__(self, app: ASGIApp, trusted: Sequence[str]) -> None:
-        super().__init__(app)
-        self._trusted = [name.lower().strip("[]") for name in trusted]
-
-    def refusal(self, scope: Scope) -> ApiError | None:
-        """Refuse a Host header that names another host, or none."""
-        hosts = Headers(scope=scope).getlist("host")
-        # A probe of HTTP/1.0 may name none; a browser always does.
-        is_probe = scope.get("http_version") == "1.0" and scope["method"] in SAFE
-        if not hosts and not is_probe:
-            hosts = [""]
-        if all(self._is_trusted(_without_port(host)) for host in hosts):
-            return None
-        message = (
-            "the Host header names a host that is not served here; name it in "
-            "trusted_hosts (--trusted-hosts)"
-        )
-        return ApiError(421, message, code="untrusted_host")
-
-    def _is_trusted(self, host: str) -> bool:
-        return any(
-            trusted in ("*", host)
-            or (trusted == LOOPBACK and is_loopback(host))
-            or (trusted.startswith("*.") and host.endswith(trusted[1:]))
-            for trusted in self._trusted
-        )
+def _is_trusted(host: str, names: Sequence[str]) -> bool:
+    return any(
+        name in ("*", host)
+        or (name == LOOPBACK and is_loopback(host))
+        or (name.startswith("*.") and host.endswith(name[1:]))
+        for name in names
+    )
 
 
-class _OriginGuard(_Guard):
-    """Refuses what pages of other sites send.
+def _refuse_origin(allowed: Sequence[str], scope: Scope) -> ApiError | None:
+    """Refuse what may change something, from a page of another site.
 
     A browser asks nobody before it sends a plain POST; and it adds the password that it was told.
     """
+    if scope["method"] in SAFE or not _is_foreign(Headers(scope=scope), allowed):
+        return None
+    message = (
+        "pages of this origin may not send requests here; name it in allowed_origins "
+        "(--allowed-origins)"
+    )
+    return ApiError(403, message, code="foreign_origin")
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        super().__init__(app)
-        self._allowed = [origin.lower() for origin in allowed]
 
-    def refusal(self, scope: Scope) -> ApiError | None:
-        """Refuse what may change something, from a foreign page."""
-        if scope["method"] in SAFE or not self._is_foreign(scope):
-            return None
-        message = (
-            "pages of this origin may not send requests here; name it in allowed_origins "
-            "(--allowed-origins)"
-        )
-        return ApiError(403, message, code="foreign_origin")
-
-    def _is_foreign(self, scope: Scope) -> bool:
-        headers = Headers(scope=scope)
-        origin = headers.get("origin", "").lower()
-        if "*" in self._allowed or origin in self._allowed:
-            return False
-        site = headers.get("sec-fetch-site")
-        if site is not None:  # another port of the same host is "same-site", and another's
-            return site not in ("same-origin", "none")
-        # An older browser, or one that was led here by plain HTTP; a program sends neither header.
-        return bool(origin) and origin.partition("://")[2] != headers.get("host", "").lower()
+def _is_foreign(headers: Headers, allowed: Sequence[str]) -> bool:
+    origin = headers.get("origin", "").lower()
+    if "*" in allowed or origin in allowed:
+        return False
+    site = headers.get("sec-fetch-site")
+    if site is not None:  # another port of the same host is "same-site", and another's
+        return site not in ("same-origin", "none")
+    # An older browser, or one that was led here by plain HTTP; a program sends neither header.
+    return bool(origin) and origin.partition("://")[2] != headers.get("host", "").lower()
 
 
 def _is_host(name: str) -> bool:

@@ -162,8 +162,7 @@ class TextAnswer(Answer):
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _addition(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    _addition = _content
 
     def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         tokens, chosen, top, offsets = [], [], [], []

@@ -88,12 +88,8 @@ class Service:
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {shown(name)} is not served here; GET models tells what is",
-                parameter="model",
-                code="model_not_found",
-            )
+            message = f"the model {shown(name)} is not served here; GET models tells what is"
+            raise ApiError(404, message, parameter="model", code="model_not_found")
         return name
 
     def salted(self, scope: Scope, prompt: Prompt) -> Prompt:

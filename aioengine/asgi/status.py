@@ -114,7 +114,6 @@ class _Feed:
         self._num_viewers = 0
         self._ticking: asyncio.Task[None] | None = None
         self._tick: _Tick | None = None
-        self._end = 0
         self._changed = asyncio.Event()
         self._lag = LoopLag(self._note_lag)
 
@@ -151,7 +150,6 @@ class _Feed:
             tick = await self._next()
 
     async def _run(self) -> None:
-        self._end = self._board.num_spans
         while True:
             self._publish()
             await asyncio.sleep(TICK_S)
@@ -164,14 +162,14 @@ class _Feed:
         state, now = self._engine.state, time.perf_counter()
         # Of a flood of spans the tick has the last; who wants the others gets them as backlog.
         end = self._board.num_spans
-        first = max(self._end, end - MAX_SPANS_PER_EVENT)
+        first = max(self._tick.end if self._tick else end, end - MAX_SPANS_PER_EVENT)
         is_last = state not in LASTING
         status = self._board.snapshot(now, state, self._statistics())
         message = {"now_ms": self._board.clock(now), "status": status}
         data = _event(
             message | self._board.spans(first, end), end, IDLE_RETRY_MS if is_last else RETRY_MS
         )
-        self._tick, self._end = _Tick(first, end, data, is_last), end
+        self._tick = _Tick(first, end, data, is_last)
         self._changed.set()
         self._changed = asyncio.Event()
 

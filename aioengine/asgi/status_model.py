@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from aioengine.instruments import STAGES, RequestEvent, StageSpan, TraceRecorder
-from aioengine.types import EngineState, EngineStatistics, StageStatistics
+from aioengine.types import OUTCOMES, EngineState, EngineStatistics, StageStatistics
 
 __all__ = ["Latencies", "StatusBoard", "TokenRate"]
 
@@ -38,27 +38,23 @@ class TokenRate:
 
     def __init__(self, num_seconds: int = 60) -> None:
         self._num_seconds = num_seconds
-        self._seconds: deque[int] = deque(maxlen=num_seconds)
-        self._counts: deque[int] = deque(maxlen=num_seconds)
+        self._counts: Counter[int] = Counter()
 
     def add(self, time: float) -> None:
         """One token more."""
-        second = int(time)
-        if not self._seconds or self._seconds[-1] != second:
-            self._seconds.append(second)
-            self._counts.append(0)
-        self._counts[-1] += 1
+        self._counts[int(time)] += 1
+        if len(self._counts) > self._num_seconds:
+            del self._counts[next(iter(self._counts))]
 
     def history(self, now: float) -> list[int]:
         """Tokens of each second of the last minute, oldest first, the current one left out."""
-        counts = dict(zip(self._seconds, self._counts, strict=True))
-        return [counts.get(second, 0) for second in range(int(now) - self._num_seconds, int(now))]
+        return [self._counts[second] for second in range(int(now) - self._num_seconds, int(now))]
 
     def per_second(self, now: float) -> float:
         """The mean over the last two to three seconds."""
         begin = int(now) - RATE_SECONDS + 1
-        counts = zip(self._seconds, self._counts, strict=True)
-        return sum(count for second, count in counts if second >= begin) / (now - begin)
+        latest = (count for second, count in self._counts.items() if second >= begin)
+        return sum(latest) / (now - begin)
 
 
 class Latencies:
@@ -228,7 +224,7 @@ def printable(text: str) -> str:
 
 
 def _requests(statistics: EngineStatistics) -> dict[str, int]:
-    names = ("running", "waiting", "finished", "aborted", "rejected", "failed", "preemptions")
+    names = ("running", "waiting", *OUTCOMES, "preemptions")
     return {name: getattr(statistics, name) for name in names}
 
 

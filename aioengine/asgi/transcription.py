@@ -201,10 +201,8 @@ async def _read_form(form: FormData) -> Ask:
     fields = {name: value for name, value in form.items() if isinstance(value, str) and value}
     response_format = fields.get("response_format", "json")
     if response_format not in FORMATS:
-        raise InvalidRequestError(
-            f"response_format must be one of {', '.join(FORMATS)}: time stamps are not built",
-            parameter="response_format",
-        )
+        message = f"response_format must be one of {', '.join(FORMATS)}: time stamps are not built"
+        raise InvalidRequestError(message, parameter="response_format")
     return Ask(
         data=await upload.read(),
         model=fields.get("model"),

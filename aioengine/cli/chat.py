@@ -105,10 +105,8 @@ class Conversation:
     def __init__(self, engine: AsyncEngine, options: argparse.Namespace) -> None:
         """Raises InvalidRequestError where there is nobody to talk to."""
         if not takes_messages(engine):
-            raise InvalidRequestError(
-                "the model has no chat template to talk to it with; use `aioengine generate`",
-                parameter="model",
-            )
+            message = "the model has no chat template to talk to it with; use `aioengine generate`"
+            raise InvalidRequestError(message, parameter="model")
         self.items: list[tuple[str, str | Path]] = []
         self._engine = engine
         self._params = sampling_params(engine, options)

@@ -92,10 +92,8 @@ async def run_demo(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     trace.write(options.out / "trace.json")
     console.print(f"timeline: {options.out / 'trace.json'} (open it in Perfetto)")
-    picture = draw_timeline(trace.spans, options.out / "timeline.png")
-    console.print(
-        f"          {picture}" if picture else "          (no PNG: matplotlib is missing)"
-    )
+    drawn = draw_timeline(trace.spans, options.out / "timeline.png")
+    console.print(f"          {drawn or '(no PNG: matplotlib is missing)'}")
 
 
 async def _round(

@@ -91,9 +91,8 @@ def _prompt(engine: AsyncEngine, options: argparse.Namespace, text: str) -> Prom
         system = [{"role": "system", "content": options.system}] if options.system else []
         return [*system, chat_message(text, options.items)]
     if options.system:
-        raise InvalidRequestError(
-            "--system is for chat messages, which this model is not given", parameter="system"
-        )
+        message = "--system is for chat messages, which this model is not given"
+        raise InvalidRequestError(message, parameter="system")
     return plain_prompt(engine, text, options.items)
 
 

@@ -106,9 +106,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """The configuration that the flags say. Raises InvalidRequestError."""
-    return EngineConfig(
-        media=MediaConfig(**given(options, MediaConfig)), **given(options, EngineConfig)
-    )
+    media = MediaConfig(**given(options, MediaConfig))
+    return EngineConfig(media=media, **given(options, EngineConfig))
 
 
 def given(options: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:

@@ -58,11 +58,8 @@ def takes_messages(engine: AsyncEngine) -> bool:
     from aioengine.processors.chat import find_template
     from aioengine.processors.encdec import EncDecMultiModalProcessor
 
-    processor = engine.processor
-    return (
-        not isinstance(processor, EncDecMultiModalProcessor)
-        and find_template(processor) is not None
-    )
+    is_encdec = isinstance(engine.processor, EncDecMultiModalProcessor)
+    return not is_encdec and find_template(engine.processor) is not None
 
 
 def chat_message(text: str, items: MediaItems) -> dict[str, Any]:

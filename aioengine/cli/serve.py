@@ -64,20 +64,15 @@ def add_parser(commands: Commands) -> None:
         metavar="NAME",
         help="by which clients ask for the model; may be given again (default: the model's own)",
     )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=parse_bytes,
-        default=64 << 20,
-        metavar="SIZE",
-        help="of one request (default: 64MiB)",
-    )
-    parser.add_argument(
-        "--max-bodies-bytes",
-        type=parse_bytes,
-        default=256 << 20,
-        metavar="SIZE",
-        help="of all requests under way (default: 256MiB)",
-    )
+    bodies = ("body", 64, "one request"), ("bodies", 256, "all requests under way")
+    for name, default_mib, whose in bodies:
+        parser.add_argument(
+            f"--max-{name}-bytes",
+            type=parse_bytes,
+            default=default_mib << 20,
+            metavar="SIZE",
+            help=f"of {whose} (default: {default_mib}MiB)",
+        )
     parser.add_argument(
         "--trusted-hosts",
         **MANY,
@@ -142,9 +137,8 @@ def _import(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("aioengine"):
             raise
-        raise InvalidRequestError(
-            f'serve needs {error.name}: pip install "aioengine[serve]"', parameter="serve"
-        ) from error
+        message = f'serve needs {error.name}: pip install "aioengine[serve]"'
+        raise InvalidRequestError(message, parameter="serve") from error
 
 
 def _api_keys(options: argparse.Namespace) -> dict[str, str] | None:
@@ -166,9 +160,8 @@ def _api_keys(options: argparse.Namespace) -> dict[str, str] | None:
                 parameter="api_key",
             )
         if name in keys:
-            raise InvalidRequestError(
-                f"two API keys have the name {name!r}; give each its own", parameter="api_key"
-            )
+            message = f"two API keys have the name {name!r}; give each its own"
+            raise InvalidRequestError(message, parameter="api_key")
         keys[name] = key
     return keys
 

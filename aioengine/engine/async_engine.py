@@ -6,18 +6,17 @@ import asyncio
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from aioengine.config import EngineConfig
 from aioengine.engine.devices import load_model, open_device
 from aioengine.engine.lifecycle import EngineLifecycle
-from aioengine.engine.prompts import PromptLike, check_arguments, read_prompt
+from aioengine.engine.prompts import PromptLike, RequestOptions, check_arguments, read_prompt
 from aioengine.errors import (
     EngineClosedError,
     EngineError,
@@ -56,11 +55,7 @@ class AsyncEngine:
 
     @classmethod
     def from_pretrained(
-        cls,
-        model: str | os.PathLike[str],
-        *,
-        config: EngineConfig | None = None,
-        **options: Any,
+        cls, model: str | os.PathLike[str], *, config: EngineConfig | None = None, **options: Any
     ) -> Self:
         """An engine for a local folder or hub id. Cheap: nothing is loaded before `start()`.
 
@@ -69,9 +64,8 @@ class AsyncEngine:
         """
         unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
-            raise InvalidRequestError(
-                f"EngineConfig has no option {unknown[0]!r:.60}", parameter=unknown[0]
-            )
+            message = f"EngineConfig has no option {unknown[0]!r:.60}"
+            raise InvalidRequestError(message, parameter=unknown[0])
         return cls(model, replace(config or EngineConfig(), **options))
 
     # ---- life
@@ -124,9 +118,8 @@ class AsyncEngine:
         except EngineError:
             raise
         except Exception as error:  # whatever torch, a driver or a checkpoint can raise
-            raise ModelLoadError(
-                f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
-            ) from error
+            message = f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
+            raise ModelLoadError(message) from error
         # Not at the top of the file: it needs torch, which is imported at start.
         core_class = import_module("aioengine.engine.engine_core").EngineCore
         core: EngineCore = core_class(
@@ -202,12 +195,7 @@ class AsyncEngine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     # ---- requests
@@ -216,32 +204,17 @@ class AsyncEngine:
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
-        *,
-        images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
-        audios: Sequence[Any] = (),
-        request_id: str | None = None,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """The whole output for one prompt. Cancelling the awaiting task ends the request.
 
-        `prompt`: text, token ids, chat messages or a `Prompt`; `images` fill its placeholders in
-        order. A smaller `priority` goes first, always: a steady flow of these keeps others waiting.
-        Raises the errors of `aioengine.errors`.
+        `prompt`: text, token ids, chat messages or a `Prompt`; `options`: as in `stream`. Its
+        `images`, `videos` and `audios` fill the placeholders in order. A smaller `priority` goes
+        first, always: a steady flow of these keeps others waiting. Raises the errors of
+        `aioengine.errors`.
         """
-        stream = self.stream(
-            prompt,
-            params,
-            images=images,
-            videos=videos,
-            audios=audios,
-            request_id=request_id,
-            priority=priority,
-        )
-        try:
+        with closing(self.stream(prompt, params, **options)) as stream:
             return await stream.result()
-        finally:
-            stream.close()
 
     def stream(
         self,

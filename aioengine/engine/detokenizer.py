@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 __all__ = ["Detokenizer", "Piece", "TokenTexts", "fast_tokenizer"]
 
@@ -29,7 +28,6 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = ...) -> str:
         """The text of `token_ids`."""
-        ...
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -39,13 +37,11 @@ def fast_tokenizer(tokenizer: Any) -> Tokenizer:
     They take most of the time, once for each token of each stream.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return cast("Tokenizer", tokenizer)
-    return cast("Tokenizer", backend)
+    needs_layers = backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    return cast("Tokenizer", tokenizer if needs_layers else backend)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """New text that may be shown, and the stop string that it ran into, if any."""
 
     text: str

@@ -141,9 +141,8 @@ class EncoderJobs:
             partial(timed, self._runner.encode, plan, features), patience=plan.patience
         )
         self.num_items_run += len(plan.keys)
-        self._instruments.record(
-            StageSpan("encode", start, end, requests, f"{sum(plan.num_rows)} rows")
-        )
+        detail = f"{sum(plan.num_rows)} rows"
+        self._instruments.record(StageSpan("encode", start, end, requests, detail))
         for key, error in outcomes:
             self._features.pop(key, None)
             if error is None:
@@ -176,10 +175,8 @@ class EncoderJobs:
 
 def _own(error: Exception, media: IdentifiedMedia) -> Exception:
     """The error in the words of one waiter; raising it marks nobody else's."""
-    own = (
-        error.for_parameter(media.parameter)
-        if isinstance(error, InvalidRequestError)
-        else copy.copy(error)
-    )
+    own = copy.copy(error)
+    if isinstance(error, InvalidRequestError):
+        own = error.for_parameter(media.parameter)
     own.__cause__ = error.__cause__ or error
     return own

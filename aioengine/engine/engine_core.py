@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,12 @@ from aioengine.engine.lifecycle import EngineLifecycle
 from aioengine.engine.loader import Loaded
 from aioengine.engine.request_state import RequestState
 from aioengine.engine.request_tracker import RequestTracker
-from aioengine.engine.statistics import take_snapshot
 from aioengine.errors import EngineDeadError, RequestAbortedError
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
-from aioengine.types import EngineState, EngineStatistics, Prompt
+from aioengine.types import OUTCOMES, EngineState, EngineStatistics, Prompt
 
 __all__ = ["EngineCore"]
 
@@ -114,13 +114,30 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of all counters."""
-        return take_snapshot(
-            self.scheduler,
-            self.input_processor.media.cache.statistics(),
-            self._instruments.stages(),
-            endings=self.tracker.counters,
-            num_preparing=self.tracker.num_preparing,
+        scheduler, tracker = self.scheduler, self.tracker
+        counters, pool, media = scheduler.counters, scheduler.pool, scheduler.media
+        processed = asdict(self.input_processor.media.cache.statistics())
+        return EngineStatistics(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + tracker.num_preparing,
+            **{outcome: tracker.counters[outcome] for outcome in OUTCOMES},
+            preemptions=counters["preemptions"],
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_free=pool.num_free,
+            kv_blocks_cached=pool.num_cached,
+            prefix_query_tokens=counters["prefix_query_tokens"],
+            prefix_hit_tokens=counters["prefix_hit_tokens"],
+            encoder_cache_capacity_bytes=media.cache.capacity_bytes,
+            encoder_cache_used_bytes=media.cache.capacity_bytes - media.cache.free_bytes,
+            encoder_cache_entries=len(media.cache),
+            encoder_cache_referenced=media.cache.num_referenced,
+            encoder_cache_hits=counters["encoder_hits"],
+            encoder_cache_misses=media.counters["encoder_misses"],
+            encoder_cache_evictions=media.cache.num_evictions,
+            encoder_cache_waits=media.counters["encoder_waits"],
             encoder_items_run=self.encoder_jobs.num_items_run,
+            **{f"processor_cache_{name}": figure for name, figure in processed.items()},
+            stages=self._instruments.stages(),
         )
 
     # ---- tasks

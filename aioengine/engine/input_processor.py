@@ -14,19 +14,21 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from aioengine.config import EngineConfig
 from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
 from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
-from aioengine.engine.encoder_input import encoder_input
 from aioengine.engine.loader import Loaded
 from aioengine.engine.prompts import HALVES, count_least
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
 from aioengine.media_pipeline.items import (
+    EncoderInput,
     IdentifiedMedia,
     MediaInput,
     MediaOwner,
@@ -34,18 +36,14 @@ from aioengine.media_pipeline.items import (
 )
 from aioengine.media_pipeline.pipeline import MediaPipeline
 from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.processors.cache.hasher import item_key
 from aioengine.processors.chat import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
-from aioengine.processors.encdec import (
-    EncDecLayout,
-    EncDecMultiModalProcessor,
-    Halves,
-    half_name,
-)
+from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves, half_name
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
 from aioengine.sampling.sampler import Constraint
 from aioengine.sampling.sampling_metadata import SamplingContext
-from aioengine.sampling_params import SamplingParams, StructuredOutputs
+from aioengine.sampling_params import SamplingParams
 from aioengine.streams.loop_bridge import run_apart, run_in
 from aioengine.types import Prompt, Span
 
@@ -60,17 +58,6 @@ MARGIN_TOKENS = 1024
 """By so many a prompt may exceed the limit before it is laid out, which could make it shorter."""
 
 
-class Identified(NamedTuple):
-    """A request's media with their content known, and what the layout wants beside their headers.
-
-    `outputs`: their features by modality, if the layout needs them.
-    """
-
-    media: tuple[IdentifiedMedia, ...]
-    options: ProcessorOptions
-    outputs: ItemsByModality
-
-
 class InputProcessor:
     """One engine's front door. Its coroutines run in the engine's tasks."""
 
@@ -82,13 +69,9 @@ class InputProcessor:
         instruments: Instruments,
     ) -> None:
         limits = loaded.limits
+        max_rows = limits.max_encoder_len or limits.max_model_len
         self.media = MediaPipeline(
-            loaded.layout_processor,
-            loaded.processors,
-            limits.max_encoder_len or limits.max_model_len,
-            config,
-            model,
-            instruments,
+            loaded.layout_processor, loaded.processors, max_rows, config, model, instruments
         )
         self._loaded = loaded
         self._config = config
@@ -133,51 +116,50 @@ class InputProcessor:
                 for modality, items in chat.media.items()
                 for index, each in enumerate(items)
             ]
-        identified = await self._identify(state, media, prompt)
-        structure = state.params.structured_outputs
-        constraints: Sequence[Constraint] = ()
-        if structure is not None:
-            constraints = await self._compile(structure, state.params.n)
-        laid_out = partial(self._lay_out, state, halves, literals, identified, prompt.cache_salt)
-        return await run_in(self._thread, laid_out, constraints)
+        options, outputs = await self._identify(state, media, prompt)
+        constraints = await self._compile(state.params)
+        laid_out = partial(self._lay_out, state, halves, literals, options, outputs)
+        return await run_in(self._thread, laid_out, prompt.cache_salt, constraints)
 
     async def _identify(
         self, state: RequestState, media: Sequence[MediaInput], prompt: Prompt
-    ) -> Identified:
-        """Fetch the request's media and read their headers."""
+    ) -> tuple[ProcessorOptions, ItemsByModality]:
+        """Fetch the request's media and read their headers.
+
+        Returns their features too, by modality, if the layout needs them.
+        """
         if len(media) >= self._loaded.limits.max_model_len:
             raise _too_long(len(media), self._loaded.limits.max_model_len)
         if not media:
-            return Identified((), ProcessorOptions(dict(prompt.mm_processor_kwargs)), {})
+            return ProcessorOptions(dict(prompt.mm_processor_kwargs)), {}
         options = await self.media.read_options(media, prompt.mm_processor_kwargs)
         state.lease = self.media.lease()
         owner = MediaOwner(state.request_id, options, state.lease, prompt.cache_salt)
         items, outputs = await self.media.identify(media, owner)
+        state.media = tuple(items)
         state.stamp("fetched")
-        return Identified(tuple(items), options, outputs)
+        return options, outputs
 
     def _check_halves(self, prompt: Prompt) -> None:
         """Refuse what does not go with the kind of the model."""
         if isinstance(self._loaded.layout_processor, EncDecMultiModalProcessor):
             if prompt.messages is not None:
-                raise InvalidRequestError(
-                    "an encoder-decoder model takes no chat messages; give text", parameter="prompt"
-                )
+                message = "an encoder-decoder model takes no chat messages; give text"
+                raise InvalidRequestError(message, parameter="prompt")
             return
         if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
-            raise InvalidRequestError(
-                "a prompt has one of text, token_ids and messages; media alone say nothing",
-                parameter="prompt",
-            )
+            message = "a prompt has one of text, token_ids and messages; media alone say nothing"
+            raise InvalidRequestError(message, parameter="prompt")
         for name in HALVES:
             if getattr(prompt, name) is not None:
-                raise InvalidRequestError(
-                    f"{name} is for encoder-decoder models; give text", parameter=name
-                )
+                message = f"{name} is for encoder-decoder models; give text"
+                raise InvalidRequestError(message, parameter=name)
 
-    async def _compile(self, structure: StructuredOutputs, count: int) -> Sequence[Constraint]:
+    async def _compile(self, params: SamplingParams) -> Sequence[Constraint]:
+        if params.structured_outputs is None:
+            return ()
         grammars = self._loaded.grammars
-        compiled = asyncio.wrap_future(grammars.submit(structure, count))
+        compiled = asyncio.wrap_future(grammars.submit(params.structured_outputs, params.n))
         try:
             while not compiled.done():
                 await asyncio.wait([compiled], timeout=GRAMMAR_LOOK_S)
@@ -206,13 +188,13 @@ class InputProcessor:
         state: RequestState,
         halves: Halves,
         literals: Literals,
-        identified: Identified,
+        options: ProcessorOptions,
+        outputs: ItemsByModality,
         cache_salt: str | None,
         constraints: Sequence[Constraint],
     ) -> list[CompletionState]:
         """Expand the placeholders and make the core's requests."""
         processor = self._loaded.layout_processor
-        state.media, options, outputs = identified
         items = make_items(
             ((media.modality, media.parameter, media.header) for media in state.media),
             processor.info.get_hidden_size,
@@ -282,9 +264,8 @@ class InputProcessor:
                 extend_digests(request, self._loaded.limits.block_size)
                 cross_digests(request, self._loaded.limits.block_size)
             leader = leader or request
-            completions.append(
-                CompletionState(index, request, params, self._detokenizer(request, params))
-            )
+            detokenizer = self._detokenizer(request, params)
+            completions.append(CompletionState(index, request, params, detokenizer))
         return completions
 
     def _items(self, state: RequestState, layout: Layout) -> list[Item]:
@@ -304,29 +285,35 @@ class InputProcessor:
         options: ProcessorOptions,
         cache_salt: str | None,
     ) -> Item:
-        """Build one item of what cross-attention reads."""
+        """Build one item of all that an encoder reads for cross-attention: text, and media in it.
+
+        Its features are `input_ids` int64 [rows] and those of the media.
+        """
         num_rows = len(layout.token_ids)
         parameter = half_name("encoder", halves.encoder)
         if not num_rows:
-            raise InvalidRequestError(
-                "there is nothing for the encoder to read; give it a token at least",
-                parameter=parameter,
-            )
+            message = "there is nothing for the encoder to read; give it a token at least"
+            raise InvalidRequestError(message, parameter=parameter)
         inside = self._items(state, layout)
         self._check_ids(layout.token_ids, inside, parameter)
         state.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
-        media = encoder_input(
-            state.media,
-            layout,
-            options,
+        token_ids = torch.tensor(layout.token_ids, dtype=torch.int64)
+        modality, name = "text", parameter
+        if state.media:
+            modality, name = state.media[0].modality, state.media[0].parameter
+        places = [[item.key, item.span.offset, item.span.length] for item in inside]
+        key = item_key(
             model_id=self._loaded.layout_processor.info.model_id,
-            parameter=parameter,
+            modality=f"encoder {modality}",
+            options=options.digest,
+            identity=[token_ids.numpy().tobytes(), places],
             cache_salt=cache_salt,
         )
+        source = EncoderInput({"input_ids": token_ids}, state.media)
+        media = IdentifiedMedia(modality, 0, name, key, None, source, options)
         state.media = (*state.media, media)
-        num_bytes = num_rows * self._loaded.row_bytes
-        name = parameter if state.num_encoder_tokens else media.parameter
-        return Item(media.key, media.modality, Span(0, num_rows), num_bytes, name)
+        name = parameter if state.num_encoder_tokens else name
+        return Item(key, modality, Span(0, num_rows), num_rows * self._loaded.row_bytes, name)
 
     def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
         if not params.detokenize:
@@ -353,20 +340,18 @@ class InputProcessor:
         }
         for position, token_id in enumerate(token_ids):
             if token_id >= table and position not in covered:
-                raise InvalidRequestError(
-                    f"the prompt has the token id {token_id}, but the model embeds only {table}",
-                    parameter=parameter,
-                    value=token_id,
+                message = (
+                    f"the prompt has the token id {token_id}, but the model embeds only {table}"
                 )
+                raise InvalidRequestError(message, parameter=parameter, value=token_id)
 
 
 def _too_long(num_tokens: int, most: int) -> PromptTooLongError:
-    return PromptTooLongError(
+    message = (
         f"prompt has {num_tokens} tokens or more, but {most} are the most; shorten the prompt, or "
-        f"raise max_model_len (and kv_cache_bytes) if that is what sets the limit",
-        parameter="prompt",
-        value=num_tokens,
+        f"raise max_model_len (and kv_cache_bytes) if that is what sets the limit"
     )
+    return PromptTooLongError(message, parameter="prompt", value=num_tokens)
 
 
 def _either(text: str | None, token_ids: Sequence[int] | None) -> TextOrTokens | None:
@@ -378,11 +363,8 @@ def _list_media(prompt: Prompt) -> list[MediaInput]:
     for modality, items in prompt.media.items():
         uuids: Sequence[str | None] = prompt.uuids.get(modality) or [None] * len(items)
         if len(uuids) != len(items):
-            raise InvalidRequestError(
-                f"uuids[{modality!r}] has {len(uuids)} entries for {len(items)} items",
-                parameter="uuids",
-                value=len(uuids),
-            )
+            message = f"uuids[{modality!r}] has {len(uuids)} entries for {len(items)} items"
+            raise InvalidRequestError(message, parameter="uuids", value=len(uuids))
         for index, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
             name = f"{modality}s[{index}]"
             media.append(MediaInput(modality, index, item, name, True, uuid))

@@ -98,9 +98,8 @@ class EngineLifecycle:
         most = self._config.max_num_seqs + self._config.max_queued_requests
         limits = "max_num_seqs and max_queued_requests"
         if num_new > most:
-            raise InvalidRequestError(
-                f"n must be at most {most} for all prompts together ({limits})", parameter="n"
-            )
+            message = f"n must be at most {most} for all prompts together ({limits})"
+            raise InvalidRequestError(message, parameter="n")
         if num_live + num_new > most:
             raise OverloadedError(
                 f"{num_live} completions are live already, and at most {most} may be ({limits}); "

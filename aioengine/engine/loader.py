@@ -222,9 +222,8 @@ def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
     try:
         return select_backend(name, device)
     except (ValueError, RuntimeError) as error:
-        raise ModelLoadError(
-            f"attention_backend {name!r:.40} does not run here: {error}"
-        ) from error
+        message = f"attention_backend {name!r:.40} does not run here: {error}"
+        raise ModelLoadError(message) from error
 
 
 def _make_processor(

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
 from aioengine.processors.mm_kwargs import copy_options
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt
 
-__all__ = ["PromptLike", "check_arguments", "count_least", "read_prompt"]
+__all__ = ["PromptLike", "RequestOptions", "check_arguments", "count_least", "read_prompt"]
 
 MAX_MODALITY_CHARACTERS = 40
 
+FORMS = ("text", "token_ids", "messages")
+"""What a prompt has exactly one of."""
 HALVES = ("encoder_text", "encoder_token_ids", "decoder_text", "decoder_token_ids")
 """What of a prompt is for encoder-decoder models."""
+TOKEN_IDS = ("token_ids", "encoder_token_ids", "decoder_token_ids")
+FIELDS: tuple[tuple[Sequence[str], Any, str], ...] = (
+    (("text", "encoder_text", "decoder_text", "cache_salt"), str | None, "text"),
+    (TOKEN_IDS, Sequence | None, "a sequence of token ids"),
+    (("messages",), Sequence | None, "a list of messages"),
+    (("media", "uuids"), Mapping, "a mapping from modality to a list"),
+    (("mm_processor_kwargs",), Mapping, "a mapping"),
+)
+"""Fields of a prompt, their type, and the same in words."""
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `AsyncEngine.generate`, as those of `stream`."""
+
+    images: Sequence[Any]
+    videos: Sequence[Any]
+    audios: Sequence[Any]
+    request_id: str | None
+    priority: int
 
 
 def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Prompt:
@@ -28,25 +49,19 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Promp
     """
     read = _as_prompt(prompt)
     _check_fields(read)
-    given = [n for n in ("text", "token_ids", "messages") if getattr(read, n) is not None]
+    given = [name for name in FORMS if getattr(read, name) is not None]
     halves = [name for name in HALVES if getattr(read, name) is not None]
     if len(given) > 1 or not (given or halves or any(read.media.values()) or any(media.values())):
-        raise InvalidRequestError(
-            f"a prompt has exactly one of text, token_ids and messages, not {len(given)}",
-            parameter="prompt",
-            value=len(given),
-        )
+        message = f"a prompt has exactly one of text, token_ids and messages, not {len(given)}"
+        raise InvalidRequestError(message, parameter="prompt", value=len(given))
     for half in ("encoder", "decoder"):
         if f"{half}_text" in halves and f"{half}_token_ids" in halves:
-            raise InvalidRequestError(
-                f"give {half}_text or {half}_token_ids, not both", parameter=f"{half}_text"
-            )
+            message = f"give {half}_text or {half}_token_ids, not both"
+            raise InvalidRequestError(message, parameter=f"{half}_text")
     merged = _merge(read.media, media)
     if merged and read.messages is not None:
-        raise InvalidRequestError(
-            "chat messages carry their media in their parts; give none beside them",
-            parameter=f"{next(iter(merged))}s",
-        )
+        message = "chat messages carry their media in their parts; give none beside them"
+        raise InvalidRequestError(message, parameter=f"{next(iter(merged))}s")
     return replace(read, media=merged, mm_processor_kwargs=copy_options(read.mm_processor_kwargs))
 
 
@@ -82,10 +97,9 @@ def check_arguments(params: object, request_id: object, priority: object) -> Non
 
 def _as_prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, Prompt):
-        names = ("token_ids", "encoder_token_ids", "decoder_token_ids")
+        given = {name: getattr(prompt, name) for name in TOKEN_IDS}
         # Arrays or tensors of ids.
-        arrays = {name: getattr(prompt, name) for name in names if _is_array(getattr(prompt, name))}
-        return replace(prompt, **{name: ids.tolist() for name, ids in arrays.items()})
+        return replace(prompt, **{k: ids.tolist() for k, ids in given.items() if _is_array(ids)})
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     if _is_array(prompt):
@@ -103,26 +117,14 @@ def _is_array(value: object) -> bool:
 
 def _check_fields(prompt: Prompt) -> None:
     """Refuse fields of the wrong kind, which would surface later and further from the caller."""
-    checks: tuple[tuple[str, str, Any, str], ...] = (
-        ("text", "prompt", str | None, "made of text"),
-        ("token_ids", "prompt", Sequence | None, "made of a sequence of token ids"),
-        ("messages", "prompt", Sequence | None, "made of a list of messages"),
-        ("encoder_text", "encoder_text", str | None, "text"),
-        ("encoder_token_ids", "encoder_token_ids", Sequence | None, "a sequence of token ids"),
-        ("decoder_text", "decoder_text", str | None, "text"),
-        ("decoder_token_ids", "decoder_token_ids", Sequence | None, "a sequence of token ids"),
-        ("media", "media", Mapping, "a mapping from modality to a list"),
-        ("uuids", "uuids", Mapping, "a mapping from modality to a list"),
-        ("cache_salt", "cache_salt", str | None, "text"),
-        ("mm_processor_kwargs", "mm_processor_kwargs", Mapping, "a mapping"),
-    )
-    for name, parameter, kind, wanted in checks:
-        if not isinstance(getattr(prompt, name), kind):
-            raise _wrong(parameter, wanted, getattr(prompt, name))
-    for name in ("token_ids", "messages", "encoder_token_ids", "decoder_token_ids"):
-        if isinstance(getattr(prompt, name), str | bytes):
-            parameter = name if name in HALVES else "prompt"
-            raise _wrong(parameter, f"made of a sequence as {name}", getattr(prompt, name))
+    for names, kind, wanted in FIELDS:
+        for name in names:
+            value, is_form = getattr(prompt, name), name in FORMS
+            parameter = "prompt" if is_form else name
+            if not isinstance(value, kind):
+                raise _wrong(parameter, "made of " * is_form + wanted, value)
+            if kind == Sequence | None and isinstance(value, str | bytes):
+                raise _wrong(parameter, f"made of a sequence as {name}", value)
     for modality, uuids in prompt.uuids.items():
         if not isinstance(uuids, list | tuple) or not all(isinstance(u, str | None) for u in uuids):
             raise _wrong("uuids", f"a list of text or None for {modality!r:.40}", uuids)
@@ -134,9 +136,8 @@ def _merge(*sources: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     for source in sources:
         for modality, items in source.items():
             if not isinstance(modality, str) or len(modality) > MAX_MODALITY_CHARACTERS:
-                raise UnsupportedModalityError(
-                    f"media has a key that is no modality: {modality!r:.40}", parameter="media"
-                )
+                message = f"media has a key that is no modality: {modality!r:.40}"
+                raise UnsupportedModalityError(message, parameter="media")
             if not isinstance(items, list | tuple):
                 raise _wrong(f"{modality}s", "a list", items)
             merged.setdefault(modality, []).extend(items)

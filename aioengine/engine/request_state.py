@@ -57,13 +57,8 @@ class CompletionState:
         self.finish_reason = reason
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        return Delta(
-            self.index,
-            text,
-            (advance.token_id,),
-            logprobs=None if logprobs is None else (logprobs,),
-            finish_reason=reason,
-        )
+        scores = None if logprobs is None else (logprobs,)
+        return Delta(self.index, text, (advance.token_id,), logprobs=scores, finish_reason=reason)
 
     def output(self) -> CompletionOutput:
         """All of it."""
@@ -83,8 +78,7 @@ class CompletionState:
         ends_in_token = reason is FinishReason.STOP and not self.params.include_stop_str_in_output
         text, stop = "", None
         if not ends_in_token:
-            piece = self.detokenizer.add(advance.token_id)
-            text, stop = piece.text, piece.stop
+            text, stop = self.detokenizer.add(advance.token_id)
         if reason is not None and stop is None:
             text += self.detokenizer.flush().text
         return text, stop
@@ -94,12 +88,7 @@ class RequestState:
     """A live request on the engine's floor. Ends exactly once: `finish` or `fail`."""
 
     def __init__(
-        self,
-        request_id: str,
-        sink: TokenSink,
-        params: SamplingParams,
-        *,
-        priority: int,
+        self, request_id: str, sink: TokenSink, params: SamplingParams, *, priority: int
     ) -> None:
         self.request_id = request_id
         self.params = params

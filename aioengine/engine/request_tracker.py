@@ -80,9 +80,8 @@ class RequestTracker:
     def check_name(self, request_id: str) -> None:
         """Raise InvalidRequestError for a name that is taken."""
         if request_id in self.states or request_id in self._owners:
-            raise InvalidRequestError(
-                f"request_id {request_id!r:.80} is in use by a live request", parameter="request_id"
-            )
+            message = f"request_id {request_id!r:.80} is in use by a live request"
+            raise InvalidRequestError(message, parameter="request_id")
 
     async def admit(self, state: RequestState, prompt: Prompt) -> None:
         """Lay the request out and hand it to the scheduler. What goes wrong is its own error."""

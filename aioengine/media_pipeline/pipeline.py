@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,13 +25,7 @@ import anyio
 from cachetools import LRUCache
 
 from aioengine.config import EngineConfig
-from aioengine.errors import (
-    EngineError,
-    InvalidRequestError,
-    MediaError,
-    ModelLoadError,
-    trace_of,
-)
+from aioengine.errors import EngineError, InvalidRequestError, MediaError, ModelLoadError, trace_of
 from aioengine.instruments import Instruments, StageSpan
 from aioengine.media_pipeline.items import IdentifiedMedia, MediaInput, MediaOwner, ProcessorOptions
 from aioengine.media_pipeline.workers import make_workers
@@ -57,14 +51,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 VERSIONS = (
-    "aioengine",
-    "transformers",
-    "torch",
-    "torchvision",
-    "pillow",
-    "av",
-    "soundfile",
-    "soxr",
+    *("aioengine", "transformers", "torch", "torchvision", "pillow", "av", "soundfile", "soxr"),
 )
 """Of what decodes and processes media."""
 FETCH_THREADS = 8
@@ -120,14 +107,8 @@ class MediaPipeline:
         """Before the first request. Raises ModelLoadError."""
         config, folder = self._config, self._config.mm_processor_cache_dir
         if folder is not None:
-            try:
-                self._disk = await run_in(
-                    self._writes, _open_disk, Path(folder), config.mm_processor_cache_dir_bytes
-                )
-            except OSError as error:
-                raise ModelLoadError(
-                    f"mm_processor_cache_dir cannot be used: {error.strerror}"
-                ) from error
+            capacity_bytes = config.mm_processor_cache_dir_bytes
+            self._disk = await run_in(self._writes, _open_disk, Path(folder), capacity_bytes)
         await self._workers.start()
 
     async def aclose(self) -> None:
@@ -193,10 +174,8 @@ class MediaPipeline:
         for index, each in enumerate(media):
             if index not in found:
                 # A fetcher may raise CancelledError, which no task group reports.
-                raise MediaError(
-                    f"{each.parameter} could not be fetched: the fetcher was cancelled",
-                    parameter=each.parameter,
-                )
+                message = f"{each.parameter} could not be fetched: the fetcher was cancelled"
+                raise MediaError(message, parameter=each.parameter)
             features = found[index][1]
             if self._processor.layout_needs_hf_outputs:
                 assert features is not None
@@ -226,10 +205,8 @@ class MediaPipeline:
             raise
         except Exception as error:  # a processor may raise anything; its text may hold payload
             logger.warning("a media item could not be processed\n%s", trace_of(error))
-            raise MediaError(
-                f"{media.parameter} could not be processed: {type(error).__name__}",
-                parameter=media.parameter,
-            ) from error
+            message = f"{media.parameter} could not be processed: {type(error).__name__}"
+            raise MediaError(message, parameter=media.parameter) from error
 
     # ---- one item
 
@@ -247,9 +224,8 @@ class MediaPipeline:
         start = time.perf_counter()
         fetched = await self._fetch(media)
         if fetched is not media.item:
-            self._instruments.record(
-                StageSpan("fetch", start, time.perf_counter(), (owner.request_id,))
-            )
+            end, requests = time.perf_counter(), (owner.request_id,)
+            self._instruments.record(StageSpan("fetch", start, end, requests))
         identified = await run_in(self._headers, self._open, owner, media, fetched)
         self.cache.touch(identified.key)  # so that a request's own items are the last to go
         if name is not None:
@@ -287,15 +263,15 @@ class MediaPipeline:
         return self.held.get(key) if cached is None else cached
 
     async def _fetch(self, media: MediaInput) -> object:
-        def get() -> Coroutine[Any, Any, object]:
-            return fetch(
-                media.item,
-                self._config.media,
-                parameter=media.parameter,
-                trusted=media.trusted,
-                modality=media.modality,
-                threads=self._threads,
-            )
+        get = partial(
+            fetch,
+            media.item,
+            self._config.media,
+            parameter=media.parameter,
+            trusted=media.trusted,
+            modality=media.modality,
+            threads=self._threads,
+        )
 
         async def get_in_turn() -> object:
             async with self._fetching:
@@ -311,10 +287,8 @@ class MediaPipeline:
     def _open(self, owner: MediaOwner, media: MediaInput, fetched: object) -> IdentifiedMedia:
         """Read the header and hash the content, without decoding."""
         if fetched is None:
-            raise MediaError(
-                f"{media.parameter} has no content, and nothing is cached under its uuid",
-                parameter=media.parameter,
-            )
+            message = f"{media.parameter} has no content, and nothing is cached under its uuid"
+            raise MediaError(message, parameter=media.parameter)
         if isinstance(fetched, Embeddings):
             rows = self._open_embeddings(media, fetched)
             hasher = ContentHasher("embeddings")
@@ -353,12 +327,7 @@ class MediaPipeline:
         return Embeddings(items.get(0).clone(), **extra)
 
     def _key(
-        self,
-        owner: MediaOwner,
-        media: MediaInput,
-        identity: Any = None,
-        *,
-        uuid: str | None = None,
+        self, owner: MediaOwner, media: MediaInput, identity: Any = None, uuid: str | None = None
     ) -> str:
         return item_key(
             model_id=self._model_id,
@@ -412,11 +381,14 @@ def _identified(
 
 
 def _open_disk(folder: Path, capacity_bytes: int) -> DiskCache:
-    """Raises OSError for what is no folder to write to; later failures are misses."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    return DiskCache(folder, capacity_bytes)
+    """Raises ModelLoadError for what is no folder to write to; later failures are misses."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return DiskCache(folder, capacity_bytes)
+    except OSError as error:
+        raise ModelLoadError(f"mm_processor_cache_dir cannot be used: {error.strerror}") from error
 
 
 def _fingerprint(processor: BaseMultiModalProcessor, revision: str | None) -> str:
@@ -430,9 +402,8 @@ def _fingerprint(processor: BaseMultiModalProcessor, revision: str | None) -> st
     hasher.update(repr(hf_processor) if described is None else described())
     # An item may hold the ids of its placeholder's tokens.
     hasher.update({str(token): id for id, token in tokenizer.added_tokens_decoder.items()})
-    hasher.update(
-        [revision, tokenizer.vocab_size, type(processor).__module__, type(processor).__qualname__]
-    )
+    kind = type(processor)
+    hasher.update([revision, tokenizer.vocab_size, kind.__module__, kind.__qualname__])
     for name in VERSIONS:
         with suppress(PackageNotFoundError):
             hasher.update([name, version(name)])

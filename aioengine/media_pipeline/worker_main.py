@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,11 @@ if TYPE_CHECKING:
 __all__ = [
     "MAGIC",
     "MAX_FRAME_BYTES",
+    "MemoryFile",
     "describe_error",
     "encode_frame",
     "main",
-    "read_memory",
     "rebuild_error",
-    "write_memory",
 ]
 
 MAGIC = b"\0aioengine worker 1\n"
@@ -52,16 +52,7 @@ GRACE_S = 10.0
 """Beyond the parent's own limit, before a stuck job ends the process if no parent does."""
 
 _ERRORS: dict[str, type[errors.AioEngineError]] = {
-    error.__name__: error
-    for error in (
-        errors.InvalidRequestError,
-        errors.PromptTooLongError,
-        errors.PlaceholderMismatchError,
-        errors.UnsupportedModalityError,
-        errors.MediaError,
-        errors.EngineError,
-        errors.ModelLoadError,
-    )
+    name: getattr(errors, name) for name in errors.__all__
 }
 
 
@@ -74,33 +65,56 @@ def encode_frame(message: dict[str, Any]) -> bytes:
     return struct.pack(">I", len(text)) + text
 
 
-def write_memory(fd: int, buffers: Iterable[Readable]) -> int:
-    """Writes buffers one behind the other, from the file's start; how many bytes. OSError."""
-    position = 0
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        while view.nbytes:
-            # The system's call, not a mapping: it copies without the GIL.
-            count = os.pwrite(fd, view, position)
-            position, view = position + count, view[count:]
-    return position
+class MemoryFile:
+    """Bytes that two processes see. The system frees them when neither has them open any more.
 
+    Thread-safe: it is not closed under a thread that copies. Raises OSError once it is closed.
+    """
 
-def read_memory(fd: int, num_bytes: int) -> memoryview:
-    """The file's first bytes, in memory that may be written to. OSError if there are fewer."""
-    import torch
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._lock = threading.Lock()
 
-    if not 0 <= num_bytes <= os.fstat(fd).st_size:
-        raise OSError("the memory file is shorter than was told")
-    # Not a bytearray, which would be cleared first, with the GIL held.
-    data = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
-    position = 0
-    while position < num_bytes:
-        count = os.preadv(fd, [data[position:]], position)
-        if count == 0:
-            raise OSError("the memory file became shorter")
-        position += count
-    return data
+    def write(self, buffers: Iterable[Readable]) -> int:
+        """Writes buffers one behind the other, from the start; how many bytes. Raises OSError."""
+        position = 0
+        with self._lock:
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B")
+                while view.nbytes:
+                    # The system's call, not a mapping: it copies without the GIL.
+                    count = os.pwrite(self.fd, view, position)
+                    position, view = position + count, view[count:]
+        return position
+
+    def read(self, num_bytes: int) -> memoryview:
+        """A copy of the first bytes, which may be written to. Raises OSError if there are fewer."""
+        import torch
+
+        position = 0
+        with self._lock:
+            if not 0 <= num_bytes <= os.fstat(self.fd).st_size:
+                raise OSError("the memory file is shorter than was told")
+            # Not a bytearray, which would be cleared first, with the GIL held.
+            data = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+            while position < num_bytes:
+                count = os.preadv(self.fd, [data[position:]], position)
+                if count == 0:
+                    raise OSError("the memory file became shorter")
+                position += count
+        return data
+
+    def trim(self) -> None:
+        """Gives the memory back, until something is written again."""
+        with self._lock:
+            os.ftruncate(self.fd, 0)
+
+    def close(self) -> None:
+        """Lets go of the bytes, once no other thread is at them. May be called more than once."""
+        with self._lock:
+            fd, self.fd = self.fd, -1
+            if fd >= 0:
+                os.close(fd)
 
 
 def describe_error(error: Exception) -> dict[str, Any]:
@@ -219,7 +233,7 @@ class _Worker:
 
         # Behind this process's own: the host may find its classes where only it looks.
         sys.path += [entry for entry in setup["path"] if entry not in sys.path]
-        self._memory = memory
+        self._memory = MemoryFile(memory)
         self._limit_s = float(setup["limit_s"])
         self._config: MediaConfig = MediaConfig(**unpack_value(setup["media"]))
         keep_to_one_thread()
@@ -259,15 +273,12 @@ class _Worker:
             mm_kwargs=unpack_value(job["mm_kwargs"]),
             promise=None if promise is None else Promise.unpack(promise),
         )
-        content = read_memory(self._memory, job["num_bytes"])
+        content = self._memory.read(job["num_bytes"])
         described = Described(job["kind"], job["meta"], [content])
         source = rebuild(described, work, self._config, self._processor)
         worked = work_item(self._processor, replace(work, source=source))
-        num_bytes = write_memory(self._memory, item_parts(worked.item))
-        return {
-            "num_bytes": num_bytes,
-            "process_s": time.perf_counter() - worked.decoded,
-        }
+        num_bytes = self._memory.write(item_parts(worked.item))
+        return {"num_bytes": num_bytes, "process_s": time.perf_counter() - worked.decoded}
 
 
 def _make_processor(setup: dict[str, Any]) -> BaseMultiModalProcessor:
@@ -296,10 +307,7 @@ def _make_processor(setup: dict[str, Any]) -> BaseMultiModalProcessor:
 
 
 def _find(module: str, qualified_name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for name in qualified_name.split("."):
-        found = getattr(found, name)
-    return found
+    return attrgetter(qualified_name)(importlib.import_module(module))
 
 
 if __name__ == "__main__":

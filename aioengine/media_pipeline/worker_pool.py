@@ -54,7 +54,7 @@ MAX_TRIES = 3
 """Workers that may be found dead when an item is handed to them, before it fails."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PoolStatistics:
     """A snapshot: workers that are up, what they have begun, what waits, and how many died."""
 
@@ -98,12 +98,8 @@ class ProcessorPool:
 
     def statistics(self) -> PoolStatistics:
         """A snapshot of the counters."""
-        return PoolStatistics(
-            workers=len(self._workers),
-            working=self._working,
-            queued=len(self._queue),
-            deaths=self._deaths,
-        )
+        num_workers, num_queued = len(self._workers), len(self._queue)
+        return PoolStatistics(num_workers, self._working, num_queued, self._deaths)
 
     async def start(self) -> None:
         """Starts all workers side by side, which takes seconds. Raises ModelLoadError."""
@@ -119,8 +115,7 @@ class ProcessorPool:
                 await self._end_worker(worker)
             await asyncio.gather(*starts, return_exceptions=True)  # so that none is logged
             raise
-        for number, worker in enumerate(workers):
-            self._slots.append(asyncio.create_task(self._tend(number, worker)))
+        self._slots = [asyncio.create_task(self._tend(*slot)) for slot in enumerate(workers)]
 
     async def run(self, work: WorkItem) -> Worked:
         """One item, worked on by the next worker that is free; first come, first served.
@@ -130,7 +125,8 @@ class ProcessorPool:
         """
         if self._closing.is_set() or not self._slots:
             raise _closed()
-        self._refuse_if_failed()
+        if len(self._failed) == self._num_workers:
+            raise self._failure()
         pending = _Pending(work, asyncio.get_running_loop().create_future())
         self._queue.append(pending)
         self._wake()
@@ -214,14 +210,9 @@ class ProcessorPool:
                 async with asyncio.timeout(min(0.25 * 2**failures, MAX_PAUSE_S)):
                     await self._closing.wait()
 
-    def _refuse_if_failed(self) -> None:
-        if len(self._failed) == self._num_workers:
-            raise self._failure()
-
     def _failure(self) -> EngineError:
-        return EngineError(
-            f"no processor worker can be started: {next(iter(self._failed.values()))}"
-        )
+        first = next(iter(self._failed.values()))
+        return EngineError(f"no processor worker can be started: {first}")
 
     def _fail_queued(self, make_error: Callable[[], AioEngineError]) -> None:
         while self._queue:
@@ -330,11 +321,11 @@ def _describe_setup(
 
 def _plain_limits(media: MediaConfig) -> dict[str, Any]:
     """Limits and allowed formats: all that opening and decoding look at."""
-    values = {field.name: getattr(media, field.name) for field in dataclasses.fields(media)}
+    values = vars(media).items()
     # A worker fetches nothing.
     return {
         name: tuple(value) if isinstance(value, list | tuple | set | frozenset) else value
-        for name, value in values.items()
+        for name, value in values
         if name not in ("fetcher", "local_roots", "allowed_hosts")
     }
 

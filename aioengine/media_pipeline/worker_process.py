@@ -8,10 +8,8 @@ import os
 import struct
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -22,16 +20,15 @@ from aioengine.errors import EngineError, MediaError, ModelLoadError
 from aioengine.media_pipeline.worker_main import (
     MAGIC,
     MAX_FRAME_BYTES,
+    MemoryFile,
     encode_frame,
-    read_memory,
     rebuild_error,
-    write_memory,
 )
-from aioengine.processors.cache.serialization import Readable, load_item
+from aioengine.processors.cache.serialization import load_item
 from aioengine.processors.item_work import Worked, WorkItem, describe, pack_value
 from aioengine.types import Embeddings
 
-__all__ = ["START_LIMIT_S", "MemoryFile", "WorkerDiedError", "WorkerProcess"]
+__all__ = ["START_LIMIT_S", "WorkerDiedError", "WorkerProcess"]
 
 START_LIMIT_S = 300.0
 """How long a worker may take to import and load its processor."""
@@ -44,51 +41,6 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _ENVIRONMENT = {"PYTHONSAFEPATH": "1", **dict.fromkeys(_THREADS, "1")}
 
 Result = TypeVar("Result")
-
-
-class MemoryFile:
-    """Bytes that two processes see. The system frees them when neither has them open any more.
-
-    Thread-safe: it is not closed under a thread that copies.
-    """
-
-    def __init__(self) -> None:
-        if sys.platform == "linux":
-            self.fd = os.memfd_create("aioengine", os.MFD_CLOEXEC)
-        else:
-            self.fd, path = tempfile.mkstemp(prefix="aioengine-")
-            os.unlink(path)
-        self._lock = threading.Lock()
-        self._is_open = True
-
-    def write(self, buffers: Iterable[Readable]) -> int:
-        """Writes buffers one behind the other, from the start; how many bytes. Raises OSError."""
-        with self._lock:
-            self._check()
-            return write_memory(self.fd, buffers)
-
-    def read(self, num_bytes: int) -> memoryview:
-        """A copy of the first bytes. Raises OSError if there are fewer."""
-        with self._lock:
-            self._check()
-            return read_memory(self.fd, num_bytes)
-
-    def trim(self) -> None:
-        """Gives the memory back, until something is written again."""
-        with self._lock:
-            self._check()
-            os.ftruncate(self.fd, 0)
-
-    def close(self) -> None:
-        """Lets go of the bytes, once no other thread is at them. May be called more than once."""
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                os.close(self.fd)
-
-    def _check(self) -> None:
-        if not self._is_open:
-            raise OSError("the memory file is closed")
 
 
 class WorkerDiedError(Exception):
@@ -109,17 +61,14 @@ class _Channel(asyncio.SubprocessProtocol):
         self._on_end = on_end
         self._buffer = bytearray()
         self._is_greeted = False
-        self._messages: deque[dict[str, Any]] = deque()
-        self._arrived = asyncio.Event()
+        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
     async def receive(self) -> dict[str, Any] | None:
         """The next message; None after the last."""
-        while not self._messages:
-            if self.has_ended:
-                return None
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._messages.popleft()
+        message = await self._messages.get()
+        if message is None:
+            self._messages.put_nowait(None)  # for who asks again
+        return message
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Called by the loop."""
@@ -136,11 +85,10 @@ class _Channel(asyncio.SubprocessProtocol):
             if len(self._buffer) < 4 + length:
                 return
             try:
-                self._messages.append(json.loads(self._buffer[4 : 4 + length]))
+                self._messages.put_nowait(json.loads(self._buffer[4 : 4 + length]))
             except ValueError:
                 return self._end()
             del self._buffer[: 4 + length]
-            self._arrived.set()
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         """Called by the loop."""
@@ -158,7 +106,7 @@ class _Channel(asyncio.SubprocessProtocol):
 
     def _end(self) -> None:
         self.has_ended = True
-        self._arrived.set()
+        self._messages.put_nowait(None)
         self._on_end()
 
 
@@ -193,7 +141,7 @@ class WorkerProcess:
                 '"thread:N"'
             )
         try:
-            memory = MemoryFile()
+            memory = MemoryFile(_open_memory())
         except OSError as error:
             raise ModelLoadError(f"no memory file for a processor worker: {error}") from error
         try:
@@ -227,13 +175,11 @@ class WorkerProcess:
                 self._post(setup)
                 answer = await self._receive()
         except TimeoutError:
-            raise ModelLoadError(
-                f"a processor worker did not start within {START_LIMIT_S:g} s"
-            ) from None
+            message = f"a processor worker did not start within {START_LIMIT_S:g} s"
+            raise ModelLoadError(message) from None
         except WorkerDiedError as death:
-            raise ModelLoadError(
-                f"a processor worker could not start: {death}; see its standard error"
-            ) from None
+            message = f"a processor worker could not start: {death}; see its standard error"
+            raise ModelLoadError(message) from None
         if "ready" not in answer:
             error = rebuild_error(answer)
             raise ModelLoadError(f"a processor worker could not start: {error}") from error
@@ -324,3 +270,13 @@ class WorkerProcess:
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
+
+
+def _open_memory() -> int:
+    """Open a file in memory, without a name."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("aioengine", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="aioengine-")
+        os.unlink(path)
+    return fd

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
 from aioengine.config import EngineConfig
 from aioengine.media_pipeline.worker_pool import ProcessorPool
@@ -21,14 +21,9 @@ class ThreadWorkers:
     """Threads, as many as processors: a tokenizer or an HF processor is never used by two."""
 
     def __init__(self, processors: Sequence[BaseMultiModalProcessor], niceness: int = 0) -> None:
-        self._processors: SimpleQueue[BaseMultiModalProcessor] = SimpleQueue()
-        for processor in processors:
-            self._processors.put(processor)
+        self._idle = deque(processors)
         self._pool = ThreadPoolExecutor(
-            len(processors),
-            thread_name_prefix="aioengine-media",
-            initializer=self._begin,
-            initargs=(niceness,),
+            len(processors), "aioengine-media", initializer=self._begin, initargs=(niceness,)
         )
 
     @staticmethod
@@ -49,11 +44,11 @@ class ThreadWorkers:
         await run_apart(self._pool.shutdown)
 
     def _work(self, work: WorkItem) -> Worked:
-        processor = self._processors.get()
+        processor = self._idle.popleft()
         try:
             return work_item(processor, work)
         finally:
-            self._processors.put(processor)
+            self._idle.append(processor)
 
 
 def make_workers(

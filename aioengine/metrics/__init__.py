@@ -224,8 +224,7 @@ class _Collector:
 
     def describe(self) -> Iterable[Metric]:
         """The metrics without numbers."""
-        yield from map(_blank, FIGURES)
-        yield from map(_blank, HISTOGRAMS)
+        return [*map(_blank, FIGURES), *map(_blank, HISTOGRAMS)]
 
     def collect(self) -> Iterable[Metric]:
         """The metrics of all engines."""
@@ -266,10 +265,8 @@ def _join(registry: CollectorRegistry, model_name: str, engine: AsyncEngine) -> 
             collector = _COLLECTORS[registry] = _Collector()
             registry.register(collector)
         if model_name in collector.meters:
-            raise InvalidRequestError(
-                f"model_name {model_name!r:.80} is in the registry already; give each its own",
-                parameter="model_name",
-            )
+            message = f"model_name {model_name!r:.80} is in the registry already; give each its own"
+            raise InvalidRequestError(message, parameter="model_name")
         collector.meters[model_name] = _Meter(engine)
         return collector
 

@@ -7,11 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from aioengine.instruments import STAGES
-from aioengine.types import EngineState, EngineStatistics
+from aioengine.types import OUTCOMES, EngineState, EngineStatistics
 
 __all__ = ["FIGURES", "HISTOGRAMS", "Figure", "Histogram", "Reading", "Values"]
 
-OUTCOMES = ("finished", "aborted", "rejected", "failed")
 VALUES = {"": ("",), "outcome": OUTCOMES, "stage": STAGES}
 """Label of a histogram -> its values."""
 
@@ -146,10 +145,7 @@ FIGURES = (
         "Tokens generated, however their requests end.",
         lambda reading: {"": reading.num_tokens},
     ),
-    *(
-        Figure(f"aioengine_{name}", meaning, _field(FIELDS[name]))
-        for name, meaning in PLAIN.items()
-    ),
+    *(Figure(f"aioengine_{n}", meaning, _field(FIELDS[n])) for n, meaning in PLAIN.items()),
     Figure(
         "aioengine_stage_runs_total",
         "Pieces of work that a stage has done.",
