@@ -39,8 +39,13 @@ MAX_SUM_OF_MULTIPLES = 10_000
 MAX_COMBINED = 8
 COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 MERGED = {
-    *("additionalProperties", "items", "multipleOf", "pattern", "patternProperties"),
-    *("prefixItems", "properties"),
+    "additionalProperties",
+    "items",
+    "multipleOf",
+    "pattern",
+    "patternProperties",
+    "prefixItems",
+    "properties",
 }
 
 
@@ -317,7 +322,8 @@ class SamplingParams:
             )
         is_list = self.bad_words is None or not isinstance(self.bad_words, str)
         words = self.bad_words or ()
-        are_words, kind = is_list and all(map(str.strip, words)), type(self.bad_words).__name__
+        kind = type(self.bad_words).__name__
+        are_words = is_list and all(word.strip() for word in words)
         require(are_words, "bad_words", kind, "a list of words, none of them blank")
         is_text_wanted = self.detokenize or not self.stop_strings
         require(is_text_wanted, "stop", "given", "absent when detokenize is False")

@@ -25,9 +25,14 @@ MAX_MESSAGES = MAX_PARTS = 4096
 MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARACTERS = 1024
 
-SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {
-    *("logprobs", "prompt_logprobs", "logit_bias", "structured_outputs", "detokenize")
-}
+SAMPLING = frozenset(
+    {
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "bad_words", "ignore_eos"),
+        *("allowed_token_ids", "skip_special_tokens"),
+    }
+)
 """Fields that SamplingParams takes as they are."""
 COMMON = SAMPLING | {
     *("model", "stream", "stream_options", "logit_bias", "logprobs", "response_format"),

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.config import EngineConfig
 from aioengine.engine.devices import load_model, open_device
 from aioengine.engine.lifecycle import EngineLifecycle
-from aioengine.engine.prompts import PromptLike, RequestOptions, check_arguments, read_prompt
+from aioengine.engine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.errors import (
     EngineClosedError,
     EngineError,
@@ -204,16 +204,22 @@ class AsyncEngine:
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> RequestOutput:
         """The whole output for one prompt. Cancelling the awaiting task ends the request.
 
-        `prompt`: text, token ids, chat messages or a `Prompt`; `options`: as in `stream`. Its
-        `images`, `videos` and `audios` fill the placeholders in order. A smaller `priority` goes
-        first, always: a steady flow of these keeps others waiting. Raises the errors of
-        `aioengine.errors`.
+        `prompt`: text, token ids, chat messages or a `Prompt`; `images` fill its placeholders in
+        order. A smaller `priority` goes first, always: a steady flow of these keeps others waiting.
+        Raises the errors of `aioengine.errors`.
         """
-        with closing(self.stream(prompt, params, **options)) as stream:
+        media = {"images": images, "videos": videos, "audios": audios}
+        stream = self.stream(prompt, params, request_id=request_id, priority=priority, **media)
+        with closing(stream):
             return await stream.result()
 
     def stream(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
 from aioengine.processors.mm_kwargs import copy_options
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt
 
-__all__ = ["PromptLike", "RequestOptions", "check_arguments", "count_least", "read_prompt"]
+__all__ = ["PromptLike", "check_arguments", "count_least", "read_prompt"]
 
 MAX_MODALITY_CHARACTERS = 40
 
@@ -30,16 +30,6 @@ FIELDS: tuple[tuple[Sequence[str], Any, str], ...] = (
 """Fields of a prompt, their type, and the same in words."""
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
-
-
-class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `AsyncEngine.generate`, as those of `stream`."""
-
-    images: Sequence[Any]
-    videos: Sequence[Any]
-    audios: Sequence[Any]
-    request_id: str | None
-    priority: int
 
 
 def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Prompt:
@@ -122,7 +112,7 @@ def _check_fields(prompt: Prompt) -> None:
             value, is_form = getattr(prompt, name), name in FORMS
             parameter = "prompt" if is_form else name
             if not isinstance(value, kind):
-                raise _wrong(parameter, "made of " * is_form + wanted, value)
+                raise _wrong(parameter, f"made of {wanted}" if is_form else wanted, value)
             if kind == Sequence | None and isinstance(value, str | bytes):
                 raise _wrong(parameter, f"made of a sequence as {name}", value)
     for modality, uuids in prompt.uuids.items():

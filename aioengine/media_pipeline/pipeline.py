@@ -51,7 +51,14 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 VERSIONS = (
-    *("aioengine", "transformers", "torch", "torchvision", "pillow", "av", "soundfile", "soxr"),
+    "aioengine",
+    "transformers",
+    "torch",
+    "torchvision",
+    "pillow",
+    "av",
+    "soundfile",
+    "soxr",
 )
 """Of what decodes and processes media."""
 FETCH_THREADS = 8

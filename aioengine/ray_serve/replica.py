@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, Unpack
+from typing import Any
 
 from starlette.routing import Mount, Router
 from starlette.types import Message
@@ -20,7 +20,7 @@ from aioengine import (
 )
 from aioengine.asgi import openai_app
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.prompts import PromptLike, RequestOptions
+from aioengine.engine.prompts import PromptLike
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.ray_serve.calls import HttpRequest, Route, answer
 
@@ -71,7 +71,7 @@ class EngineReplica:
         params: SamplingParams | None = None,
         *,
         route: Route | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> RequestOutput:
         """`AsyncEngine.generate`."""
         return await self._engine.generate(prompt, params, **options)
@@ -82,7 +82,7 @@ class EngineReplica:
         params: SamplingParams | None = None,
         *,
         route: Route | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> AsyncIterator[Delta]:
         """The deltas of `AsyncEngine.stream`."""
         async with self._engine.stream(prompt, params, **options) as stream:
