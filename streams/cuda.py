@@ -31,7 +31,7 @@ Sent = tuple["Mark", Any, "asyncio.Future[Any]"]
 class Mark(Protocol):
     """A point in a queue's work."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block until the device has come here; raises what has gone wrong before."""
         ...
 
@@ -108,7 +108,7 @@ class CudaDevice(QueuedDevice):
         while (sent := self._sent[name].get()) is not None:
             mark, launched, future = sent
             try:
-                mark.wait()
+                mark.synchronize()
                 result, error = read(launched), None
             except BaseException as caught:
                 result, error = None, failure_of(caught)
@@ -154,14 +154,5 @@ class TorchDriver:
     def mark(self, name: str) -> Mark:
         """See `Driver`."""
         # Blocking: the thread that waits sleeps in the driver, and spins on nothing.
-        event = self._cuda.Event(blocking=True)
-        event.record(self._streams[name])
-        return _EventMark(event)
-
-
-class _EventMark:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
+        mark: Mark = self._streams[name].record_event(self._cuda.Event(blocking=True))
+        return mark

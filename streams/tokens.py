@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import TracebackType
 from typing import Self
 
 from aioengine.errors import RequestAbortedError
@@ -148,14 +147,11 @@ class TokenStream:
         box.check_loop()
         while not box.pending and not box.has_ended:
             await _wait(box.readers)
-        return self._take()
+        return self.receive_nowait()
 
     def receive_nowait(self) -> Delta | None:
         """Return what is there now, or None. Raises the request's error, once all tokens are
         out."""
-        return self._take()
-
-    def _take(self) -> Delta | None:
         box = self._sink
         if box.pending and not box.is_closed:
             box.num_received += 1
@@ -207,12 +203,7 @@ class TokenStream:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
