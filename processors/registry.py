@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessingContext
 from aioengine.processors.processor import BaseMultiModalProcessor
@@ -12,20 +12,18 @@ from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, Te
 __all__ = ["MULTIMODAL_REGISTRY", "MultiModalRegistry"]
 
 ModelT = TypeVar("ModelT", bound=type[Any])
+Parts: TypeAlias = tuple[
+    type[BaseMultiModalProcessor], type[BaseProcessingInfo], type[BaseDummyInputsBuilder]
+]
+
+_TEXT_ONLY: Parts = TextOnlyProcessor, TextOnlyInfo, TextOnlyDummyInputs
 
 
 class MultiModalRegistry:
     """Model class -> how its prompts are processed. Subclasses of a model class inherit it."""
 
     def __init__(self) -> None:
-        self._entries: dict[
-            type[Any],
-            tuple[
-                type[BaseMultiModalProcessor],
-                type[BaseProcessingInfo],
-                type[BaseDummyInputsBuilder],
-            ],
-        ] = {}
+        self._entries: dict[type[Any], Parts] = {}
 
     def register_processor(
         self,
@@ -44,12 +42,11 @@ class MultiModalRegistry:
 
     def is_multimodal(self, model_cls: type[Any]) -> bool:
         """Return whether a processor is registered for the class or one that it derives from."""
-        return any(base in self._entries for base in model_cls.__mro__)
+        return self._find(model_cls) is not _TEXT_ONLY
 
     def find_info(self, model_cls: type[Any]) -> type[BaseProcessingInfo]:
         """The processing info that is registered for the class; for text only if none is."""
-        found = (self._entries[base][1] for base in model_cls.__mro__ if base in self._entries)
-        return next(found, TextOnlyInfo)
+        return self._find(model_cls)[1]
 
     def create_processor(
         self, model_cls: type[Any], context: ProcessingContext
@@ -58,15 +55,15 @@ class MultiModalRegistry:
 
         Loads the HF processor. Raises ModelLoadError.
         """
-        for base in model_cls.__mro__:
-            if base in self._entries:
-                processor, info, dummy_inputs = self._entries[base]
-                assert context.hf_processor is not None
-                break
-        else:
-            processor, info, dummy_inputs = TextOnlyProcessor, TextOnlyInfo, TextOnlyDummyInputs
+        processor, info, dummy_inputs = self._find(model_cls)
+        if self.is_multimodal(model_cls):
+            assert context.hf_processor is not None
         family_info = info(context)
         return processor(family_info, dummy_inputs(family_info))
+
+    def _find(self, model_cls: type[Any]) -> Parts:
+        found = (self._entries[base] for base in model_cls.__mro__ if base in self._entries)
+        return next(found, _TEXT_ONLY)
 
 
 MULTIMODAL_REGISTRY = MultiModalRegistry()
