@@ -210,11 +210,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         features = ids[ids.index(embed_id) : len(ids) - ids[::-1].index(embed_id)]
         if features.count(embed_id) == len(features):
             return PromptUpdateDetails(full=full, features=features)
-        return PromptUpdateDetails(
-            full=full,
-            features=features,
-            is_embed=lambda tokenizer, token_ids: torch.tensor(token_ids) == embed_id,
-        )
+        return PromptUpdateDetails.select_token_id(full, embed_id, features=features)
 
     def _text_around_rows(self, modality: str, num_rows: int) -> str:
         """Return what rows computed elsewhere become in the text: one run, in its markers.

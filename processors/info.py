@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -131,18 +132,11 @@ def load_context(
     family = BaseProcessingInfo if info is None else info
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     source = str(model)
-
-    def make_tokenizer() -> Any:
-        return family.load_tokenizer(source, hf_config, options)
-
-    def make_processor(**kwargs: Any) -> Any:
-        return family.load_hf_processor(source, hf_config, options, **kwargs)
-
     context = ProcessingContext(
         source,
         hf_config=hf_config,
-        tokenizer_factory=make_tokenizer,
-        processor_factory=make_processor,
+        tokenizer_factory=partial(family.load_tokenizer, source, hf_config, options),
+        processor_factory=partial(family.load_hf_processor, source, hf_config, options),
         limit_mm_per_prompt=limit_mm_per_prompt,
         mm_processor_kwargs=mm_processor_kwargs,
         generation_config=_generation_config(source, hf_config, revision),

@@ -251,8 +251,7 @@ class MultiModalDataItems(Mapping[str, ModalityDataItems[Any]]):
 
     def get_count(self, modality: str) -> int:
         """Return how many items of that modality there are."""
-        group = self._items.get(modality)
-        return 0 if group is None else len(group)
+        return len(self._items.get(modality, ()))
 
     def get_all_counts(self) -> dict[str, int]:
         """Modality -> number of items."""
