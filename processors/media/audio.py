@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
 from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import AudioClip, AudioHeader
 from aioengine.processors.media.pixels import Array
@@ -144,8 +143,7 @@ def open_audio(
         source = _ArrayAudio(item[0], item[1], config, parameter, sample_rate)
     else:
         kind = type(item).__name__ + (" without its rate" if isinstance(item, ARRAYS) else "")
-        text = f"{parameter} must be {ACCEPTED}, not {kind}"
-        raise MediaError(text, parameter=parameter, value=kind)
+        raise AudioSource.not_accepted(parameter, ACCEPTED, kind)
     source.header()
     return source
 

@@ -117,11 +117,7 @@ def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSou
     elif isinstance(item, np.ndarray | torch.Tensor):
         source = _ArrayImage(item, config, parameter)
     else:
-        raise MediaError(
-            f"{parameter} must be {ACCEPTED}, not {type(item).__name__}",
-            parameter=parameter,
-            value=type(item).__name__,
-        )
+        raise ImageSource.not_accepted(parameter, ACCEPTED, type(item).__name__)
     source.header()
     return source
 

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
 from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageSize, VideoClip, VideoHeader
 from aioengine.processors.media.image import ImageSource, open_image
@@ -131,10 +130,7 @@ def open_video(
     elif isinstance(item, list | tuple):
         source = _ImageList(item, config, parameter, sampling)
     else:
-        kind = type(item).__name__
-        raise MediaError(
-            f"{parameter} must be {ACCEPTED}, not {kind}", parameter=parameter, value=kind
-        )
+        raise VideoSource.not_accepted(parameter, ACCEPTED, type(item).__name__)
     source.header()
     return source
 
