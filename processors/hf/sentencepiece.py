@@ -12,17 +12,12 @@ import json
 import struct
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import (
-    BPE,
-    Tokenizer,
-    decoders,
-    normalizers,
-    processors,
-)
+from transformers.convert_slow_tokenizer import BPE, Tokenizer, decoders, normalizers, processors
 from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
@@ -73,14 +68,10 @@ def load_internlm2_tokenizer(source: str, revision: str | None) -> Any:
         tokenizer.add_tokens([added[index]])
         if tokenizer.token_to_id(added[index].content) != index:
             raise ModelLoadError(f"the added token {index} does not follow the ones before it")
-    special = {
-        f"{role}_token": settings.get(f"{role}_token") or default
-        for role, default in (("unk", "<unk>"), ("bos", "<s>"), ("eos", "</s>"), ("pad", "</s>"))
-    }
-    special = {
-        role: token["content"] if isinstance(token, dict) else token
-        for role, token in special.items()
-    }
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    for role, default in special.items():
+        token = settings.get(role) or default
+        special[role] = token["content"] if isinstance(token, dict) else token
     if settings.get("add_bos_token", True):
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -133,7 +124,7 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
                 trainer = dict(_fields(value))
             elif number == 3:
                 normalizer = dict(_fields(value))
-    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise ModelLoadError(f"{path.name} is damaged: {type(error).__name__}") from error
     is_plain = not normalizer.get(2) and not normalizer.get(4, 1) and normalizer.get(5, 1)
     if trainer.get(3, 1) != _BPE or not trainer.get(35) or not is_plain:
@@ -146,35 +137,27 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Each field of a message: its number, and its value as an integer or as bytes."""
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        number, kind = key >> 3, key & 7
+    stream = BytesIO(data)
+    while stream.tell() < len(data):
+        number, kind = divmod(_varint(stream), 8)
         if kind == 0:
-            value, position = _varint(data, position)
-            yield number, value
+            yield number, _varint(stream)
             continue
-        if kind == 2:
-            length, position = _varint(data, position)
-        else:
-            length = {1: 8, 5: 4}[kind] if kind in (1, 5) else -1
-        if length < 0 or position + length > len(data):
+        length = _varint(stream) if kind == 2 else {1: 8, 5: 4}.get(kind, -1)
+        value = stream.read(length)
+        if len(value) != length:
             raise ValueError("a field ends outside of its message")
-        yield number, data[position : position + length]
-        position += length
+        yield number, value
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
+def _varint(stream: BytesIO) -> int:
+    value = 0
+    for shift in range(0, 64, 7):
+        (byte,) = stream.read(1)
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("a number is too long")
+            return value
+    raise ValueError("a number is too long")
 
 
 def to_fast_tokenizer(model: SentencePieceModel, names: dict[int, str] | None = None) -> Any:
@@ -186,15 +169,10 @@ def to_fast_tokenizer(model: SentencePieceModel, names: dict[int, str] | None = 
     names = names or {}
     texts = [names.get(index, text) for index, (text, _, _) in enumerate(model.pieces)]
     vocabulary = {text: index for index, text in enumerate(texts)}
-    unknown = [texts[i] for i, (_, _, kind) in enumerate(model.pieces) if kind == _UNKNOWN]
+    unknown = (texts[i] for i, (_, _, kind) in enumerate(model.pieces) if kind == _UNKNOWN)
+    unk_token, merges = next(unknown, None), _merges(model, names)
     tokenizer = Tokenizer(
-        BPE(
-            vocabulary,
-            _merges(model, names),
-            unk_token=unknown[0] if unknown else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        BPE(vocabulary, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     )
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     turns: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
