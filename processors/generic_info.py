@@ -21,7 +21,7 @@ from aioengine.processors.info import (
     ProcessingContext,
     ProcessorInputs,
 )
-from aioengine.processors.items import ImageSize, VideoHeader
+from aioengine.processors.items import ImageSize, VideoHeader, noise_item
 
 __all__ = [
     "CONTRACTS",
@@ -268,14 +268,9 @@ class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
         return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data=mm_data)
 
     def get_small_item(self, modality: str) -> Any:
-        """A small decoded dummy."""
-        size = {"width": 72, "height": 56}
-        if modality == "image":
-            return self._get_dummy_images(**size, num_images=1)[0]
-        if modality == "video":
-            return self._get_dummy_videos(**size, num_frames=4, num_videos=1)[0]
-        length = self.info.get_sample_rate() // 2
-        return self._get_dummy_audios(length=length, num_audios=1)[0]
+        """A small decoded item."""
+        rate = self.info.get_sample_rate() if modality == "audio" else 0
+        return noise_item(modality, sample_rate=rate)
 
 
 def notes_of(ctx: ProcessingContext) -> dict[tuple[str, object], Any]:

@@ -409,10 +409,10 @@ class BaseMultiModalProcessor(ABC):
         config = self.info.get_hf_config().get_text_config()
         vocab_size = max(len(self.info.get_tokenizer()), int(config.vocab_size))
         try:
-            token_ids = [_as_id(token_id) for token_id in prompt]
+            token_ids = list(map(operator.index, prompt))
         except TypeError:
             token_ids = None
-        if token_ids is None or bool in set(map(type, prompt)):
+        if token_ids is None or bool in map(type, prompt):
             raise InvalidRequestError("a token prompt must hold integers only", parameter="prompt")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             outside = min(token_ids) if min(token_ids) < 0 else max(token_ids)
@@ -422,9 +422,3 @@ class BaseMultiModalProcessor(ABC):
                 value=outside,
             )
         return token_ids
-
-
-def _as_id(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)
