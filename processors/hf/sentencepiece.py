@@ -12,15 +12,16 @@ import json
 import struct
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import BPE, Tokenizer, decoders, normalizers, processors
-from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
+from aioengine.processors.hf.files import find_file
 
 __all__ = [
     "SentencePieceModel",
@@ -49,17 +50,18 @@ def load_internlm2_tokenizer(source: str, revision: str | None) -> Any:
     A tokenizer.json is taken as it is; else it is made of tokenizer.model and the added tokens of
     tokenizer_config.json and added_tokens.json. Raises ModelLoadError.
     """
-    if _find(source, "tokenizer.json", revision) is not None:
+    find = partial(find_file, source, revision=revision, needs_hub=True)
+    if find("tokenizer.json") is not None:
         return PreTrainedTokenizerFast.from_pretrained(source, revision=revision)
-    file = _find(source, "tokenizer.model", revision)
+    file = find("tokenizer.model")
     if file is None:
         raise ModelLoadError("there is no tokenizer.json and no tokenizer.model")
-    settings = _read_json(_find(source, "tokenizer_config.json", revision))
+    settings = _read_json(find("tokenizer_config.json"))
     added = {
         int(index): AddedToken(**{name: each[name] for name in each if name in _FLAGS})
         for index, each in settings.get("added_tokens_decoder", {}).items()
     }
-    for content, index in _read_json(_find(source, "added_tokens.json", revision)).items():
+    for content, index in _read_json(find("added_tokens.json")).items():
         added.setdefault(index, AddedToken(content, normalized=False, special=True))
     model = read_sentencepiece(file)
     names = {index: token.content for index, token in added.items() if index < len(model.pieces)}
@@ -83,13 +85,6 @@ def load_internlm2_tokenizer(source: str, revision: str | None) -> Any:
         clean_up_tokenization_spaces=False,
         **special,
     )
-
-
-def _find(source: str, name: str, revision: str | None) -> Path | None:
-    found = cached_file(
-        source, name, revision=revision, _raise_exceptions_for_missing_entries=False
-    )
-    return None if found is None else Path(found)
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
