@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
-from aioengine.processors.hf.crops import CropGeometry, as_channels, resize, to_patches
+from aioengine.processors.hf.crops import CropGeometry, as_channels, refused, resize, to_patches
 
 __all__ = ["MolmoImageProcessor", "MolmoProcessor"]
 
@@ -93,10 +93,7 @@ class MolmoImageProcessor:
         asked.pop("images_kwargs", None)
         unknown = sorted(set(asked) - {"max_crops"})
         if unknown:
-            raise InvalidRequestError(
-                f"mm_processor_kwargs takes max_crops only, not {unknown[:5]}",
-                parameter="mm_processor_kwargs",
-            )
+            raise refused(f"mm_processor_kwargs takes max_crops only, not {unknown[:5]}")
         return replace(self.geometry, **asked)
 
     @property

@@ -24,8 +24,7 @@ from transformers.image_utils import (
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor as HFMolmo2Processor
 from transformers.processing_utils import ImagesKwargs
 
-from aioengine.errors import InvalidRequestError
-from aioengine.processors.hf.crops import CropGeometry, resize, to_patches
+from aioengine.processors.hf.crops import CropGeometry, refused, resize, to_patches
 
 __all__ = ["Molmo2ImageProcessor", "Molmo2Processor"]
 
@@ -67,14 +66,12 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         height, width = _edges(self.size)
         patch_size = options.get("patch_size", self.patch_size)
         if height != width or _edges(options.get("size") or self.size) != (height, width):
-            raise _refused(f"crops are squares of {height} pixels, and cannot be of another size")
+            raise refused(f"crops are squares of {height} pixels, and cannot be of another size")
         if patch_size != self.patch_size:
-            raise _refused(
-                f"patches are of {self.patch_size} pixels, and cannot be of another size"
-            )
+            raise refused(f"patches are of {self.patch_size} pixels, and cannot be of another size")
         margins = options.get("overlap_margins", self.overlap_margins)
         if not isinstance(margins, Sequence) or len(margins) != 2:
-            raise _refused("overlap_margins must be two numbers")
+            raise refused("overlap_margins must be two numbers")
         return CropGeometry(
             crop_size=height,
             patch_size=patch_size,
@@ -124,7 +121,7 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         """An image [3, height, width]: its crops' patches [n, patches, pixels], the small view
         first; for each token the patches in its window, -1 where there are fewer; its grid."""
         if options["resample"] not in (PILImageResampling.BILINEAR, int(self.resample)):
-            raise _refused("images are resized bilinearly only")
+            raise refused("images are resized bilinearly only")
         geometry, pooling = self.geometry(options), self._pooling(options)
         height, width = pixels.shape[1:]
         tiling = geometry.tiling(height, width)
@@ -160,9 +157,9 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
     def _pooling(self, options: Mapping[str, Any]) -> tuple[int, int]:
         steps = options.get("pooling_size", self.pooling_size)
         if not isinstance(steps, Sequence) or len(steps) != 2:
-            raise _refused("pooling_size must be two numbers")
+            raise refused("pooling_size must be two numbers")
         if not all(type(step) is int and 1 <= step <= MAX_POOLING for step in steps):
-            raise _refused(f"pooling_size must be two integers from 1 to {MAX_POOLING}")
+            raise refused(f"pooling_size must be two integers from 1 to {MAX_POOLING}")
         return steps[0], steps[1]
 
 
@@ -203,7 +200,3 @@ def _windows(numbers: Tensor, pooling: tuple[int, int]) -> Tensor:
     padded = pad(numbers, around, value=-1)
     parted = padded.view(padded.shape[0] // down, down, padded.shape[1] // across, across)
     return parted.transpose(1, 2).reshape(-1, down * across)
-
-
-def _refused(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(reason, parameter="mm_processor_kwargs")
