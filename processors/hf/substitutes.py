@@ -13,7 +13,7 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["lacks_video", "load_processor", "merge_image_options"]
+__all__ = ["lacks_video", "lenient", "load_processor", "merge_image_options"]
 
 _COMPARED = ((5, 19), (5, 23))
 """The first and last minor version of transformers that video_processors.py was compared with;
@@ -114,8 +114,7 @@ def _load_without_torchvision(
         for part in processor_class.get_attributes()
     ]
     settings, rest = processor_class.get_processor_dict(source, **options)
-    lenient = _lenient(processor_class)
-    return lenient.from_args_and_dict(parts, {**settings, **kwargs}, **rest)
+    return lenient(processor_class).from_args_and_dict(parts, {**settings, **kwargs}, **rest)
 
 
 def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
@@ -149,7 +148,7 @@ def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) ->
     return None if found is None else found.from_dict(settings)
 
 
-def _lenient(processor_class: Any) -> Any:
+def lenient(processor_class: Any) -> Any:
     """The same class, by name too, but content with whatever video part it is given.
 
     transformers' own check asks for classes that are not there without torchvision.
