@@ -82,17 +82,13 @@ class TokenSink:
 
     def end(self) -> None:
         """The stream has ended, and lets go of the engine: its reader may keep it for long."""
-        self.close_request = _do_nothing
+        self.close_request = lambda: None
         _wake(self.readers, self.result_waiters)
 
     def check_loop(self) -> None:
         """Raise WrongLoopError on any other loop than the stream's."""
         if self.loop is not None:
             check_running(self.loop, "a stream is read and closed on the event loop that opened it")
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _wake(*waiters: set[asyncio.Future[None]]) -> None:
