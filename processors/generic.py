@@ -101,8 +101,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         ((keyword, _),) = mm_data.items()
         contract = next(each for each in CONTRACTS if each.keyword == keyword)
         processor = self.info.get_hf_processor()
-        options = copy.deepcopy(dict(mm_kwargs))  # older versions empty the scopes in it
-        ready: Any = resize_ahead(processor, mm_data, options, self._preprocess_resizes_first)
+        ready: Any = resize_ahead(processor, mm_data, mm_kwargs, self._preprocess_resizes_first)
         outputs, text = self.info.process_item(contract.modality, ready[keyword][0], mm_kwargs)
         token_ids = self.info.encode(text)
         if not token_ids:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections import Counter
@@ -22,6 +21,7 @@ from aioengine.processors.info import (
     ProcessorInputs,
 )
 from aioengine.processors.items import ImageSize, VideoHeader, noise_item
+from aioengine.processors.mm_kwargs import merge_for_hf
 
 __all__ = [
     "CONTRACTS",
@@ -142,12 +142,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
         Raises whatever the HF processor raises.
         """
         contract, processor = self.contracts[modality], self.get_hf_processor()
-        merged = processor._merge_kwargs(
-            processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=getattr(self.get_tokenizer(), "init_kwargs", {}),
-            **copy.deepcopy(dict(mm_kwargs)),  # older versions empty the scopes in it
-            return_tensors="pt",
-        )
+        merged = merge_for_hf(processor, mm_kwargs, return_tensors="pt")
         contents, known = self.unwrap(modality, [item])
         extra = {n: merged[n] for n in contract.extra_parameters(processor) if n in merged}
         method = getattr(processor, contract.process)

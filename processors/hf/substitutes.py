@@ -7,11 +7,11 @@ tensors, and else with None.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 from aioengine.errors import InvalidRequestError
+from aioengine.processors.mm_kwargs import merge_for_hf
 
 __all__ = ["lacks_video", "lenient", "load_processor", "merge_image_options"]
 
@@ -52,20 +52,14 @@ def merge_image_options(hf_processor: Any, mm_kwargs: Mapping[str, Any]) -> dict
     Without the image processor's own settings. Raises InvalidRequestError for what transformers
     does not take.
     """
-    given = copy.deepcopy(dict(mm_kwargs))  # older versions empty the scopes in it
     # transformers raises anything for options of other types than it declares.
     try:
-        merged = hf_processor._merge_kwargs(
-            hf_processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=getattr(hf_processor.tokenizer, "init_kwargs", {}),
-            **given,
-        )
+        options: dict[str, Any] = merge_for_hf(hf_processor, mm_kwargs)["images_kwargs"]
     except Exception as error:
         raise InvalidRequestError(
             f"the HF processor does not take these mm_processor_kwargs: {type(error).__name__}",
             parameter="mm_processor_kwargs",
         ) from None
-    options: dict[str, Any] = merged["images_kwargs"]
     return options
 
 
