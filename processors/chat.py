@@ -15,6 +15,7 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError, shown
 from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.prompt.updates import find
 
 __all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "find_template"]
 
@@ -314,10 +315,8 @@ class ChatRenderer:
         """The special tokens that the tokenizer puts before and after every text."""
         bare = list(self._tokenizer.encode("a", add_special_tokens=False))
         full = list(self._tokenizer.encode("a", add_special_tokens=True))
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return full[:start], full[start + len(bare) :]
-        return [], []
+        start = find(full, bare)
+        return ([], []) if start < 0 else (full[:start], full[start + len(bare) :])
 
 
 def find_template(processor: BaseMultiModalProcessor) -> str | None:

@@ -254,11 +254,10 @@ class BaseProcessingInfo(ABC):
                         "images",
                         parameter="videos",
                     )
-                takes = ", ".join(sorted(supported)) or "no media"
+                known = ", ".join(sorted(supported))
+                takes = f", only {known}" if supported else ": it is for text only"
                 raise UnsupportedModalityError(
-                    f"the model takes no {modality} items, only {takes}"
-                    if supported
-                    else f"the model takes no {modality} items: it is for text only",
+                    f"the model takes no {modality} items{takes}",
                     parameter=f"{modality}s",
                     value=count,
                 )
