@@ -29,9 +29,11 @@ class ContentHasher:
     meanwhile.
     """
 
-    def __init__(self, domain: str) -> None:
+    def __init__(self, domain: str, *values: Any) -> None:
         self._hash = hashlib.sha256()
         self._frame("domain", domain.encode())
+        for value in values:
+            self.update(value)
 
     def _frame(self, tag: str, data: bytes | memoryview) -> None:
         self.begin(tag, memoryview(data).nbytes)

@@ -165,9 +165,7 @@ class _EncodedAudio(AudioSource):
             raise self._error(f"it is in none of the allowed formats ({names})")
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("encoded recording")
-        hasher.update(self._data)
-        return hasher.digest()
+        return ContentHasher("encoded recording", self._data).digest()
 
     def _measure(self) -> tuple[int, int]:
         # libsndfile's lengths are exact where the header tells one (LAME's for MP3), as OGG's last

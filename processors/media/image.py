@@ -142,9 +142,7 @@ class _EncodedImage(ImageSource):
         self._data = bytes(data)
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("encoded image")
-        hasher.update(self._data)
-        return hasher.digest()
+        return ContentHasher("encoded image", self._data).digest()
 
     def _pixels(self, header: ImageHeader) -> Image.Image:
         image = self._open()
@@ -216,8 +214,7 @@ class _PillowImage(ImageSource):
         self._identity: bytes | None = None
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("pixels in memory")
-        hasher.update(self._image.mode)
+        hasher = ContentHasher("pixels in memory", self._image.mode)
         # As shown: palette, transparency and orientation are in the pixels then.
         hash_pixels(hasher, self.decode())
         self._identity = hasher.digest()

@@ -149,8 +149,7 @@ class _VideoFile(VideoSource):
         self._data = keep_bytes(data)
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("encoded video")
-        hasher.update(self._data)
+        hasher = ContentHasher("encoded video", self._data)
         self._hash_sampling(hasher)
         return hasher.digest()
 
