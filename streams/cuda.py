@@ -33,7 +33,6 @@ class Mark(Protocol):
 
     def synchronize(self) -> None:
         """Block until the device has come here; raises what has gone wrong before."""
-        ...
 
 
 class Driver(Protocol):
@@ -41,15 +40,12 @@ class Driver(Protocol):
 
     def start(self) -> None:
         """Before the first job."""
-        ...
 
     def queue(self, name: str) -> AbstractContextManager[Any]:
         """Inside, work that is launched goes to this queue."""
-        ...
 
     def mark(self, name: str) -> Mark:
         """The end of what has been launched into this queue."""
-        ...
 
 
 class CudaDevice(QueuedDevice):

@@ -34,21 +34,17 @@ class Device(Protocol):
 
     def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
         """Queue a job of the decoder. The future ends with its (read) result or its exception."""
-        ...
 
     def submit_encode(
         self, job: Callable[[], Any], *, patience: int | None = None
     ) -> asyncio.Future[Any]:
         """Queue a job of the encoder, which lets so many steps in a row go before it."""
-        ...
 
     def rest(self) -> None:
         """Say that no step follows for now, so that nothing is held back for one."""
-        ...
 
     async def aclose(self) -> None:
         """Cancel what has not begun, wait for what runs, end the threads. Idempotent."""
-        ...
 
 
 def failure_of(error: BaseException) -> Exception:

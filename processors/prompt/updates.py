@@ -41,11 +41,9 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The token ids of a text, with or without what the tokenizer puts around every text."""
-        ...
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids."""
-        ...
 
 
 EmbedSelector: TypeAlias = Callable[[TextEncoder, list[int]], torch.Tensor]
