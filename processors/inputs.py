@@ -80,11 +80,10 @@ class PlaceholderRange:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlaceholderRange):
             return NotImplemented
-        mine = (self.offset, self.length, self.embed_runs)
-        return mine == (other.offset, other.length, other.embed_runs)
+        return self.to_span() == other.to_span()
 
     def __hash__(self) -> int:
-        return hash((self.offset, self.length, self.embed_runs))
+        return hash(self.to_span())
 
 
 @dataclass(frozen=True)

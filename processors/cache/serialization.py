@@ -173,10 +173,8 @@ def _entries(
     for name, entry in header.items():
         if name == _METADATA:
             continue
-        _require(
-            _mapping(entry).keys() == {"dtype", "shape", "data_offsets"},
-            "a tensor is not described",
-        )
+        is_described = _mapping(entry).keys() == {"dtype", "shape", "data_offsets"}
+        _require(is_described, "a tensor is not described")
         kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         _require(isinstance(kind, str) and kind in _DTYPES, "a dtype is unknown")
         _require(_are_sizes(shape) and len(shape) <= MAX_DIMS, "a shape is malformed")

@@ -72,15 +72,13 @@ class MolmoImageProcessor:
                 "preprocessor_config.json: crops must be square, and margins of an even number of "
                 "patches must leave an even number"
             )
-        self.max_crops = max_crops
-        self.overlap_margins = (left, right)
         self.image_mean, self.image_std = tuple(image_mean), tuple(image_std)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings."""
         return {
-            "max_crops": self.max_crops,
-            "overlap_margins": list(self.overlap_margins),
+            "max_crops": self.geometry.max_crops,
+            "overlap_margins": list(self.geometry.margins),
             "base_image_input_size": [self.geometry.crop_size] * 2,
             "image_patch_size": self.geometry.patch_size,
             "image_mean": list(self.image_mean),
