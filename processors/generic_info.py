@@ -20,7 +20,7 @@ from aioengine.processors.info import (
     ProcessingContext,
     ProcessorInputs,
 )
-from aioengine.processors.items import ImageSize, VideoHeader, noise_item
+from aioengine.processors.items import Counts, ImageSize, VideoHeader, noise_item
 from aioengine.processors.mm_kwargs import merge_for_hf
 
 __all__ = [
@@ -199,9 +199,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
         item, num_rows = notes["largest", modality]
         return item, num_rows
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts:
         """Encoder rows of the largest dummies; see `get_largest_item`."""
         known = [modality for modality in mm_counts if modality in self.contracts]
         return {modality: self.get_largest_item(modality)[1] for modality in known}
@@ -248,13 +246,11 @@ class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
 
     info: GenericProcessingInfo
 
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+    def get_dummy_text(self, mm_counts: Counts) -> str:
         """Each item's placeholder, and nothing else."""
         return "".join(self.info.get_placeholder(name) * mm_counts[name] for name in mm_counts)
 
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Counts) -> ProcessorInputs:
         """`mm_data` has one decoded dummy of each modality, as often as it is asked for."""
         mm_data = {
             modality: [self.info.get_largest_item(modality)[0]] * count

@@ -16,7 +16,7 @@ from PIL import Image
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
 from aioengine.processors.checkpoint_errors import explain
 from aioengine.processors.hf.substitutes import lacks_video, load_processor
-from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
+from aioengine.processors.items import AudioClip, Counts, ImageSize, VideoClip, VideoHeader
 
 __all__ = [
     "BaseDummyInputsBuilder",
@@ -224,9 +224,7 @@ class BaseProcessingInfo(ABC):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Modality -> items that one prompt may have (None: any number). Others are unsupported."""
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int] | None:
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts | None:
         """Modality -> placeholder tokens of the largest item; None: to be found by a trial."""
         return None
 
@@ -239,7 +237,7 @@ class BaseProcessingInfo(ABC):
             allowed[modality] = min(known, default=None)
         return allowed
 
-    def validate_num_items(self, counts: Mapping[str, int]) -> None:
+    def validate_num_items(self, counts: Counts) -> None:
         """Raises UnsupportedModalityError for media that the model or the engine does not take.
 
         And MediaError for videos that it would take if torchvision were there.
@@ -296,9 +294,7 @@ class ImageInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts:
         width, height = self.get_image_size_with_most_features()
         return {"image": self.get_num_image_tokens(image_width=width, image_height=height)}
 
@@ -317,9 +313,7 @@ class OneImageInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts:
         return {"image": self.get_num_image_tokens()}
 
 
@@ -330,12 +324,10 @@ class BaseDummyInputsBuilder(ABC):
         self.info = info
 
     @abstractmethod
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Counts) -> ProcessorInputs:
         """A prompt with that many items of each modality, each as large as they get."""
 
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+    def get_dummy_text(self, mm_counts: Counts) -> str:
         """The text that the HF processor wants beside that many items.
 
         Worth overriding: this default makes the dummy media too.
@@ -374,12 +366,10 @@ class ImageDummyInputsBuilder(BaseDummyInputsBuilder):
 
     info: ImageInfo | OneImageInfo
 
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+    def get_dummy_text(self, mm_counts: Counts) -> str:
         return ""
 
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Counts) -> ProcessorInputs:
         width, height = self.info.get_image_size_with_most_features()
         count = mm_counts.get("image", 0)
         images = self._get_dummy_images(width=width, height=height, num_images=count)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,7 @@ __all__ = [
     "AudioClip",
     "AudioHeader",
     "AudioProcessorItems",
+    "Counts",
     "ImageHeader",
     "ImageProcessorItems",
     "ImageSize",
@@ -31,6 +32,9 @@ __all__ = [
 ItemT = TypeVar("ItemT")
 ItemsT = TypeVar("ItemsT", bound="ModalityDataItems[Any]")
 OtherItemsT = TypeVar("OtherItemsT", bound="ModalityDataItems[Any]")
+
+Counts: TypeAlias = Mapping[str, int]
+"""Modality -> a number, of items or of an item's tokens."""
 
 
 class ImageSize(NamedTuple):

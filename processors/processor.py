@@ -28,7 +28,7 @@ from aioengine.processors.inputs import (
     are_finite,
     to_tensors,
 )
-from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.items import Counts, MultiModalDataItems
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.mm_kwargs import merge_options
 from aioengine.processors.prompt.matching import apply_updates, find_expanded, has_open_ends
@@ -137,9 +137,7 @@ class BaseMultiModalProcessor(ABC):
         """The engine's `mm_processor_kwargs` with the request's over them, scope by scope."""
         return merge_options(self.info.ctx.mm_processor_kwargs, mm_kwargs)
 
-    def options_for(
-        self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
-    ) -> Mapping[str, Any]:
+    def options_for(self, mm_kwargs: Mapping[str, Any], mm_counts: Counts) -> Mapping[str, Any]:
         """A request's `mm_kwargs` with what follows from how many items of each modality it has.
 
         For families in which an item becomes something else beside others: items are processed one
@@ -347,7 +345,7 @@ class BaseMultiModalProcessor(ABC):
             parts.append((resolve_updates(updates, indices or places, tokenizer), places))
         return join_updates(parts)
 
-    def _dummy_text(self, counts: Mapping[str, int]) -> str:
+    def _dummy_text(self, counts: Counts) -> str:
         key = tuple(sorted(counts.items()))
         text = self._dummy_texts.get(key)
         if text is None:
@@ -364,7 +362,7 @@ class BaseMultiModalProcessor(ABC):
         return text
 
     def _process_media(
-        self, mm_data: Mapping[str, object], counts: Mapping[str, int], mm_kwargs: dict[str, Any]
+        self, mm_data: Mapping[str, object], counts: Counts, mm_kwargs: dict[str, Any]
     ) -> ItemsByModality:
         text = self._dummy_text(counts)
         try:
@@ -395,7 +393,7 @@ class BaseMultiModalProcessor(ABC):
                 )
         return built
 
-    def _log(self, error: Exception, counts: Mapping[str, int]) -> None:
+    def _log(self, error: Exception, counts: Counts) -> None:
         """Log where an error came up, in full once for each place, and never its text."""
         name, items, trace = type(self).__name__, "/".join(sorted(counts)), trace_of(error)
         if trace in self._logged:
