@@ -206,10 +206,7 @@ class ChatRenderer:
 
     def _apply_template(self, conversation: list[dict[str, Any]]) -> str:
         rendered = self._tokenizer.apply_chat_template(
-            conversation,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=True,
+            conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
         )
         return str(rendered)
 

@@ -34,10 +34,7 @@ from aioengine.processors.inputs import (
     MultiModalKwargs,
     MultiModalKwargsItem,
 )
-from aioengine.processors.items import (
-    PROCESSOR_ITEMS,
-    MultiModalDataItems,
-)
+from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.prompt.updates import (

@@ -25,12 +25,7 @@ from aioengine.processors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from aioengine.processors.items import (
-    AudioClip,
-    ImageSize,
-    VideoClip,
-    VideoHeader,
-)
+from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
 from aioengine.processors.media.open import open_media
 from aioengine.processors.media.source import MediaSource
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
@@ -213,10 +208,7 @@ def describe(source: MediaSource[Any, Any] | Embeddings) -> Described:
 
 
 def rebuild(
-    described: Described,
-    work: WorkItem,
-    config: MediaConfig,
-    processor: BaseMultiModalProcessor,
+    described: Described, work: WorkItem, config: MediaConfig, processor: BaseMultiModalProcessor
 ) -> Any:
     """A source that decodes to what the described one does, or fails with the same MediaError.
 

@@ -41,12 +41,7 @@ from aioengine.processors.prompt.updates import (
     resolve_updates,
 )
 
-__all__ = [
-    "BaseMultiModalProcessor",
-    "Layout",
-    "MultiModalInputs",
-    "TextOrTokens",
-]
+__all__ = ["BaseMultiModalProcessor", "Layout", "MultiModalInputs", "TextOrTokens"]
 
 logger = logging.getLogger(__name__)
 

@@ -165,10 +165,7 @@ class MolmoImageProcessor:
                 crop = torch.full((side, side), NO_TOKEN)
                 tops, lefts = (
                     slice(first // 2, (last + 1) // 2)
-                    for first, last in (
-                        geometry.kept(i, tiling[0]),
-                        geometry.kept(j, tiling[1]),
-                    )
+                    for first, last in (geometry.kept(i, tiling[0]), geometry.kept(j, tiling[1]))
                 )
                 down, right = (n * geometry.window_patches // 2 for n in (i, j))
                 row = torch.arange(tops.start, tops.stop)[:, None] + down

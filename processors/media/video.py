@@ -170,11 +170,7 @@ class _ArrayVideo(VideoSource):
     """Frames in a numpy array or a torch tensor."""
 
     def __init__(
-        self,
-        array: Array | torch.Tensor,
-        config: MediaConfig,
-        parameter: str,
-        sampling: Sampling,
+        self, array: Array | torch.Tensor, config: MediaConfig, parameter: str, sampling: Sampling
     ) -> None:
         super().__init__(config, parameter, sampling)
         self._copy: Array | None = None
