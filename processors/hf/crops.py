@@ -82,10 +82,10 @@ class CropGeometry:
         assert crops.shape[-4:-2] == tiling
         return crops.movedim((-4, -3), (0, 1)).flatten(0, 1)
 
-    def kept(self, index: int, count: int) -> tuple[int, int]:
-        """[first, last) of the patches that the crop at `index` of `count` in a row keeps."""
+    def kept(self, index: int, count: int) -> slice:
+        """The patches that the crop at `index` of `count` in a row keeps."""
         first = 0 if index == 0 else self.margins[0]
-        return first, self.crop_patches - (0 if index == count - 1 else self.margins[1])
+        return slice(first, self.crop_patches - (0 if index == count - 1 else self.margins[1]))
 
 
 def select_tiling(height: int, width: int, size: int, max_tiles: int) -> tuple[int, int]:

@@ -164,8 +164,8 @@ class MolmoImageProcessor:
             for j in range(tiling[1]):
                 crop = torch.full((side, side), NO_TOKEN)
                 tops, lefts = (
-                    slice(first // 2, (last + 1) // 2)
-                    for first, last in (geometry.kept(i, tiling[0]), geometry.kept(j, tiling[1]))
+                    slice(kept.start // 2, (kept.stop + 1) // 2)
+                    for kept in (geometry.kept(i, tiling[0]), geometry.kept(j, tiling[1]))
                 )
                 down, right = (n * geometry.window_patches // 2 for n in (i, j))
                 row = torch.arange(tops.start, tops.stop)[:, None] + down

@@ -46,13 +46,9 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
     valid_kwargs = Molmo2ImagesKwargs
     model_input_names = ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
     resample = PILImageResampling.BILINEAR
-    image_mean = IMAGENET_STANDARD_MEAN
-    image_std = IMAGENET_STANDARD_STD
+    image_mean, image_std = IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
     size: ClassVar[Any] = {"height": 378, "width": 378}
-    do_resize = True
-    do_rescale = True
-    do_normalize = True
-    do_convert_rgb = True
+    do_resize = do_rescale = do_normalize = do_convert_rgb = True
     max_crops = 8
     overlap_margins = (4, 4)
     patch_size = 14
@@ -131,11 +127,8 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         small = self._fit(pixels, geometry.crop_size, geometry.crop_size, options)
         crops = torch.cat([small[None], geometry.cut(canvas, tiling)])
         side = geometry.crop_patches
-        numbers = _numbers(geometry, tiling) + side**2
-        windows = [
-            _windows(torch.arange(side**2).view(side, side), pooling),
-            _windows(numbers, pooling),
-        ]
+        whole, parts = torch.arange(side**2).view(side, side), _numbers(geometry, tiling) + side**2
+        windows = [_windows(whole, pooling), _windows(parts, pooling)]
         grid, _ = self.get_image_grid_and_crops(height, width, options)
         return to_patches(crops, size), torch.cat(windows).to(torch.int32), grid
 
@@ -179,16 +172,12 @@ def _edges(size: Any) -> tuple[Any, Any]:
 
 def _numbers(geometry: CropGeometry, tiling: tuple[int, int]) -> Tensor:
     """The canvas's patches, each by its number in the crop that keeps it: [rows, columns]."""
-    side = geometry.crop_patches
-    every = torch.arange(tiling[0] * tiling[1] * side**2).view(*tiling, side, side)
-    lines = []
-    for i in range(tiling[0]):
-        top, bottom = geometry.kept(i, tiling[0])
-        parts = []
-        for j in range(tiling[1]):
-            left, right = geometry.kept(j, tiling[1])
-            parts.append(every[i, j, top:bottom, left:right])
-        lines.append(torch.cat(parts, 1))
+    side, (rows, columns), kept = geometry.crop_patches, tiling, geometry.kept
+    every = torch.arange(rows * columns * side**2).view(rows, columns, side, side)
+    lines = [
+        torch.cat([every[i, j, kept(i, rows), kept(j, columns)] for j in range(columns)], 1)
+        for i in range(rows)
+    ]
     return torch.cat(lines)
 
 
