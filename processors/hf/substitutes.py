@@ -121,14 +121,10 @@ def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) ->
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     if not _COMPARED[0] <= release <= _COMPARED[1]:
         return None
-    from aioengine.processors.hf.video_processors import (
-        MODEL_TYPES,
-        VIDEO_PROCESSORS,
-        FrameProcessor,
-    )
+    from aioengine.processors.hf import video_processors
 
     try:
-        settings, _ = FrameProcessor.get_video_processor_dict(source, **options)
+        settings, _ = video_processors.FrameProcessor.get_video_processor_dict(source, **options)
     except OSError:  # there are none, not even of an image processor
         return None
     name = settings.get("video_processor_type")
@@ -136,9 +132,9 @@ def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) ->
         images = settings.pop("image_processor_type", None) or ""
         name = images.replace("ImageProcessor", "VideoProcessor")
     if not hasattr(transformers, name):
-        name = MODEL_TYPES.get(hf_config.model_type)
+        name = video_processors.MODEL_TYPES.get(hf_config.model_type)
     has_own_code = "AutoVideoProcessor" in settings.get("auto_map", ())
-    found = None if has_own_code else VIDEO_PROCESSORS.get(name)
+    found = None if has_own_code else video_processors.VIDEO_PROCESSORS.get(name)
     return None if found is None else found.from_dict(settings)
 
 

@@ -16,12 +16,7 @@ from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
 from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageHeader, ImageSize
-from aioengine.processors.media.effort import (
-    EffortError,
-    excess_before_opening,
-    excess_when_opened,
-    make_reader,
-)
+from aioengine.processors.media import effort
 from aioengine.processors.media.pixels import (
     Array,
     PixelError,
@@ -64,7 +59,7 @@ class ImageSource(MediaSource[ImageHeader, Image.Image]):
     """
 
     _noun = "image"
-    _own_errors = (PixelError, EffortError)
+    _own_errors = (PixelError, effort.EffortError)
 
     @abstractmethod
     def _pixels(self, header: ImageHeader) -> Image.Image:
@@ -188,17 +183,16 @@ class _EncodedImage(ImageSource):
 
     def _read_with(self, factory: Callable[..., Any], name: str) -> ImageFile.ImageFile:
         """The image with its header read."""
-        reason = excess_before_opening(self._data, name)
-        if reason:
+        if reason := effort.excess_before_opening(self._data, name):
             raise self._error(reason)
-        reader = make_reader(self._data, name)
+        reader = effort.make_reader(self._data, name)
         image: ImageFile.ImageFile = self._guarded(f"its {name} header", factory, reader, "")
         return image
 
     def _checked(self, image: ImageFile.ImageFile) -> ImageFile.ImageFile:
         self._check_size(*image.size)
-        reason = excess_when_opened(image, self._data, self._config.max_image_pixels)
-        if reason:
+        limit = self._config.max_image_pixels
+        if reason := effort.excess_when_opened(image, self._data, limit):
             raise self._error(reason)
         return image
 
