@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from aioengine.streams.device import DECODER, ENCODER, QueuedDevice, failure_of, settle
+from aioengine.streams.device import DECODER, ENCODER, Device, failure_of, settle
 from aioengine.types import read
 
 __all__ = ["CudaDevice", "Driver", "Mark", "TorchDriver"]
@@ -48,7 +48,7 @@ class Driver(Protocol):
         """The end of what has been launched into this queue."""
 
 
-class CudaDevice(QueuedDevice):
+class CudaDevice(Device):
     """A launch thread and two threads that wait. One step may be launched while another runs.
 
     No encoder job lingers for a step: launching it takes a moment, and the device does both.
@@ -60,7 +60,7 @@ class CudaDevice(QueuedDevice):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, driver: Driver, *, max_streak: int = 4
     ) -> None:
-        """See `QueuedDevice`."""
+        """See `Device`."""
         self._driver = driver
         self._sent: dict[str, SimpleQueue[Sent | None]] = {
             DECODER: SimpleQueue(),
@@ -133,10 +133,11 @@ class TorchDriver:
 
     def _make_stream(self, priority: int) -> Any:
         try:
-            from cuda.core import Device, StreamOptions
+            from cuda.core import Device as Gpu
+            from cuda.core import StreamOptions
         except ImportError:
             return self._cuda.Stream(self._device, priority=priority)
-        device = Device(self._cuda.current_device())
+        device = Gpu(self._cuda.current_device())
         device.set_current()
         stream = device.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
         self._kept.append(stream)  # torch only borrows it
