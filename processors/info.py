@@ -245,6 +245,7 @@ class BaseProcessingInfo(ABC):
         supported = self.get_supported_mm_limits()
         allowed = self.get_allowed_mm_limits()
         for modality, count in counts.items():
+            refused = partial(UnsupportedModalityError, parameter=f"{modality}s", value=count)
             if count and modality not in supported:
                 if modality == "video" and lacks_video(self.get_hf_processor()):
                     raise MediaError(
@@ -254,22 +255,14 @@ class BaseProcessingInfo(ABC):
                     )
                 known = ", ".join(sorted(supported))
                 takes = f", only {known}" if supported else ": it is for text only"
-                raise UnsupportedModalityError(
-                    f"the model takes no {modality} items{takes}",
-                    parameter=f"{modality}s",
-                    value=count,
-                )
+                raise refused(f"the model takes no {modality} items{takes}")
             limit = allowed.get(modality)
             if limit is None or count <= limit:
                 continue
             most = supported[modality]
             raises_it = most is None or count <= most
             way_out = f"; raise limit_mm_per_prompt[{modality!r}]" if raises_it else ""
-            raise UnsupportedModalityError(
-                f"{count} {modality} items in one prompt are more than {limit}{way_out}",
-                parameter=f"{modality}s",
-                value=count,
-            )
+            raise refused(f"{count} {modality} items in one prompt are more than {limit}{way_out}")
 
 
 @dataclass(frozen=True, kw_only=True)
