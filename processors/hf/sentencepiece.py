@@ -107,20 +107,18 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
     characters or spaces of a text.
     """
     pieces: list[tuple[str, float, int]] = []
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
+    specs: dict[int, dict[int, Any]] = {2: {}, 3: {}}
     try:
         for number, value in _fields(path.read_bytes()):
             if number == 1:
                 parts = dict(_fields(value))
                 score = struct.unpack("<f", parts.get(2, b"\0\0\0\0"))[0]
                 pieces.append((parts.get(1, b"").decode(), score, parts.get(3, _NORMAL)))
-            elif number == 2:
-                trainer = dict(_fields(value))
-            elif number == 3:
-                normalizer = dict(_fields(value))
+            elif number in specs:
+                specs[number] = dict(_fields(value))
     except (ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise ModelLoadError(f"{path.name} is damaged: {type(error).__name__}") from error
+    trainer, normalizer = specs.values()
     is_plain = not normalizer.get(2) and not normalizer.get(4, 1) and normalizer.get(5, 1)
     if trainer.get(3, 1) != _BPE or not trainer.get(35) or not is_plain:
         raise ModelLoadError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -119,10 +120,8 @@ class AudioSource(MediaSource[AudioHeader, AudioClip]):
             raise self._error(f"it is longer than media.max_audio_s ({limit} seconds)")
 
     def _load(self, name: str) -> Any:
-        try:
+        with suppress(ImportError, OSError):  # OSError: the library that it wraps is missing.
             return import_module(name)
-        except (ImportError, OSError):  # OSError: the library that the package wraps is missing.
-            pass
         raise self._error(f"{name} is not installed: pip install 'aioengine[audio]'")
 
 
