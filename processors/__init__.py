@@ -11,9 +11,7 @@ from aioengine.types import lazy_exports
 
 if TYPE_CHECKING:
     from aioengine.processors.embeddings import EmbeddingItems as EmbeddingItems
-    from aioengine.processors.encdec import (
-        EncDecMultiModalProcessor as EncDecMultiModalProcessor,
-    )
+    from aioengine.processors.encdec import EncDecMultiModalProcessor as EncDecMultiModalProcessor
     from aioengine.processors.info import BaseDummyInputsBuilder as BaseDummyInputsBuilder
     from aioengine.processors.info import BaseProcessingInfo as BaseProcessingInfo
     from aioengine.processors.info import ProcessingContext as ProcessingContext

@@ -15,6 +15,7 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError, shown
 from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.prompt.updates import find
 
 __all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "find_template"]
 
@@ -86,9 +87,9 @@ class ChatRenderer:
                 parameter="messages",
             )
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-            raise InvalidRequestError("messages must be a list of mappings", parameter="messages")
+            raise _invalid("messages", "must be a list of mappings")
         if not messages:
-            raise InvalidRequestError("messages must not be empty", parameter="messages")
+            raise _invalid("messages", "must not be empty")
         media: dict[str, list[ChatMedia]] = {}
         conversation = [
             self._read_message(message, f"messages[{index}]", media)
@@ -107,15 +108,10 @@ class ChatRenderer:
             raise _wrong(path, "a mapping with role and content", message)
         role = message.get("role")
         if role not in ROLES:
-            raise InvalidRequestError(
-                f"{path}.role must be one of {', '.join(ROLES)}", parameter=f"{path}.role"
-            )
+            raise _invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
         unknown = sorted(str(key) for key in message if key not in ("role", "content", "name"))
         if unknown:
-            raise InvalidRequestError(
-                f"{path} has keys that are not supported: {', '.join(unknown)[:80]}",
-                parameter=path,
-            )
+            raise _invalid(path, f"has keys that are not supported: {', '.join(unknown)[:80]}")
         read: dict[str, Any] = {"role": role}
         if "name" in message:
             read["name"] = self._mark(_text(message["name"], f"{path}.name"))
@@ -157,9 +153,7 @@ class ChatRenderer:
         if uuid is not None:
             uuid = _text(uuid, f"{path}.uuid")
         if item is None and uuid is None:
-            raise InvalidRequestError(
-                f"{path} has neither content ({part['type']}) nor a uuid", parameter=path
-            )
+            raise _invalid(path, f"has neither content ({part['type']}) nor a uuid")
         trusted = not isinstance(item, str)  # a path object cannot come out of JSON
         found = ChatMedia(item=item, parameter=path, trusted=trusted, uuid=uuid)
         media.setdefault(modality, []).append(found)
@@ -212,10 +206,7 @@ class ChatRenderer:
 
     def _apply_template(self, conversation: list[dict[str, Any]]) -> str:
         rendered = self._tokenizer.apply_chat_template(
-            conversation,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=True,
+            conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
         )
         return str(rendered)
 
@@ -321,10 +312,8 @@ class ChatRenderer:
         """The special tokens that the tokenizer puts before and after every text."""
         bare = list(self._tokenizer.encode("a", add_special_tokens=False))
         full = list(self._tokenizer.encode("a", add_special_tokens=True))
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return full[:start], full[start + len(bare) :]
-        return [], []
+        start = find(full, bare)
+        return ([], []) if start < 0 else (full[:start], full[start + len(bare) :])
 
 
 def find_template(processor: BaseMultiModalProcessor) -> str | None:
@@ -394,12 +383,14 @@ def _text(value: object, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(
-            f"{path} is not valid Unicode (it has lone surrogates)", parameter=path
-        ) from None
+        raise _invalid(path, "is not valid Unicode (it has lone surrogates)") from None
     return value
 
 
 def _wrong(path: str, wanted: str, value: object) -> InvalidRequestError:
     kind = type(value).__name__
-    return InvalidRequestError(f"{path} must be {wanted}, not {kind}", parameter=path, value=kind)
+    return _invalid(path, f"must be {wanted}, not {kind}", kind)
+
+
+def _invalid(path: str, reason: str, value: object = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{path} {reason}", parameter=path, value=value)

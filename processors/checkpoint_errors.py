@@ -145,8 +145,7 @@ def _lacks(info: BaseProcessingInfo, token: str, modality: str) -> ModelLoadErro
 def _knows(tokenizer: Any, token: str) -> bool:
     token_id = tokenizer.convert_tokens_to_ids(token)
     unknown = getattr(tokenizer, "unk_token_id", None)
-    is_unknown = token_id is None or (token_id == unknown and token != tokenizer.unk_token)
-    return not is_unknown
+    return token_id is not None and (token_id != unknown or token == tokenizer.unk_token)
 
 
 def _has_id(tokenizer: Any, token_id: int) -> bool:

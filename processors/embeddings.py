@@ -56,9 +56,7 @@ class EmbeddingItems(ModalityDataItems[torch.Tensor]):
     def _checked_extras(self, extra: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
         for taken in (f"{self.modality}_embeds", "input_ids"):
             if taken in extra:
-                raise MediaError(
-                    f"{name} has an extra by a name of the engine's own, {taken}", parameter=name
-                )
+                raise _wrong(name, f"has an extra by a name of the engine's own, {taken}")
         return {key: _checked_extra(value, f"{name}.{key:.40}") for key, value in extra.items()}
 
     def get_feature_size(self, item_idx: int) -> int:
@@ -126,24 +124,13 @@ def _checked_rows(
     # Before any number is looked at: strides may repeat a few of them for ever.
     shape = tuple(value.shape)
     if len(shape) != 2 or shape[0] == 0 or shape[1] != hidden_size:
-        raise MediaError(
-            f"{parameter} must have the shape (rows, {hidden_size}), not {shape}",
-            parameter=parameter,
-            value=shape,
-        )
+        raise _wrong(parameter, f"must have the shape (rows, {hidden_size}), not {shape}", shape)
     if max_rows is not None and shape[0] > max_rows:
-        raise MediaError(
-            f"{parameter} has {shape[0]} rows, more than max_model_len ({max_rows})",
-            parameter=parameter,
-            value=shape,
-        )
+        raise _wrong(parameter, f"has {shape[0]} rows, more than max_model_len ({max_rows})", shape)
     rows = _to_tensor(value, parameter)
     if not rows.is_floating_point():
-        raise MediaError(
-            f"{parameter} must be floating point, not {rows.dtype}",
-            parameter=parameter,
-            value=str(rows.dtype),
-        )
+        dtype = str(rows.dtype)
+        raise _wrong(parameter, f"must be floating point, not {dtype}", dtype)
     _check_finite(rows, parameter)
     return rows.to(torch.float32)
 
@@ -153,14 +140,10 @@ def _checked_extra(value: Any, parameter: str) -> torch.Tensor:
         try:
             value = torch.tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise MediaError(
-                f"{parameter} must be a tensor or nested lists of numbers", parameter=parameter
-            ) from None
+            raise _wrong(parameter, "must be a tensor or nested lists of numbers") from None
     _check_array(value, parameter)
     if math.prod(value.shape) > MAX_EXTRA_NUMBERS:
-        raise MediaError(
-            f"{parameter} has more than {MAX_EXTRA_NUMBERS} numbers", parameter=parameter
-        )
+        raise _wrong(parameter, f"has more than {MAX_EXTRA_NUMBERS} numbers")
     tensor = _to_tensor(value, parameter)
     if tensor.is_floating_point():
         _check_finite(tensor, parameter)
@@ -169,17 +152,12 @@ def _checked_extra(value: Any, parameter: str) -> torch.Tensor:
 
 def _check_array(value: Any, parameter: str) -> None:
     if not isinstance(value, torch.Tensor | np.ndarray):
-        raise MediaError(
-            f"{parameter} must be a torch tensor or a numpy array, not {type(value).__name__}",
-            parameter=parameter,
-            value=type(value).__name__,
-        )
+        kind = type(value).__name__
+        raise _wrong(parameter, f"must be a torch tensor or a numpy array, not {kind}", kind)
     if isinstance(value, torch.Tensor) and not is_dense(value):
-        raise MediaError(f"{parameter} must be a dense tensor", parameter=parameter)
+        raise _wrong(parameter, "must be a dense tensor")
     if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
-        raise MediaError(
-            f"{parameter} must hold numbers, not dtype {value.dtype!s:.40}", parameter=parameter
-        )
+        raise _wrong(parameter, f"must hold numbers, not dtype {value.dtype!s:.40}")
 
 
 def _to_tensor(value: Any, parameter: str) -> torch.Tensor:
@@ -194,14 +172,16 @@ def _to_tensor(value: Any, parameter: str) -> torch.Tensor:
             # Of memory that may not be written to, torch would warn.
             return torch.from_numpy(value.astype(dtype, order="C", copy=not value.flags.writeable))
     except (TypeError, ValueError, RuntimeError):
-        raise MediaError(
-            f"{parameter} must hold numbers, not dtype {value.dtype!s:.40}", parameter=parameter
-        ) from None
+        raise _wrong(parameter, f"must hold numbers, not dtype {value.dtype!s:.40}") from None
 
 
 def _check_finite(tensor: torch.Tensor, parameter: str) -> None:
     if not bool(torch.isfinite(tensor).all()):
-        raise MediaError(f"{parameter} must be finite everywhere", parameter=parameter)
+        raise _wrong(parameter, "must be finite everywhere")
+
+
+def _wrong(parameter: str, reason: str, value: object = None) -> MediaError:
+    return MediaError(f"{parameter} {reason}", parameter=parameter, value=value)
 
 
 def repeat_token(

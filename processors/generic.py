@@ -34,10 +34,7 @@ from aioengine.processors.inputs import (
     MultiModalKwargs,
     MultiModalKwargsItem,
 )
-from aioengine.processors.items import (
-    PROCESSOR_ITEMS,
-    MultiModalDataItems,
-)
+from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.prompt.updates import (
@@ -101,8 +98,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         ((keyword, _),) = mm_data.items()
         contract = next(each for each in CONTRACTS if each.keyword == keyword)
         processor = self.info.get_hf_processor()
-        options = copy.deepcopy(dict(mm_kwargs))  # older versions empty the scopes in it
-        ready: Any = resize_ahead(processor, mm_data, options, self._preprocess_resizes_first)
+        ready: Any = resize_ahead(processor, mm_data, mm_kwargs, self._preprocess_resizes_first)
         outputs, text = self.info.process_item(contract.modality, ready[keyword][0], mm_kwargs)
         token_ids = self.info.encode(text)
         if not token_ids:
@@ -210,11 +206,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         features = ids[ids.index(embed_id) : len(ids) - ids[::-1].index(embed_id)]
         if features.count(embed_id) == len(features):
             return PromptUpdateDetails(full=full, features=features)
-        return PromptUpdateDetails(
-            full=full,
-            features=features,
-            is_embed=lambda tokenizer, token_ids: torch.tensor(token_ids) == embed_id,
-        )
+        return PromptUpdateDetails.select_token_id(full, embed_id, features=features)
 
     def _text_around_rows(self, modality: str, num_rows: int) -> str:
         """Return what rows computed elsewhere become in the text: one run, in its markers.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections import Counter
@@ -21,7 +20,8 @@ from aioengine.processors.info import (
     ProcessingContext,
     ProcessorInputs,
 )
-from aioengine.processors.items import ImageSize, VideoHeader
+from aioengine.processors.items import Counts, ImageSize, VideoHeader, noise_item
+from aioengine.processors.mm_kwargs import merge_for_hf
 
 __all__ = [
     "CONTRACTS",
@@ -142,12 +142,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
         Raises whatever the HF processor raises.
         """
         contract, processor = self.contracts[modality], self.get_hf_processor()
-        merged = processor._merge_kwargs(
-            processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=getattr(self.get_tokenizer(), "init_kwargs", {}),
-            **copy.deepcopy(dict(mm_kwargs)),  # older versions empty the scopes in it
-            return_tensors="pt",
-        )
+        merged = merge_for_hf(processor, mm_kwargs, return_tensors="pt")
         contents, known = self.unwrap(modality, [item])
         extra = {n: merged[n] for n in contract.extra_parameters(processor) if n in merged}
         method = getattr(processor, contract.process)
@@ -204,9 +199,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
         item, num_rows = notes["largest", modality]
         return item, num_rows
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts:
         """Encoder rows of the largest dummies; see `get_largest_item`."""
         known = [modality for modality in mm_counts if modality in self.contracts]
         return {modality: self.get_largest_item(modality)[1] for modality in known}
@@ -253,13 +246,11 @@ class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
 
     info: GenericProcessingInfo
 
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+    def get_dummy_text(self, mm_counts: Counts) -> str:
         """Each item's placeholder, and nothing else."""
         return "".join(self.info.get_placeholder(name) * mm_counts[name] for name in mm_counts)
 
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Counts) -> ProcessorInputs:
         """`mm_data` has one decoded dummy of each modality, as often as it is asked for."""
         mm_data = {
             modality: [self.info.get_largest_item(modality)[0]] * count
@@ -268,14 +259,9 @@ class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
         return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data=mm_data)
 
     def get_small_item(self, modality: str) -> Any:
-        """A small decoded dummy."""
-        size = {"width": 72, "height": 56}
-        if modality == "image":
-            return self._get_dummy_images(**size, num_images=1)[0]
-        if modality == "video":
-            return self._get_dummy_videos(**size, num_frames=4, num_videos=1)[0]
-        length = self.info.get_sample_rate() // 2
-        return self._get_dummy_audios(length=length, num_audios=1)[0]
+        """A small decoded item."""
+        rate = self.info.get_sample_rate() if modality == "audio" else 0
+        return noise_item(modality, sample_rate=rate)
 
 
 def notes_of(ctx: ProcessingContext) -> dict[tuple[str, object], Any]:

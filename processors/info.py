@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from PIL import Image
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
 from aioengine.processors.checkpoint_errors import explain
 from aioengine.processors.hf.substitutes import lacks_video, load_processor
-from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
+from aioengine.processors.items import AudioClip, Counts, ImageSize, VideoClip, VideoHeader
 
 __all__ = [
     "BaseDummyInputsBuilder",
@@ -131,18 +132,11 @@ def load_context(
     family = BaseProcessingInfo if info is None else info
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     source = str(model)
-
-    def make_tokenizer() -> Any:
-        return family.load_tokenizer(source, hf_config, options)
-
-    def make_processor(**kwargs: Any) -> Any:
-        return family.load_hf_processor(source, hf_config, options, **kwargs)
-
     context = ProcessingContext(
         source,
         hf_config=hf_config,
-        tokenizer_factory=make_tokenizer,
-        processor_factory=make_processor,
+        tokenizer_factory=partial(family.load_tokenizer, source, hf_config, options),
+        processor_factory=partial(family.load_hf_processor, source, hf_config, options),
         limit_mm_per_prompt=limit_mm_per_prompt,
         mm_processor_kwargs=mm_processor_kwargs,
         generation_config=_generation_config(source, hf_config, revision),
@@ -230,9 +224,7 @@ class BaseProcessingInfo(ABC):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Modality -> items that one prompt may have (None: any number). Others are unsupported."""
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int] | None:
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts | None:
         """Modality -> placeholder tokens of the largest item; None: to be found by a trial."""
         return None
 
@@ -245,7 +237,7 @@ class BaseProcessingInfo(ABC):
             allowed[modality] = min(known, default=None)
         return allowed
 
-    def validate_num_items(self, counts: Mapping[str, int]) -> None:
+    def validate_num_items(self, counts: Counts) -> None:
         """Raises UnsupportedModalityError for media that the model or the engine does not take.
 
         And MediaError for videos that it would take if torchvision were there.
@@ -253,6 +245,7 @@ class BaseProcessingInfo(ABC):
         supported = self.get_supported_mm_limits()
         allowed = self.get_allowed_mm_limits()
         for modality, count in counts.items():
+            refused = partial(UnsupportedModalityError, parameter=f"{modality}s", value=count)
             if count and modality not in supported:
                 if modality == "video" and lacks_video(self.get_hf_processor()):
                     raise MediaError(
@@ -260,25 +253,16 @@ class BaseProcessingInfo(ABC):
                         "images",
                         parameter="videos",
                     )
-                takes = ", ".join(sorted(supported)) or "no media"
-                raise UnsupportedModalityError(
-                    f"the model takes no {modality} items, only {takes}"
-                    if supported
-                    else f"the model takes no {modality} items: it is for text only",
-                    parameter=f"{modality}s",
-                    value=count,
-                )
+                known = ", ".join(sorted(supported))
+                takes = f", only {known}" if supported else ": it is for text only"
+                raise refused(f"the model takes no {modality} items{takes}")
             limit = allowed.get(modality)
             if limit is None or count <= limit:
                 continue
             most = supported[modality]
             raises_it = most is None or count <= most
             way_out = f"; raise limit_mm_per_prompt[{modality!r}]" if raises_it else ""
-            raise UnsupportedModalityError(
-                f"{count} {modality} items in one prompt are more than {limit}{way_out}",
-                parameter=f"{modality}s",
-                value=count,
-            )
+            raise refused(f"{count} {modality} items in one prompt are more than {limit}{way_out}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,9 +288,7 @@ class ImageInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts:
         width, height = self.get_image_size_with_most_features()
         return {"image": self.get_num_image_tokens(image_width=width, image_height=height)}
 
@@ -325,12 +307,10 @@ class BaseDummyInputsBuilder(ABC):
         self.info = info
 
     @abstractmethod
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Counts) -> ProcessorInputs:
         """A prompt with that many items of each modality, each as large as they get."""
 
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+    def get_dummy_text(self, mm_counts: Counts) -> str:
         """The text that the HF processor wants beside that many items.
 
         Worth overriding: this default makes the dummy media too.
@@ -369,12 +349,10 @@ class ImageDummyInputsBuilder(BaseDummyInputsBuilder):
 
     info: ImageInfo
 
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+    def get_dummy_text(self, mm_counts: Counts) -> str:
         return ""
 
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Counts) -> ProcessorInputs:
         width, height = self.info.get_image_size_with_most_features()
         count = mm_counts.get("image", 0)
         images = self._get_dummy_images(width=width, height=height, num_images=count)

@@ -80,22 +80,62 @@ class PlaceholderRange:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlaceholderRange):
             return NotImplemented
-        mine = (self.offset, self.length, self.embed_runs)
-        return mine == (other.offset, other.length, other.embed_runs)
+        return self.to_span() == other.to_span()
 
     def __hash__(self) -> int:
-        return hash((self.offset, self.length, self.embed_runs))
+        return hash(self.to_span())
 
 
 @dataclass(frozen=True)
-class _Field:
-    """Rule by which one HF output is cut into items. `split` and `join` are inverses."""
+class MultiModalFieldConfig:
+    """Relation of one output of the HF processor to the items of a modality, which it is cut into.
+
+    `keep_on_cpu` marks small tensors that the host reads (grids, counts), so that they are not sent
+    to the device and back.
+    """
 
     modality: str
     keep_on_cpu: bool
 
+    @staticmethod
+    def batched(modality: str, *, keep_on_cpu: bool = False) -> MultiModalFieldConfig:
+        """Item i is entry i of the first dimension (or of the list)."""
+        return _Batched(modality, keep_on_cpu)
+
+    @staticmethod
+    def flat(
+        modality: str, slices: Sequence[slice], dim: int = 0, *, keep_on_cpu: bool = False
+    ) -> MultiModalFieldConfig:
+        """Item i is `slices[i]` along `dim`; the slices must be consecutive and cover the data."""
+        sizes, end = [], 0
+        for part in slices:
+            if part.start != end or part.step not in (None, 1) or part.stop < end:
+                raise ValueError("slices must be consecutive, starting at 0, with step 1")
+            sizes.append(part.stop - end)
+            end = part.stop
+        return _Flat(modality, keep_on_cpu, tuple(sizes), dim)
+
+    @staticmethod
+    def flat_from_sizes(
+        modality: str,
+        size_per_item: Sequence[int] | torch.Tensor,
+        dim: int = 0,
+        *,
+        keep_on_cpu: bool = False,
+    ) -> MultiModalFieldConfig:
+        """Item i is the next `size_per_item[i]` entries along `dim`."""
+        sizes = tuple(int(size) for size in size_per_item)
+        return _Flat(modality, keep_on_cpu, sizes, dim)
+
+    @staticmethod
+    def shared(
+        modality: str, batch_size: int, *, keep_on_cpu: bool = False
+    ) -> MultiModalFieldConfig:
+        """Each of the `batch_size` items has all of the data."""
+        return _Shared(modality, keep_on_cpu, batch_size)
+
     def split(self, data: FieldData) -> list[torch.Tensor]:
-        """One tensor per item; may be views of `data`."""
+        """One tensor per item; may be views of `data`. `join` is the inverse."""
         raise NotImplementedError
 
     def join(self, items: Sequence[torch.Tensor]) -> FieldData:
@@ -104,7 +144,7 @@ class _Field:
 
 
 @dataclass(frozen=True)
-class _Batched(_Field):
+class _Batched(MultiModalFieldConfig):
     """Item i is `data[i]`."""
 
     def split(self, data: FieldData) -> list[torch.Tensor]:
@@ -117,7 +157,7 @@ class _Batched(_Field):
 
 
 @dataclass(frozen=True)
-class _Flat(_Field):
+class _Flat(MultiModalFieldConfig):
     """Item i is the i-th run of `sizes[i]` entries along `dim`."""
 
     sizes: tuple[int, ...]
@@ -140,7 +180,7 @@ class _Flat(_Field):
 
 
 @dataclass(frozen=True)
-class _Shared(_Field):
+class _Shared(MultiModalFieldConfig):
     """Every one of `batch_size` items has the same data."""
 
     batch_size: int
@@ -156,59 +196,6 @@ class _Shared(_Field):
         return items[0]
 
 
-class MultiModalFieldConfig:
-    """Relation of one output of the HF processor to the items of a modality.
-
-    `keep_on_cpu` marks small tensors that the host reads (grids, counts), so that they are not sent
-    to the device and back.
-    """
-
-    def __init__(self, field: _Field) -> None:
-        self.field = field
-
-    @property
-    def modality(self) -> str:
-        """The modality whose items the output belongs to."""
-        return self.field.modality
-
-    @staticmethod
-    def batched(modality: str, *, keep_on_cpu: bool = False) -> MultiModalFieldConfig:
-        """Item i is entry i of the first dimension (or of the list)."""
-        return MultiModalFieldConfig(_Batched(modality, keep_on_cpu))
-
-    @staticmethod
-    def flat(
-        modality: str, slices: Sequence[slice], dim: int = 0, *, keep_on_cpu: bool = False
-    ) -> MultiModalFieldConfig:
-        """Item i is `slices[i]` along `dim`; the slices must be consecutive and cover the data."""
-        sizes, end = [], 0
-        for part in slices:
-            if part.start != end or part.step not in (None, 1) or part.stop < end:
-                raise ValueError("slices must be consecutive, starting at 0, with step 1")
-            sizes.append(part.stop - end)
-            end = part.stop
-        return MultiModalFieldConfig(_Flat(modality, keep_on_cpu, tuple(sizes), dim))
-
-    @staticmethod
-    def flat_from_sizes(
-        modality: str,
-        size_per_item: Sequence[int] | torch.Tensor,
-        dim: int = 0,
-        *,
-        keep_on_cpu: bool = False,
-    ) -> MultiModalFieldConfig:
-        """Item i is the next `size_per_item[i]` entries along `dim`."""
-        sizes = tuple(int(size) for size in size_per_item)
-        return MultiModalFieldConfig(_Flat(modality, keep_on_cpu, sizes, dim))
-
-    @staticmethod
-    def shared(
-        modality: str, batch_size: int, *, keep_on_cpu: bool = False
-    ) -> MultiModalFieldConfig:
-        """Each of the `batch_size` items has all of the data."""
-        return MultiModalFieldConfig(_Shared(modality, keep_on_cpu, batch_size))
-
-
 class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
     """Encoder input of one item: name -> contiguous CPU tensor that the item owns.
 
@@ -219,7 +206,10 @@ class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
     __slots__ = ("_fields", "_tensors", "modality", "num_bytes")
 
     def __init__(
-        self, modality: str, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, _Field]
+        self,
+        modality: str,
+        tensors: Mapping[str, torch.Tensor],
+        fields: Mapping[str, MultiModalFieldConfig],
     ) -> None:
         self.modality = modality
         self._tensors = {name: _copy(tensor) for name, tensor in tensors.items()}
@@ -232,7 +222,7 @@ class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
     ) -> MultiModalKwargsItem:
         """One item from its own tensors, all of the one modality that `config` names."""
         (modality,) = {config[name].modality for name in tensors}
-        return cls(modality, tensors, {name: config[name].field for name in tensors})
+        return cls(modality, tensors, config)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -243,7 +233,7 @@ class MultiModalKwargsItem(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def field(self, name: str) -> _Field:
+    def field(self, name: str) -> MultiModalFieldConfig:
         """Return how the tensor of that name is batched."""
         return self._fields[name]
 
@@ -291,11 +281,9 @@ class MultiModalKwargs(Mapping[str, FieldData]):
         modality do not agree on how many items there are.
         """
         columns: dict[str, dict[str, list[torch.Tensor]]] = {}
-        for name, field_config in config.items():
+        for name, field in config.items():
             if name in hf_outputs:
-                parts = field_config.field.split(hf_outputs[name])
-                columns.setdefault(field_config.modality, {})[name] = parts
-        fields = {name: field_config.field for name, field_config in config.items()}
+                columns.setdefault(field.modality, {})[name] = field.split(hf_outputs[name])
         items = {}
         for modality, by_name in columns.items():
             counts = {name: len(parts) for name, parts in by_name.items()}
@@ -304,7 +292,7 @@ class MultiModalKwargs(Mapping[str, FieldData]):
             rows = zip(*by_name.values(), strict=True)
             items[modality] = [
                 # A shared storage would keep all neighbours alive, so each item takes a copy.
-                MultiModalKwargsItem(modality, dict(zip(by_name, row, strict=True)), fields)
+                MultiModalKwargsItem(modality, dict(zip(by_name, row, strict=True)), config)
                 for row in rows
             ]
         return items

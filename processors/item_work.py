@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,13 +25,9 @@ from aioengine.processors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from aioengine.processors.items import (
-    AudioClip,
-    ImageSize,
-    VideoClip,
-    VideoHeader,
-)
+from aioengine.processors.items import AudioClip, ImageSize, VideoClip, VideoHeader
 from aioengine.processors.media.open import open_media
+from aioengine.processors.media.pixels import tiles
 from aioengine.processors.media.source import MediaSource
 from aioengine.processors.processor import BaseMultiModalProcessor, Layout
 from aioengine.types import Embeddings
@@ -65,9 +61,6 @@ def _import_controller() -> Any:
 
 
 ThreadpoolController = _import_controller()
-
-BAND_PIXELS = 1 << 16
-"""Of an image that is turned into bytes at once, with the GIL held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +193,8 @@ def describe(source: MediaSource[Any, Any] | Embeddings) -> Described:
         return Described("encoded", {}, [given])
     content = source.decode()
     if isinstance(content, Image.Image):
-        return Described("picture", {"size": list(content.size)}, _bands(content))
+        parts = (content.crop(box).tobytes() for box in tiles(content.size))
+        return Described("picture", {"size": list(content.size)}, parts)
     if isinstance(content, AudioClip):
         meta, buffers = _describe_array(content.samples)
         return Described("samples", {**meta, "sample_rate": content.sample_rate}, buffers)
@@ -213,10 +207,7 @@ def describe(source: MediaSource[Any, Any] | Embeddings) -> Described:
 
 
 def rebuild(
-    described: Described,
-    work: WorkItem,
-    config: MediaConfig,
-    processor: BaseMultiModalProcessor,
+    described: Described, work: WorkItem, config: MediaConfig, processor: BaseMultiModalProcessor
 ) -> Any:
     """A source that decodes to what the described one does, or fails with the same MediaError.
 
@@ -260,14 +251,6 @@ class _Decoded:
 
     def verify(self) -> None:
         """Do nothing: where it was decoded, it was checked."""
-
-
-def _bands(image: Image.Image) -> Iterator[bytes]:
-    """The pixels of an RGB image, some rows at a time."""
-    width, height = image.size
-    num_rows = max(1, BAND_PIXELS // width)
-    for upper in range(0, height, num_rows):
-        yield image.crop((0, upper, width, min(upper + num_rows, height))).tobytes()
 
 
 def _describe_array(array: np.ndarray[Any, Any]) -> tuple[dict[str, Any], list[Readable]]:

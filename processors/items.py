@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,7 @@ __all__ = [
     "AudioClip",
     "AudioHeader",
     "AudioProcessorItems",
+    "Counts",
     "ImageHeader",
     "ImageProcessorItems",
     "ImageSize",
@@ -31,6 +32,9 @@ __all__ = [
 ItemT = TypeVar("ItemT")
 ItemsT = TypeVar("ItemsT", bound="ModalityDataItems[Any]")
 OtherItemsT = TypeVar("OtherItemsT", bound="ModalityDataItems[Any]")
+
+Counts: TypeAlias = Mapping[str, int]
+"""Modality -> a number, of items or of an item's tokens."""
 
 
 class ImageSize(NamedTuple):
@@ -129,22 +133,31 @@ class ModalityDataItems(ABC, Generic[ItemT]):
         run."""
 
 
-class ImageProcessorItems(ModalityDataItems[Any]):
+class _MediaItems(ModalityDataItems[Any], Generic[ItemT]):
+    """Items that are decoded, or known by their headers while only the layout is wanted."""
+
+    _modality: ClassVar[str]
+    _header: ClassVar[type]
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        super().__init__(items, self._modality)
+
+    def get(self, index: int) -> ItemT:
+        """The decoded item. Raises ValueError if only its header is here."""
+        item: ItemT = self._items[index]
+        if isinstance(item, self._header):
+            raise ValueError(f"{self.modality} {index} is not decoded, only its header is known")
+        return item
+
+
+class ImageProcessorItems(_MediaItems[Any]):
     """Images for the HF image processor.
 
     An entry is a decoded image (`PIL.Image`, or an array in HWC order), or an `ImageHeader` while
     only the layout is wanted.
     """
 
-    def __init__(self, items: Sequence[Any]) -> None:
-        super().__init__(items, "image")
-
-    def get(self, index: int) -> Any:
-        """The decoded image. Raises ValueError if only its header is here."""
-        item = self._items[index]
-        if isinstance(item, ImageHeader):
-            raise ValueError(f"image {index} is not decoded, only its header is known")
-        return item
+    _modality, _header = "image", ImageHeader
 
     def get_image_size(self, item_idx: int) -> ImageSize:
         """The image's size, from the header if it is not decoded yet."""
@@ -158,18 +171,10 @@ class ImageProcessorItems(ModalityDataItems[Any]):
         return {"images": self.get_all()}
 
 
-class AudioProcessorItems(ModalityDataItems[Any]):
+class AudioProcessorItems(_MediaItems[AudioClip]):
     """Audio for the HF feature extractor: `AudioClip`, or `AudioHeader` for a layout."""
 
-    def __init__(self, items: Sequence[AudioClip | AudioHeader]) -> None:
-        super().__init__(items, "audio")
-
-    def get(self, index: int) -> AudioClip:
-        """The decoded audio. Raises ValueError if only its header is here."""
-        item = self._items[index]
-        if not isinstance(item, AudioClip):
-            raise ValueError(f"audio {index} is not decoded, only its header is known")
-        return item
+    _modality, _header = "audio", AudioHeader
 
     def get_audio_length(self, item_idx: int) -> int:
         """The number of samples at the model's rate."""
@@ -181,18 +186,10 @@ class AudioProcessorItems(ModalityDataItems[Any]):
         return {"audio": [clip.samples for clip in self.get_all()]}
 
 
-class VideoProcessorItems(ModalityDataItems[Any]):
+class VideoProcessorItems(_MediaItems[VideoClip]):
     """Videos for the HF video processor: `VideoClip`, or `VideoHeader` for a layout."""
 
-    def __init__(self, items: Sequence[VideoClip | VideoHeader]) -> None:
-        super().__init__(items, "video")
-
-    def get(self, index: int) -> VideoClip:
-        """The frames that were taken. Raises ValueError if only the header is here."""
-        item = self._items[index]
-        if not isinstance(item, VideoClip):
-            raise ValueError(f"video {index} is not decoded, only its header is known")
-        return item
+    _modality, _header = "video", VideoHeader
 
     def get_header(self, item_idx: int) -> VideoHeader:
         """Sizes, and which frames are taken."""
@@ -251,8 +248,7 @@ class MultiModalDataItems(Mapping[str, ModalityDataItems[Any]]):
 
     def get_count(self, modality: str) -> int:
         """Return how many items of that modality there are."""
-        group = self._items.get(modality)
-        return 0 if group is None else len(group)
+        return len(self._items.get(modality, ()))
 
     def get_all_counts(self) -> dict[str, int]:
         """Modality -> number of items."""

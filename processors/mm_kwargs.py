@@ -7,6 +7,7 @@ application's own, and nothing here is asked of them.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -15,7 +16,7 @@ from typing import Any
 from aioengine.config import MediaConfig
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["check_cost", "copy_options", "merge_options"]
+__all__ = ["check_cost", "copy_options", "merge_for_hf", "merge_options"]
 
 MAX_DEPTH = 8
 MAX_VALUES = 1000
@@ -210,6 +211,19 @@ def _flat_numbers(value: Any, *, integers_only: bool = False) -> list[float]:
 def _refused(reason: str, value: object = None) -> InvalidRequestError:
     name = "mm_processor_kwargs"
     return InvalidRequestError(f"{name} {reason}", parameter=name, value=value)
+
+
+def merge_for_hf(hf_processor: Any, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """All options of an HF processor by their scopes, these over its own, from wherever a caller
+    has put them. Raises anything for options of other types than it declares."""
+    tokenizer = getattr(hf_processor, "tokenizer", None)
+    merged: dict[str, Any] = hf_processor._merge_kwargs(
+        hf_processor.valid_processor_kwargs,
+        tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}),
+        **copy.deepcopy(dict(options)),  # older versions empty the scopes in it
+        **more,
+    )
+    return merged
 
 
 def merge_options(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

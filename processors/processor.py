@@ -28,7 +28,7 @@ from aioengine.processors.inputs import (
     are_finite,
     to_tensors,
 )
-from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.items import Counts, MultiModalDataItems
 from aioengine.processors.media.resize import resize_ahead
 from aioengine.processors.mm_kwargs import merge_options
 from aioengine.processors.prompt.matching import apply_updates, find_expanded, has_open_ends
@@ -41,12 +41,7 @@ from aioengine.processors.prompt.updates import (
     resolve_updates,
 )
 
-__all__ = [
-    "BaseMultiModalProcessor",
-    "Layout",
-    "MultiModalInputs",
-    "TextOrTokens",
-]
+__all__ = ["BaseMultiModalProcessor", "Layout", "MultiModalInputs", "TextOrTokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +132,7 @@ class BaseMultiModalProcessor(ABC):
         """The engine's `mm_processor_kwargs` with the request's over them, scope by scope."""
         return merge_options(self.info.ctx.mm_processor_kwargs, mm_kwargs)
 
-    def options_for(
-        self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
-    ) -> Mapping[str, Any]:
+    def options_for(self, mm_kwargs: Mapping[str, Any], mm_counts: Counts) -> Mapping[str, Any]:
         """A request's `mm_kwargs` with what follows from how many items of each modality it has.
 
         For families in which an item becomes something else beside others: items are processed one
@@ -244,9 +237,7 @@ class BaseMultiModalProcessor(ABC):
         is_plain = isinstance(prompt, str) and token_ids == self.tokenize(prompt)
         text = prompt if is_plain and isinstance(prompt, str) else None
         layout = self._expand(token_ids, text, updates)
-        return MultiModalInputs(
-            token_ids=layout.token_ids, placeholders=layout.placeholders, items=outputs
-        )
+        return MultiModalInputs(**vars(layout), items=outputs)
 
     @contextmanager
     def own_media(self) -> Iterator[None]:
@@ -349,7 +340,7 @@ class BaseMultiModalProcessor(ABC):
             parts.append((resolve_updates(updates, indices or places, tokenizer), places))
         return join_updates(parts)
 
-    def _dummy_text(self, counts: Mapping[str, int]) -> str:
+    def _dummy_text(self, counts: Counts) -> str:
         key = tuple(sorted(counts.items()))
         text = self._dummy_texts.get(key)
         if text is None:
@@ -366,7 +357,7 @@ class BaseMultiModalProcessor(ABC):
         return text
 
     def _process_media(
-        self, mm_data: Mapping[str, object], counts: Mapping[str, int], mm_kwargs: dict[str, Any]
+        self, mm_data: Mapping[str, object], counts: Counts, mm_kwargs: dict[str, Any]
     ) -> ItemsByModality:
         text = self._dummy_text(counts)
         try:
@@ -397,7 +388,7 @@ class BaseMultiModalProcessor(ABC):
                 )
         return built
 
-    def _log(self, error: Exception, counts: Mapping[str, int]) -> None:
+    def _log(self, error: Exception, counts: Counts) -> None:
         """Log where an error came up, in full once for each place, and never its text."""
         name, items, trace = type(self).__name__, "/".join(sorted(counts)), trace_of(error)
         if trace in self._logged:
@@ -411,10 +402,10 @@ class BaseMultiModalProcessor(ABC):
         config = self.info.get_hf_config().get_text_config()
         vocab_size = max(len(self.info.get_tokenizer()), int(config.vocab_size))
         try:
-            token_ids = [_as_id(token_id) for token_id in prompt]
+            token_ids = list(map(operator.index, prompt))
         except TypeError:
             token_ids = None
-        if token_ids is None or bool in set(map(type, prompt)):
+        if token_ids is None or bool in map(type, prompt):
             raise InvalidRequestError("a token prompt must hold integers only", parameter="prompt")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             outside = min(token_ids) if min(token_ids) < 0 else max(token_ids)
@@ -424,9 +415,3 @@ class BaseMultiModalProcessor(ABC):
                 value=outside,
             )
         return token_ids
-
-
-def _as_id(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from aioengine.processors.info import BaseDummyInputsBuilder, BaseProcessingInfo, ProcessorInputs
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
-from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.items import Counts, MultiModalDataItems
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.prompt.updates import PromptUpdate
 
@@ -20,18 +20,11 @@ class TextOnlyInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {}
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        return {}
-
 
 class TextOnlyDummyInputs(BaseDummyInputsBuilder):
     """Processing for models that take no media."""
 
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
+    def get_dummy_processor_inputs(self, seq_len: int, mm_counts: Counts) -> ProcessorInputs:
         return ProcessorInputs(prompt_text="")
 
 

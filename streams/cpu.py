@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from aioengine.streams.device import QueuedDevice, failure_of, settle
+from aioengine.streams.device import Device, failure_of, settle
 from aioengine.streams.thread_priority import step_back
 from aioengine.types import read
 
 __all__ = ["CpuDevice"]
 
 
-class CpuDevice(QueuedDevice):
+class CpuDevice(Device):
     """Jobs are done one after the other, on the launch thread itself.
 
     An encoder's run on the processors that decode other media takes twice its time, and so do they:
@@ -29,7 +29,7 @@ class CpuDevice(QueuedDevice):
         max_streak: int = 4,
         linger_s: float = 0.005,
     ) -> None:
-        """See `QueuedDevice`; `niceness` is added to the launch thread's."""
+        """See `Device`; `niceness` is added to the launch thread's."""
         self._niceness = niceness
         super().__init__(loop, max_streak=max_streak, linger_s=linger_s)
 

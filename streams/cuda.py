@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from aioengine.streams.device import DECODER, ENCODER, QueuedDevice, failure_of, settle
+from aioengine.streams.device import DECODER, ENCODER, Device, failure_of, settle
 from aioengine.types import read
 
 __all__ = ["CudaDevice", "Driver", "Mark", "TorchDriver"]
@@ -31,9 +31,8 @@ Sent = tuple["Mark", Any, "asyncio.Future[Any]"]
 class Mark(Protocol):
     """A point in a queue's work."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block until the device has come here; raises what has gone wrong before."""
-        ...
 
 
 class Driver(Protocol):
@@ -41,18 +40,15 @@ class Driver(Protocol):
 
     def start(self) -> None:
         """Before the first job."""
-        ...
 
     def queue(self, name: str) -> AbstractContextManager[Any]:
         """Inside, work that is launched goes to this queue."""
-        ...
 
     def mark(self, name: str) -> Mark:
         """The end of what has been launched into this queue."""
-        ...
 
 
-class CudaDevice(QueuedDevice):
+class CudaDevice(Device):
     """A launch thread and two threads that wait. One step may be launched while another runs.
 
     No encoder job lingers for a step: launching it takes a moment, and the device does both.
@@ -64,7 +60,7 @@ class CudaDevice(QueuedDevice):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, driver: Driver, *, max_streak: int = 4
     ) -> None:
-        """See `QueuedDevice`."""
+        """See `Device`."""
         self._driver = driver
         self._sent: dict[str, SimpleQueue[Sent | None]] = {
             DECODER: SimpleQueue(),
@@ -108,7 +104,7 @@ class CudaDevice(QueuedDevice):
         while (sent := self._sent[name].get()) is not None:
             mark, launched, future = sent
             try:
-                mark.wait()
+                mark.synchronize()
                 result, error = read(launched), None
             except BaseException as caught:
                 result, error = None, failure_of(caught)
@@ -137,10 +133,11 @@ class TorchDriver:
 
     def _make_stream(self, priority: int) -> Any:
         try:
-            from cuda.core import Device, StreamOptions
+            from cuda.core import Device as Gpu
+            from cuda.core import StreamOptions
         except ImportError:
             return self._cuda.Stream(self._device, priority=priority)
-        device = Device(self._cuda.current_device())
+        device = Gpu(self._cuda.current_device())
         device.set_current()
         stream = device.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
         self._kept.append(stream)  # torch only borrows it
@@ -154,14 +151,5 @@ class TorchDriver:
     def mark(self, name: str) -> Mark:
         """See `Driver`."""
         # Blocking: the thread that waits sleeps in the driver, and spins on nothing.
-        event = self._cuda.Event(blocking=True)
-        event.record(self._streams[name])
-        return _EventMark(event)
-
-
-class _EventMark:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
+        mark: Mark = self._streams[name].record_event(self._cuda.Event(blocking=True))
+        return mark

@@ -13,42 +13,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from aioengine.streams.loop_bridge import LoopBridge
 
-__all__ = ["DECODER", "ENCODER", "Device", "Job", "QueuedDevice", "failure_of", "settle"]
+__all__ = ["DECODER", "ENCODER", "Device", "Job", "failure_of", "settle"]
 
 DECODER, ENCODER = "decoder", "encoder"
-
-
-class Device(Protocol):
-    """Device that runs jobs. Methods are called on the loop that the device was made for.
-
-    `run_ahead` is how many steps may be planned before the oldest has committed. `gather_s` is how
-    long an item that is ready for the encoder waits for others that are being made ready.
-    """
-
-    run_ahead: int
-    gather_s: float
-
-    def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Queue a job of the decoder. The future ends with its (read) result or its exception."""
-        ...
-
-    def submit_encode(
-        self, job: Callable[[], Any], *, patience: int | None = None
-    ) -> asyncio.Future[Any]:
-        """Queue a job of the encoder, which lets so many steps in a row go before it."""
-        ...
-
-    def rest(self) -> None:
-        """Say that no step follows for now, so that nothing is held back for one."""
-        ...
-
-    async def aclose(self) -> None:
-        """Cancel what has not begun, wait for what runs, end the threads. Idempotent."""
-        ...
 
 
 def failure_of(error: BaseException) -> Exception:
@@ -80,14 +51,21 @@ class Job(NamedTuple):
     patience: int | None = None
 
 
-class QueuedDevice(ABC):
+class Device(ABC):
     """The two queues, and the launch thread that takes jobs from them.
+
+    Methods are called on the loop that it was made for. `run_ahead` is how many steps may be
+    planned before the oldest has committed. `gather_s` is how long an item that is ready for the
+    encoder waits for others that are being made ready.
 
     Steps go first, but after `max_streak` of them in a row, or as many as it has patience for, an
     encoder job gets its turn. Between two steps the loop needs a moment to commit one and plan the
     next: for up to `linger_s` the thread waits for that step rather than take an encoder job that
     would delay every stream.
     """
+
+    run_ahead: int
+    gather_s: float
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, *, max_streak: int = 4, linger_s: float = 0.0
@@ -107,24 +85,24 @@ class QueuedDevice(ABC):
         self._thread.start()
 
     def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        """See `Device`."""
+        """Queue a job of the decoder. The future ends with its (read) result or its exception."""
         return self._submit(self._steps, DECODER, job)
 
     def submit_encode(
         self, job: Callable[[], Any], *, patience: int | None = None
     ) -> asyncio.Future[Any]:
-        """See `Device`."""
+        """Queue a job of the encoder, which lets so many steps in a row go before it."""
         return self._submit(self._encodes, ENCODER, job, patience)
 
     def rest(self) -> None:
-        """See `Device`."""
+        """Say that no step follows for now, so that nothing is held back for one."""
         with self._changed:
             if self._step_may_follow:
                 self._step_may_follow = False
                 self._changed.notify()
 
     async def aclose(self) -> None:
-        """See `Device`."""
+        """Cancel what has not begun, wait for what runs, end the threads. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

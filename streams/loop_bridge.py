@@ -110,13 +110,9 @@ async def run_in(pool: ThreadPoolExecutor, function: Callable[..., Result], *arg
 
 
 def _contained(function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
-    failure: BaseException
     try:
         return function(*args)
-    except (CancelledError, StopIteration) as error:
-        failure = error
-    except Exception:
-        raise
     except BaseException as error:
-        failure = error
-    raise EngineError(f"work in a thread ended with {type(failure).__name__}") from failure
+        if isinstance(error, Exception) and not isinstance(error, CancelledError | StopIteration):
+            raise
+        raise EngineError(f"work in a thread ended with {type(error).__name__}") from error

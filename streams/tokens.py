@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import TracebackType
 from typing import Self
 
 from aioengine.errors import RequestAbortedError
@@ -83,17 +82,13 @@ class TokenSink:
 
     def end(self) -> None:
         """The stream has ended, and lets go of the engine: its reader may keep it for long."""
-        self.close_request = _do_nothing
+        self.close_request = lambda: None
         _wake(self.readers, self.result_waiters)
 
     def check_loop(self) -> None:
         """Raise WrongLoopError on any other loop than the stream's."""
         if self.loop is not None:
             check_running(self.loop, "a stream is read and closed on the event loop that opened it")
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _wake(*waiters: set[asyncio.Future[None]]) -> None:
@@ -148,14 +143,11 @@ class TokenStream:
         box.check_loop()
         while not box.pending and not box.has_ended:
             await _wait(box.readers)
-        return self._take()
+        return self.receive_nowait()
 
     def receive_nowait(self) -> Delta | None:
         """Return what is there now, or None. Raises the request's error, once all tokens are
         out."""
-        return self._take()
-
-    def _take(self) -> Delta | None:
         box = self._sink
         if box.pending and not box.is_closed:
             box.num_received += 1
@@ -207,12 +199,7 @@ class TokenStream:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -161,9 +161,8 @@ class DiskCache:
         """Removes every item, other processes' too, and what their killed writers left behind."""
         for prefix in self._prefixes():
             with suppress(OSError), self._opened(prefix) as folder:
-                for name in os.listdir(folder):
-                    if _is_ours(name):
-                        self._unlink(folder, name)
+                for name in filter(_is_ours, os.listdir(folder)):
+                    self._unlink(folder, name)
         self._rescan()
 
     def statistics(self) -> DiskCacheStatistics:
@@ -198,6 +197,16 @@ class DiskCache:
     def _fail(self) -> None:
         with self._lock:
             self._failures += 1
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count what the system refuses in the block; a file that is gone is no failure."""
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._fail()
 
     # ---- files
 
@@ -249,12 +258,8 @@ class DiskCache:
         self._unlink(folder, name)
 
     def _unlink(self, folder: int, name: str) -> None:
-        try:
+        with self._counting():
             os.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self._fail()
 
     def _evict(self) -> None:
         """Removes the least recently used items until the rest fits."""
@@ -268,13 +273,8 @@ class DiskCache:
                     if self._used_bytes <= self._capacity_bytes or key not in self._sizes:
                         continue
                     self._forget(key)
-                try:
-                    with self._opened(key[:2]) as folder:
-                        self._unlink(folder, key + _SUFFIX)
-                except FileNotFoundError:
-                    pass
-                except OSError:
-                    self._fail()
+                with self._counting(), self._opened(key[:2]) as folder:
+                    self._unlink(folder, key + _SUFFIX)
 
     # ---- what is in the folder
 
@@ -301,36 +301,25 @@ class DiskCache:
             self._scanning.release()
 
     def _prefixes(self) -> list[str]:
-        try:
-            with self._opened(None) as folder:
-                return [name for name in os.listdir(folder) if _PREFIX.fullmatch(name)]
-        except FileNotFoundError:
-            return []
-        except OSError:
-            self._fail()
-            return []
+        found: list[str] = []
+        with self._counting(), self._opened(None) as folder:
+            found += filter(_PREFIX.fullmatch, os.listdir(folder))
+        return found
 
     def _scan(self, prefix: str) -> list[tuple[int, str, int]]:
         """Modification time, key and size of a prefix's items; removes what a dead writer left."""
         found = []
-        try:
-            with self._opened(prefix) as folder:
-                for name in os.listdir(folder):
-                    if not _is_ours(name):
-                        continue
-                    with suppress(FileNotFoundError):
-                        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                        if name.endswith(_SUFFIX):
-                            if stat.S_ISREG(status.st_mode) and name.startswith(prefix):
-                                is_too_large = status.st_size > self._capacity_bytes
-                                age = 0 if is_too_large else status.st_mtime_ns
-                                found.append((age, name.removesuffix(_SUFFIX), status.st_size))
-                        elif time.time() - status.st_mtime > STALE_S:
-                            self._unlink(folder, name)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self._fail()
+        with self._counting(), self._opened(prefix) as folder:
+            for name in filter(_is_ours, os.listdir(folder)):
+                with suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if name.endswith(_SUFFIX):
+                        if stat.S_ISREG(status.st_mode) and name.startswith(prefix):
+                            is_too_large = status.st_size > self._capacity_bytes
+                            age = 0 if is_too_large else status.st_mtime_ns
+                            found.append((age, name.removesuffix(_SUFFIX), status.st_size))
+                    elif time.time() - status.st_mtime > STALE_S:
+                        self._unlink(folder, name)
         return found
 
 

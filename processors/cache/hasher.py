@@ -19,7 +19,7 @@ from aioengine.errors import InvalidRequestError
 
 __all__ = ["ContentHasher", "digest_options", "is_dense", "item_key"]
 
-_DOMAIN = b"aioengine item 1"
+_DOMAIN = "aioengine item 1"
 
 
 class ContentHasher:
@@ -29,13 +29,14 @@ class ContentHasher:
     meanwhile.
     """
 
-    def __init__(self, domain: str) -> None:
+    def __init__(self, domain: str, *values: Any) -> None:
         self._hash = hashlib.sha256()
-        self._frame(b"domain", domain.encode())
+        self._frame("domain", domain.encode())
+        for value in values:
+            self.update(value)
 
-    def _frame(self, tag: bytes, data: bytes | memoryview) -> None:
-        num_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
-        self._hash.update(struct.pack("<B", len(tag)) + tag + struct.pack("<Q", num_bytes))
+    def _frame(self, tag: str, data: bytes | memoryview) -> None:
+        self.begin(tag, memoryview(data).nbytes)
         self._hash.update(data)
 
     def begin(self, tag: str, num_bytes: int) -> None:
@@ -55,7 +56,7 @@ class ContentHasher:
         if isinstance(value, Mapping):
             self._update_mapping(value, parameter)
         elif isinstance(value, list | tuple):
-            self._frame(b"list", struct.pack("<Q", len(value)))
+            self._frame("list", struct.pack("<Q", len(value)))
             for index, element in enumerate(value):
                 self.update(element, f"{parameter}[{index}]")
         elif isinstance(value, np.ndarray | torch.Tensor):
@@ -64,11 +65,11 @@ class ContentHasher:
             self._frame(*_leaf(value, parameter))
 
     def _update_mapping(self, value: Mapping[Any, Any], parameter: str) -> None:
-        self._frame(b"map", struct.pack("<Q", len(value)))
+        self._frame("map", struct.pack("<Q", len(value)))
         if any(not isinstance(key, str) for key in value):
             raise InvalidRequestError(f"{parameter} must have text keys", parameter=parameter)
         for key in sorted(value):
-            self._frame(b"key", key.encode("utf-8", "surrogatepass"))
+            self._frame("key", key.encode("utf-8", "surrogatepass"))
             self.update(value[key], f"{parameter}[{key!r:.40}]")
 
     def _update_array(self, value: np.ndarray[Any, Any] | torch.Tensor, parameter: str) -> None:
@@ -87,9 +88,9 @@ class ContentHasher:
             if not value.dtype.isnative:  # the same bytes, but not the same numbers
                 dtype = f"swapped {dtype}"
             array = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        self._frame(b"dtype", dtype.encode())
-        self._frame(b"shape", struct.pack(f"<{value.ndim}Q", *value.shape))
-        self._frame(b"data", array.data)
+        self._frame("dtype", dtype.encode())
+        self._frame("shape", struct.pack(f"<{value.ndim}Q", *value.shape))
+        self._frame("data", array.data)
 
     def digest(self) -> bytes:
         """The 32 bytes."""
@@ -110,20 +111,20 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return is_plain and not tensor.is_meta and not tensor.is_quantized
 
 
-def _leaf(value: object, parameter: str) -> tuple[bytes, bytes | memoryview]:
+def _leaf(value: object, parameter: str) -> tuple[str, bytes | memoryview]:
     if value is None:
-        return b"none", b""
+        return "none", b""
     if isinstance(value, bool | np.bool_):
-        return b"bool", b"\1" if value else b"\0"
+        return "bool", b"\1" if value else b"\0"
     if isinstance(value, int | np.integer):
-        return b"int", str(int(value)).encode()
+        return "int", str(int(value)).encode()
     if isinstance(value, float | np.floating):
         number = float(value)
-        return b"float", b"nan" if math.isnan(number) else struct.pack("<d", number)
+        return "float", b"nan" if math.isnan(number) else struct.pack("<d", number)
     if isinstance(value, str):
-        return b"str", value.encode("utf-8", "surrogatepass")
+        return "str", value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes | bytearray | memoryview):
-        return b"bytes", memoryview(value).cast("B")
+        return "bytes", memoryview(value).cast("B")
     raise InvalidRequestError(
         f"{parameter} cannot be part of a cache key: {type(value).__name__} is not a number, text, "
         "bytes, array, list or mapping of these",
@@ -158,7 +159,7 @@ def item_key(
     another modality, for another model, for other processor options or for another tenant's
     (`cache_salt`) item of the same name.
     """
-    hasher = ContentHasher(_DOMAIN.decode())
+    hasher = ContentHasher(_DOMAIN)
     hasher.update(cache_salt, "cache_salt")
     hasher.update(model_id)
     hasher.update(modality)

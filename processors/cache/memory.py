@@ -38,9 +38,7 @@ class ProcessorCache:
         self._items: LRUCache[str, MultiModalKwargsItem] = LRUCache(
             maxsize=capacity_bytes, getsizeof=_num_bytes
         )
-        self._hits = 0
-        self._misses = 0
-        self._evictions = 0
+        self._hits = self._misses = self._evictions = 0
 
     def get(self, key: str) -> MultiModalKwargsItem | None:
         """The item, which becomes the most recently used one; None if it is not here."""

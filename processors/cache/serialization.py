@@ -25,7 +25,6 @@ from aioengine.processors.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargsItem,
     _Batched,
-    _Field,
     _Flat,
     _Shared,
 )
@@ -62,6 +61,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_KINDS = {_Batched: "batched", _Flat: "flat", _Shared: "shared"}
 
 
 def dump_item(item: MultiModalKwargsItem, *, key: str | None = None) -> bytes:
@@ -123,15 +123,12 @@ def _describe(item: MultiModalKwargsItem) -> dict[str, Any]:
         field = item.field(name)
         # Of the batch that the item came from (its sizes, its count) nothing is kept: joining looks
         # at the items' own shapes.
-        if isinstance(field, _Flat):
-            kind: dict[str, Any] = {"kind": "flat", "dim": field.dim}
-        elif isinstance(field, _Batched | _Shared):
-            kind = {"kind": "batched" if isinstance(field, _Batched) else "shared"}
-        else:
+        dim = {"dim": field.dim} if isinstance(field, _Flat) else {}
+        if type(field) not in _KINDS:
             raise ValueError(f"{name!r} is batched in a way that cannot be written")
         if field.modality != item.modality:
             raise ValueError(f"{name!r} belongs to another modality than its item")
-        fields[name] = {**kind, "keep_on_cpu": field.keep_on_cpu}
+        fields[name] = {"kind": _KINDS[type(field)], **dim, "keep_on_cpu": field.keep_on_cpu}
     return {"version": FORMAT_VERSION, "modality": item.modality, "fields": fields}
 
 
@@ -176,10 +173,8 @@ def _entries(
     for name, entry in header.items():
         if name == _METADATA:
             continue
-        _require(
-            _mapping(entry).keys() == {"dtype", "shape", "data_offsets"},
-            "a tensor is not described",
-        )
+        is_described = _mapping(entry).keys() == {"dtype", "shape", "data_offsets"}
+        _require(is_described, "a tensor is not described")
         kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         _require(isinstance(kind, str) and kind in _DTYPES, "a dtype is unknown")
         _require(_are_sizes(shape) and len(shape) <= MAX_DIMS, "a shape is malformed")
@@ -197,7 +192,7 @@ def _entries(
 
 def _read_metadata(
     header: Mapping[str, Any], entries: Mapping[str, tuple[torch.dtype, list[int], int]]
-) -> tuple[str, dict[str, _Field]]:
+) -> tuple[str, dict[str, MultiModalFieldConfig]]:
     text = _mapping(header.get(_METADATA)).get(_ITEM)
     _require(isinstance(text, str), "it is no item")
     item = _mapping(json.loads(str(text), object_pairs_hook=_without_doubles))
@@ -212,19 +207,17 @@ def _read_metadata(
     }
 
 
-def _field(modality: str, described: dict[str, Any], shape: list[int]) -> _Field:
+def _field(modality: str, described: dict[str, Any], shape: list[int]) -> MultiModalFieldConfig:
     kind, keep_on_cpu = described.get("kind"), described.get("keep_on_cpu") is True
     _require(isinstance(described.get("keep_on_cpu"), bool), "a field is malformed")
     if kind == "flat":
         dim: Any = described.get("dim")
         _require(type(dim) is int and -len(shape) <= dim < len(shape), "a dim is out of range")
-        return MultiModalFieldConfig.flat_from_sizes(
-            modality, [shape[dim]], dim, keep_on_cpu=keep_on_cpu
-        ).field
+        return _Flat(modality, keep_on_cpu, (shape[dim],), dim)
     if kind == "batched":
-        return MultiModalFieldConfig.batched(modality, keep_on_cpu=keep_on_cpu).field
+        return _Batched(modality, keep_on_cpu)
     _require(kind == "shared", "a field's kind is unknown")
-    return MultiModalFieldConfig.shared(modality, 1, keep_on_cpu=keep_on_cpu).field
+    return _Shared(modality, keep_on_cpu, batch_size=1)
 
 
 def _tensor(body: memoryview, dtype: torch.dtype, shape: list[int], offset: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.nn.functional import interpolate
 
 from aioengine.errors import InvalidRequestError
 
-__all__ = ["CropGeometry", "as_channels", "resize", "select_tiling", "to_patches"]
+__all__ = ["CropGeometry", "as_channels", "refused", "resize", "select_tiling", "to_patches"]
 
 MAX_CROPS = 64
 """Tilings are tried one by one, and a request may ask for another number."""
@@ -37,13 +37,13 @@ class CropGeometry:
     def __post_init__(self) -> None:
         numbers = (self.crop_size, self.patch_size, *self.margins, self.max_crops)
         if not all(type(number) is int for number in numbers):
-            raise _refused("crop sizes, margins and numbers must be integers")
+            raise refused("crop sizes, margins and numbers must be integers")
         if not 1 <= self.max_crops <= MAX_CROPS:
-            raise _refused(f"max_crops must be from 1 to {MAX_CROPS}, not {self.max_crops}")
+            raise refused(f"max_crops must be from 1 to {MAX_CROPS}, not {self.max_crops}")
         if self.patch_size < 1 or self.crop_size % self.patch_size:
-            raise _refused(f"crops of {self.crop_size} pixels hold no whole patches")
+            raise refused(f"crops of {self.crop_size} pixels hold no whole patches")
         if min(self.margins) < 0 or self.window_patches < 1:
-            raise _refused(f"margins of {list(self.margins)} patches leave nothing of a crop")
+            raise refused(f"margins of {list(self.margins)} patches leave nothing of a crop")
 
     @property
     def crop_patches(self) -> int:
@@ -82,10 +82,10 @@ class CropGeometry:
         assert crops.shape[-4:-2] == tiling
         return crops.movedim((-4, -3), (0, 1)).flatten(0, 1)
 
-    def kept(self, index: int, count: int) -> tuple[int, int]:
-        """[first, last) of the patches that the crop at `index` of `count` in a row keeps."""
+    def kept(self, index: int, count: int) -> slice:
+        """The patches that the crop at `index` of `count` in a row keeps."""
         first = 0 if index == 0 else self.margins[0]
-        return first, self.crop_patches - (0 if index == count - 1 else self.margins[1])
+        return slice(first, self.crop_patches - (0 if index == count - 1 else self.margins[1]))
 
 
 def select_tiling(height: int, width: int, size: int, max_tiles: int) -> tuple[int, int]:
@@ -135,5 +135,6 @@ def as_channels(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image, np.uint8)).movedim(-1, 0).contiguous()
 
 
-def _refused(reason: str) -> InvalidRequestError:
+def refused(reason: str) -> InvalidRequestError:
+    """The error for options that a request must not ask for."""
     return InvalidRequestError(reason, parameter="mm_processor_kwargs")

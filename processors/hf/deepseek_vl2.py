@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,9 @@ import torch
 from PIL import Image, ImageOps
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import processors
-from transformers.utils import cached_file
+
+from aioengine.processors.hf.files import find_file
+from aioengine.processors.media.pixels import Array
 
 __all__ = [
     "DeepseekVL2Processor",
@@ -82,15 +83,9 @@ def select_best_resolution(
 def load_deepseek_settings(source: str, revision: str | None) -> dict[str, Any]:
     """Read what the folder or hub id says of its processor; nothing where it has no such file."""
     for name in ("processor_config.json", "preprocessor_config.json"):
-        path = cached_file(
-            source,
-            name,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        path = find_file(source, name, revision)
         if path is not None:
-            settings: dict[str, Any] = json.loads(Path(path).read_bytes())
+            settings: dict[str, Any] = json.loads(path.read_bytes())
             return settings
     return {}
 
@@ -179,9 +174,7 @@ class DeepseekVL2Processor:
             outputs["images_spatial_crop"] = torch.tensor(crops)
         return outputs
 
-    def _tiles(
-        self, image: Image.Image, num_columns: int, num_rows: int
-    ) -> list[np.ndarray[Any, Any]]:
+    def _tiles(self, image: Image.Image, num_columns: int, num_rows: int) -> list[Array]:
         side = self.image_size
         close = self._fitted(image, num_columns * side, num_rows * side)
         whole = self._fitted(image, side, side)
@@ -197,8 +190,8 @@ class DeepseekVL2Processor:
         color = tuple(int(mean * 255) for mean in self.image_mean)
         return ImageOps.pad(image, (width, height), Image.Resampling.BICUBIC, color)
 
-    def _scaled(self, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        scaled: np.ndarray[Any, Any] = pixels.astype(np.float32) / np.float32(255)
+    def _scaled(self, pixels: Array) -> Array:
+        scaled: Array = pixels.astype(np.float32) / np.float32(255)
         if self.normalize:
             mean, std = (np.asarray(each, np.float32) for each in (self.image_mean, self.image_std))
             scaled = (scaled - mean) / std

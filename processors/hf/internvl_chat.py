@@ -23,6 +23,8 @@ from transformers.image_utils import (
 )
 from transformers.processing_utils import ImagesKwargs, ProcessorMixin
 
+from aioengine.processors.media.pixels import Array
+
 __all__ = ["InternVLChatImageProcessor", "InternVLChatProcessor", "choose_grid", "grids"]
 
 
@@ -94,7 +96,7 @@ class InternVLChatImageProcessor(PilBackend):  # type: ignore[misc]
 
     def _preprocess(
         self,
-        images: Sequence[np.ndarray[Any, Any]],
+        images: Sequence[Array],
         *,
         size: SizeDict,
         resample: Any,
@@ -120,9 +122,7 @@ class InternVLChatImageProcessor(PilBackend):  # type: ignore[misc]
             {"pixel_values": tiles, "num_patches": counts}, tensor_type=return_tensors
         )
 
-    def _scaled(
-        self, tile: np.ndarray[Any, Any], options: Mapping[str, Any]
-    ) -> np.ndarray[Any, Any]:
+    def _scaled(self, tile: Array, options: Mapping[str, Any]) -> Array:
         if options["do_rescale"]:
             tile = self.rescale(tile, options["rescale_factor"])
         if options["do_normalize"]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
-from aioengine.processors.hf.crops import CropGeometry, as_channels, resize, to_patches
+from aioengine.processors.hf.crops import CropGeometry, as_channels, refused, resize, to_patches
 
 __all__ = ["MolmoImageProcessor", "MolmoProcessor"]
 
@@ -72,15 +72,13 @@ class MolmoImageProcessor:
                 "preprocessor_config.json: crops must be square, and margins of an even number of "
                 "patches must leave an even number"
             )
-        self.max_crops = max_crops
-        self.overlap_margins = (left, right)
         self.image_mean, self.image_std = tuple(image_mean), tuple(image_std)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings."""
         return {
-            "max_crops": self.max_crops,
-            "overlap_margins": list(self.overlap_margins),
+            "max_crops": self.geometry.max_crops,
+            "overlap_margins": list(self.geometry.margins),
             "base_image_input_size": [self.geometry.crop_size] * 2,
             "image_patch_size": self.geometry.patch_size,
             "image_mean": list(self.image_mean),
@@ -93,10 +91,7 @@ class MolmoImageProcessor:
         asked.pop("images_kwargs", None)
         unknown = sorted(set(asked) - {"max_crops"})
         if unknown:
-            raise InvalidRequestError(
-                f"mm_processor_kwargs takes max_crops only, not {unknown[:5]}",
-                parameter="mm_processor_kwargs",
-            )
+            raise refused(f"mm_processor_kwargs takes max_crops only, not {unknown[:5]}")
         return replace(self.geometry, **asked)
 
     @property
@@ -169,11 +164,8 @@ class MolmoImageProcessor:
             for j in range(tiling[1]):
                 crop = torch.full((side, side), NO_TOKEN)
                 tops, lefts = (
-                    slice(first // 2, (last + 1) // 2)
-                    for first, last in (
-                        geometry.kept(i, tiling[0]),
-                        geometry.kept(j, tiling[1]),
-                    )
+                    slice(kept.start // 2, (kept.stop + 1) // 2)
+                    for kept in (geometry.kept(i, tiling[0]), geometry.kept(j, tiling[1]))
                 )
                 down, right = (n * geometry.window_patches // 2 for n in (i, j))
                 row = torch.arange(tops.start, tops.stop)[:, None] + down

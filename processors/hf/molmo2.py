@@ -24,8 +24,7 @@ from transformers.image_utils import (
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor as HFMolmo2Processor
 from transformers.processing_utils import ImagesKwargs
 
-from aioengine.errors import InvalidRequestError
-from aioengine.processors.hf.crops import CropGeometry, resize, to_patches
+from aioengine.processors.hf.crops import CropGeometry, refused, resize, to_patches
 
 __all__ = ["Molmo2ImageProcessor", "Molmo2Processor"]
 
@@ -47,13 +46,9 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
     valid_kwargs = Molmo2ImagesKwargs
     model_input_names = ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
     resample = PILImageResampling.BILINEAR
-    image_mean = IMAGENET_STANDARD_MEAN
-    image_std = IMAGENET_STANDARD_STD
+    image_mean, image_std = IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
     size: ClassVar[Any] = {"height": 378, "width": 378}
-    do_resize = True
-    do_rescale = True
-    do_normalize = True
-    do_convert_rgb = True
+    do_resize = do_rescale = do_normalize = do_convert_rgb = True
     max_crops = 8
     overlap_margins = (4, 4)
     patch_size = 14
@@ -67,14 +62,12 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         height, width = _edges(self.size)
         patch_size = options.get("patch_size", self.patch_size)
         if height != width or _edges(options.get("size") or self.size) != (height, width):
-            raise _refused(f"crops are squares of {height} pixels, and cannot be of another size")
+            raise refused(f"crops are squares of {height} pixels, and cannot be of another size")
         if patch_size != self.patch_size:
-            raise _refused(
-                f"patches are of {self.patch_size} pixels, and cannot be of another size"
-            )
+            raise refused(f"patches are of {self.patch_size} pixels, and cannot be of another size")
         margins = options.get("overlap_margins", self.overlap_margins)
         if not isinstance(margins, Sequence) or len(margins) != 2:
-            raise _refused("overlap_margins must be two numbers")
+            raise refused("overlap_margins must be two numbers")
         return CropGeometry(
             crop_size=height,
             patch_size=patch_size,
@@ -124,7 +117,7 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         """An image [3, height, width]: its crops' patches [n, patches, pixels], the small view
         first; for each token the patches in its window, -1 where there are fewer; its grid."""
         if options["resample"] not in (PILImageResampling.BILINEAR, int(self.resample)):
-            raise _refused("images are resized bilinearly only")
+            raise refused("images are resized bilinearly only")
         geometry, pooling = self.geometry(options), self._pooling(options)
         height, width = pixels.shape[1:]
         tiling = geometry.tiling(height, width)
@@ -134,11 +127,8 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
         small = self._fit(pixels, geometry.crop_size, geometry.crop_size, options)
         crops = torch.cat([small[None], geometry.cut(canvas, tiling)])
         side = geometry.crop_patches
-        numbers = _numbers(geometry, tiling) + side**2
-        windows = [
-            _windows(torch.arange(side**2).view(side, side), pooling),
-            _windows(numbers, pooling),
-        ]
+        whole, parts = torch.arange(side**2).view(side, side), _numbers(geometry, tiling) + side**2
+        windows = [_windows(whole, pooling), _windows(parts, pooling)]
         grid, _ = self.get_image_grid_and_crops(height, width, options)
         return to_patches(crops, size), torch.cat(windows).to(torch.int32), grid
 
@@ -160,9 +150,9 @@ class Molmo2ImageProcessor(PilBackend):  # type: ignore[misc]
     def _pooling(self, options: Mapping[str, Any]) -> tuple[int, int]:
         steps = options.get("pooling_size", self.pooling_size)
         if not isinstance(steps, Sequence) or len(steps) != 2:
-            raise _refused("pooling_size must be two numbers")
+            raise refused("pooling_size must be two numbers")
         if not all(type(step) is int and 1 <= step <= MAX_POOLING for step in steps):
-            raise _refused(f"pooling_size must be two integers from 1 to {MAX_POOLING}")
+            raise refused(f"pooling_size must be two integers from 1 to {MAX_POOLING}")
         return steps[0], steps[1]
 
 
@@ -182,16 +172,12 @@ def _edges(size: Any) -> tuple[Any, Any]:
 
 def _numbers(geometry: CropGeometry, tiling: tuple[int, int]) -> Tensor:
     """The canvas's patches, each by its number in the crop that keeps it: [rows, columns]."""
-    side = geometry.crop_patches
-    every = torch.arange(tiling[0] * tiling[1] * side**2).view(*tiling, side, side)
-    lines = []
-    for i in range(tiling[0]):
-        top, bottom = geometry.kept(i, tiling[0])
-        parts = []
-        for j in range(tiling[1]):
-            left, right = geometry.kept(j, tiling[1])
-            parts.append(every[i, j, top:bottom, left:right])
-        lines.append(torch.cat(parts, 1))
+    side, (rows, columns), kept = geometry.crop_patches, tiling, geometry.kept
+    every = torch.arange(rows * columns * side**2).view(rows, columns, side, side)
+    lines = [
+        torch.cat([every[i, j, kept(i, rows), kept(j, columns)] for j in range(columns)], 1)
+        for i in range(rows)
+    ]
     return torch.cat(lines)
 
 
@@ -203,7 +189,3 @@ def _windows(numbers: Tensor, pooling: tuple[int, int]) -> Tensor:
     padded = pad(numbers, around, value=-1)
     parted = padded.view(padded.shape[0] // down, down, padded.shape[1] // across, across)
     return parted.transpose(1, 2).reshape(-1, down * across)
-
-
-def _refused(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(reason, parameter="mm_processor_kwargs")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,10 @@ from transformers.convert_slow_tokenizer import (
     normalizers,
     pre_tokenizers,
 )
-from transformers.utils import cached_file
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+from aioengine.processors.hf.files import find_file
+from aioengine.processors.media.pixels import Array
 
 __all__ = ["IMAGE_TOKENS", "QwenVLProcessor", "load_qwen_tokenizer", "tokenizer_from_ranks"]
 
@@ -43,10 +45,6 @@ _WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """What a text is cut into before bytes are merged."""
-
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
-"""CLIP's."""
 
 _CHAT_TEMPLATE = (
     "{%- set count = namespace(images=0) -%}"
@@ -116,12 +114,12 @@ def load_qwen_tokenizer(source: str, revision: str | None, *, with_images: bool)
     `with_images`: whether the model's tokens for images and boxes follow those of its texts.
     Raises OSError or ValueError where there is no tokenizer that can be read.
     """
-    if _find(source, "tokenizer.json", revision) is not None:
+    if find_file(source, "tokenizer.json", revision) is not None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(source, revision=revision)
         if tokenizer.eos_token is None:
             tokenizer.add_special_tokens({"eos_token": _END, "pad_token": _END})
     else:
-        path = _find(source, "qwen.tiktoken", revision)
+        path = find_file(source, "qwen.tiktoken", revision)
         if path is None:
             raise OSError("there is neither a tokenizer.json nor a qwen.tiktoken")
         pairs = (line.split() for line in path.read_bytes().splitlines() if line)
@@ -134,20 +132,9 @@ def load_qwen_tokenizer(source: str, revision: str | None, *, with_images: bool)
 
 
 def _is_chat_model(source: str, revision: str | None) -> bool:
-    path = _find(source, "generation_config.json", revision)
+    path = find_file(source, "generation_config.json", revision)
     settings = {} if path is None else json.loads(path.read_bytes())
     return bool(settings.get("chat_format") == "chatml")
-
-
-def _find(source: str, name: str, revision: str | None) -> Path | None:
-    found = cached_file(
-        source,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)
 
 
 class QwenVLProcessor:
@@ -176,13 +163,14 @@ class QwenVLProcessor:
             outputs["pixel_values"] = torch.from_numpy(pixels)
         return outputs
 
-    def _pixels(self, image: Image.Image) -> np.ndarray[Any, Any]:
+    def _pixels(self, image: Image.Image) -> Array:
         size = (self.image_size, self.image_size)
         small = image.resize(size, Image.Resampling.BICUBIC)
-        pixels = np.asarray(small, dtype=np.float32) / np.float32(255)
-        mean, std = np.asarray(_MEAN, dtype=np.float32), np.asarray(_STD, dtype=np.float32)
+        pixels = np.asarray(small, np.float32) / np.float32(255)
+        mean, std = (np.asarray(each, np.float32) for each in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
         return np.ascontiguousarray(((pixels - mean) / std).transpose(2, 0, 1))
 
     def to_json_string(self) -> str:
         """Settings that its outputs depend on."""
-        return json.dumps({"image_size": self.image_size, "image_mean": _MEAN, "image_std": _STD})
+        scale = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
+        return json.dumps({"image_size": self.image_size, **scale})

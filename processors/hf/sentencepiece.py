@@ -12,20 +12,16 @@ import json
 import struct
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import (
-    BPE,
-    Tokenizer,
-    decoders,
-    normalizers,
-    processors,
-)
-from transformers.utils import cached_file
+from transformers.convert_slow_tokenizer import BPE, Tokenizer, decoders, normalizers, processors
 
 from aioengine.errors import ModelLoadError
+from aioengine.processors.hf.files import find_file
 
 __all__ = [
     "SentencePieceModel",
@@ -54,17 +50,18 @@ def load_internlm2_tokenizer(source: str, revision: str | None) -> Any:
     A tokenizer.json is taken as it is; else it is made of tokenizer.model and the added tokens of
     tokenizer_config.json and added_tokens.json. Raises ModelLoadError.
     """
-    if _find(source, "tokenizer.json", revision) is not None:
+    find = partial(find_file, source, revision=revision, needs_hub=True)
+    if find("tokenizer.json") is not None:
         return PreTrainedTokenizerFast.from_pretrained(source, revision=revision)
-    file = _find(source, "tokenizer.model", revision)
+    file = find("tokenizer.model")
     if file is None:
         raise ModelLoadError("there is no tokenizer.json and no tokenizer.model")
-    settings = _read_json(_find(source, "tokenizer_config.json", revision))
+    settings = _read_json(find("tokenizer_config.json"))
     added = {
         int(index): AddedToken(**{name: each[name] for name in each if name in _FLAGS})
         for index, each in settings.get("added_tokens_decoder", {}).items()
     }
-    for content, index in _read_json(_find(source, "added_tokens.json", revision)).items():
+    for content, index in _read_json(find("added_tokens.json")).items():
         added.setdefault(index, AddedToken(content, normalized=False, special=True))
     model = read_sentencepiece(file)
     names = {index: token.content for index, token in added.items() if index < len(model.pieces)}
@@ -73,14 +70,10 @@ def load_internlm2_tokenizer(source: str, revision: str | None) -> Any:
         tokenizer.add_tokens([added[index]])
         if tokenizer.token_to_id(added[index].content) != index:
             raise ModelLoadError(f"the added token {index} does not follow the ones before it")
-    special = {
-        f"{role}_token": settings.get(f"{role}_token") or default
-        for role, default in (("unk", "<unk>"), ("bos", "<s>"), ("eos", "</s>"), ("pad", "</s>"))
-    }
-    special = {
-        role: token["content"] if isinstance(token, dict) else token
-        for role, token in special.items()
-    }
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    for role, default in special.items():
+        token = settings.get(role) or default
+        special[role] = token["content"] if isinstance(token, dict) else token
     if settings.get("add_bos_token", True):
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -92,13 +85,6 @@ def load_internlm2_tokenizer(source: str, revision: str | None) -> Any:
         clean_up_tokenization_spaces=False,
         **special,
     )
-
-
-def _find(source: str, name: str, revision: str | None) -> Path | None:
-    found = cached_file(
-        source, name, revision=revision, _raise_exceptions_for_missing_entries=False
-    )
-    return None if found is None else Path(found)
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
@@ -121,20 +107,18 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
     characters or spaces of a text.
     """
     pieces: list[tuple[str, float, int]] = []
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
+    specs: dict[int, dict[int, Any]] = {2: {}, 3: {}}
     try:
         for number, value in _fields(path.read_bytes()):
             if number == 1:
                 parts = dict(_fields(value))
                 score = struct.unpack("<f", parts.get(2, b"\0\0\0\0"))[0]
                 pieces.append((parts.get(1, b"").decode(), score, parts.get(3, _NORMAL)))
-            elif number == 2:
-                trainer = dict(_fields(value))
-            elif number == 3:
-                normalizer = dict(_fields(value))
-    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
+            elif number in specs:
+                specs[number] = dict(_fields(value))
+    except (ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise ModelLoadError(f"{path.name} is damaged: {type(error).__name__}") from error
+    trainer, normalizer = specs.values()
     is_plain = not normalizer.get(2) and not normalizer.get(4, 1) and normalizer.get(5, 1)
     if trainer.get(3, 1) != _BPE or not trainer.get(35) or not is_plain:
         raise ModelLoadError(
@@ -146,35 +130,27 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Each field of a message: its number, and its value as an integer or as bytes."""
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        number, kind = key >> 3, key & 7
+    stream = BytesIO(data)
+    while stream.tell() < len(data):
+        number, kind = divmod(_varint(stream), 8)
         if kind == 0:
-            value, position = _varint(data, position)
-            yield number, value
+            yield number, _varint(stream)
             continue
-        if kind == 2:
-            length, position = _varint(data, position)
-        else:
-            length = {1: 8, 5: 4}[kind] if kind in (1, 5) else -1
-        if length < 0 or position + length > len(data):
+        length = _varint(stream) if kind == 2 else {1: 8, 5: 4}.get(kind, -1)
+        value = stream.read(length)
+        if len(value) != length:
             raise ValueError("a field ends outside of its message")
-        yield number, data[position : position + length]
-        position += length
+        yield number, value
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
+def _varint(stream: BytesIO) -> int:
+    value = 0
+    for shift in range(0, 64, 7):
+        (byte,) = stream.read(1)
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("a number is too long")
+            return value
+    raise ValueError("a number is too long")
 
 
 def to_fast_tokenizer(model: SentencePieceModel, names: dict[int, str] | None = None) -> Any:
@@ -186,15 +162,10 @@ def to_fast_tokenizer(model: SentencePieceModel, names: dict[int, str] | None = 
     names = names or {}
     texts = [names.get(index, text) for index, (text, _, _) in enumerate(model.pieces)]
     vocabulary = {text: index for index, text in enumerate(texts)}
-    unknown = [texts[i] for i, (_, _, kind) in enumerate(model.pieces) if kind == _UNKNOWN]
+    unknown = (texts[i] for i, (_, _, kind) in enumerate(model.pieces) if kind == _UNKNOWN)
+    unk_token, merges = next(unknown, None), _merges(model, names)
     tokenizer = Tokenizer(
-        BPE(
-            vocabulary,
-            _merges(model, names),
-            unk_token=unknown[0] if unknown else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        BPE(vocabulary, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     )
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     turns: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import transformers
 from torch.nn.functional import pad
@@ -24,7 +23,9 @@ from transformers.models.smolvlm import processing_smolvlm as texts
 from transformers.processing_utils import ProcessorMixin, VideosKwargs
 from transformers.utils import is_num2words_available, is_torchvision_available
 
-from aioengine.processors.hf.video_processors import FrameProcessor, resize_frame
+from aioengine.processors.hf.substitutes import lenient
+from aioengine.processors.hf.video_processors import FrameProcessor, Options, resize_frame
+from aioengine.processors.media.pixels import Array
 
 __all__ = ["SmolVLMProcessor", "SmolVLMVideoProcessor", "load_smolvlm_processor", "to_words"]
 
@@ -127,7 +128,7 @@ class SmolVLMVideoProcessor(FrameProcessor):
             self.size = get_size_dict(size, default_to_square=self.default_to_square)
 
     def _preprocess(
-        self, videos: Sequence[np.ndarray[Any, Any]], *, return_tensors: Any = None, **options: Any
+        self, videos: Sequence[Array], *, return_tensors: Any = None, **options: Any
     ) -> Any:
         found = super()._preprocess(videos, **options)["pixel_values_videos"]
         data: dict[str, Any] = {"pixel_values": found}
@@ -138,16 +139,12 @@ class SmolVLMVideoProcessor(FrameProcessor):
             data = {"pixel_values": found, "pixel_attention_mask": torch.stack(masks)}
         return BatchFeature(data, tensor_type=return_tensors)
 
-    def _resize(
-        self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def _resize(self, num_frames: int, frame: torch.Tensor, options: Options) -> torch.Tensor:
         frame = super()._resize(num_frames, frame, options)
         side = self.max_image_size["longest_edge"]
         return resize_frame(frame, (side, side), options["resample"])
 
-    def _target(
-        self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
-    ) -> tuple[int, int]:
+    def _target(self, num_frames: int, frame: torch.Tensor, options: Options) -> tuple[int, int]:
         size = options["size"]
         if not size.longest_edge:
             if size.height and size.width:
@@ -163,7 +160,7 @@ class SmolVLMVideoProcessor(FrameProcessor):
         return edge, max(other + other % 2, 1)
 
 
-class SmolVLMProcessor(transformers.SmolVLMProcessor):  # type: ignore[misc]
+class SmolVLMProcessor(lenient(transformers.SmolVLMProcessor)):  # type: ignore[misc]
     """transformers' class of this name, made without asking for num2words."""
 
     def __init__(
@@ -186,12 +183,6 @@ class SmolVLMProcessor(transformers.SmolVLMProcessor):  # type: ignore[misc]
         self.image_seq_len = image_seq_len
         parts = (image_processor, tokenizer, video_processor)
         ProcessorMixin.__init__(self, *parts, chat_template=chat_template, **kwargs)
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        """transformers' check, which has no class for videos without torchvision."""
-        if argument_name == "video_processor":
-            return None
-        return super().check_argument_for_proper_class(argument_name, argument)
 
     def replace_video_token(self, video_inputs: Any, video_idx: int, **_: Any) -> str:
         """Build what stands in a prompt for one video: each frame behind its time."""

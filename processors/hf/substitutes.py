@@ -7,13 +7,13 @@ tensors, and else with None.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 from aioengine.errors import InvalidRequestError
+from aioengine.processors.mm_kwargs import merge_for_hf
 
-__all__ = ["lacks_video", "load_processor", "merge_image_options"]
+__all__ = ["lacks_video", "lenient", "load_processor", "merge_image_options"]
 
 _COMPARED = ((5, 19), (5, 23))
 """The first and last minor version of transformers that video_processors.py was compared with;
@@ -52,20 +52,14 @@ def merge_image_options(hf_processor: Any, mm_kwargs: Mapping[str, Any]) -> dict
     Without the image processor's own settings. Raises InvalidRequestError for what transformers
     does not take.
     """
-    given = copy.deepcopy(dict(mm_kwargs))  # older versions empty the scopes in it
     # transformers raises anything for options of other types than it declares.
     try:
-        merged = hf_processor._merge_kwargs(
-            hf_processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=getattr(hf_processor.tokenizer, "init_kwargs", {}),
-            **given,
-        )
+        options: dict[str, Any] = merge_for_hf(hf_processor, mm_kwargs)["images_kwargs"]
     except Exception as error:
         raise InvalidRequestError(
             f"the HF processor does not take these mm_processor_kwargs: {type(error).__name__}",
             parameter="mm_processor_kwargs",
         ) from None
-    options: dict[str, Any] = merged["images_kwargs"]
     return options
 
 
@@ -114,8 +108,7 @@ def _load_without_torchvision(
         for part in processor_class.get_attributes()
     ]
     settings, rest = processor_class.get_processor_dict(source, **options)
-    lenient = _lenient(processor_class)
-    return lenient.from_args_and_dict(parts, {**settings, **kwargs}, **rest)
+    return lenient(processor_class).from_args_and_dict(parts, {**settings, **kwargs}, **rest)
 
 
 def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
@@ -128,14 +121,10 @@ def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) ->
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     if not _COMPARED[0] <= release <= _COMPARED[1]:
         return None
-    from aioengine.processors.hf.video_processors import (
-        MODEL_TYPES,
-        VIDEO_PROCESSORS,
-        FrameProcessor,
-    )
+    from aioengine.processors.hf import video_processors
 
     try:
-        settings, _ = FrameProcessor.get_video_processor_dict(source, **options)
+        settings, _ = video_processors.FrameProcessor.get_video_processor_dict(source, **options)
     except OSError:  # there are none, not even of an image processor
         return None
     name = settings.get("video_processor_type")
@@ -143,13 +132,13 @@ def _load_video_part(source: str, hf_config: Any, options: Mapping[str, Any]) ->
         images = settings.pop("image_processor_type", None) or ""
         name = images.replace("ImageProcessor", "VideoProcessor")
     if not hasattr(transformers, name):
-        name = MODEL_TYPES.get(hf_config.model_type)
+        name = video_processors.MODEL_TYPES.get(hf_config.model_type)
     has_own_code = "AutoVideoProcessor" in settings.get("auto_map", ())
-    found = None if has_own_code else VIDEO_PROCESSORS.get(name)
+    found = None if has_own_code else video_processors.VIDEO_PROCESSORS.get(name)
     return None if found is None else found.from_dict(settings)
 
 
-def _lenient(processor_class: Any) -> Any:
+def lenient(processor_class: Any) -> Any:
     """The same class, by name too, but content with whatever video part it is given.
 
     transformers' own check asks for classes that are not there without torchvision.

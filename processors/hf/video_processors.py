@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -38,7 +38,12 @@ from transformers.video_utils import (
     make_batched_videos,
 )
 
+from aioengine.processors.media.pixels import Array
+
 __all__ = ["MODEL_TYPES", "VIDEO_PROCESSORS", "FrameProcessor", "resize_frame"]
+
+Options: TypeAlias = Mapping[str, Any]
+"""A processor's settings, with what a caller asks for over them."""
 
 _MODES = {
     PILImageResampling.BILINEAR: "bilinear",
@@ -73,7 +78,7 @@ class FrameProcessor(VideoProcessorMixin, PilBackend):  # type: ignore[misc]
 
     def _prepare_input_videos(
         self, videos: Sequence[Any], input_data_format: Any, device: Any, **_: Any
-    ) -> list[np.ndarray[Any, Any]]:
+    ) -> list[Array]:
         """Views of the videos, channels last."""
         if device is not None and torch.device(device).type != "cpu":
             raise ValueError("frames are processed on the CPU; leave out device")
@@ -86,7 +91,7 @@ class FrameProcessor(VideoProcessorMixin, PilBackend):  # type: ignore[misc]
         return prepared
 
     def _preprocess(
-        self, videos: Sequence[np.ndarray[Any, Any]], *, return_tensors: Any = None, **options: Any
+        self, videos: Sequence[Array], *, return_tensors: Any = None, **options: Any
     ) -> Any:
         pixels = []
         for video in videos:
@@ -97,9 +102,7 @@ class FrameProcessor(VideoProcessorMixin, PilBackend):  # type: ignore[misc]
                 pixels[-1][index] = frame
         return BatchFeature({"pixel_values_videos": pixels}, tensor_type=return_tensors)
 
-    def _frames(
-        self, video: np.ndarray[Any, Any], options: Mapping[str, Any]
-    ) -> Iterator[torch.Tensor]:
+    def _frames(self, video: Array, options: Options) -> Iterator[torch.Tensor]:
         """Each frame for itself, resized, cropped and normalised: [3, height, width]."""
         for each in video:
             # A copy in HWC order, as torch resizes that layout fastest.
@@ -110,14 +113,10 @@ class FrameProcessor(VideoProcessorMixin, PilBackend):  # type: ignore[misc]
                 frame = _cropped(frame, options["crop_size"].height, options["crop_size"].width)
             yield _scaled(frame, options)
 
-    def _resize(
-        self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def _resize(self, num_frames: int, frame: torch.Tensor, options: Options) -> torch.Tensor:
         return resize_frame(frame, self._target(num_frames, frame, options), options["resample"])
 
-    def _target(
-        self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
-    ) -> tuple[int, int]:
+    def _target(self, num_frames: int, frame: torch.Tensor, options: Options) -> tuple[int, int]:
         """The height and width to which a frame is resized."""
         size = options["size"]
         if size.shortest_edge and size.longest_edge:
@@ -147,7 +146,7 @@ class PatchProcessor(FrameProcessor):
     model_input_names = ("pixel_values_videos", "video_grid_thw")
 
     def _preprocess(
-        self, videos: Sequence[np.ndarray[Any, Any]], *, return_tensors: Any = None, **options: Any
+        self, videos: Sequence[Array], *, return_tensors: Any = None, **options: Any
     ) -> Any:
         patches, grids = zip(*(self._patches(video, options) for video in videos), strict=True)
         # Joining copies, and a single video need not be.
@@ -155,9 +154,7 @@ class PatchProcessor(FrameProcessor):
         data = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor(grids)}
         return BatchFeature(data, tensor_type=return_tensors)
 
-    def _patches(
-        self, video: np.ndarray[Any, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[int]]:
+    def _patches(self, video: Array, options: Options) -> tuple[torch.Tensor, list[int]]:
         depth = options["temporal_patch_size"]
         sizes = options["patch_size"], options["merge_size"]
         grid = [-(-len(video) // depth)]
@@ -173,7 +170,7 @@ class PatchProcessor(FrameProcessor):
         taken[-1, :, :, index % depth + 1 :] = taken[-1, :, :, index % depth, None]
         return taken.flatten(0, 1).flatten(1), grid
 
-    def _bounds(self, num_frames: int, options: Mapping[str, Any]) -> dict[str, int]:
+    def _bounds(self, num_frames: int, options: Options) -> dict[str, int]:
         """The limits between which a frame (or all of them) is resized, and the unit of its edges.
 
         Raises ValueError where `size` does not have them.
@@ -195,9 +192,9 @@ class PatchProcessor(FrameProcessor):
 class _VolumeProcessor(PatchProcessor):
     """Limits are for the pixels of all frames together."""
 
-    def _target(
-        self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
-    ) -> tuple[int, int]:
+    fps, do_sample_frames = 2, True
+
+    def _target(self, num_frames: int, frame: torch.Tensor, options: Options) -> tuple[int, int]:
         return glm4v.smart_resize(  # type: ignore[no-any-return]
             num_frames,
             *frame.shape[-2:],
@@ -241,9 +238,7 @@ class Qwen2VLVideoProcessor(PatchProcessor, Qwen2VLImageProcessorPil):  # type: 
     max_video_tokens = 128000
     valid_kwargs = _Qwen2VLKwargs
 
-    def _target(
-        self, num_frames: int, frame: torch.Tensor, options: Mapping[str, Any]
-    ) -> tuple[int, int]:
+    def _target(self, num_frames: int, frame: torch.Tensor, options: Options) -> tuple[int, int]:
         bounds = self._bounds(num_frames, options)
         return qwen2_vl.smart_resize(*frame.shape[-2:], **bounds)  # type: ignore[no-any-return]
 
@@ -258,9 +253,8 @@ class Qwen3VLVideoProcessor(_VolumeProcessor, Glm4vImageProcessorPil):  # type: 
     size: ClassVar = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
     image_mean, image_std = IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
     patch_size = 16
-    min_frames, max_frames, fps = 4, 768, 2
+    min_frames, max_frames = 4, 768
     max_video_tokens = 768
-    do_sample_frames = True
     valid_kwargs = _Qwen3VLKwargs
 
     def _capped(self, num_frames: int, most: int, floor: int, factor: int, depth: int) -> int:
@@ -268,24 +262,21 @@ class Qwen3VLVideoProcessor(_VolumeProcessor, Glm4vImageProcessorPil):  # type: 
         return int(max(min(frame, most // num_frames), floor) * num_frames)
 
 
-class Glm4vVideoProcessor(_VolumeProcessor, Glm4vImageProcessorPil):  # type: ignore[misc]
-    """GLM-4.1V and GLM-4.5V."""
+class _GlmProcessor(_VolumeProcessor):
+    """Settings that GLM's versions share."""
 
     size: ClassVar = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}
     max_image_size: ClassVar = {"longest_edge": 28 * 28 * 2 * 30000}
-    num_frames, fps, max_duration = 16, 2, 300
-    do_sample_frames = True
+    num_frames, max_duration = 16, 300
     valid_kwargs = _GlmKwargs
 
 
-class Glm46VVideoProcessor(_VolumeProcessor, Glm46VImageProcessorPil):  # type: ignore[misc]
+class Glm4vVideoProcessor(_GlmProcessor, Glm4vImageProcessorPil):  # type: ignore[misc]
+    """GLM-4.1V and GLM-4.5V."""
+
+
+class Glm46VVideoProcessor(_GlmProcessor, Glm46VImageProcessorPil):  # type: ignore[misc]
     """GLM-4.6V."""
-
-    size = Glm4vVideoProcessor.size
-    max_image_size = Glm4vVideoProcessor.max_image_size
-    num_frames, fps, max_duration = 16, 2, 300
-    do_sample_frames = True
-    valid_kwargs = _GlmKwargs
 
 
 class InternVLVideoProcessor(FrameProcessor):
@@ -377,7 +368,7 @@ def _cropped(frame: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return frame[:, top : top + height, left : left + width]
 
 
-def _scaled(frame: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+def _scaled(frame: torch.Tensor, options: Options) -> torch.Tensor:
     """A frame rescaled and normalised, in one step as transformers' torch backend does it."""
     factor = options["rescale_factor"]
     if not options["do_normalize"]:

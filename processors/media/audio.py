@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
 from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import AudioClip, AudioHeader
 from aioengine.processors.media.pixels import Array
@@ -120,10 +120,8 @@ class AudioSource(MediaSource[AudioHeader, AudioClip]):
             raise self._error(f"it is longer than media.max_audio_s ({limit} seconds)")
 
     def _load(self, name: str) -> Any:
-        try:
+        with suppress(ImportError, OSError):  # OSError: the library that it wraps is missing.
             return import_module(name)
-        except (ImportError, OSError):  # OSError: the library that the package wraps is missing.
-            pass
         raise self._error(f"{name} is not installed: pip install 'aioengine[audio]'")
 
 
@@ -144,8 +142,7 @@ def open_audio(
         source = _ArrayAudio(item[0], item[1], config, parameter, sample_rate)
     else:
         kind = type(item).__name__ + (" without its rate" if isinstance(item, ARRAYS) else "")
-        text = f"{parameter} must be {ACCEPTED}, not {kind}"
-        raise MediaError(text, parameter=parameter, value=kind)
+        raise AudioSource.not_accepted(parameter, ACCEPTED, kind)
     source.header()
     return source
 
@@ -167,9 +164,7 @@ class _EncodedAudio(AudioSource):
             raise self._error(f"it is in none of the allowed formats ({names})")
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("encoded recording")
-        hasher.update(self._data)
-        return hasher.digest()
+        return ContentHasher("encoded recording", self._data).digest()
 
     def _measure(self) -> tuple[int, int]:
         # libsndfile's lengths are exact where the header tells one (LAME's for MP3), as OGG's last

@@ -53,14 +53,15 @@ class _Order:
     def limit_name(self) -> str:
         return f"media.max_{self.modality}_bytes"
 
+    def error(
+        self, reason: str, kind: type[MediaError] = MediaError, value: object = None
+    ) -> MediaError:
+        return kind(f"{self.parameter} {reason}", parameter=self.parameter, value=value)
+
     def check_bytes(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:
-            raise MediaError(
-                f"{self.parameter} has {num_bytes} bytes, more than {self.limit_name} "
-                f"({self.max_bytes})",
-                parameter=self.parameter,
-                value=num_bytes,
-            )
+            limit = f"{self.limit_name} ({self.max_bytes})"
+            raise self.error(f"has {num_bytes} bytes, more than {limit}", value=num_bytes)
 
 
 async def fetch(
@@ -83,9 +84,7 @@ async def fetch(
     """
     order = _Order(config, parameter, modality, threads)
     if isinstance(item, PurePath):
-        if not trusted:
-            raise _refuse_path(parameter)
-        return await order.run(_read_file, Path(item), order)
+        return await _read_path(item, order, trusted=trusted)
     if not isinstance(item, str):
         return item
     scheme = item[: item.find(":")].lower() if ":" in item[:32] else ""
@@ -95,38 +94,33 @@ async def fetch(
         return await order.run(_read_url, item, order)
     if scheme in ("http", "https"):
         return await _fetch_http(item, order)
+    return await _read_path(item, order, trusted=trusted)
+
+
+async def _read_path(path: str | PurePath, order: _Order, *, trusted: bool) -> bytes:
     if not trusted:
-        raise _refuse_path(parameter)
-    return await order.run(_read_file, Path(item), order)
-
-
-def _refuse_path(parameter: str) -> MediaError:
-    return MediaError(
-        f"{parameter} must be a data:, file: or http(s) URL; local paths are taken from the "
-        "application only, not from chat messages",
-        parameter=parameter,
-    )
+        raise order.error(
+            "must be a data:, file: or http(s) URL; local paths are taken from the application "
+            "only, not from chat messages"
+        )
+    return await order.run(_read_file, Path(path), order)
 
 
 async def _fetch_data(url: str, order: _Order) -> bytes:
-    parameter = order.parameter
     comma = url.find(",", 0, MAX_DATA_HEAD)
     if comma < 0 or not url[:comma].lower().endswith(";base64"):
-        raise MediaError(
-            f"{parameter} must be a data: URL in base64 (data:<type>;base64,<data>)",
-            parameter=parameter,
-        )
+        raise order.error("must be a data: URL in base64 (data:<type>;base64,<data>)")
     # Four characters are at most three bytes; the exact number is checked after decoding.
     order.check_bytes((len(url) - comma - 1) * 3 // 4 - 2)
     if len(url) <= INLINE_CHARACTERS:
-        data = _decode_base64(url, comma + 1, parameter)
+        data = _decode_base64(url, comma + 1, order)
     else:
-        data = await order.run(_decode_base64, url, comma + 1, parameter)
+        data = await order.run(_decode_base64, url, comma + 1, order)
     order.check_bytes(len(data))
     return data
 
 
-def _decode_base64(url: str, start: int, parameter: str) -> bytes:
+def _decode_base64(url: str, start: int, order: _Order) -> bytes:
     # Piece by piece, as each call holds the GIL; joining the pieces lets go of it.
     decoded = [b""]
     rest = ""
@@ -141,7 +135,7 @@ def _decode_base64(url: str, start: int, parameter: str) -> bytes:
         if rest:
             raise binascii.Error("the length is not a multiple of four")
     except ValueError as error:
-        raise MediaError(f"{parameter} is not valid base64", parameter=parameter) from error
+        raise order.error("is not valid base64") from error
     return b"".join(decoded)
 
 
@@ -164,26 +158,21 @@ def _unescaped(url: str, start: int) -> Iterator[str]:
 
 
 def _read_url(url: str, order: _Order) -> bytes:
-    config, parameter = order.config, order.parameter
-    if not config.local_roots:
-        raise MediaError(
-            f"{parameter} is a file: URL, and no folder is open to those; name some in "
-            "media.local_roots",
-            parameter=parameter,
+    if not order.config.local_roots:
+        raise order.error(
+            "is a file: URL, and no folder is open to those; name some in media.local_roots"
         )
     try:
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
             raise ValueError("not a plain local file URL")
         path = Path(url2pathname(parts.path)).resolve(strict=True)
-        roots = [Path(root).resolve() for root in config.local_roots]
+        roots = [Path(root).resolve() for root in order.config.local_roots]
         if not any(path.is_relative_to(root) for root in roots):
             raise ValueError("outside the allowed folders")
     except (OSError, ValueError, RuntimeError) as error:
         # One message for all cases: which files exist is nobody's business.
-        raise MediaError(
-            f"{parameter} is not a readable file under media.local_roots", parameter=parameter
-        ) from error
+        raise order.error("is not a readable file under media.local_roots") from error
     return _read_file(path, order, os.O_NOFOLLOW)  # what it was resolved to is no link
 
 
@@ -197,39 +186,34 @@ def _read_file(path: Path, order: _Order, flags: int = 0) -> bytes:
             order.check_bytes(status.st_size)
             data = file.read(order.max_bytes + 1)
     except (OSError, ValueError) as error:
-        raise MediaError(
-            f"{order.parameter} could not be read: {type(error).__name__}",
-            parameter=order.parameter,
-        ) from error
+        raise order.error(f"could not be read: {type(error).__name__}") from error
     order.check_bytes(len(data))
     return data
 
 
 async def _fetch_http(url: str, order: _Order) -> bytes:
-    config, parameter = order.config, order.parameter
+    config = order.config
     if config.fetcher is not None:
         return await _call_fetcher(config.fetcher, url, order)
     if not config.allowed_hosts:
-        raise MediaError(
-            f"{parameter} is an http(s) URL, and fetching is off; name the hosts that may be asked "
-            'in media=MediaConfig(allowed_hosts=...) ("*": any public one), or pass '
-            "MediaConfig(fetcher=...), an async function from URL to bytes",
-            parameter=parameter,
+        raise order.error(
+            "is an http(s) URL, and fetching is off; name the hosts that may be asked in "
+            'media=MediaConfig(allowed_hosts=...) ("*": any public one), or pass '
+            "MediaConfig(fetcher=...), an async function from URL to bytes"
         )
     try:
         # In a thread, as httpx takes a fifth of a second to import.
         fetch_url = await order.run(_import_client)
     except ModuleNotFoundError as error:
-        raise MediaError(
-            f"{parameter} is an http(s) URL, and fetching needs httpx: pip install "
-            "'aioengine[fetch]', or pass MediaConfig(fetcher=...)",
-            parameter=parameter,
+        raise order.error(
+            "is an http(s) URL, and fetching needs httpx: pip install 'aioengine[fetch]', or pass "
+            "MediaConfig(fetcher=...)"
         ) from error
     return await fetch_url(
         url,
         config,
         max_bytes=order.max_bytes,
-        parameter=parameter,
+        parameter=order.parameter,
         limit_name=order.limit_name,
     )
 
@@ -243,38 +227,33 @@ def _import_client() -> Callable[..., Awaitable[bytes]]:
 async def _call_fetcher(
     fetcher: Callable[[str], Awaitable[bytes]], url: str, order: _Order
 ) -> bytes:
-    parameter, timeout_s = order.parameter, order.config.fetch_timeout_s
+    timeout_s = order.config.fetch_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             body = await fetcher(url)
     except TimeoutError as error:
-        raise MediaUnavailableError(
-            f"{parameter} was not fetched within media.fetch_timeout_s ({timeout_s:g} s)",
-            parameter=parameter,
-        ) from error
+        reason = f"was not fetched within media.fetch_timeout_s ({timeout_s:g} s)"
+        raise order.error(reason, MediaUnavailableError) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         # Nobody cancelled this task: the fetcher let some inner cancellation of its own escape.
-        raise MediaError(f"{parameter} could not be fetched", parameter=parameter) from error
+        raise order.error("could not be fetched") from error
     except MediaError as error:
-        raise error.for_parameter(parameter) from error
+        raise error.for_parameter(order.parameter) from error
     except (KeyboardInterrupt, SystemExit, GeneratorExit):  # the process ends, or this coroutine
         raise
     # The fetcher is the application's: whatever else it raises is this one item's failure. Some
     # libraries' own errors are no Exception, and would end the engine's task group.
     except BaseException as error:
         kind = MediaUnavailableError if isinstance(error, ConnectionError) else MediaError
-        raise kind(
-            f"{parameter} could not be fetched: {type(error).__name__}", parameter=parameter
-        ) from error
+        raise order.error(f"could not be fetched: {type(error).__name__}", kind) from error
+    name = type(body).__name__
     if not isinstance(body, bytes | bytearray | memoryview):
-        raise MediaError(
-            f"{parameter} could not be fetched: media.fetcher returned {type(body).__name__}, "
-            "not bytes",
-            parameter=parameter,
-        ) from TypeError(type(body).__name__)
+        raise order.error(
+            f"could not be fetched: media.fetcher returned {name}, not bytes"
+        ) from TypeError(name)
     order.check_bytes(memoryview(body).nbytes)
     # A copy of what may still change, made where it holds up nobody.
     return body if isinstance(body, bytes) else await order.run(bytes, body)

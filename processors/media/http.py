@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -302,24 +303,20 @@ def _ssl_context() -> ssl.SSLContext:
 
 async def _connect(target: _Target, addresses: Sequence[str]) -> ByteStream:
     """A connection to the first address that answers; the certificate must be the host's."""
-    context = None
+    tls: dict[str, Any] = {}
     if target.url.scheme == "https":
         limiter = anyio.CapacityLimiter(1)  # not the application's threads
         context = await anyio.to_thread.run_sync(_ssl_context, limiter=limiter)
+        tls = {"ssl_context": context, "tls_hostname": target.host}
     addresses, is_refused = addresses[:MAX_ADDRESSES], False
     for address in addresses:
         try:
             async with asyncio.timeout(None if address == addresses[-1] else ATTEMPT_S):
                 # An address is not resolved again, so nothing can be put in its place.
-                if context is None:
-                    return await anyio.connect_tcp(address, target.port)
-                return await anyio.connect_tcp(
-                    address,
-                    target.port,
-                    ssl_context=context,
-                    tls_hostname=target.host,
-                    tls_standard_compatible=False,
+                stream: ByteStream = await anyio.connect_tcp(
+                    address, target.port, tls_standard_compatible=False, **tls
                 )
+                return stream
         except (ssl.SSLError, UnicodeError):
             is_refused = True  # or somebody else's, or no TLS
         except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):

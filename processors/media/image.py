@@ -16,12 +16,7 @@ from aioengine.config import MediaConfig
 from aioengine.errors import MediaError
 from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageHeader, ImageSize
-from aioengine.processors.media.effort import (
-    EffortError,
-    excess_before_opening,
-    excess_when_opened,
-    make_reader,
-)
+from aioengine.processors.media import effort
 from aioengine.processors.media.pixels import (
     Array,
     PixelError,
@@ -64,7 +59,7 @@ class ImageSource(MediaSource[ImageHeader, Image.Image]):
     """
 
     _noun = "image"
-    _own_errors = (PixelError, EffortError)
+    _own_errors = (PixelError, effort.EffortError)
 
     @abstractmethod
     def _pixels(self, header: ImageHeader) -> Image.Image:
@@ -117,11 +112,7 @@ def open_image(item: object, config: MediaConfig, *, parameter: str) -> ImageSou
     elif isinstance(item, np.ndarray | torch.Tensor):
         source = _ArrayImage(item, config, parameter)
     else:
-        raise MediaError(
-            f"{parameter} must be {ACCEPTED}, not {type(item).__name__}",
-            parameter=parameter,
-            value=type(item).__name__,
-        )
+        raise ImageSource.not_accepted(parameter, ACCEPTED, type(item).__name__)
     source.header()
     return source
 
@@ -146,9 +137,7 @@ class _EncodedImage(ImageSource):
         self._data = bytes(data)
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("encoded image")
-        hasher.update(self._data)
-        return hasher.digest()
+        return ContentHasher("encoded image", self._data).digest()
 
     def _pixels(self, header: ImageHeader) -> Image.Image:
         image = self._open()
@@ -194,17 +183,16 @@ class _EncodedImage(ImageSource):
 
     def _read_with(self, factory: Callable[..., Any], name: str) -> ImageFile.ImageFile:
         """The image with its header read."""
-        reason = excess_before_opening(self._data, name)
-        if reason:
+        if reason := effort.excess_before_opening(self._data, name):
             raise self._error(reason)
-        reader = make_reader(self._data, name)
+        reader = effort.make_reader(self._data, name)
         image: ImageFile.ImageFile = self._guarded(f"its {name} header", factory, reader, "")
         return image
 
     def _checked(self, image: ImageFile.ImageFile) -> ImageFile.ImageFile:
         self._check_size(*image.size)
-        reason = excess_when_opened(image, self._data, self._config.max_image_pixels)
-        if reason:
+        limit = self._config.max_image_pixels
+        if reason := effort.excess_when_opened(image, self._data, limit):
             raise self._error(reason)
         return image
 
@@ -220,8 +208,7 @@ class _PillowImage(ImageSource):
         self._identity: bytes | None = None
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("pixels in memory")
-        hasher.update(self._image.mode)
+        hasher = ContentHasher("pixels in memory", self._image.mode)
         # As shown: palette, transparency and orientation are in the pixels then.
         hash_pixels(hasher, self.decode())
         self._identity = hasher.digest()

@@ -16,7 +16,7 @@ from PIL import Image
 from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageSize
 
-__all__ = ["PixelError", "array_to_image", "blank", "hash_pixels", "orient", "to_rgb"]
+__all__ = ["PixelError", "array_to_image", "blank", "hash_pixels", "orient", "tiles", "to_rgb"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Box: TypeAlias = tuple[int, int, int, int]
@@ -41,7 +41,10 @@ class PixelError(ValueError):
 
 
 def tiles(size: tuple[int, int]) -> Iterator[Box]:
-    """Boxes (left, upper, right, lower) of at most TILE_PIXELS that cover the image by rows."""
+    """Boxes (left, upper, right, lower) of at most TILE_PIXELS that cover the image by rows.
+
+    Their pixels one after the other are the image's: whole rows, or parts of a single one.
+    """
     width, height = size
     tile_width = min(width, TILE_PIXELS)
     tile_height = max(1, TILE_PIXELS // tile_width)

@@ -9,12 +9,13 @@ other threads run; the processor then finds an image of the wanted size and leav
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
+
+from aioengine.processors.mm_kwargs import merge_for_hf
 
 __all__ = ["resize_ahead", "resizes_first"]
 
@@ -45,11 +46,7 @@ def resize_ahead(
     image_processor = getattr(hf_processor, "image_processor", None)
     if not isinstance(images, list) or not _hands_images_on(hf_processor):
         return dict(mm_data)
-    # A copy, as some versions of transformers empty the mappings in it.
-    merged = hf_processor._merge_kwargs(
-        hf_processor.valid_processor_kwargs, **copy.deepcopy(dict(mm_kwargs))
-    )
-    options = merged["images_kwargs"]
+    options = merge_for_hf(hf_processor, mm_kwargs)["images_kwargs"]
     if not resizes_first(image_processor, options, own_preprocess_resizes_first):
         return dict(mm_data)
     return {**mm_data, "images": [_resize(image, image_processor, options) for image in images]}

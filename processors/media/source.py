@@ -44,6 +44,12 @@ class MediaSource(ABC, Generic[HeaderT, DecodedT]):
         self._parameter = parameter
         self._header: HeaderT | None = None
 
+    @staticmethod
+    def not_accepted(parameter: str, accepted: str, kind: str) -> MediaError:
+        """The error for an item of another kind than those that are accepted."""
+        text = f"{parameter} must be {accepted}, not {kind}"
+        return MediaError(text, parameter=parameter, value=kind)
+
     @property
     def undecoded(self) -> bytes | memoryview | Array | None:
         """The bytes of its file, or its pixels `[height, width, channels]`; not to be changed.

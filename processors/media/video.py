@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError
 from aioengine.processors.cache.hasher import ContentHasher
 from aioengine.processors.items import ImageSize, VideoClip, VideoHeader
+from aioengine.processors.media import video_frames
 from aioengine.processors.media.image import ImageSource, open_image
 from aioengine.processors.media.pixels import (
     Array,
@@ -28,13 +28,6 @@ from aioengine.processors.media.pixels import (
 )
 from aioengine.processors.media.source import Encoded, MediaSource, keep_bytes, to_numpy
 from aioengine.processors.media.video_container import VideoError
-from aioengine.processors.media.video_frames import (
-    VideoTable,
-    check_frame_size,
-    check_work,
-    read_table,
-    take_frames,
-)
 from aioengine.processors.media.video_sampling import Sampling
 
 __all__ = ["VideoSource", "open_video"]
@@ -131,10 +124,7 @@ def open_video(
     elif isinstance(item, list | tuple):
         source = _ImageList(item, config, parameter, sampling)
     else:
-        kind = type(item).__name__
-        raise MediaError(
-            f"{parameter} must be {ACCEPTED}, not {kind}", parameter=parameter, value=kind
-        )
+        raise VideoSource.not_accepted(parameter, ACCEPTED, type(item).__name__)
     source.header()
     return source
 
@@ -148,38 +138,33 @@ class _VideoFile(VideoSource):
         self, data: Encoded, config: MediaConfig, parameter: str, sampling: Sampling
     ) -> None:
         super().__init__(config, parameter, sampling)
-        self._table: VideoTable | None = None
+        self._table: video_frames.VideoTable | None = None
         self._check_num_bytes(data, "video")
         self._data = keep_bytes(data)
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("encoded video")
-        hasher.update(self._data)
+        hasher = ContentHasher("encoded video", self._data)
         self._hash_sampling(hasher)
         return hasher.digest()
 
     def _measure(self) -> VideoHeader:
         if not self._data.nbytes:
             raise VideoError("it is empty (0 bytes)", value=0)
-        self._table = table = read_table(self._data, self._config)
+        self._table = table = video_frames.read_table(self._data, self._config)
         header = self._choose(table.size, table.num_frames, table.fps)
-        check_work(table, header.indices, self._config)
+        video_frames.check_work(table, header.indices, self._config)
         return header
 
     def _frames(self, header: VideoHeader) -> Array:
         assert self._table is not None
-        return take_frames(self._data, self._table, header.indices, self._config)
+        return video_frames.take_frames(self._data, self._table, header.indices, self._config)
 
 
 class _ArrayVideo(VideoSource):
     """Frames in a numpy array or a torch tensor."""
 
     def __init__(
-        self,
-        array: Array | torch.Tensor,
-        config: MediaConfig,
-        parameter: str,
-        sampling: Sampling,
+        self, array: Array | torch.Tensor, config: MediaConfig, parameter: str, sampling: Sampling
     ) -> None:
         super().__init__(config, parameter, sampling)
         self._copy: Array | None = None
@@ -207,7 +192,8 @@ class _ArrayVideo(VideoSource):
     def _measure(self) -> VideoHeader:
         shape = tuple(self._array.shape)
         height, width = shape[2:] if self._is_channels_first else shape[1:3]
-        return self._choose(check_frame_size(width, height, self._config), shape[0], None)
+        size = video_frames.check_frame_size(width, height, self._config)
+        return self._choose(size, shape[0], None)
 
     def _taken(self, header: VideoHeader) -> Array:
         """A copy of the frames that are taken, channels last."""

@@ -178,11 +178,8 @@ class _PacketNotes:
 
 def _frames_per_second(num_frames: int, span: Fraction, told: Fraction | None) -> float | None:
     """Return what the container says, unless the frames' own times differ."""
-    if (
-        told is not None
-        and told > 0
-        and (not span or abs(told * span - num_frames) <= max(1, num_frames / 20))
-    ):
+    slack = max(1, num_frames / 20)
+    if told is not None and told > 0 and (not span or abs(told * span - num_frames) <= slack):
         return float(told)
     return float(num_frames / span) if span else None
 

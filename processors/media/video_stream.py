@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -166,22 +167,16 @@ class OpenVideo:
         AVI stores no times; there, a packet's number is its time. Raises VideoError if the same
         bytes are referred to over and over.
         """
-        packets = self._container.demux(self.stream)
         number = 0
-        while True:
-            try:
-                packet = next(packets, None)
-            except self._errors:
-                packet = None
-            if packet is None:
-                break
-            # An empty one repeats the frame before, or stands for the end.
-            if not packet.size:
-                continue
-            if not self._has_times:
-                packet.pts = number
-            yield number, packet
-            number += 1
+        with suppress(self._errors):
+            for packet in self._container.demux(self.stream):
+                # An empty one repeats the frame before, or stands for the end.
+                if not packet.size:
+                    continue
+                if not self._has_times:
+                    packet.pts = number
+                yield number, packet
+                number += 1
         if self._reader.is_exhausted:
             raise VideoError("its parts lie on top of each other")
 
@@ -192,11 +187,8 @@ class OpenVideo:
         """
         if packet is not None and self._is_av1 and not _is_sane_av1(memoryview(packet)):
             return
-        try:
-            frames = self.stream.codec_context.decode(packet)
-        except self._errors:
-            return
-        yield from frames
+        with suppress(self._errors):
+            yield from self.stream.codec_context.decode(packet)
 
     def restart(self) -> None:
         """Makes the decoder forget all packets it was given."""

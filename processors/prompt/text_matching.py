@@ -11,31 +11,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 from aioengine.processors.inputs import PlaceholderRange
-from aioengine.processors.prompt.matching import Matcher, Ranges
-from aioengine.processors.prompt.updates import (
-    PromptIndexTarget,
-    PromptSequence,
-    ResolvedUpdate,
-    ResolvedUpdates,
-)
+from aioengine.processors.prompt.matching import Matcher, Place, Ranges
+from aioengine.processors.prompt.updates import PromptIndexTarget, PromptSequence, ResolvedUpdates
 
 __all__ = ["apply_text_updates"]
-
-
-@dataclass(frozen=True)
-class _Put:
-    """An item's content at a place in the expanded text."""
-
-    modality: str
-    content: ResolvedUpdate
-    start: int
-    stop: int
 
 
 def apply_text_updates(
@@ -84,8 +69,11 @@ def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
 
-def _expand(text: str, updates: ResolvedUpdates, tokenizer: Any) -> tuple[str, list[_Put]] | None:
-    """The text with all contents in it; None where an item finds no place, or a place no item."""
+def _expand(text: str, updates: ResolvedUpdates, tokenizer: Any) -> tuple[str, list[Place]] | None:
+    """The text with all contents in it, and their places there.
+
+    None where an item finds no place, or a place no item.
+    """
 
     def spell(target: PromptSequence) -> str:
         return target if isinstance(target, str) else _decode(tokenizer, target)
@@ -96,7 +84,7 @@ def _expand(text: str, updates: ResolvedUpdates, tokenizer: Any) -> tuple[str, l
     if len(places) < updates.num_items or matcher.count(targets, places[-1].stop if places else 0):
         return None
     cursor, pieces, length = 0, [], 0
-    puts: list[_Put] = []
+    puts: list[Place] = []
     for place in places:
         inserted = place.update.text
         if inserted is None:
@@ -104,16 +92,16 @@ def _expand(text: str, updates: ResolvedUpdates, tokenizer: Any) -> tuple[str, l
         pieces += [text[cursor : place.point], inserted]
         start = length + place.point - cursor
         length = start + len(inserted)
-        puts.append(_Put(place.modality, place.update, start, length))
+        puts.append(replace(place, start=start, stop=length))
         cursor = place.stop
     return "".join([*pieces, text[cursor:]]), puts
 
 
 def _locate(
-    put: _Put, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+    put: Place, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> PlaceholderRange | None:
     """Find where the item's own tokens lie, among those that its characters became."""
-    content = put.content
+    content = put.update
     features = content.token_ids[content.start : content.stop]
     # Tokens that end behind the item's start, and begin before its end.
     first = bisect_right(offsets, put.start, key=itemgetter(1))

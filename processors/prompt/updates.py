@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -41,11 +41,9 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The token ids of a text, with or without what the tokenizer puts around every text."""
-        ...
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids."""
-        ...
 
 
 EmbedSelector: TypeAlias = Callable[[TextEncoder, list[int]], torch.Tensor]
@@ -154,14 +152,12 @@ class PromptUpdate:
     modality: str
     target: Target | Callable[[int], Target]
 
+    keeps_target: ClassVar[bool]
+    """Whether the target stays in the prompt."""
+
     @property
     def content(self) -> Content | Callable[[int], Content]:
         """Return what is put into the prompt."""
-        raise NotImplementedError
-
-    @property
-    def keeps_target(self) -> bool:
-        """Return whether the target stays in the prompt."""
         raise NotImplementedError
 
 
@@ -173,14 +169,11 @@ class PromptReplacement(PromptUpdate):
     """
 
     replacement: Content | Callable[[int], Content]
+    keeps_target = False
 
     @property
     def content(self) -> Content | Callable[[int], Content]:
         return self.replacement
-
-    @property
-    def keeps_target(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,14 +181,11 @@ class PromptInsertion(PromptUpdate):
     """Puts `insertion` right after `target`, which stays and may serve further items."""
 
     insertion: Content | Callable[[int], Content]
+    keeps_target = True
 
     @property
     def content(self) -> Content | Callable[[int], Content]:
         return self.insertion
-
-    @property
-    def keeps_target(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

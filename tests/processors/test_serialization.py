@@ -18,7 +18,6 @@ from aioengine.processors.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargs,
     MultiModalKwargsItem,
-    _Field,
 )
 
 DTYPES = (
@@ -47,7 +46,7 @@ def items(draw: st.DrawFn) -> MultiModalKwargsItem:
     """An item of any modality with tensors that are batched in any way."""
     modality = draw(st.sampled_from(["image", "audio", "a modality ü\ud800"]))
     found = draw(st.dictionaries(st.text(max_size=8), tensors(), max_size=5))
-    fields: dict[str, _Field] = {}
+    fields: dict[str, MultiModalFieldConfig] = {}
     for name, tensor in found.items():
         on_cpu = draw(st.booleans())
         kinds = ["batched", "shared", *(["flat"] if tensor.ndim else [])]
@@ -60,7 +59,7 @@ def items(draw: st.DrawFn) -> MultiModalKwargsItem:
             config = MultiModalFieldConfig.shared(modality, 3, keep_on_cpu=on_cpu)
         else:
             config = MultiModalFieldConfig.batched(modality, keep_on_cpu=on_cpu)
-        fields[name] = config.field
+        fields[name] = config
     return MultiModalKwargsItem(modality, found, fields)
 
 
@@ -170,11 +169,13 @@ def test_what_the_format_does_not_have_is_refused() -> None:
     item = MultiModalKwargsItem.from_config({"x": torch.ones(1, dtype=torch.complex128)}, config)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="complex128"):
         dump_item(item)
-    field = MultiModalFieldConfig.batched("image").field
+    field = MultiModalFieldConfig.batched("image")
     for wrong in (
         MultiModalKwargsItem("image", {"__metadata__": torch.ones(1)}, {"__metadata__": field}),
         MultiModalKwargsItem("audio", {"x": torch.ones(1)}, {"x": field}),
-        MultiModalKwargsItem("image", {"x": torch.ones(1)}, {"x": _Field("image", False)}),
+        MultiModalKwargsItem(
+            "image", {"x": torch.ones(1)}, {"x": MultiModalFieldConfig("image", False)}
+        ),
     ):
         with pytest.raises(ValueError, match=r"cannot be written|another modality"):
             dump_item(wrong)

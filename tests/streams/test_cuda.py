@@ -24,7 +24,7 @@ class FakeMark:
         self.passed = threading.Event()
         self.error: Exception | None = None
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         assert self.passed.wait(WAIT_S)
         if self.error is not None:
             raise self.error
