@@ -42,9 +42,9 @@ def demo_model() -> Path:
     return ASSETS / "demo_llava"
 
 
-def demo_pictures() -> list[Path]:
+def demo_images() -> list[Path]:
     """Eight image files that the demo model can describe."""
-    return sorted(path for path in (ASSETS / "pictures").iterdir() if path.suffix != ".md")
+    return sorted(path for path in (ASSETS / "images").iterdir() if path.suffix != ".md")
 
 
 _LAZY, __getattr__, __dir__ = lazy_exports(
@@ -62,4 +62,4 @@ _LAZY, __getattr__, __dir__ = lazy_exports(
     },
 )
 
-__all__ = ["__version__", "demo_model", "demo_pictures", *_LAZY]
+__all__ = ["__version__", "demo_model", "demo_images", *_LAZY]

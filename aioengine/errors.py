@@ -146,8 +146,8 @@ def trace_of(error: BaseException) -> str:
 def typed(error: Exception) -> AioEngineError:
     """An error of ours for any other that a tokenizer, processor or model may raise.
 
-    Its text may hold payload, so only its kind is told; `__cause__` has the rest, and the log has
-    where it came up.
+    Its text may hold payload, so only its kind is reported; `__cause__` has the rest, and the log
+    has where it came up.
     """
     if isinstance(error, AioEngineError):
         return error

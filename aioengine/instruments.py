@@ -116,7 +116,7 @@ class Instruments:
     def note(self, event: RequestEvent) -> None:
         """Tell the watchers. Who makes many events asks first whether there are any.
 
-        A watcher may make news itself, by ending a request: they are told after these.
+        A watcher may make news itself, by ending a request: those events come after these.
         """
         self._news.append(event)
         if len(self._news) > 1:

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 
 QUESTION = "Describe the picture."
 
@@ -70,7 +70,7 @@ async def ours(engine: AsyncEngine, paths: list[Path], max_tokens: int) -> int:
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     baseline = Baseline(options.model, options.max_tokens)
-    demo_paths = demo_pictures()
+    demo_paths = demo_images()
     paths = [demo_paths[i % len(demo_paths)] for i in range(options.requests)]
     rates: dict[str, list[float]] = {"engine": [], "one_by_one": [], "padded_batch": []}
     async with AsyncEngine.from_pretrained(options.model) as engine:

@@ -2,12 +2,12 @@
 
 import asyncio
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 
 
 async def main() -> None:
     prompt = "USER: <image>\nDescribe the picture. ASSISTANT:"
-    image = demo_pictures()[0]
+    image = demo_images()[0]
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         try:
             async with asyncio.timeout(0.2):

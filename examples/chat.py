@@ -3,12 +3,12 @@
 import asyncio
 from typing import Any
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 
 
 async def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=96)
-    image = {"type": "image", "image": demo_pictures()[0]}
+    image = {"type": "image", "image": demo_images()[0]}
     question = {"type": "text", "text": "Describe the picture."}
     messages: list[dict[str, Any]] = [{"role": "user", "content": [image, question]}]
     async with AsyncEngine.from_pretrained(demo_model()) as engine:

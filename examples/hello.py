@@ -2,7 +2,7 @@
 
 import asyncio
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 
 
 async def main() -> None:
@@ -10,7 +10,7 @@ async def main() -> None:
         output = await engine.generate(
             "USER: <image>\nDescribe the picture. ASSISTANT:",
             SamplingParams(temperature=0, max_tokens=96),
-            images=[demo_pictures()[0]],
+            images=[demo_images()[0]],
         )
     print(output.text)
 

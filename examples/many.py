@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 
 
 async def ask(engine: AsyncEngine, image: Path, question: str) -> str:
@@ -16,7 +16,7 @@ async def ask(engine: AsyncEngine, image: Path, question: str) -> str:
 
 
 async def main() -> None:
-    image_paths = demo_pictures()
+    image_paths = demo_images()
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         for question in ("Describe the picture.", "How many objects are there?"):
             answers = await asyncio.gather(*(ask(engine, path, question) for path in image_paths))

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 
 
 async def main() -> None:
@@ -10,7 +10,7 @@ async def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=96)
     async with (
         AsyncEngine.from_pretrained(demo_model()) as engine,
-        engine.stream(prompt, params, images=[demo_pictures()[0]]) as stream,
+        engine.stream(prompt, params, images=[demo_images()[0]]) as stream,
     ):
         async for delta in stream:
             print(delta.text, end="", flush=True)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from aioengine import AsyncEngine, SamplingParams, StructuredOutputs, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, StructuredOutputs, demo_images, demo_model
 
 SCHEMA = {
     "type": "object",
@@ -14,7 +14,7 @@ SCHEMA = {
 
 
 async def main() -> None:
-    image = demo_pictures()[0]
+    image = demo_images()[0]
     words = StructuredOutputs(choice=["One.", "Two.", "Three."])
     schema = StructuredOutputs(json=SCHEMA)
     async with AsyncEngine.from_pretrained(demo_model()) as engine:

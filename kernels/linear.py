@@ -6,7 +6,7 @@ asks one after the other. What a way returns keeps its own copy of the weight: t
 plain one.
 
 `native_way` is ours, in C++ (`kernels/cpu/`), and the faster one. `onednn_way` goes through
-PyTorch's own operators, whose layout depends on a number of rows that they are told. Told one row
+PyTorch's own operators, whose layout depends on a number of rows given as a hint. Given one row
 it is the plain layout; from some rows on it is blocks of 64 outputs by 16 inputs, in which any
 number of rows is multiplied without another copy, and never slower than in the plain one. So one
 packing serves all.
@@ -28,7 +28,7 @@ __all__ = ["WAYS", "PackedLinear", "onednn_way", "pack_linear"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_ROWS = 64
-"""The rows that oneDNN is told of: many enough for the blocked layout."""
+"""The rows given to oneDNN as a hint: many enough for the blocked layout."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of the largest output of a trial, which a way may differ by from the plain matmul."""
 

@@ -91,12 +91,12 @@ class Qwen2AudioMultiModalProcessor(GenericMultiModalProcessor):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargs,
     ) -> Sequence[PromptUpdate]:
-        recordings = mm_items.get("audio")
-        is_laid_out = isinstance(recordings, EmbeddingItems) or out_mm_kwargs.get_items("audio")
-        if recordings is None or is_laid_out:
+        audio = mm_items.get("audio")
+        is_laid_out = isinstance(audio, EmbeddingItems) or out_mm_kwargs.get_items("audio")
+        if audio is None or is_laid_out:
             return super()._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
-        recordings = mm_items.get_items("audio", AudioProcessorItems)
-        lengths = [recordings.get_audio_length(index) for index in range(len(recordings))]
+        audio = mm_items.get_items("audio", AudioProcessorItems)
+        lengths = [audio.get_audio_length(index) for index in range(len(audio))]
         sizes = [self.info.get_num_audio_tokens(num_samples=length) for length in lengths]
         target = self.info.encode(self.info.get_placeholder("audio"))
         return [

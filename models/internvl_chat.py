@@ -257,7 +257,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
         )
 
         height, width = hf_config.vision_config.image_size
-        pictures = InternVLChatImageProcessor(
+        image_processor = InternVLChatImageProcessor(
             size={"height": height, "width": width},
             dynamic_image_size=hf_config.dynamic_image_size,
             use_thumbnail=hf_config.use_thumbnail,
@@ -273,7 +273,7 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
         if unknown:
             raise ModelLoadError(f"the tokenizer has no token {unknown[0]}")
         return InternVLChatProcessor(
-            pictures, tokenizer, num_image_token=hf_config.image_seq_length, **kwargs
+            image_processor, tokenizer, num_image_token=hf_config.image_seq_length, **kwargs
         )
 
     def get_embed_token_id(self, modality: str, token_ids: Sequence[int]) -> int:
@@ -284,18 +284,21 @@ class InternVLChatProcessingInfo(GenericProcessingInfo):
         from aioengine.processors.hf.internvl_chat import grids
 
         processor = self.get_hf_processor()
-        pictures, options = processor.image_processor, self._options(self.ctx.mm_processor_kwargs)
+        image_processor, options = (
+            processor.image_processor,
+            self._options(self.ctx.mm_processor_kwargs),
+        )
         fewest, most = (
-            options.get(name, getattr(pictures, name))
+            options.get(name, getattr(image_processor, name))
             for name in ("min_dynamic_patch", "max_dynamic_patch")
         )
         columns, rows = grids(fewest, most)[-1] if grids(fewest, most) else (1, 1)
         (image,) = GenericDummyInputsBuilder(self)._get_dummy_images(
-            width=pictures.size["width"] * columns,
-            height=pictures.size["height"] * rows,
+            width=image_processor.size["width"] * columns,
+            height=image_processor.size["height"] * rows,
             num_images=1,
         )
-        return image, pictures.count_tiles(*image.size, options) * processor.num_image_token
+        return image, image_processor.count_tiles(*image.size, options) * processor.num_image_token
 
     def expand(self, width: int, height: int, mm_kwargs: Mapping[str, Any]) -> str:
         """Build what stands in a prompt for an image of this size.

@@ -150,8 +150,8 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, Any]:
         """`input_features`: a tensor [chunks, mel bins, frames] for each audio item."""
-        recordings: Any = mm_data["audio"]
-        return {"input_features": [self._mel(samples) for samples in recordings]}
+        audio: Any = mm_data["audio"]
+        return {"input_features": [self._mel(samples) for samples in audio]}
 
     def _mel(self, samples: Any) -> Tensor:
         # In one go, as the loudest moment of all decides what is too quiet in any chunk.

@@ -18,9 +18,9 @@ from aioengine.errors import ModelLoadError
 if TYPE_CHECKING:
     from aioengine.processors.info import BaseProcessingInfo
 
-__all__ = ["check_placeholders", "explain", "read_settings", "shown", "told"]
+__all__ = ["check_placeholders", "explain", "read_settings", "shown", "without_folders"]
 
-_MAX_TOLD = 300
+_MAX_CHARACTERS = 300
 _VOCABULARIES = (
     "tokenizer.json", "*.model", "vocab.*", "tekken*.json", "*.tiktoken", "*tokenizer*.bin",
 )  # fmt: skip
@@ -35,7 +35,7 @@ def shown(source: str | os.PathLike[str]) -> str:
     return (Path(text).name or Path(text).resolve().name) if is_path else text
 
 
-def told(error: BaseException, source: str | os.PathLike[str]) -> str:
+def without_folders(error: BaseException, source: str | os.PathLike[str]) -> str:
     """The first line of what an error says, with names of files and without their folders."""
     text = (str(error).strip().splitlines() or [""])[0]
     for path in {os.path.realpath(source), os.path.abspath(source), os.fspath(source)}:
@@ -43,7 +43,7 @@ def told(error: BaseException, source: str | os.PathLike[str]) -> str:
             text = text.replace(path, shown(path))
     # Other absolute paths: those of a cache, say. What follows a letter or a colon is no such.
     text = re.sub(r"(?<![\w.:/~-])/(?:[^\s'\"<>|:/]+/)+", "", text)
-    return text if len(text) <= _MAX_TOLD else f"{text[:_MAX_TOLD]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def read_settings(file: Path, source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def explain(what: str, source: str, hf_config: Any, error: Exception | None) -> 
     """Explain why "tokenizer" or "processor" of a folder or hub id could not be loaded. Never
     raises.
 
-    `error` is what transformers raised; None if what it says must not be told.
+    `error` is what transformers raised; None if what it says must not be shown.
     """
     folder, begin = Path(source), f"the {what} of {shown(source)!r} could not be loaded"
     if folder.is_dir():
@@ -73,7 +73,7 @@ def explain(what: str, source: str, hf_config: Any, error: Exception | None) -> 
             return f"{begin}: {fault}"
     if error is None:
         return begin
-    said = told(error, source)
+    said = without_folders(error, source)
     return f"{begin}: {type(error).__name__}{f': {said}' if said else ''}"
 
 

@@ -181,8 +181,8 @@ def describe(source: MediaSource[Any, Any] | Embeddings) -> Described:
     """A source, or `Embeddings`, taken apart, so that `rebuild` makes one of the same content.
 
     Encoded media stay encoded, and an array stays what it is. An image of Pillow's, samples and
-    frames are decoded here: the caller's objects can be in too many states to be told of, and what
-    they cost to read is paid for their identity anyway. Raises MediaError, from decoding.
+    frames are decoded here: the caller's objects can be in too many states to be described, and
+    what they cost to read is paid for their identity anyway. Raises MediaError, from decoding.
     """
     if isinstance(source, Embeddings):
         return _describe_embeddings(source)
@@ -194,7 +194,7 @@ def describe(source: MediaSource[Any, Any] | Embeddings) -> Described:
     content = source.decode()
     if isinstance(content, Image.Image):
         parts = (content.crop(box).tobytes() for box in tiles(content.size))
-        return Described("picture", {"size": list(content.size)}, parts)
+        return Described("image", {"size": list(content.size)}, parts)
     if isinstance(content, AudioClip):
         meta, buffers = _describe_array(content.samples)
         return Described("samples", {**meta, "sample_rate": content.sample_rate}, buffers)
@@ -219,7 +219,7 @@ def rebuild(
         found = load_item(data)
         extra = {name.removeprefix("extra "): found[name] for name in found if name != "rows"}
         return Embeddings(found["rows"], **extra)
-    if kind == "picture":
+    if kind == "image":
         size = meta["size"][0], meta["size"][1]
         return _Decoded(Image.frombytes("RGB", size, data))
     if kind == "samples":

@@ -369,7 +369,7 @@ class BaseMultiModalProcessor(ABC):
             built = MultiModalKwargs.build(tensors, config)
         except InvalidRequestError:
             raise
-        # An HF processor raises anything, and puts the data into the text: only the kind is told.
+        # An HF processor raises anything, and puts the data into the text: only the kind goes on.
         except Exception as error:
             self._log(error, counts)
             options = f" with mm_processor_kwargs {sorted(mm_kwargs)[:5]}" if mm_kwargs else ""

@@ -9,7 +9,7 @@ driver: that would deadlock with the interpreter's lock.
 
 Memory: tensors that a job makes belong to its stream, and are freed into it. What one stream makes
 and the other reads (encoder rows) is kept by the runner until the last step that reads it has
-committed, so nothing has to be told to the allocator.
+committed, so the allocator needs no hint.
 """
 
 from __future__ import annotations

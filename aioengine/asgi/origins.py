@@ -109,7 +109,7 @@ def _is_trusted(host: str, names: Sequence[str]) -> bool:
 def _refuse_origin(allowed: Sequence[str], scope: Scope) -> ApiError | None:
     """Refuse what may change something, from a page of another site.
 
-    A browser asks nobody before it sends a plain POST; and it adds the password that it was told.
+    A browser asks nobody before it sends a plain POST; and it adds the password that it knows.
     """
     if scope["method"] in SAFE or not _is_foreign(Headers(scope=scope), allowed):
         return None

@@ -149,15 +149,15 @@ class Conversation:
             sys.stdout.write(f"{text!r} cannot be written: {error.strerror}\n")
 
     async def answer(self, line: str) -> None:
-        """One turn. What cannot be answered is told and forgotten; what was stopped is kept as far
-        as it came."""
+        """One turn. What cannot be answered is reported and forgotten; what was stopped is kept as
+        far as it came."""
         items, self.items = self.items, []
         messages = [*self._messages, chat_message(line, items)]
         try:
             text, output = await self._stream(messages)
         except InvalidRequestError as error:
-            told = in_own_words(error, items, len(self._messages))
-            sys.stdout.write(f"{told}\nThe message is not part of the conversation.\n")
+            reason = in_own_words(error, items, len(self._messages))
+            sys.stdout.write(f"{reason}\nThe message is not part of the conversation.\n")
             return
         if text or output is not None:  # else it was stopped before it began
             self._messages = [*messages, {"role": "assistant", "content": text}]

@@ -19,8 +19,8 @@ from aioengine import (
     EngineStatistics,
     RequestOutput,
     SamplingParams,
+    demo_images,
     demo_model,
-    demo_pictures,
 )
 from aioengine.cli.loading import new_runner
 from aioengine.cli.options import Commands
@@ -47,7 +47,7 @@ NEXT_STAGE = {
 class Row:
     """One request on the display."""
 
-    picture: Path
+    image: Path
     stage: str = "fetch"
     num_tokens: int = 0
     text: str = ""
@@ -58,7 +58,7 @@ class Row:
 def add_parser(commands: Commands) -> None:
     """The flags of the command."""
     parser = commands.add_parser("demo", help="describe images with the demo model, all at once")
-    parser.add_argument("pictures", nargs="*", type=Path, help="image files (default: the shipped)")
+    parser.add_argument("images", nargs="*", type=Path, help="image files (default: the shipped)")
     parser.add_argument("--model", type=Path, default=None, help="a model folder")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the timeline goes")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
 async def run_demo(options: argparse.Namespace) -> None:
     """Describe all images at once, ask one more question about each, and report."""
     console = Console()
-    pictures = options.pictures or demo_pictures()
+    images = options.images or demo_images()
     console.print(
         "The demo model is a small LLaVA trained on rendered shapes and digits. It is real, and it "
         "knows nothing of photographs."
@@ -84,7 +84,7 @@ async def run_demo(options: argparse.Namespace) -> None:
     async with AsyncEngine.from_pretrained(options.model or demo_model()) as engine:
         console.print(f"loaded in {time.perf_counter() - begin:.2f} s")
         engine.instruments.listeners.append(trace)
-        ask = partial(_round, engine, console, pictures, options.max_tokens)
+        ask = partial(_round, engine, console, images, options.max_tokens)
         described = await ask("describe", DESCRIBE)
         console.print(f"\nOne more question about each: {QUESTION!r}")
         asked = await ask("ask", QUESTION)
@@ -99,14 +99,14 @@ async def run_demo(options: argparse.Namespace) -> None:
 async def _round(
     engine: AsyncEngine,
     console: Console,
-    pictures: Sequence[Path],
+    images: Sequence[Path],
     max_tokens: int,
     title: str,
     question: str,
 ) -> tuple[list[Row], float]:
     """One request for each image, all at once; the rows and the seconds that it took."""
-    rows = [Row(picture) for picture in pictures]
-    names = {f"{title} {row.picture.stem}": row for row in rows}
+    rows = [Row(image) for image in images]
+    names = {f"{title} {row.image.stem}": row for row in rows}
 
     def listen(span: StageSpan) -> None:
         for name in span.requests:
@@ -136,7 +136,7 @@ async def _describe(
     question: str,
     params: SamplingParams,
 ) -> None:
-    messages = [chat_message(question, [("image", row.picture)])]
+    messages = [chat_message(question, [("image", row.image)])]
     async with engine.stream(messages, params, request_id=name) as stream:
         before = time.perf_counter()
         async for delta in stream:
@@ -150,7 +150,7 @@ async def _describe(
         row.output = await stream.result()
     row.stage = "done"
     if not console.is_terminal:
-        console.print(f"{row.picture.name}: {row.text.strip()}", soft_wrap=True)
+        console.print(f"{row.image.name}: {row.text.strip()}", soft_wrap=True)
 
 
 def _display(console: Console, rows: Sequence[Row]) -> AbstractContextManager[object]:
@@ -167,7 +167,7 @@ def _live_table(rows: Sequence[Row]) -> Table:
     table.add_column("tokens", justify="right")
     table.add_column("text")
     for row in rows:
-        table.add_row(row.picture.name, row.stage, str(row.num_tokens), row.text.strip())
+        table.add_row(row.image.name, row.stage, str(row.num_tokens), row.text.strip())
     return table
 
 

@@ -92,7 +92,7 @@ def add_parser(commands: Commands) -> None:
         type=checked(float, lambda seconds: 0 <= seconds < math.inf, "number of seconds"),
         default=30.0,
         metavar="SECONDS",
-        help="for requests to finish in, once the server is told to stop (default: 30)",
+        help="for requests to finish in, once the server is asked to stop (default: 30)",
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: info)")
     add_engine_flags(parser, {"max_queued_requests": f"{QUEUED_PER_SEQ} x max_num_seqs"})

@@ -33,8 +33,8 @@ GRACE_S = 5
 def bind(host: str, port: int) -> Any:
     """A socket that has its port, and does not listen yet. Raises InvalidRequestError.
 
-    Whoever waits for the server is refused until it is ready; a port that is taken is told at once,
-    and not after minutes of loading.
+    Whoever waits for the server is refused until it is ready; a port that is taken is reported at
+    once, and not after minutes of loading.
     """
     config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="critical")
     try:
@@ -80,7 +80,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come. In place of uvicorn's own, which would raise it again at the end: a
-        server that was told to stop and has stopped has not failed."""
+        server that was asked to stop and has stopped has not failed."""
         self.force_exit = self.should_exit
         self.should_exit = True
 

@@ -213,7 +213,7 @@ def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu" or not can_quantize(dtype):
         raise ModelLoadError(
             f"quantization 'int8' does not run on {device.type} in {dtype} here: it needs a CPU "
-            "with an exact 8-bit product, and float32, bfloat16 or float16; leave quantization out"
+            "with an exact 8-bit matmul, and float32, bfloat16 or float16; leave quantization out"
         )
 
 

@@ -4,7 +4,7 @@ Unequal prompts, one with a media span for each modality that the model takes, g
 engine's own steps: two chunks each, then one decode step, every other prompt a step later. The
 logits of these must agree with those of the module's own forward over each whole prompt, taken
 before anything of it was rerouted, fused, packed or quantized. What a model may be off by is
-measured on the model itself: its own logits once more, with rounding noise on every product with
+measured on the model itself: its own logits once more, with rounding noise on every matmul with
 weights (`with_rounding_noise`).
 """
 
@@ -45,13 +45,13 @@ TOLERANCE = 3.0
 LEAST_NOISE = 2e-6
 """Of a relative distance: what sums in float32 differ by, also in a float64 model."""
 BLIND = 0.7
-"""A tolerance from which on nothing can be told: two unrelated outputs are 1.4 apart."""
+"""A tolerance that lets everything pass: two unrelated outputs are 1.4 apart."""
 MASKED = -1e30
 """Below it a logit is not one: its token is never next."""
 HEAVY_BYTES = 64 << 20
 """Of layers that are like others: from which on no prompt goes through all of them."""
 QUANTIZED_NOISE = 0.02
-"""What a product with weights of 8 bits is off by, as a part of itself."""
+"""What a matmul with weights of 8 bits is off by, as a part of itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -170,7 +170,7 @@ class ModelRunner:
             self._rows.pop(key, None)
 
     def _encode_alone(self, modality: str, item: Features) -> Tensor | Exception:
-        """One item of a batch that failed: the fault has to be told from its neighbours."""
+        """One item of a batch that failed: the fault has to be separated from its neighbours."""
         try:
             (rows,) = self.model.encode(modality, [item])
             return rows

@@ -33,7 +33,7 @@ UNIMPORTANT = ("_name_or_path", "transformers_version")
 def verdict_name(model_class: type[Any], hf_config: Any, settings: Any) -> str | None:
     """The name of the verdict on a model; `settings` is JSON that says how it is run.
 
-    None for what cannot be told apart by name: code of a checkpoint, and classes without a file.
+    None for what a name does not identify: code of a checkpoint, and classes without a file.
     """
     files = _files_of(model_class)
     if files is None or getattr(hf_config, "auto_map", None):

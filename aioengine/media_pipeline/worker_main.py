@@ -94,7 +94,7 @@ class MemoryFile:
         position = 0
         with self._lock:
             if not 0 <= num_bytes <= os.fstat(self.fd).st_size:
-                raise OSError("the memory file is shorter than was told")
+                raise OSError("the memory file is shorter than announced")
             # Not a bytearray, which would be cleared first, with the GIL held.
             data = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
             while position < num_bytes:
@@ -120,7 +120,7 @@ class MemoryFile:
 def describe_error(error: Exception) -> dict[str, Any]:
     """An error as JSON; one that is not ours becomes what `errors.typed` makes of it.
 
-    Of such a one the places in the code are told as well, and never its text.
+    Of such a one the places in the code are reported as well, and never its text.
     """
     from aioengine.processors.item_work import pack_value
 

@@ -72,7 +72,7 @@ class Metrics:
         the model's folder.
 
         Raises InvalidRequestError if an engine of this name is in the registry already: their
-        numbers could not be told apart.
+        numbers could not be distinguished.
         """
         name = engine.model_name if model_name is None else model_name
         rule = f"text of 1 to {MAX_NAME_CHARACTERS} characters"

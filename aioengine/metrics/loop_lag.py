@@ -14,7 +14,7 @@ TICK_S = 0.1
 class LoopLag:
     """A clock that ticks on the event loop, as a chain of timers without a task.
 
-    `tick` is told by how many seconds a tick came late, and says whether there shall be another.
+    `tick` gets by how many seconds a tick came late, and says whether there shall be another.
     """
 
     def __init__(self, tick: Callable[[float], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Renders the sample images in ``aioengine/assets/pictures``.
+"""Renders the sample images in ``aioengine/assets/images``.
 
     python examples/demo_model/render_samples.py
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import scenes
 from PIL import Image
 
-FOLDER = Path(__file__).resolve().parents[2] / "aioengine" / "assets" / "pictures"
+FOLDER = Path(__file__).resolve().parents[2] / "aioengine" / "assets" / "images"
 
 SAMPLES: tuple[tuple[str, int, int], ...] = (
     ("scene_1.jpg", 80_009, 640),

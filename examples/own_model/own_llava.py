@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 from aioengine.models import (
     MultiModalEmbeddings,
     SupportsMultiModal,
@@ -172,7 +172,7 @@ async def main() -> None:
             output = await engine.generate(
                 "USER: <image>\nDescribe the picture. ASSISTANT:",
                 SamplingParams(temperature=0, max_tokens=96),
-                images=[demo_pictures()[0]],
+                images=[demo_images()[0]],
             )
     print(output.text)
 

@@ -145,12 +145,12 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
     def _call_hf_processor(
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, Any]:
-        recordings, most = mm_data["audio"], self.info.get_max_samples()
-        assert isinstance(recordings, list)
+        audio, most = mm_data["audio"], self.info.get_max_samples()
+        assert isinstance(audio, list)
         options = {name: value for name, value in mm_kwargs.items() if name != "truncation"}
         # The text has no part in it: HF's processor would make labels of it.
         outputs: Mapping[str, Any] = self.info.get_hf_processor().feature_extractor(
-            [samples[:most] for samples in recordings],
+            [samples[:most] for samples in audio],
             sampling_rate=self.info.get_sample_rate(),
             return_tensors="pt",
             **options,

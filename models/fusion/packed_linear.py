@@ -118,7 +118,7 @@ def own_layers(
 ) -> dict[int, Layer]:
     """The layers of a class, by their ids, whose weights nobody else has or computes with.
 
-    Subclasses are left out: one does something else, or is there to be told from others.
+    Subclasses are left out: one does something else, or exists to be distinguished from others.
     """
     owners = Counter(
         id(parameter)

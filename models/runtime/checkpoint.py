@@ -21,7 +21,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.hf_loading import load_config
 from aioengine.models.runtime.quantized import check_packed_names, is_quantized
 from aioengine.models.runtime.registry import resolve
-from aioengine.processors.checkpoint_errors import read_settings, shown, told
+from aioengine.processors.checkpoint_errors import read_settings, shown, without_folders
 
 __all__ = ["check_files", "read_config"]
 
@@ -60,7 +60,7 @@ def read_config(source: Source, *, revision: str | None, trust_remote_code: bool
         raise ModelLoadError(
             f"transformers {transformers.__version__} cannot read {_CONFIG} of "
             f"{shown(source)!r} (model_type {settings.get('model_type')!r}): "
-            f"{type(error).__name__}: {told(error, source)}"
+            f"{type(error).__name__}: {without_folders(error, source)}"
         ) from error
 
 

@@ -115,7 +115,7 @@ def parts_of(output: Any) -> list[Tensor]:
 
 
 def rows_by_item(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor] | None:
-    """One 2-D tensor per item, of parts; None where it cannot be told whose they are.
+    """One 2-D tensor per item, of parts; None where it is unknown whose they are.
 
     `sizes`: samples of each item, a tile being one. A single item owns all there is.
     """

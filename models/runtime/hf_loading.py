@@ -24,7 +24,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.load_progress import counted, is_watched
 from aioengine.models.runtime.quantized import check_packed_names, check_quantization, unpacked
 from aioengine.models.runtime.registry import resolve
-from aioengine.processors.checkpoint_errors import shown, told
+from aioengine.processors.checkpoint_errors import shown, without_folders
 
 __all__ = ["build_on_meta", "find_class", "load_config", "load_pretrained", "loading", "pin_rotary"]
 
@@ -146,7 +146,7 @@ def load_pretrained(
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(
-            f"weights of {shown(path)!r} could not be loaded: {told(error, path)}"
+            f"weights of {shown(path)!r} could not be loaded: {without_folders(error, path)}"
         ) from error
     _check_report(report, model_class.__name__)
     model.eval().requires_grad_(False)

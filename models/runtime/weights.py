@@ -157,7 +157,7 @@ def _find_files(path: str | os.PathLike[str], revision: str | None) -> tuple[lis
     names = sorted({str(name) for name in dict(places).values()})
     if any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
         raise ModelLoadError("the checkpoint's index names files that are not beside it")
-    # One by one: a part that is missing is told by its name.
+    # One by one: a part that is missing is named.
     found = [cached_file(source, name, revision=revision) for name in names]
     return [file for file in found if file is not None], set(places)
 

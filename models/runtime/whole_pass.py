@@ -217,7 +217,7 @@ def attending_whole(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_rounding_noise(root: nn.Module, size: float, seed: int = 0) -> Iterator[None]:
-    """Meanwhile, every product of `root` with weights is off by up to `size` of itself, at random.
+    """Meanwhile, every matmul of `root` with weights is off by up to `size` of itself, at random.
 
     What this does to the logits is what another order of the same sums may do to them: it follows
     depth and dtype, and how sensitive the weights are.

@@ -213,17 +213,17 @@ class MolmoProcessor:
         """
         found: dict[str, Tensor] = {}
         given = list(images) if isinstance(images, list | tuple) else [images]
-        pictures = given if images is not None else []
+        given_images = given if images is not None else []
         if text is not None:
             ids = [self.bos_id]
-            for picture in pictures:
-                height, width = as_channels(picture).shape[1:]
+            for image in given_images:
+                height, width = as_channels(image).shape[1:]
                 ids += self.layout_tokens(height, width, options)
             # The published processor's text begins with a space, always.
             ids += self.tokenizer.encode(f" {text}", add_special_tokens=False)
             found["input_ids"] = torch.tensor([ids])
-        if pictures:
-            made = [self.image_processor(picture, options) for picture in pictures]
+        if given_images:
+            made = [self.image_processor(image, options) for image in given_images]
             found |= {name: torch.cat([each[name] for each in made]) for name in made[0]}
             found["num_crops"] = torch.tensor([len(each["pixel_values"]) for each in made])
         return found

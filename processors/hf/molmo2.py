@@ -1,7 +1,7 @@
 """Molmo 2's processor without torchvision, which transformers' own needs for its images.
 
 An image is stretched to a square and, beside that, to a canvas of overlapping crops; tokens stand
-for windows of patches, told by their numbers. The settings, names and results are transformers'.
+for windows of patches, given by their numbers. The settings, names and results are transformers'.
 """
 
 from __future__ import annotations

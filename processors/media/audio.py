@@ -61,7 +61,7 @@ class AudioSource(MediaSource[AudioHeader, AudioClip]):
         self._holds_floats = False
 
     def decode(self) -> AudioClip:
-        """The audio as float32 `[num_samples]`, exactly as many as the header told.
+        """The audio as float32 `[num_samples]`, exactly as many as the header says.
 
         Channels are averaged, then resampled (soxr, HQ). What was stored as floats keeps its range,
         all else lies in [-1, 1]. Raises MediaError for samples that are not finite.
@@ -164,7 +164,7 @@ class _EncodedAudio(AudioSource):
             raise self._error(f"it is in none of the allowed formats ({names})")
 
     def identity(self) -> bytes:
-        return ContentHasher("encoded recording", self._data).digest()
+        return ContentHasher("encoded audio", self._data).digest()
 
     def _measure(self) -> tuple[int, int]:
         # libsndfile's lengths are exact where the header tells one (LAME's for MP3), as OGG's last
@@ -182,7 +182,7 @@ class _EncodedAudio(AudioSource):
             self._holds_floats = file.subtype in ("FLOAT", "DOUBLE")
             self._check(file.channels, rate)
             if frames > ENDLESS:
-                # Told by none (FLAC, MP3): decoded once to count, as far as it is allowed to go.
+                # Not given (FLAC, MP3): decoded once to count, as far as it is allowed to go.
                 limit = int(self._config.max_audio_s * rate) + 1
                 frames = sum(len(block) for block in self._read(file, limit))
             self._check(file.channels, rate, frames)
@@ -355,7 +355,7 @@ def _has_more_streams(data: memoryview) -> bool:
 def _with_length(data: memoryview) -> memoryview:
     """An MP3 whose header tells its length, or claims to be endless, so that it is counted.
 
-    Where none is told, libsndfile guesses one by the first frame's bit rate, and reads no more.
+    Where none is given, libsndfile guesses one by the first frame's bit rate, and reads no more.
     """
     head = bytes(data[:64])
     at = max(head.find(tag, 4, 44) for tag in (b"Xing", b"Info"))

@@ -55,7 +55,7 @@ _PLAIN_MODES = {"RGB", "RGBA", "L", "CMYK"}
 class ImageSource(MediaSource[ImageHeader, Image.Image]):
     """One image of a request, not decoded yet. Its header tells size, mode and format.
 
-    Encoded images are told apart by their bytes; pixels by mode, shape, type and bytes.
+    Encoded images are identified by their bytes; pixels by mode, shape, type and bytes.
     """
 
     _noun = "image"
@@ -66,7 +66,7 @@ class ImageSource(MediaSource[ImageHeader, Image.Image]):
         """The decoded image, in any mode, as stored."""
 
     def decode(self) -> Image.Image:
-        """The image in RGB as it is to be shown, of exactly the size that the header told.
+        """The image in RGB as it is to be shown, of exactly the size that the header gives.
 
         EXIF orientation applied, transparency over white, first frame of an animation. Pixels that
         were RGB in memory already are not copied.

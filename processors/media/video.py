@@ -42,7 +42,7 @@ ACCEPTED = (
 class VideoSource(MediaSource[VideoHeader, VideoClip]):
     """One video of a request, not decoded yet.
 
-    Files are told apart by their bytes; arrays and images by the frames that are taken, and by
+    Files are identified by their bytes; arrays and images by the frames that are taken, and by
     how many there were. Which frames are taken is part of the identity of all.
     """
 
@@ -231,7 +231,7 @@ class _ImageList(VideoSource):
         self._sources: list[ImageSource] = []
 
     def identity(self) -> bytes:
-        hasher = ContentHasher("video of pictures")
+        hasher = ContentHasher("video of images")
         self._hash_sampling(hasher)
         for source in self._sources:
             hasher.update(source.identity())
@@ -269,8 +269,8 @@ def _room(header: VideoHeader) -> Array:
     return np.empty((header.num_frames, header.size.height, header.size.width, 3), np.uint8)
 
 
-def _paint(frame: Array, picture: Image.Image) -> None:
+def _paint(frame: Array, image: Image.Image) -> None:
     # In tiles: numpy takes an image over in one go, and holds the GIL meanwhile.
-    for box in tiles(picture.size):
+    for box in tiles(image.size):
         left, upper, right, lower = box
-        np.copyto(frame[upper:lower, left:right], np.asarray(picture.crop(box)))
+        np.copyto(frame[upper:lower, left:right], np.asarray(image.crop(box)))

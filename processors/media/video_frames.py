@@ -124,7 +124,7 @@ def read_table(data: memoryview, config: MediaConfig) -> VideoTable:
         times, keys = np.array(notes.times, np.int64), np.array(notes.keys, np.int64)
         # Every frame of its own: packets come in the order in which frames are shown.
         is_timed = notes.is_timed and (kind != "avi" or len(keys) == len(times))
-        told, base = stream.average_rate, stream.time_base
+        stated, base = stream.average_rate, stream.time_base
         turn = Turn.of(first)
     if not len(orders):
         raise VideoError("it has no frames")
@@ -135,7 +135,7 @@ def read_table(data: memoryview, config: MediaConfig) -> VideoTable:
         span = (int(shown_times.max()) - int(shown_times.min())) * base
         # How long the last one is shown is often not said.
         span += span / max(1, len(orders) - 1)
-    fps = _frames_per_second(len(orders), span, told)
+    fps = _frames_per_second(len(orders), span, stated)
     _check_duration(len(orders), span, fps, config)
     return VideoTable(
         container=kind,
@@ -176,11 +176,11 @@ class _PacketNotes:
             self.keys.append(number)
 
 
-def _frames_per_second(num_frames: int, span: Fraction, told: Fraction | None) -> float | None:
+def _frames_per_second(num_frames: int, span: Fraction, stated: Fraction | None) -> float | None:
     """Return what the container says, unless the frames' own times differ."""
     slack = max(1, num_frames / 20)
-    if told is not None and told > 0 and (not span or abs(told * span - num_frames) <= slack):
-        return float(told)
+    if stated is not None and stated > 0 and (not span or abs(stated * span - num_frames) <= slack):
+        return float(stated)
     return float(num_frames / span) if span else None
 
 

@@ -85,7 +85,7 @@ class OpenVideo:
     """One stream of a file in memory; to be closed, and used by one thread.
 
     `kind` is FFmpeg's name of the container, `hidden` as `hidden_boxes` finds it, `max_pixels` the
-    limit for a frame, which the decoders are told too.
+    limit for a frame, which the decoders get too.
     """
 
     def __init__(self, data: memoryview, kind: str, hidden: list[int], max_pixels: int) -> None:

@@ -34,7 +34,7 @@ ADDED = {
     "StructuredOutputs",
     "MediaConfig",
     "demo_model",
-    "demo_pictures",
+    "demo_images",
     "__version__",
 }
 """Names that came later; docs/getting_started.md lists them."""
@@ -102,7 +102,7 @@ def test_type_checkers_see_the_same_names(package: str) -> None:
             for statement in node.body:
                 assert isinstance(statement, ast.ImportFrom)
                 shown |= {alias.asname for alias in statement.names}
-    assert shown == set(module.__all__) - {"__version__", "demo_model", "demo_pictures"}
+    assert shown == set(module.__all__) - {"__version__", "demo_model", "demo_images"}
 
 
 @pytest.mark.parametrize("package", EXTENSION_POINTS)

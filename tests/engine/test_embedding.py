@@ -103,14 +103,14 @@ def settings():
     }
 
 before = settings()
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_images
 
 assert settings() == before
 
 async def main():
     options = {"device": "cpu", "kv_cache_bytes": 32 << 20}
     async with AsyncEngine.from_pretrained(demo_model(), **options) as engine:
-        parts = [{"type": "image", "image": demo_pictures()[0]}, {"type": "text", "text": "What?"}]
+        parts = [{"type": "image", "image": demo_images()[0]}, {"type": "text", "text": "What?"}]
         await engine.generate([{"role": "user", "content": parts}], SamplingParams(max_tokens=4))
 
 asyncio.run(main())

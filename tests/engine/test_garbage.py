@@ -36,7 +36,7 @@ def watch(phase, info):
         name = f"{threading.current_thread().name} {info['generation']}"
         longest[name] = max(longest[name], time.thread_time() - local.begin)
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_model, demo_images
 
 def new_engine():
     return AsyncEngine.from_pretrained(demo_model(), device="cpu", kv_cache_bytes=32 << 20)
@@ -48,7 +48,7 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 COLLECTIONS = (
     BEGIN
     + """
-images = [path.read_bytes() for path in demo_pictures()]
+images = [path.read_bytes() for path in demo_images()]
 
 def image_prompt(number):
     parts = [{"type": "image", "image": images[number % len(images)]}]

@@ -1,4 +1,4 @@
-"""What `demo_model()` and `demo_pictures()` give while the examples run."""
+"""What `demo_model()` and `demo_images()` give while the examples run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SHIPPED = aioengine.ASSETS
 def skip_unless_shipped() -> None:
     """The weights and the images come with the repository once they are trained and rendered."""
     has_model = (SHIPPED / "demo_llava" / "model.safetensors").exists()
-    if not has_model or not aioengine.demo_pictures():
-        pytest.skip("the demo model and its pictures are not in aioengine/assets")
+    if not has_model or not aioengine.demo_images():
+        pytest.skip("the demo model and its images are not in aioengine/assets")
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +24,9 @@ def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like the shipped one, with a tiny random model in it."""
     folder = tmp_path_factory.mktemp("assets")
     save_tiny_llava(folder / "demo_llava")
-    (folder / "pictures").mkdir()
+    (folder / "images").mkdir()
     for seed in range(3):
-        tiny_image(seed).save(folder / "pictures" / f"{seed}.png")
+        tiny_image(seed).save(folder / "images" / f"{seed}.png")
     return folder
 
 

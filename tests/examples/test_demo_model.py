@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from aioengine import AsyncEngine, SamplingParams, demo_model, demo_pictures
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 
 SCENES = Path(__file__).parents[2] / "examples" / "demo_model" / "scenes.py"
 NUM_SCENES = 64
@@ -56,7 +56,7 @@ async def test_it_describes_scenes_and_answers_questions(scenes: ModuleType) -> 
 
 async def test_it_describes_the_shipped_images() -> None:
     async with AsyncEngine.from_pretrained(demo_model(), device="cpu") as engine:
-        images = demo_pictures()
+        images = demo_images()
         assert len(images) == 8
         for text in await asyncio.gather(
             *(ask(engine, path, "Describe the picture.") for path in images)

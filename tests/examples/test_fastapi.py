@@ -34,7 +34,7 @@ async def app(assets: Path) -> AsyncIterator[FastAPI]:
 @pytest.fixture
 def messages(assets: Path) -> list[Message]:
     """A question with an image, as JSON can carry it."""
-    image = aioengine.demo_pictures()[0].read_bytes()
+    image = aioengine.demo_images()[0].read_bytes()
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     content = [
         {"type": "image_url", "image_url": {"url": url}},

@@ -77,7 +77,7 @@ def test_stream_and_hello_agree(tiny_assets: Path, capsys: pytest.CaptureFixture
 
 def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("many", capsys)
-    images = aioengine.demo_pictures()
+    images = aioengine.demo_images()
     for image in images:
         assert sum(line.startswith(f"{image.name}: ") for line in lines) == 2
     assert lines[-1] == f"{len(images)} images were encoded"

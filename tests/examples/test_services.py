@@ -45,7 +45,7 @@ async def running(name: str) -> AsyncIterator[tuple[str, AsyncEngine]]:
 
 
 def image() -> bytes:
-    return aioengine.demo_pictures()[0].read_bytes()
+    return aioengine.demo_images()[0].read_bytes()
 
 
 def messages() -> list[dict[str, Any]]:

@@ -120,13 +120,13 @@ SOURCES: dict[str, tuple[str, str, Callable[[], object]]] = {
     "array": ("image", "array", lambda: frames()[0]),
     "chw": ("image", "array", lambda: torch.from_numpy(frames()[0]).permute(2, 0, 1)),
     "grey": ("image", "array", lambda: frames()[0, ..., 0] / np.float16(255)),
-    "wide": ("image", "picture", lambda: image().resize((70_000, 400))),
-    "cmyk": ("image", "picture", lambda: image("CMYK")),
+    "wide": ("image", "image", lambda: image().resize((70_000, 400))),
+    "cmyk": ("image", "image", lambda: image("CMYK")),
     "wav": ("audio", "encoded", wav),
     "samples": ("audio", "samples", lambda: (np.sin(np.arange(5000)), RATE)),
     "stereo": ("audio", "samples", lambda: (torch.randn(2, 5000) / 8, RATE)),
     "frames": ("video", "frames", frames),
-    "pictures": ("video", "frames", lambda: [image()] * 3),
+    "images": ("video", "frames", lambda: [image()] * 3),
 }
 
 

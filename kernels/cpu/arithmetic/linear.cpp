@@ -1,4 +1,4 @@
-// Products with weights that take 32, 16 or 8 bits in memory and are multiplied as floats, whether or
+// Matmuls with weights that take 32, 16 or 8 bits in memory and are multiplied as floats, whether or
 // not the CPU multiplies the narrower ones itself. Few rows are bound by the memory that the weights
 // are read from; for many, a piece of a panel is converted to floats once and stays in the first
 // cache (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
