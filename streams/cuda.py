@@ -15,6 +15,7 @@ committed, so the allocator needs no hint.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
@@ -24,6 +25,8 @@ from aioengine.streams.device import DECODER, ENCODER, Device, failure_of, settl
 from aioengine.types import read
 
 __all__ = ["CudaDevice", "Driver", "Mark", "TorchDriver"]
+
+logger = logging.getLogger(__name__)
 
 Sent = tuple["Mark", Any, "asyncio.Future[Any]"]
 
@@ -36,10 +39,16 @@ class Mark(Protocol):
 
 
 class Driver(Protocol):
-    """Interface that a `CudaDevice` needs of the device. Called on the launch thread."""
+    """Interface that a `CudaDevice` needs of the device.
+
+    Called on the launch thread, but for `attach`.
+    """
 
     def start(self) -> None:
         """Before the first job."""
+
+    def attach(self) -> None:
+        """Prepare a thread that waits for marks. Called on it, before the first."""
 
     def queue(self, name: str) -> AbstractContextManager[Any]:
         """Inside, work that is launched goes to this queue."""
@@ -101,9 +110,16 @@ class CudaDevice(Device):
             waiter.join()
 
     def _wait_all(self, name: str) -> None:
+        attached: Exception | None = None
+        try:
+            self._driver.attach()
+        except BaseException as caught:
+            attached = failure_of(caught)
         while (sent := self._sent[name].get()) is not None:
             mark, launched, future = sent
             try:
+                if attached is not None:
+                    raise attached
                 mark.synchronize()
                 result, error = read(launched), None
             except BaseException as caught:
@@ -128,20 +144,35 @@ class TorchDriver:
         """See `Driver`."""
         self._cuda.set_device(self._device)
         lowest, highest = self._cuda.Stream.priority_range()
-        for name, priority in ((DECODER, highest), (ENCODER, lowest)):
-            self._streams[name] = self._make_stream(priority)
-
-    def _make_stream(self, priority: int) -> Any:
+        priorities = {DECODER: highest, ENCODER: lowest}
         try:
-            from cuda.core import Device as Gpu
-            from cuda.core import StreamOptions
+            self._streams = {name: self._borrowed(each) for name, each in priorities.items()}
+            return
         except ImportError:
-            return self._cuda.Stream(self._device, priority=priority)
-        device = Gpu(self._cuda.current_device())
-        device.set_current()
-        stream = device.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
+            pass
+        except Exception as error:  # bindings that do not fit the driver raise errors of their own
+            logger.warning("cuda.core cannot be used, torch's streams are taken: %s", error)
+        self._kept.clear()
+        self._streams = {
+            name: self._cuda.Stream(self._device, priority=each)
+            for name, each in priorities.items()
+        }
+
+    def _borrowed(self, priority: int) -> Any:
+        """A stream of cuda.core's. Raises ImportError where it is not installed, or whatever."""
+        from cuda.core import Device as Gpu
+        from cuda.core import StreamOptions
+
+        gpu = Gpu(self._cuda.current_device())
+        gpu.set_current()
+        stream = gpu.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
         self._kept.append(stream)  # torch only borrows it
         return self._cuda.ExternalStream(int(stream.handle), device=self._device)
+
+    def attach(self) -> None:
+        """See `Driver`."""
+        # Else a new thread's first call would be one to the first GPU, and make a context there.
+        self._cuda.set_device(self._device)
 
     def queue(self, name: str) -> AbstractContextManager[Any]:
         """See `Driver`."""

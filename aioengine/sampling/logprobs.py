@@ -17,12 +17,13 @@ from torch import Tensor
 from aioengine.kernels.transfer import to_host
 from aioengine.types import Logprob, TokenLogprobs
 
-__all__ = ["CHUNK_NUMBERS", "PromptLogprobs", "ScoreColumns", "Scores", "score"]
+__all__ = ["PromptLogprobs", "ScoreColumns", "Scores", "chunk_rows", "score"]
 
 Array = np.ndarray[Any, Any]
 
-CHUNK_NUMBERS = 1 << 22
-"""Logits that are worked on at a time, here and in sampling, which bounds the memory taken."""
+CHUNK_NUMBERS_CPU, CHUNK_NUMBERS_DEVICE = 1 << 22, 1 << 26
+"""Logits that are worked on at a time, here and in sampling, which bounds the memory taken. A
+device's are many: each chunk is some thirty launches."""
 
 
 class Scores(NamedTuple):
@@ -69,12 +70,18 @@ def _ranked(
     return found
 
 
+def chunk_rows(logits: Tensor) -> int:
+    """Number of rows of `logits` [m, vocab] that are worked on at a time."""
+    most = CHUNK_NUMBERS_CPU if logits.device.type == "cpu" else CHUNK_NUMBERS_DEVICE
+    return max(1, most // logits.shape[-1])
+
+
 def score(logits: Tensor, token_ids: Tensor, count: int) -> Scores:
     """Scores of `token_ids` [m] and of the `count` most probable tokens, from `logits` [m, vocab].
 
     The rank of a token is one more than the number of tokens that are more probable.
     """
-    size = max(1, CHUNK_NUMBERS // logits.shape[-1])
+    size = chunk_rows(logits)
     count = min(count, logits.shape[-1])
     parts = []
     for first in range(0, len(logits), size):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aioengine.kernels.transfer import upload
 from aioengine.sampling.logits_processors import Adjuster, Adjustments
-from aioengine.sampling.logprobs import CHUNK_NUMBERS, Scores, score
+from aioengine.sampling.logprobs import Scores, chunk_rows, score
 
 __all__ = ["Constraint", "Sampled", "Sampler", "Sampling", "choose", "uniform"]
 
@@ -99,8 +99,8 @@ class Sampler:
         `masks`: one bit mask per row, or None (see `Adjuster`).
         """
         scored = tuple(row for row, s in enumerate(samplings) if s.logprobs is not None)
-        places = upload(scored, logits.device)
-        raw = logits[places] if scored else None
+        places = upload(scored, logits.device) if scored else None
+        raw = None if places is None else logits[places]
         asked = [(s.adjustments, s) for s in samplings]
         logits = self._adjuster.adjust(logits, asked, indices, masks)
         token_ids = choose(logits, samplings, indices)
@@ -108,7 +108,7 @@ class Sampler:
         is_barred = None
         if any(s.adjustments or s.constraint for s in samplings):
             is_barred = logits.gather(-1, token_ids[:, None])[:, 0] == -torch.inf
-        if raw is None:
+        if raw is None or places is None:
             return Sampled(token_ids, is_barred)
         most = max(samplings[row].logprobs or 0 for row in scored)
         return Sampled(token_ids, is_barred, scored, score(raw, token_ids[places], most))
@@ -118,7 +118,7 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]
     """One token id per row of `logits` [n, vocab] -> int64 [n] on the same device."""
     token_ids = logits.argmax(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    size = max(1, CHUNK_NUMBERS // logits.shape[-1])
+    size = chunk_rows(logits)
     for first in range(0, len(drawn), size):
         rows = drawn[first : first + size]
         picks = [uniform(samplings[row].seed, indices[row]) for row in rows]

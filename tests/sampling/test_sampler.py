@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from aioengine.sampling.logits_processors import Adjustments
+from aioengine.sampling.logprobs import chunk_rows
 from aioengine.sampling.sampler import Sampler, Sampling, choose, uniform
 
 VOCAB = 40
@@ -244,3 +245,10 @@ def test_scores_are_those_of_the_model_whatever_is_done_to_the_logits() -> None:
     assert [first[token_id].rank for token_id in best] == [1, 2]
     top = int(logits[2].argmax())
     assert last == {top: (pytest.approx(logprobs[2, top].item()), 1)}
+
+
+def test_a_device_works_on_many_rows_at_a_time() -> None:
+    vocab = 150_000
+    assert 1 <= chunk_rows(torch.empty(256, vocab)) < 256
+    assert chunk_rows(torch.empty(256, vocab, device="meta")) >= 256
+    assert chunk_rows(torch.empty(1, 1 << 27, device="meta")) == 1

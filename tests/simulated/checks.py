@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aioengine.kernels.transfer import to_device, to_host
+from aioengine.sampling.sampler import Sampler, Sampling
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, MixedDevicesError, SimulatedMode
 
 CUDA = torch.device("cuda", 0)
@@ -68,6 +69,14 @@ def test_copies_from_pinned_memory_are_not_waited_for() -> None:
         assert DEVICE.copies["to the device"] == before + 1 and not taken_waits()
         torch.ones(3).to(CUDA, non_blocking=True)
         assert len(taken_waits()) == 1
+
+
+def test_a_greedy_step_uploads_nothing_to_choose_its_tokens() -> None:
+    with SimulatedMode():
+        logits = torch.randn(3, 50, device=CUDA)
+        before = DEVICE.copies["to the device"]
+        Sampler().sample(logits, [Sampling()] * 3, [0] * 3)
+        assert DEVICE.copies["to the device"] == before and not taken_waits()
 
 
 def test_views_share_their_memory_and_freed_memory_is_seen() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from aioengine.streams.cuda import CudaDevice
+from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import DECODER, ENCODER
 from aioengine.types import Launched
 
@@ -37,13 +40,20 @@ class FakeDriver:
         self.current: str | None = None
         self.marks: dict[str, list[FakeMark]] = {DECODER: [], ENCODER: []}
         self.threads: set[int] = set()
+        self.attached: set[int] = set()
         self.launched = threading.Semaphore(0)
         self.failure: Exception | None = None
+        self.attach_failure: Exception | None = None
 
     def start(self) -> None:
         self.threads.add(threading.get_ident())
         if self.failure is not None:
             raise self.failure
+
+    def attach(self) -> None:
+        self.attached.add(threading.get_ident())
+        if self.attach_failure is not None:
+            raise self.attach_failure
 
     @contextlib.contextmanager
     def queue(self, name: str) -> Iterator[None]:
@@ -209,6 +219,75 @@ async def test_a_driver_that_does_not_start() -> None:
         with pytest.raises(OSError, match="no device"):
             await device.submit_step(lambda: 1)
     await device.aclose()
+
+
+async def test_threads_that_wait_are_on_the_device_first(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    jobs = [device.submit_step(lambda: 1), device.submit_encode(lambda: 2)]
+    await driver.wait_for(2)
+    driver.pass_all()
+    assert await asyncio.gather(*jobs) == [1, 2]
+    assert len(driver.attached) == 2 and not driver.attached & driver.threads
+
+
+async def test_a_thread_that_cannot_wait_says_so() -> None:
+    driver = FakeDriver()
+    driver.attach_failure = OSError("no context")
+    device = CudaDevice(asyncio.get_running_loop(), driver)
+    with pytest.raises(OSError, match="no context"):
+        await device.submit_step(lambda: 1)
+    await device.aclose()
+
+
+class Bindings(ModuleType):
+    """Stands for `cuda.core`; `failure` is raised by what asks for the device."""
+
+    class StreamOptions:
+        def __init__(self, **options: object) -> None:
+            self.options = options
+
+    def __init__(self, failure: Exception | None) -> None:
+        super().__init__("cuda.core")
+        self.failure = failure
+
+    def Device(self, _number: int) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        stream = SimpleNamespace(handle=77)
+        return SimpleNamespace(set_current=lambda: None, create_stream=lambda options: stream)
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("driver too old"), ImportError("none")])
+def test_torchs_streams_where_the_bindings_fail(
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cuda.core raises where it does not fit the driver is no error of an engine's."""
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.core", Bindings(failure))
+    driver = TorchDriver("cuda:1")
+
+    def new_stream(device: object, priority: int) -> tuple[str, object, int]:
+        return "torch's", device, priority
+
+    new_stream.priority_range = lambda: (0, -3)  # type: ignore[attr-defined]
+    chosen: list[object] = []
+    driver._cuda = SimpleNamespace(
+        set_device=chosen.append,
+        current_device=lambda: 1,
+        Stream=new_stream,
+        ExternalStream=lambda handle, device: ("borrowed", device, handle),
+    )
+    driver.start()
+    driver.attach()
+    assert chosen == ["cuda:1", "cuda:1"]
+    if failure is None:
+        expected = {DECODER: ("borrowed", "cuda:1", 77), ENCODER: ("borrowed", "cuda:1", 77)}
+    else:
+        expected = {DECODER: ("torch's", "cuda:1", -3), ENCODER: ("torch's", "cuda:1", 0)}
+    assert driver._streams == expected
+    warned = [record.message for record in caplog.records]
+    assert len(warned) == (1 if isinstance(failure, RuntimeError) else 0), warned
 
 
 async def test_closing_waits_for_what_is_launched_and_cancels_the_rest(
