@@ -56,6 +56,9 @@ class Driver(Protocol):
     def mark(self, name: str) -> Mark:
         """The end of what has been launched into this queue."""
 
+    def stop(self) -> None:
+        """Give back what the device keeps for the queues. Called behind the last job."""
+
 
 class CudaDevice(Device):
     """A launch thread and two threads that wait. One step may be launched while another runs.
@@ -108,6 +111,10 @@ class CudaDevice(Device):
             sent.put(None)
         for waiter in waiters:
             waiter.join()
+        try:
+            self._driver.stop()
+        except Exception as error:  # of a device that has failed, there is nothing to give back
+            logger.debug("the queues of a GPU were not closed: %s", error)
 
     def _wait_all(self, name: str) -> None:
         attached: Exception | None = None
@@ -178,6 +185,15 @@ class TorchDriver:
         """See `Driver`."""
         context: AbstractContextManager[Any] = self._cuda.stream(self._streams[name])
         return context
+
+    def stop(self) -> None:
+        """See `Driver`. By now the engine has let go of its tensors."""
+        # What the allocator keeps free belongs to these streams, and is of no use to any other; a
+        # new stream may even get the handle of one that is gone.
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        self._streams.clear()
+        self._kept.clear()
 
     def mark(self, name: str) -> Mark:
         """See `Driver`."""

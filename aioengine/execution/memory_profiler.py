@@ -131,13 +131,15 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        # Reserved, not allocated: what lies unused between tensors is taken from others too.
+        before = torch.cuda.memory_reserved(device)
         work()
         torch.cuda.synchronize(device)
-        grown = torch.cuda.max_memory_allocated(device) - before
+        grown = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
-        return grown
+        return max(0, grown)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         before = _resident("VmRSS:")

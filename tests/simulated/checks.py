@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from aioengine.execution.memory_profiler import peak_bytes
 from aioengine.kernels.transfer import to_device, to_host
 from aioengine.sampling.sampler import Sampler, Sampling
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, MixedDevicesError, SimulatedMode
@@ -77,6 +78,20 @@ def test_a_greedy_step_uploads_nothing_to_choose_its_tokens() -> None:
         before = DEVICE.copies["to the device"]
         Sampler().sample(logits, [Sampling()] * 3, [0] * 3)
         assert DEVICE.copies["to the device"] == before and not taken_waits()
+
+
+def test_memory_is_counted() -> None:
+    with SimulatedMode():
+        before = DEVICE.num_bytes
+
+        def work() -> None:
+            large = torch.ones(1 << 20, device=CUDA)
+            assert DEVICE.num_bytes == before + (4 << 20)
+            large.view(2, -1)[0].add_(1)
+
+        assert 4 << 20 <= peak_bytes(CUDA, work) <= 6 << 20
+        assert DEVICE.num_bytes == before
+    taken_waits()
 
 
 def test_views_share_their_memory_and_freed_memory_is_seen() -> None:

@@ -34,6 +34,7 @@ __all__ = ["DEVICE", "MixedDevicesError", "SimulatedMode", "SimulatedTensor", "t
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 LAUNCH_THREAD = "aioengine-device"
+SEGMENT_BYTES = 2 << 20
 aten = torch.ops.aten
 
 WAITING = {
@@ -80,13 +81,15 @@ class SimulatedDevice:
         self.order = Order()
         self.default = Stream(self.order, is_default=True)
         self.waits: Counter[tuple[str, str]] = Counter()
-        """What made the launch thread wait, and where -> how often; loading is left out."""
+        """What made the launch thread wait, and where -> how often; loads and ends are left out."""
         self.launches: Counter[int] = Counter()
         """Stream -> operators launched."""
         self.copies: Counter[str] = Counter()
         """"to the device" and "to the host" -> copies that nobody waits for."""
         self.pinned = WeakIdKeyDictionary()
         self._local = threading.local()
+        self.num_bytes = self.most_bytes = 0
+        """Bytes of the device's memory that tensors are over, and the most since a reset."""
         self._num_tensors: Counter[int] = Counter()  # by address of their memory
 
     @property
@@ -104,14 +107,13 @@ class SimulatedDevice:
             self._local.stream = before
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Load a model on this thread, which may wait."""
-        self._local.is_loading = True
+    def waiting_allowed(self) -> Iterator[None]:
+        """Load or close on this thread, which may wait."""
+        self._local.may_wait = True
         try:
-            with SimulatedMode():
-                yield
+            yield
         finally:
-            self._local.is_loading = False
+            self._local.may_wait = False
 
     def reset(self) -> None:
         """Forget what was found and counted."""
@@ -121,26 +123,34 @@ class SimulatedDevice:
 
     def hold(self, tensor: SimulatedTensor) -> None:
         """Count a tensor over its memory, until it is gone."""
-        address = tensor.elem.untyped_storage().data_ptr()
+        storage = tensor.elem.untyped_storage()
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
         if not address:
             return
         with self.lock:
             if not self._num_tensors[address]:
                 self.order.allocate(address, self.stream.number)
+                self.num_bytes += num_bytes
+                self.most_bytes = max(self.most_bytes, self.num_bytes)
             self._num_tensors[address] += 1
-        weakref.finalize(tensor, self._let_go, address).atexit = False
+        weakref.finalize(tensor, self._let_go, address, num_bytes).atexit = False
 
-    def _let_go(self, address: int) -> None:
+    def _let_go(self, address: int, num_bytes: int) -> None:
         with self.lock:
             self._num_tensors[address] -= 1
             if not self._num_tensors[address]:
                 del self._num_tensors[address]
+                self.num_bytes -= num_bytes
                 self.order.free(address)
+
+    def reset_peak(self) -> None:
+        """Begin anew to look for the most bytes."""
+        self.most_bytes = self.num_bytes
 
     def wait(self, what: str) -> None:
         """Count that the launch thread waits for the device."""
-        is_loading = getattr(self._local, "is_loading", False)
-        if threading.current_thread().name == LAUNCH_THREAD and not is_loading:
+        may_wait = getattr(self._local, "may_wait", False)
+        if threading.current_thread().name == LAUNCH_THREAD and not may_wait:
             self.waits[what, place()] += 1
 
     def launch(self, operator: Any, reads: list[Any], writes: list[Any]) -> None:
@@ -356,6 +366,11 @@ def _bare(value: Any) -> Any:
     return value.elem if isinstance(value, SimulatedTensor) else value
 
 
+def _reserved(num_bytes: int) -> int:
+    """Bytes of whole segments of an allocator."""
+    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+
+
 def to_simulated(module: nn.Module) -> nn.Module:
     """Move a module's parameters and buffers to the device, in place; shared ones stay shared."""
     made: dict[int, nn.Parameter] = {}
@@ -399,11 +414,11 @@ def install(module_to: Callable[..., Any] = nn.Module.to) -> None:
         "current_device": lambda: 0,
         "set_device": lambda _device: None,
         "mem_get_info": lambda _device=None: (8 << 30, 16 << 30),
-        "memory_allocated": lambda _device=None: 0,
-        "max_memory_allocated": lambda _device=None: 0,
-        "memory_reserved": lambda _device=None: 0,
-        "max_memory_reserved": lambda _device=None: 0,
-        "reset_peak_memory_stats": lambda _device=None: None,
+        "memory_allocated": lambda _device=None: DEVICE.num_bytes,
+        "max_memory_allocated": lambda _device=None: DEVICE.most_bytes,
+        "memory_reserved": lambda _device=None: _reserved(DEVICE.num_bytes),
+        "max_memory_reserved": lambda _device=None: _reserved(DEVICE.most_bytes),
+        "reset_peak_memory_stats": lambda _device=None: DEVICE.reset_peak(),
         "empty_cache": lambda: None,
         "init": lambda: None,
         "_lazy_init": lambda: None,

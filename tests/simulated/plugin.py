@@ -27,19 +27,24 @@ from tests.simulated.device import DEVICE, SimulatedMode, install  # noqa: E402
 
 def _launch_on_it() -> None:
     """Have the launch thread and the loading of models make their tensors on the device."""
-    start, load = TorchDriver.start, loader.load
+    start, stop, load = TorchDriver.start, TorchDriver.stop, loader.load
 
     def started(self: TorchDriver) -> None:
         SimulatedMode().__enter__()
         start(self)
 
+    def stopped(self: TorchDriver) -> None:
+        with DEVICE.waiting_allowed():
+            stop(self)
+
     def loaded(model: Any, config: Any) -> Any:
         if not config.device.startswith("cuda"):
             return load(model, config)
-        with DEVICE.loading():
+        with SimulatedMode(), DEVICE.waiting_allowed():
             return load(model, config)
 
     TorchDriver.start = started  # type: ignore[method-assign]
+    TorchDriver.stop = stopped  # type: ignore[method-assign]
     loader.load = loaded
 
 

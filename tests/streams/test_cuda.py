@@ -44,6 +44,12 @@ class FakeDriver:
         self.launched = threading.Semaphore(0)
         self.failure: Exception | None = None
         self.attach_failure: Exception | None = None
+        self.num_stops = 0
+
+    def stop(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.num_stops += 1
+        raise OSError("the device is gone")
 
     def start(self) -> None:
         self.threads.add(threading.get_ident())
@@ -231,6 +237,20 @@ async def test_threads_that_wait_are_on_the_device_first(
     assert len(driver.attached) == 2 and not driver.attached & driver.threads
 
 
+async def test_the_driver_is_stopped_behind_the_last_job(driver: FakeDriver) -> None:
+    """And whatever that raises, the device is closed."""
+    device = CudaDevice(asyncio.get_running_loop(), driver)
+    job = device.submit_step(lambda: 1)
+    await driver.wait_for(1)
+    closing = asyncio.create_task(device.aclose())
+    await turns()
+    assert not driver.num_stops
+    driver.pass_all()
+    assert await job == 1
+    await closing
+    assert driver.num_stops == 1 and len(driver.threads) == 1
+
+
 async def test_a_thread_that_cannot_wait_says_so() -> None:
     driver = FakeDriver()
     driver.attach_failure = OSError("no context")
@@ -277,6 +297,8 @@ def test_torchs_streams_where_the_bindings_fail(
         current_device=lambda: 1,
         Stream=new_stream,
         ExternalStream=lambda handle, device: ("borrowed", device, handle),
+        synchronize=lambda device: chosen.append(f"{device} is waited for"),
+        empty_cache=lambda: chosen.append("its memory is given back"),
     )
     driver.start()
     driver.attach()
@@ -286,6 +308,9 @@ def test_torchs_streams_where_the_bindings_fail(
     else:
         expected = {DECODER: ("torch's", "cuda:1", -3), ENCODER: ("torch's", "cuda:1", 0)}
     assert driver._streams == expected
+    driver.stop()
+    assert chosen[2:] == ["cuda:1 is waited for", "its memory is given back"]
+    assert not driver._streams and not driver._kept
     warned = [record.message for record in caplog.records]
     assert len(warned) == (1 if isinstance(failure, RuntimeError) else 0), warned
 
