@@ -189,6 +189,35 @@ async def test_lower_precision_stays_near(folder: Path) -> None:
     assert difference.mean() < 0.1 and difference.max() < 1.0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_half_precision_agrees_with_the_reference(folder: Path, dtype: str) -> None:
+    """In float64 PyTorch takes other kernels. Chunks, and decode steps in company, by the same
+    weights: log probabilities of prompts, and of tokens up to the first that differs."""
+    params = greedy(12, prompt_logprobs=0, logprobs=0)
+    seeds = [None, *range(4), 1]
+    found: list[list[RequestOutput]] = []
+    for backend in ("reference", "auto"):
+        options = {"attention_backend": backend, "max_num_batched_tokens": 24, "dtype": dtype}
+        async with running_engine(folder, device="cuda", **options) as engine:
+            found.append(await asyncio.gather(*(ask(engine, seed, params) for seed in seeds)))
+    num_compared, differences = 0, []
+    for reference, output in zip(*found, strict=True):
+        for one, other in zip(_scores(reference), _scores(output), strict=False):
+            if one.keys() != other.keys():
+                break
+            num_compared += 1
+            pairs = zip(one.values(), other.values(), strict=True)
+            differences += [abs(a.logprob - b.logprob) for a, b in pairs]
+    assert num_compared > 150
+    assert max(differences) < 0.5 and sum(differences) / len(differences) < 0.05
+
+
+def _scores(output: RequestOutput) -> list[Any]:
+    (completion,) = output.outputs
+    assert output.prompt_logprobs is not None and completion.logprobs is not None
+    return [*filter(None, output.prompt_logprobs), *completion.logprobs]
+
+
 async def test_memory_is_given_back(folder: Path) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("run.py")
 ENGINE = "tests/gpu/test_engine_cuda.py"
 CHOSEN = (
     "64 or preemption or sampling or cancelling or encoder_that_fails or step_that_fails or "
-    "lower or sizes or memory_is"
+    "lower or half or sizes or memory_is"
 )
 pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="NO COMPILER: NO SIMULATED GPU"),
@@ -45,7 +45,7 @@ def test_what_the_device_sees() -> None:
 def test_the_engine_is_ordered_and_never_waits() -> None:
     status, text = run(ENGINE, "-k", CHOSEN)
     assert status == 0, text
-    assert text.count("SIMULATED: ") == 14, text
+    assert text.count("SIMULATED: ") == 16, text
 
 
 @pytest.mark.slow
