@@ -42,8 +42,9 @@ MEDIA_CHECKS = {
 }
 
 
-def _check_fields(config: Any, own: Checks, prefix: str = "") -> None:
-    kinds = {each.name: each.type for each in fields(config)}
+def _check_fields(config: Any, base: type[Any], own: Checks, prefix: str = "") -> None:
+    """Check the fields that `base` has; those of a subclass are its own business."""
+    kinds = {each.name: each.type for each in fields(base)}
     checks = {name: CHECKS_BY_TYPE[kind] for name, kind in kinds.items() if kind in CHECKS_BY_TYPE}
     require_fields(config, {**checks, **own}, prefix)
 
@@ -91,7 +92,7 @@ class MediaConfig:
     """Fetches under way at once; the others wait."""
 
     def __post_init__(self) -> None:
-        _check_fields(self, MEDIA_CHECKS, "media.")
+        _check_fields(self, MediaConfig, MEDIA_CHECKS, "media.")
         rule = "a host, *.host or *, with a port or without"
         for host in self.allowed_hosts:
             require(HOST.fullmatch(host) is not None, "media.allowed_hosts", host, rule)
@@ -193,7 +194,7 @@ class EngineConfig:
     """Only "tensor" is built."""
 
     def __post_init__(self) -> None:
-        _check_fields(self, CHECKS)
+        _check_fields(self, EngineConfig, CHECKS)
         folder = self.mm_processor_cache_dir
         is_folder = isinstance(folder, str | Path | None)
         require(is_folder, "mm_processor_cache_dir", type(folder).__name__, "a path or None")

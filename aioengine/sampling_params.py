@@ -226,6 +226,7 @@ def _significant(multiple: Any) -> int:
     return int(digits[:20] or 1)
 
 
+YES_OR_NO = (lambda value: isinstance(value, bool)), "True or False"
 CHECKS = {
     "temperature": (reals(0, 100), "in [0, 100]"),
     "top_p": (lambda value: is_real(value) and 0 < value <= 1, "in (0, 1]"),
@@ -243,6 +244,10 @@ CHECKS = {
         optional(ints(0, MAX_PROMPT_LOGPROBS)),
         f"0 to {MAX_PROMPT_LOGPROBS}, or None",
     ),
+    "include_stop_str_in_output": YES_OR_NO,
+    "ignore_eos": YES_OR_NO,
+    "skip_special_tokens": YES_OR_NO,
+    "detokenize": YES_OR_NO,
 }
 
 

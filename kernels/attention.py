@@ -95,6 +95,10 @@ class AttentionMetadata:
         """T, the step's tokens over all sequences."""
         return sum(self.query_lens)
 
+    def sees_blocks(self, index: int) -> bool:
+        """Return whether tokens of sequence `index` see others of their block both ways."""
+        return self.block_ids is not None and self.has_blocks[index]
+
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
         """Return what `make` gives, made for the first layer that asks and kept in `scratch`."""
         if key not in self.scratch:
@@ -270,7 +274,7 @@ def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:
 
 def blocks_of(meta: AttentionMetadata, index: int) -> Tensor | None:
     """The block ids of the tokens of sequence `index`; None if all are causal."""
-    if meta.block_ids is None or not meta.has_blocks[index]:
+    if meta.block_ids is None or not meta.sees_blocks(index):
         return None
     first = sum(meta.query_lens[:index])
     return meta.block_ids[first : first + meta.query_lens[index]]

@@ -149,7 +149,7 @@ class GatherBackend:
             mask = _chunk_mask(meta, index, begin, window, query.dtype)
             result = _attend_in_parts(grouped, keys, values, mask, args)
         else:
-            is_plain = start == 0 and window is None and blocks_of(meta, index) is None
+            is_plain = start == 0 and window is None and not meta.sees_blocks(index)
             mask = None
             if meta.is_causal and not is_plain:
                 mask = _chunk_mask(meta, index, begin, window, query.dtype)
@@ -354,16 +354,17 @@ def _chunk_mask(
     """`visible_mask` as numbers to add to scores, once per step instead of once per layer."""
     end = meta.context_lens[index]
     start = end - meta.query_lens[index]
-    device, ids = meta.seq_lens.device, blocks_of(meta, index)
+    device, has_blocks = meta.seq_lens.device, meta.sees_blocks(index)
     if not meta.is_causal:
         return torch.zeros(meta.query_lens[index], end, dtype=dtype, device=device)
 
     def make() -> Tensor:
+        ids = blocks_of(meta, index)
         visible = visible_mask(start, end, begin, window, device, ids, meta.blocks_in_window)
         return _additive(visible, dtype)
 
     # Causal ones are the same for all chunks of the same place and size.
-    key = ("mask", start, end, begin, window, dtype, None if ids is None else index)
+    key = ("mask", start, end, begin, window, dtype, index if has_blocks else None)
     return meta.once(key, make)
 
 

@@ -62,6 +62,8 @@ class Blip2MultiModalProcessor(ImageTokenProcessor):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargs,
     ) -> Sequence[PromptUpdate]:
+        if not mm_items.get_count("image"):
+            return []
         tokens, start = self.repeat_image_token(mm_items), PromptIndexTargets.start()
         return [PromptInsertion(modality="image", target=start, insertion=tokens)]
 
@@ -106,7 +108,8 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncoderPromptProcesso
         """Do as the base class; an image's token may stand in the prompt for nothing else."""
         found = super().layout(prompt, items, mm_kwargs, outputs, literals)
         places = found.placeholders.get("image", ())
-        num_tokens = found.token_ids.count(self.image_token_id)
+        # A text needs no such token, and checkpoints are about that name none.
+        num_tokens = found.token_ids.count(self.info.get_hf_config().image_token_id)
         spare = num_tokens - sum(place.length for place in places)
         if spare:
             raise PlaceholderMismatchError(

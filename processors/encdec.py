@@ -147,7 +147,11 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
             read = prompt if halves.encoder is None else halves.encoder
             encoder = self.create_encoder_prompt(read, items)
             layout = self.layout(encoder, items, mm_kwargs, outputs)
-        return EncDecLayout(**vars(layout), decoder_token_ids=decoder_token_ids)
+        return EncDecLayout(
+            token_ids=layout.token_ids,
+            placeholders=layout.placeholders,
+            decoder_token_ids=decoder_token_ids,
+        )
 
     def decoder_prompt(self, prompt: TextOrTokens) -> list[int]:
         """The decoder's token ids, with its start token before them where it is not there yet."""
@@ -178,7 +182,12 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor):
         if decoder_prompt is None:
             decoder_prompt = self.create_decoder_prompt(prompt, items)
         decoder_token_ids = self.decoder_prompt(decoder_prompt)
-        return MultiModalEncDecInputs(**vars(encoder), decoder_token_ids=decoder_token_ids)
+        return MultiModalEncDecInputs(
+            token_ids=encoder.token_ids,
+            placeholders=encoder.placeholders,
+            items=encoder.items,
+            decoder_token_ids=decoder_token_ids,
+        )
 
 
 class EncoderPromptProcessor(EncDecMultiModalProcessor):

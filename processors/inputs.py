@@ -10,6 +10,7 @@ for the encoder has it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +88,7 @@ class PlaceholderRange:
 
 
 @dataclass(frozen=True)
-class MultiModalFieldConfig:
+class MultiModalFieldConfig(ABC):
     """Relation of one output of the HF processor to the items of a modality, which it is cut into.
 
     `keep_on_cpu` marks small tensors that the host reads (grids, counts), so that they are not sent
@@ -134,13 +135,13 @@ class MultiModalFieldConfig:
         """Each of the `batch_size` items has all of the data."""
         return _Shared(modality, keep_on_cpu, batch_size)
 
+    @abstractmethod
     def split(self, data: FieldData) -> list[torch.Tensor]:
         """One tensor per item; may be views of `data`. `join` is the inverse."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, items: Sequence[torch.Tensor]) -> FieldData:
         """The batch of these items; a list where their shapes do not allow one tensor."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ class _MediaItems(ModalityDataItems[Any], Generic[ItemT]):
 
     _modality: ClassVar[str]
     _header: ClassVar[type]
+    _decoded: ClassVar[type] = object
 
     def __init__(self, items: Sequence[Any]) -> None:
         super().__init__(items, self._modality)
@@ -145,7 +146,7 @@ class _MediaItems(ModalityDataItems[Any], Generic[ItemT]):
     def get(self, index: int) -> ItemT:
         """The decoded item. Raises ValueError if only its header is here."""
         item: ItemT = self._items[index]
-        if isinstance(item, self._header):
+        if isinstance(item, self._header) or not isinstance(item, self._decoded):
             raise ValueError(f"{self.modality} {index} is not decoded, only its header is known")
         return item
 
@@ -174,7 +175,7 @@ class ImageProcessorItems(_MediaItems[Any]):
 class AudioProcessorItems(_MediaItems[AudioClip]):
     """Audio for the HF feature extractor: `AudioClip`, or `AudioHeader` for a layout."""
 
-    _modality, _header = "audio", AudioHeader
+    _modality, _header, _decoded = "audio", AudioHeader, AudioClip
 
     def get_audio_length(self, item_idx: int) -> int:
         """The number of samples at the model's rate."""
@@ -189,7 +190,7 @@ class AudioProcessorItems(_MediaItems[AudioClip]):
 class VideoProcessorItems(_MediaItems[VideoClip]):
     """Videos for the HF video processor: `VideoClip`, or `VideoHeader` for a layout."""
 
-    _modality, _header = "video", VideoHeader
+    _modality, _header, _decoded = "video", VideoHeader, VideoClip
 
     def get_header(self, item_idx: int) -> VideoHeader:
         """Sizes, and which frames are taken."""

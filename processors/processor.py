@@ -237,7 +237,9 @@ class BaseMultiModalProcessor(ABC):
         is_plain = isinstance(prompt, str) and token_ids == self.tokenize(prompt)
         text = prompt if is_plain and isinstance(prompt, str) else None
         layout = self._expand(token_ids, text, updates)
-        return MultiModalInputs(**vars(layout), items=outputs)
+        return MultiModalInputs(
+            token_ids=layout.token_ids, placeholders=layout.placeholders, items=outputs
+        )
 
     @contextmanager
     def own_media(self) -> Iterator[None]:

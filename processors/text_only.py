@@ -20,6 +20,9 @@ class TextOnlyInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {}
 
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Counts) -> Counts:
+        return {}
+
 
 class TextOnlyDummyInputs(BaseDummyInputsBuilder):
     """Processing for models that take no media."""

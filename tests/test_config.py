@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +22,10 @@ from aioengine.errors import InvalidRequestError
     ("parameter", "options"),
     [
         ("temperature", {"temperature": -1}),
+        ("skip_special_tokens", {"skip_special_tokens": 0}),
+        ("ignore_eos", {"ignore_eos": "no"}),
+        ("detokenize", {"detokenize": None}),
+        ("include_stop_str_in_output", {"include_stop_str_in_output": 1}),
         ("temperature", {"temperature": float("nan")}),
         ("temperature", {"temperature": "hot"}),
         ("top_p", {"top_p": 0}),
@@ -231,3 +236,14 @@ def test_bad_media_options(parameter: str, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         MediaConfig(**options)
     assert caught.value.parameter == parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrying(MediaConfig):
+    retries: int = 0
+
+
+def test_fields_of_a_subclass_are_its_own() -> None:
+    assert Retrying(retries=-1).retries == -1
+    with pytest.raises(InvalidRequestError, match="max_image_bytes"):
+        Retrying(max_image_bytes=0)

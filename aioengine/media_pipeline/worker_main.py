@@ -51,8 +51,10 @@ PARENT_CHECK_S = 5.0
 GRACE_S = 10.0
 """Beyond the parent's own limit, before a stuck job ends the process if no parent does."""
 
+# Of the whole engine a worker has nothing to say: such an error of a processor's is an EngineError.
+_OF_THE_ENGINE = {"EngineClosedError", "EngineDeadError", "WrongLoopError"}
 _ERRORS: dict[str, type[errors.AioEngineError]] = {
-    name: getattr(errors, name) for name in errors.__all__
+    name: getattr(errors, name) for name in errors.__all__ if name not in _OF_THE_ENGINE
 }
 
 

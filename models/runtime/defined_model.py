@@ -160,4 +160,7 @@ def rotate_halves(vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     size = cosines.shape[-1]
     first, second = vectors[..., :size], vectors[..., size : 2 * size]
     turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-    return torch.cat([turned.to(vectors.dtype), vectors[..., 2 * size :]], dim=-1)
+    turned = turned.to(vectors.dtype)
+    if 2 * size == vectors.shape[-1]:
+        return turned
+    return torch.cat([turned, vectors[..., 2 * size :]], dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from aioengine.errors import ModelLoadError
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.info import ImageDummyInputsBuilder, ImageInfo
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
@@ -30,8 +31,14 @@ class ImageTokenProcessor(BaseMultiModalProcessor):
 
     @property
     def image_token_id(self) -> int:
-        """Token that stands for one encoder row."""
-        return int(self.info.get_hf_config().image_token_id)
+        """Token that stands for one encoder row. Raises ModelLoadError where none is named."""
+        token_id = getattr(self.info.get_hf_config(), "image_token_id", None)
+        if not isinstance(token_id, int):
+            raise ModelLoadError(
+                f"config.json has image_token_id (or image_token_index) {token_id!r:.40}; name the "
+                f"token that stands for an image's rows"
+            )
+        return token_id
 
     def repeat_image_token(
         self, mm_items: MultiModalDataItems, **options: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 
 from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
 from aioengine.errors import (
+    EngineError,
     InvalidRequestError,
     ModelLoadError,
     PlaceholderMismatchError,
@@ -204,3 +206,19 @@ async def test_other_language_models_are_refused(saved: Saved, tmp_path: Path) -
     with pytest.raises(ModelLoadError, match="'pegasus' is not supported"):
         async with AsyncEngine.from_pretrained(tmp_path, device="cpu"):
             pass
+
+
+async def test_a_config_that_names_no_token_for_images(saved: Saved, tmp_path: Path) -> None:
+    """Texts are answered; an image is refused in words."""
+    folder = shutil.copytree(saved.folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["image_token_index"]
+    (folder / "config.json").write_text(json.dumps(config))
+    sizes = {"device": "cpu", "kv_cache_bytes": 8 << 20, "encoder_cache_bytes": 1 << 20}
+    async with AsyncEngine.from_pretrained(folder, max_model_len=60, **sizes) as engine:
+        text, index = ASKED[-1]
+        assert index is None
+        assert (await engine.generate(text, PARAMS)).token_ids == saved.expected[-1]
+        with pytest.raises(EngineError, match="image_token_index"):
+            await engine.generate(ASKED[0][0], PARAMS, images=images(0))
+        assert (await engine.generate(text, PARAMS)).token_ids == saved.expected[-1]

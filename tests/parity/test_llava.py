@@ -35,11 +35,11 @@ class Case:
     """A prompt, its images (by seed) and what transformers makes of it."""
 
     text: str
-    pil_images: tuple[int, ...]
+    images: tuple[int, ...]
     expected: tuple[int, ...]
 
     async def run(self, engine: AsyncEngine, **options: Any) -> RequestOutput:
-        images = [tiny_image(seed) for seed in self.pil_images]
+        images = [tiny_image(seed) for seed in self.images]
         return await engine.generate(self.text, PARAMS, images=images, **options)
 
 
@@ -55,13 +55,13 @@ def _prompts() -> list[tuple[str, tuple[int, ...]]]:
     for seed in range(4):
         for text in QUESTIONS[: 4 if seed else 5]:
             count = text.count("<image>")
-            pil_images = (seed, seed) if count == 2 and seed == 1 else (seed, seed + 1)
-            prompts.append((text, pil_images[:count]))
+            seeds = (seed, seed) if count == 2 and seed == 1 else (seed, seed + 1)
+            prompts.append((text, seeds[:count]))
     return prompts[:16]
 
 
-def _expect(model: Any, processor: Any, text: str, pil_images: tuple[int, ...]) -> tuple[int, ...]:
-    images = [tiny_image(seed) for seed in pil_images]
+def _expect(model: Any, processor: Any, text: str, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    images = [tiny_image(seed) for seed in seeds]
     inputs = processor(text=text, images=images or None, return_tensors="pt")
     inputs = {
         name: value.double() if value.is_floating_point() else value
@@ -77,8 +77,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     hf = save_tiny_llava(folder, torch.float64, tower=request.param)
     processor = AutoProcessor.from_pretrained(folder)
     cases = tuple(
-        Case(text, pil_images, _expect(hf, processor, text, pil_images))
-        for text, pil_images in _prompts()
+        Case(text, seeds, _expect(hf, processor, text, seeds)) for text, seeds in _prompts()
     )
     return Model(folder, cases)
 
@@ -181,7 +180,7 @@ async def test_the_same_text_with_three_images_in_a_row(model: Model) -> None:
 
 
 async def test_the_same_image_twice_is_encoded_once(model: Model) -> None:
-    case = next(c for c in model.cases if len(c.pil_images) == 2 and len(set(c.pil_images)) == 1)
+    case = next(c for c in model.cases if len(c.images) == 2 and len(set(c.images)) == 1)
     async with engine_for(model) as engine:
         output = await case.run(engine)
         assert output.token_ids == case.expected
@@ -192,7 +191,7 @@ async def test_the_same_image_twice_is_encoded_once(model: Model) -> None:
 async def test_token_ids_and_chat_messages_are_the_same_prompt(model: Model) -> None:
     processor = AutoProcessor.from_pretrained(model.folder)
     case = model.cases[0]
-    image = tiny_image(case.pil_images[0])
+    image = tiny_image(case.images[0])
     ids = processor.tokenizer(case.text)["input_ids"]
     content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
     async with engine_for(model) as engine:

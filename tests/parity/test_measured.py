@@ -13,7 +13,10 @@ from aioengine.models.runtime.registry import _SHIPPED
 from tests.parity.measure import BOUND, FILE, KINDS, SAME, measure
 from tests.parity.measured_rows import BUDGET, ROWS
 
-AGAIN = ("test_families[qwen2.5-vl]", "test_encdec[bart]", "test_qwen_vl", "test_omni")
+AGAIN = (
+    *("test_families[qwen2.5-vl]", "test_llava[clip]", "test_encdec[bart]", "test_qwen_vl"),
+    "test_omni",
+)
 MODALITIES = {"image": "images", "video": "videos", "audio": "audio"}
 
 

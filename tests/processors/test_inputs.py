@@ -173,3 +173,8 @@ def test_empty() -> None:
     assert len(MultiModalKwargs()) == 0
     assert MultiModalKwargs().get_items("image") == []
     assert MultiModalKwargs.reduce([]) == {}
+
+
+def test_a_rule_of_no_kind_is_no_rule() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        MultiModalFieldConfig("image", keep_on_cpu=False)  # type: ignore[abstract]
