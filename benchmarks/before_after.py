@@ -14,7 +14,7 @@ W4       one prompt with eight images of 1920 x 1080, cold, to the first token
 one      a single request of text, 64 tokens
 W6       Whisper tiny.en on 16 clips (`make real-test` fetches it)
 startup  a fresh process to the first token, demo model
-growth   growth.py's curves of each checkout, 2 layers: geometric mean over all points
+growth   growth.py's steps and queues of each checkout, 2 layers: geometric mean of all points
 
 Printed are the medians of the times and of the ratios after / before (below 1: faster), with the
 interval that holds the ratio's median with 95 % (order statistics, so of no assumed shape).
@@ -28,7 +28,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +47,19 @@ LLAVA = ("load", "W1", "W2", "W4", "one")
 NAMES = (*LLAVA, "W6", "startup", "growth")
 ROUNDS_A_PROCESS = 3
 Pair = dict[str, float]  # side -> seconds
+
+GROWTH = """
+import argparse, contextlib, inspect, json, sys
+sys.path.insert(0, sys.argv[1])
+import growth
+with contextlib.redirect_stdout(sys.stderr):
+    options = argparse.Namespace(layers=2, dtype=sys.argv[2], rounds=7)
+    curves = [*growth.measure_steps(options)]
+    flag = [*inspect.signature(growth.measure_queue).parameters][-1]  # have_images, in any words
+    for has in (False, True):
+        curves.append(growth.measure_queue(growth.RUNNING, 35, **{flag: has}))
+print(json.dumps({"ms": [ms for curve in curves for ms in curve.values()]}))
+"""
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -170,15 +182,10 @@ class Bench:
         return float(found["ms"]) / 1e3
 
     def growth(self, side: str) -> float:
-        checkout = Path(self.settings[side].environment["PYTHONPATH"])
-        command = [sys.executable, str(checkout / "benchmarks/growth.py"), "--layers", "2"]
-        environment = {**os.environ, **self.settings[side].environment}
-        environment.pop("PYTHONSAFEPATH", None)  # the script imports what lies beside it
-        done = subprocess.run(
-            [*command, "--rounds", "2"], stdout=subprocess.PIPE, env=environment, check=True
-        )
-        curves = json.loads(done.stdout.splitlines()[-1])["ms"].values()
-        return statistics.geometric_mean(ms / 1e3 for curve in curves for ms in curve.values())
+        environment = self.settings[side].environment
+        folder = str(Path(environment["PYTHONPATH"]) / "benchmarks")
+        found = startup.run(GROWTH, folder, self.options.dtype, **environment)
+        return statistics.geometric_mean(ms / 1e3 for ms in found["ms"])
 
 
 def main() -> None:
