@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.processors.checkpoint_errors import shown, told
+from aioengine.processors.checkpoint_errors import shown, without_folders
 
 
 def test_a_folder_is_shown_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,10 +33,10 @@ def test_a_folder_is_shown_by_its_own_name(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_folders_on_the_way_are_left_out(tmp_path: Path, said: str, kept: str) -> None:
     folder = tmp_path / "model"
-    assert told(ValueError(said.format(folder=folder)), folder) == kept
+    assert without_folders(ValueError(said.format(folder=folder)), folder) == kept
     relative = os.path.relpath(folder)
-    assert told(ValueError(said.format(folder=folder)), relative) == kept
+    assert without_folders(ValueError(said.format(folder=folder)), relative) == kept
 
 
 def test_long_ones_are_cut() -> None:
-    assert len(told(ValueError("x" * 10_000), "model")) < 310
+    assert len(without_folders(ValueError("x" * 10_000), "model")) < 310

@@ -164,6 +164,14 @@ def test_the_parts_are_the_items_own_memory() -> None:
     assert b"".join(parts) == dump_item(item)
 
 
+class OfNoKind(MultiModalFieldConfig):
+    def split(self, data: Any) -> list[torch.Tensor]:
+        return list(data)
+
+    def join(self, items: Any) -> Any:
+        return torch.stack(list(items))
+
+
 def test_what_the_format_does_not_have_is_refused() -> None:
     config = {"x": MultiModalFieldConfig.batched("image"), "__metadata__": None}
     item = MultiModalKwargsItem.from_config({"x": torch.ones(1, dtype=torch.complex128)}, config)  # type: ignore[arg-type]
@@ -173,9 +181,7 @@ def test_what_the_format_does_not_have_is_refused() -> None:
     for wrong in (
         MultiModalKwargsItem("image", {"__metadata__": torch.ones(1)}, {"__metadata__": field}),
         MultiModalKwargsItem("audio", {"x": torch.ones(1)}, {"x": field}),
-        MultiModalKwargsItem(
-            "image", {"x": torch.ones(1)}, {"x": MultiModalFieldConfig("image", False)}
-        ),
+        MultiModalKwargsItem("image", {"x": torch.ones(1)}, {"x": OfNoKind("image", False)}),
     ):
         with pytest.raises(ValueError, match=r"cannot be written|another modality"):
             dump_item(wrong)
