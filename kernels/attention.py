@@ -17,18 +17,17 @@ Rows that no sequence of the step has written may hold anything, NaN included.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from aioengine.kernels.transfer import to_device
+from aioengine.kernels.staging import Staged, StepBuffer
 
 __all__ = [
     "AttentionArgs",
@@ -40,6 +39,8 @@ __all__ = [
     "list_backends",
     "register_backend",
     "select_backend",
+    "stage_cross_metadata",
+    "stage_metadata",
 ]
 
 Made = TypeVar("Made")
@@ -51,12 +52,13 @@ KeyValue: TypeAlias = tuple[Tensor, Tensor]
 class AttentionMetadata:
     """One step's attention over one KV group: S sequences, T new tokens in all.
 
-    On the device, int32, parts of one tensor:
+    On the device, int32:
     `query_start` [S + 1]: where each sequence's tokens begin; the last entry is T.
     `seq_lens` [S]: tokens in each sequence's context, this step's included.
     `block_table` [S, max_blocks]: block ids, padded with 0.
     `slot_blocks`, `slot_offsets` [T]: block and row where each token's K/V is written
     (of cross-attention: [R], for each of the encoder's rows that are new).
+    `by_length` [num_decodes]: the first sequences, those of the longest context first.
 
     On the host, so that nothing has to wait for the device:
     `query_lens`, `context_lens`: per sequence; `context_lens` equals `seq_lens`.
@@ -80,6 +82,7 @@ class AttentionMetadata:
     block_table: Tensor
     slot_blocks: Tensor
     slot_offsets: Tensor
+    by_length: Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     num_decodes: int
@@ -154,17 +157,39 @@ class AttentionBackend(Protocol):
 
 
 def build_metadata(
+    *, block_size: int, device: torch.device | str = "cpu", **sequences: Any
+) -> AttentionMetadata:
+    """The metadata of a step by itself; `sequences`: the other arguments of `stage_metadata`."""
+    buffer = StepBuffer(device)
+    staged = stage_metadata(buffer, block_size=block_size, **sequences)
+    buffer.send()
+    return staged()
+
+
+def build_cross_metadata(
+    *, block_size: int, device: torch.device | str = "cpu", **sequences: Any
+) -> AttentionMetadata:
+    """As `build_metadata`; `sequences`: the other arguments of `stage_cross_metadata`."""
+    buffer = StepBuffer(device)
+    staged = stage_cross_metadata(buffer, block_size=block_size, **sequences)
+    buffer.send()
+    return staged()
+
+
+def stage_metadata(
+    buffer: StepBuffer,
     *,
     block_size: int,
     block_tables: Sequence[Sequence[int]],
     starts: Sequence[int],
     ends: Sequence[int],
     stored: Sequence[bool] | None = None,
-    device: torch.device | str = "cpu",
     block_ids: Sequence[Tensor | None] | None = None,
     blocks_in_window: bool = False,
-) -> AttentionMetadata:
-    """The metadata of a step that computes positions [starts[i], ends[i]) of sequence i.
+) -> Callable[[], AttentionMetadata]:
+    """Stage a step that computes positions [starts[i], ends[i]) of sequence i.
+
+    Returns what gives its metadata once the buffer has been sent.
 
     `block_tables[i]` names at least the blocks of positions [0, ends[i]); `block_ids[i]` int32
     [ends[i] - starts[i]], or None where all tokens are causal. `stored[i]`: the pages hold the
@@ -184,11 +209,11 @@ def build_metadata(
         assert block_ids is not None
         pairs = zip(block_ids, query_lens, strict=True)
         all_ids = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
-        flat_ids = to_device(torch.cat(all_ids).to(torch.int32), torch.device(device))
+        flat_ids = buffer.put(torch.cat(all_ids), torch.int32)
     shifts = [0] * len(ends) if stored is None else map(int, stored)
     new = [(low + by, high + by) for low, high, by in zip(starts, ends, shifts, strict=True)]
-    return _assembled(
-        device,
+    return _staged(
+        buffer,
         block_size,
         block_tables,
         query_lens,
@@ -200,16 +225,16 @@ def build_metadata(
     )
 
 
-def build_cross_metadata(
+def stage_cross_metadata(
+    buffer: StepBuffer,
     *,
     block_size: int,
     block_tables: Sequence[Sequence[int]],
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     is_new: Sequence[bool],
-    device: torch.device | str = "cpu",
-) -> AttentionMetadata:
-    """The metadata of cross-attention: sequence i's tokens see `context_lens[i]` rows.
+) -> Callable[[], AttentionMetadata]:
+    """Stage cross-attention: sequence i's tokens see `context_lens[i]` rows.
 
     `block_tables[i]` names the blocks of these rows, which this step writes where `is_new[i]`.
     """
@@ -218,24 +243,21 @@ def build_cross_metadata(
         len(row) * block_size >= n > 0 for row, n in zip(block_tables, context_lens, strict=True)
     )
     new = [(0, n if writes else 0) for n, writes in zip(context_lens, is_new, strict=True)]
-    return _assembled(
-        device, block_size, block_tables, query_lens, context_lens, new, is_causal=False
-    )
+    return _staged(buffer, block_size, block_tables, query_lens, context_lens, new, is_causal=False)
 
 
-def _assembled(
-    device: torch.device | str,
+def _staged(
+    buffer: StepBuffer,
     block_size: int,
     block_tables: Sequence[Sequence[int]],
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     new: Sequence[tuple[int, int]],
+    *,
+    block_ids: Staged | None = None,
     **others: Any,
-) -> AttentionMetadata:
-    """The metadata whose tensors are parts of one, which goes to the device at once.
-
-    `new`: the positions [start, end) of each sequence that are written.
-    """
+) -> Callable[[], AttentionMetadata]:
+    """Stage the tensors of metadata. `new`: positions [start, end) of each sequence's writes."""
     blocks_used = [-(-length // block_size) for length in context_lens]
     width = max(blocks_used, default=0)
     table: list[int] = []
@@ -249,22 +271,29 @@ def _assembled(
             last = min(end - index * block_size, block_size)
             slot_blocks += [blocks[index]] * (last - first)
             slot_offsets += range(first, last)
-    parts = [0, *accumulate(query_lens)], context_lens, table, slot_blocks, slot_offsets
-    numbers = array("i", chain.from_iterable(parts))
-    whole = to_device(torch.frombuffer(numbers, dtype=torch.int32), torch.device(device))
-    query_start, seq_lens, tables, *slots = torch.split(whole, [*map(len, parts)])
-    return AttentionMetadata(
-        query_start=query_start,
-        seq_lens=seq_lens,
-        block_table=tables.view(len(query_lens), -1 if query_lens else 0),
-        slot_blocks=slots[0],
-        slot_offsets=slots[1],
-        query_lens=tuple(query_lens),
-        context_lens=tuple(context_lens),
-        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
-        block_size=block_size,
-        **others,
-    )
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    by_length = sorted(range(num_decodes), key=lambda i: -context_lens[i])
+    numbers = [0, *accumulate(query_lens)], context_lens, table, slot_blocks, slot_offsets
+    staged = [buffer.put(each, torch.int32) for each in (*numbers, by_length)]
+
+    def built() -> AttentionMetadata:
+        query_start, seq_lens, tables, blocks, offsets, order = (each.tensor for each in staged)
+        return AttentionMetadata(
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=tables.view(len(query_lens), -1 if query_lens else 0),
+            slot_blocks=blocks,
+            slot_offsets=offsets,
+            by_length=order,
+            query_lens=tuple(query_lens),
+            context_lens=tuple(context_lens),
+            num_decodes=num_decodes,
+            block_size=block_size,
+            block_ids=None if block_ids is None else block_ids.tensor,
+            **others,
+        )
+
+    return built
 
 
 def split_by_sequence(meta: AttentionMetadata) -> list[tuple[int, int]]:

@@ -19,12 +19,20 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """A tensor on its way to the host: to be read when the work launched so far is done."""
-    if tensor.device.type == "cpu":
-        return tensor
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return target.copy_(tensor, non_blocking=True)
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors on their way to the host, in one copy: to be read when the work launched so far is
+    done. Those of the host are what is given."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return [*tensors]
+    # The widest numbers first, so that each lies at a multiple of its size.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+    parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    target = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=whole.device.type == "cuda")
+    target.copy_(whole, non_blocking=True)
+    pieces = torch.split(target, [part.numel() for part in parts])
+    found = {i: piece.view(tensors[i].dtype) for i, piece in zip(order, pieces, strict=True)}
+    return [found[i].view(tensor.shape) for i, tensor in enumerate(tensors)]
 
 
 def upload(

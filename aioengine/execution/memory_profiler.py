@@ -238,7 +238,7 @@ def _worst_step(
             token_ids=(0,) * size,
             block_tables=(table,) * limits.num_groups,
             rows=(),
-            samples=True,
+            samples=number < limits.max_num_seqs,
             output_index=0,
             sampling=sampling,
             cross_tables=(memory,) * limits.num_cross_groups,

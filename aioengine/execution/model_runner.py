@@ -6,8 +6,8 @@ runner follows plans to the letter and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
@@ -18,20 +18,22 @@ from aioengine.errors import InvalidRequestError, MediaError
 from aioengine.kernels.attention import (
     AttentionBackend,
     AttentionMetadata,
-    build_cross_metadata,
-    build_metadata,
     select_backend,
+    stage_cross_metadata,
+    stage_metadata,
 )
 from aioengine.kernels.pool import empty_pool
-from aioengine.kernels.transfer import to_device, to_host, upload
+from aioengine.kernels.staging import Staged, StepBuffer
+from aioengine.kernels.transfer import to_host
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.sampling.logprobs import ScoreColumns, Scores, score
-from aioengine.sampling.sampler import Sampler
+from aioengine.sampling.sampler import Sampled, Sampler
 from aioengine.types import Launched, TokenLogprobs
 
 __all__ = ["ModelRunner"]
 
 Features = Mapping[str, Tensor]
+_PromptScores = list[tuple[SequencePlan, list[Scores]]]
 
 SCORED_ROWS = 256
 """Prompt positions whose logits are in memory at a time."""
@@ -46,8 +48,10 @@ class ModelRunner:
         self.model = model
         self._limits = limits
         self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
-        # The tokens of the step before: request -> row, and the rows [n] on the device.
-        self._sampled: tuple[dict[str, int], Tensor] = {}, torch.empty(0)
+        self._buffer = StepBuffer(model.device)
+        # The tokens that the step before has sampled, on the device: by a request's place in it.
+        self._last = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=model.device)
+        self._places: dict[str, int] = {}
         self._sampler = Sampler()
         model.bind(_allocate_pages(model, limits), backend or select_backend("auto", model.device))
 
@@ -55,33 +59,25 @@ class ModelRunner:
     def step(self, plan: StepPlan) -> Launched[StepResult]:
         """Launch one step of the decoder."""
         sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
-        hidden, places = self._compute(sequences, chosen)
-        scored = self._score_prompts(sequences, hidden)
-        if not chosen:
-            self._sampled = {}, torch.empty(0)
-            return Launched(lambda: StepResult((), prompt_logprobs=_read_prompts(scored)))
-        masks, failures = _masks(chosen)
-        sampled = self._sampler.sample(
-            self.model.compute_logits(hidden if places is None else hidden[places]),
+        compute = self._stage(sequences, chosen)
+        score_prompts = self._stage_scores(sequences)
+        sample = self._sampler.prepare(
+            self._buffer,
             [s.sampling for s in chosen],
             [s.output_index for s in chosen],
-            masks,
+            self.model.vocab_size,
         )
-        self._sampled = {s.request_id: row for row, s in enumerate(chosen)}, sampled.token_ids
-        token_ids = to_host(sampled.token_ids)
-        is_barred = None if sampled.is_barred is None else to_host(sampled.is_barred)
-        scores = None if sampled.scores is None else sampled.scores.to_host()
-
-        def read() -> StepResult:
-            found = token_ids.tolist()
-            return StepResult(
-                found,
-                failures if is_barred is None else failures | _barred(chosen, is_barred.tolist()),
-                {} if scores is None else _read_scores(chosen, sampled.rows, scores),
-                _read_prompts(scored),
-            )
-
-        return Launched(read)
+        self._buffer.send()
+        hidden, rows = compute()
+        scored = score_prompts(hidden)
+        self._places = {s.request_id: place for place, s in enumerate(chosen)}
+        if not chosen:
+            return Launched(_reader(chosen, None, scored, {}))
+        logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
+        masks, failures = _masks(chosen)
+        sampled = sample(logits, masks)
+        self._last[: len(chosen)] = sampled.token_ids
+        return Launched(_reader(chosen, sampled, scored, failures))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -89,52 +85,80 @@ class ModelRunner:
 
         In float32 at least. No token is chosen.
         """
-        hidden, places = self._compute(_ordered(plan), [s for s in plan.sequences if s.samples])
-        return self.model.compute_logits(hidden if places is None else hidden[places])
+        compute = self._stage(_ordered(plan), [s for s in plan.sequences if s.samples])
+        self._buffer.send()
+        hidden, rows = compute()
+        return self.model.compute_logits(hidden if rows is None else hidden[rows])
 
-    def _compute(
+    def _stage(
         self, sequences: Sequence[SequencePlan], chosen: Sequence[SequencePlan]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, hidden] of a step, and the rows of `chosen`; None: all, as they lie."""
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """Stage a step; what is returned computes it, once the buffer has been sent.
+
+        It gives hidden states [T, hidden], and the rows of `chosen`; None: all, as they lie.
+        """
+        put = self._buffer.put
         starts = [s.start for s in sequences]
         ends = [s.end for s in sequences]
-        metadata = self._metadata(sequences, starts, ends)
+        embed = self._stage_tokens(sequences)
+        metadata = self._stage_metadata(sequences, starts, ends)
         prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
-        positions = self.model.positions_for(starts, ends, prompts)
-        positions = to_device(positions, self.model.device)
-        encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
+        positions = put(self.model.positions_for(starts, ends, prompts))
         tails = accumulate(end - start for start, end in zip(starts, ends, strict=True))
         last = {s.request_id: tail - 1 for s, tail in zip(sequences, tails, strict=True)}
         wanted = [last[s.request_id] for s in chosen]
         # Most steps read all rows, as they lie.
         is_whole = wanted == [*range(sum(ends) - sum(starts))]
-        places = None if is_whole else upload(wanted, self.model.device)
+        places = None if is_whole else put(wanted)
         reads_all = any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences)
-        rows = None if reads_all else places
-        embeds = self._embed(sequences)
-        hidden = self.model.forward(embeds, positions, metadata, encoded, rows=rows)
-        return hidden, places
 
-    def _score_prompts(
-        self, sequences: Sequence[SequencePlan], hidden: Tensor
-    ) -> list[tuple[SequencePlan, list[Scores]]]:
-        """Scores of the prompt tokens that this step's positions predict."""
-        found = []
+        def compute() -> tuple[Tensor, Tensor | None]:
+            encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
+            rows = None if places is None else places.tensor
+            hidden = self.model.forward(
+                embed(),
+                positions.tensor,
+                [built() for built in metadata],
+                encoded,
+                rows=None if reads_all else rows,
+            )
+            return hidden, rows
+
+        return compute
+
+    def _stage_scores(self, sequences: Sequence[SequencePlan]) -> Callable[[Tensor], _PromptScores]:
+        """Stage the prompt tokens that this step's positions predict; what is returned gives their
+        scores, of hidden states [T, hidden]."""
+        found: list[tuple[SequencePlan, list[tuple[int, Staged]]]] = []
         base = 0
         for s in sequences:
             if s.sampling is not None and s.sampling.prompt_logprobs is not None:
                 targets = s.sampling.prompt_token_ids[s.start + 1 : s.end + 1]
-                scores = []
-                for first in range(0, len(targets), SCORED_ROWS):
-                    part = targets[first : first + SCORED_ROWS]
-                    rows = hidden[base + first : base + first + len(part)]
-                    logits = self.model.compute_logits(rows)
-                    # A placeholder's id may lie beyond the vocabulary; its score is not shown.
-                    ids = upload(part, logits.device).clamp_max(logits.shape[-1] - 1)
-                    scores.append(score(logits, ids, s.sampling.prompt_logprobs).to_host())
-                found.append((s, scores))
+                firsts = range(0, len(targets), SCORED_ROWS)
+                put = self._buffer.put
+                found.append(
+                    (s, [(base + at, put(targets[at : at + SCORED_ROWS])) for at in firsts])
+                )
             base += s.end - s.start
-        return found
+
+        def score_part(hidden: Tensor, first: int, ids: Tensor, count: int) -> Scores:
+            logits = self.model.compute_logits(hidden[first : first + len(ids)])
+            # A placeholder's id may lie beyond the vocabulary; its score is not shown.
+            return score(logits, ids.clamp_max(logits.shape[-1] - 1), count)
+
+        def score_all(hidden: Tensor) -> _PromptScores:
+            return [
+                (
+                    s,
+                    [
+                        score_part(hidden, at, ids.tensor, s.sampling.prompt_logprobs)
+                        for at, ids in parts
+                    ],
+                )
+                for s, parts in found
+            ]
+
+        return score_all
 
     @torch.inference_mode()
     def encode(
@@ -198,61 +222,76 @@ class ModelRunner:
             value=shape,
         )
 
-    def _metadata(
+    def _stage_metadata(
         self, sequences: Sequence[SequencePlan], starts: Sequence[int], ends: Sequence[int]
-    ) -> list[AttentionMetadata]:
+    ) -> list[Callable[[], AttentionMetadata]]:
         blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
         own = [
-            build_metadata(
+            stage_metadata(
+                self._buffer,
                 block_size=self._limits.block_size,
                 block_tables=[s.block_tables[group] for s in sequences],
                 starts=starts,
                 ends=ends,
                 stored=[s.is_stored for s in sequences],
-                device=self.model.device,
                 block_ids=blocks if self.model.sees_blocks(group) else None,
                 blocks_in_window=self.model.blocks_in_window,
             )
             for group in range(self._limits.num_groups)
         ]
         cross = [
-            build_cross_metadata(
+            stage_cross_metadata(
+                self._buffer,
                 block_size=self._limits.block_size,
                 block_tables=[s.cross_tables[group] for s in sequences],
                 query_lens=[s.end - s.start for s in sequences],
                 context_lens=[s.num_encoder_rows for s in sequences],
                 is_new=[s.encoder_key is not None for s in sequences],
-                device=self.model.device,
             )
             for group in range(self._limits.num_cross_groups)
         ]
         return own + cross
 
-    def _embed(self, sequences: Sequence[SequencePlan]) -> Tensor:
-        """Embeddings [T, hidden] of the step's tokens, encoder rows in their places."""
-        device = self.model.device
+    def _stage_tokens(self, sequences: Sequence[SequencePlan]) -> Callable[[], Tensor]:
+        """Stage the step's tokens; what is returned gives their embeddings [T, hidden], encoder
+        rows in their places."""
+        put = self._buffer.put
         token_ids = [token for s in sequences for token in s.token_ids]
-        rows, sampled = self._sampled
         unknown = [at for at, token in enumerate(token_ids) if token == UNSAMPLED]
-        if not unknown:
-            ids = upload(token_ids, device)
-        else:
-            # Only a sequence's last token can be one that the step before has sampled.
-            owners = [s.request_id for s in sequences if s.token_ids[-1] == UNSAMPLED]
-            ids = upload([max(token, 0) for token in token_ids], device)
-            known = sampled[upload([rows[owner] for owner in owners], device)]
-            ids[upload(unknown, device)] = known
+        ids = put(max(token, 0) for token in token_ids)
+        # Only a sequence's last token can be one that the step before has sampled.
+        owners = [s.request_id for s in sequences if s.token_ids[-1] == UNSAMPLED]
+        filled = (put(unknown), put(self._places[owner] for owner in owners)) if unknown else None
+        is_row = self._rows_mask(sequences, len(token_ids))
+        mask = None if is_row is None else put(is_row, torch.bool)
+
+        def embed() -> Tensor:
+            if filled is not None:
+                at, places = filled
+                ids.tensor[at.tensor] = self._last[places.tensor]
+            if mask is None:
+                return self.model.embed_input_ids(ids.tensor)
+            pieces = [
+                self._rows[piece.key][piece.row : piece.row + piece.count]
+                for s in sequences
+                for piece in s.rows
+            ]
+            return self.model.embed_input_ids(ids.tensor, pieces, mask.tensor)
+
+        return embed
+
+    @staticmethod
+    def _rows_mask(sequences: Sequence[SequencePlan], num_tokens: int) -> Tensor | None:
+        """Which of the step's tokens encoder rows stand for: bool [T], None if none."""
         if not any(s.rows for s in sequences):
-            return self.model.embed_input_ids(ids)
-        pieces: list[Tensor] = []
-        is_row = torch.zeros(len(token_ids), dtype=torch.bool)
+            return None
+        is_row = torch.zeros(num_tokens, dtype=torch.bool)
         base = 0
-        for sequence in sequences:
-            for piece in sequence.rows:
-                pieces.append(self._rows[piece.key][piece.row : piece.row + piece.count])
+        for s in sequences:
+            for piece in s.rows:
                 is_row[base + piece.position : base + piece.position + piece.count] = True
-            base += len(sequence.token_ids)
-        return self.model.embed_input_ids(ids, pieces, to_device(is_row, device))
+            base += len(s.token_ids)
+        return is_row
 
 
 def _ordered(plan: StepPlan) -> list[SequencePlan]:
@@ -288,6 +327,40 @@ def _barred(chosen: Sequence[SequencePlan], is_barred: Sequence[bool]) -> dict[s
     }
 
 
+def _reader(
+    chosen: Sequence[SequencePlan],
+    sampled: Sampled | None,
+    prompts: _PromptScores,
+    failures: dict[str, Exception],
+) -> Callable[[], StepResult]:
+    """Send what a step has found to the host, in one copy; what is returned reads it."""
+    groups: list[Sequence[Tensor]] = [part for _, parts in prompts for part in parts]
+    if sampled is not None:
+        barred = [] if sampled.is_barred is None else [sampled.is_barred]
+        groups += [sampled.scores or [], barred, [sampled.token_ids]]
+    on_their_way = iter(to_host([tensor for group in groups for tensor in group]))
+    found = [[*islice(on_their_way, len(group))] for group in groups]
+
+    def read() -> StepResult:
+        columns = iter(found)
+        prompt_logprobs = {
+            s.request_id: (s.start + 1, _joined([Scores(*next(columns)) for _ in parts]))
+            for s, parts in prompts
+            if parts
+        }
+        if sampled is None:
+            return StepResult((), prompt_logprobs=prompt_logprobs)
+        scores, barred, (token_ids,) = columns
+        return StepResult(
+            token_ids.tolist(),
+            failures | _barred(chosen, barred[0].tolist()) if barred else failures,
+            _read_scores(chosen, sampled.rows, Scores(*scores)) if scores else {},
+            prompt_logprobs,
+        )
+
+    return read
+
+
 def _read_scores(
     chosen: Sequence[SequencePlan], rows: Sequence[int], scores: Scores
 ) -> dict[str, TokenLogprobs]:
@@ -296,15 +369,9 @@ def _read_scores(
     return {s.request_id: logprobs for s, logprobs in zip(asked, found, strict=True)}
 
 
-def _read_prompts(
-    prompts: Sequence[tuple[SequencePlan, list[Scores]]],
-) -> dict[str, tuple[int, ScoreColumns]]:
-    found = {}
-    for s, parts in prompts:
-        if parts:
-            columns = zip(*(part.columns() for part in parts), strict=True)
-            found[s.request_id] = s.start + 1, ScoreColumns(*map(np.concatenate, columns))
-    return found
+def _joined(parts: Sequence[Scores]) -> ScoreColumns:
+    columns = zip(*(part.columns() for part in parts), strict=True)
+    return ScoreColumns(*map(np.concatenate, columns))
 
 
 def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tensor, Tensor]]:

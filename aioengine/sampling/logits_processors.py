@@ -11,13 +11,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.kernels.transfer import to_device, upload
 
-__all__ = ["Adjuster", "Adjustments"]
+__all__ = ["Adjuster", "Adjusting", "Adjustments"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -72,56 +75,80 @@ class Adjuster:
         self._histories = _Histories()
         self._fixed: weakref.WeakKeyDictionary[Adjustments, _Fixed] = weakref.WeakKeyDictionary()
 
-    def adjust(
-        self,
-        logits: Tensor,
-        rows: Sequence[Asked],
-        indices: Sequence[int],
-        masks: Sequence[Tensor | None] = (),
-    ) -> Tensor:
-        """`logits` [n, vocab] adjusted, in float32 at least; they may be overwritten.
+    def prepare(
+        self, buffer: StepBuffer, rows: Sequence[Asked], indices: Sequence[int]
+    ) -> Adjusting:
+        """Stage what a step's adjustments need.
 
         Completions may share their `Adjustments`, but not their owner. `indices`: how many output
-        tokens each has. `masks`: for each row None or int32 [ceil(vocab / 32)] on the CPU, in which
-        the bits of the tokens that may come are set.
+        tokens each has.
         """
-        asked = [(row, a, owner) for row, (a, owner) in enumerate(rows) if a is not None]
+        asked = [
+            _Row(row, index, a, owner, self._fixed_of(a, buffer))
+            for row, ((a, owner), index) in enumerate(zip(rows, indices, strict=True))
+            if a is not None
+        ]
+        noted = [each for each in asked if each.adjustments.needs_history]
+        penalised = [each for each in asked if each.adjustments.has_penalties]
+        return Adjusting(
+            rows=asked,
+            noted=_Places(buffer, noted, self._histories) if noted else None,
+            penalties=_Penalties(buffer, penalised, self._histories) if penalised else None,
+            histories=self._histories,
+        )
+
+    def _fixed_of(self, adjustments: Adjustments, buffer: StepBuffer) -> _Fixed:
+        found = self._fixed.get(adjustments)
+        if found is None:
+            found = self._fixed[adjustments] = _Fixed(adjustments, buffer)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adjusting:
+    """One step's adjustments, as `Adjuster.prepare` has staged them. Used once they are sent."""
+
+    rows: Sequence[_Row]
+    noted: _Places | None
+    penalties: _Penalties | None
+    histories: _Histories
+
+    def adjust(self, logits: Tensor, masks: Sequence[Tensor | None] = ()) -> Tensor:
+        """`logits` [n, vocab] adjusted, in float32 at least; they may be overwritten.
+
+        `masks`: for each row None or int32 [ceil(vocab / 32)] on the CPU, in which the bits of the
+        tokens that may come are set.
+        """
         masked = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
-        if not asked and not masked:
+        if not self.rows and not masked:
             return logits
         if logits.dtype != torch.float64:
             logits = logits.float()
-        self._add_fixed(logits, asked, indices)
-        self._forbid_bad_words(logits, [row for row in asked if row[1].bad_words], indices)
+        for row in self.rows:
+            row.fixed.hold()
+        self._add_fixed(logits)
+        self._forbid_bad_words(logits)
         if masked:
             _apply_masks(logits, masked)
-        self._penalise(logits, [row for row in asked if row[1].has_penalties], indices)
+        if self.penalties is not None:
+            self.penalties.apply(logits)
         return logits
 
-    def note(self, token_ids: Tensor, rows: Sequence[Asked], indices: Sequence[int]) -> None:
+    def note(self, token_ids: Tensor) -> None:
         """Remember the tokens [n] that were chosen, where later ones depend on them."""
-        asked = [row for row, (a, _) in enumerate(rows) if a is not None and a.needs_history]
-        if asked:
-            chosen = token_ids[upload(asked, token_ids.device)]
-            owners = [rows[row][1] for row in asked]
-            self._histories.append(owners, chosen, [indices[row] for row in asked])
+        if self.noted is not None:
+            self.noted.append(token_ids)
 
-    def _add_fixed(
-        self, logits: Tensor, asked: list[tuple[int, Adjustments, object]], indices: Sequence[int]
-    ) -> None:
+    def _add_fixed(self, logits: Tensor) -> None:
         """Apply what does not depend on the tokens so far, but for the end of a ban."""
         rows, columns, values = [], [], []
-        for row, a, _ in asked:
-            if a not in self._fixed:
-                self._fixed[a] = _Fixed(a, logits.device)
-            fixed = self._fixed[a]
+        for row, length, a, _, fixed in self.rows:
             if fixed.allowed is not None:
                 kept = logits[row, fixed.allowed]
                 logits[row] = -torch.inf
                 logits[row, fixed.allowed] = kept
             # Those whose time has come stand at the end.
-            num_banned = sum(indices[row] < until for _, until in a.banned)
-            count = len(a.bias) + num_banned
+            count = len(a.bias) + sum(length < until for _, until in a.banned)
             if count:
                 rows.append(torch.full((count,), row, device=logits.device))
                 columns.append(fixed.columns[:count])
@@ -130,68 +157,66 @@ class Adjuster:
             places = (torch.cat(rows), torch.cat(columns))
             logits.index_put_(places, torch.cat(values).to(logits.dtype), accumulate=True)
 
-    def _forbid_bad_words(
-        self, logits: Tensor, asked: list[tuple[int, Adjustments, object]], indices: Sequence[int]
-    ) -> None:
-        for row, a, owner in asked:
-            words = self._fixed[a]
+    def _forbid_bad_words(self, logits: Tensor) -> None:
+        for row, length, a, owner, words in self.rows:
+            if not a.bad_words:
+                continue
             come = torch.zeros(len(words.last), dtype=logits.dtype, device=logits.device)
             if words.heads.shape[1]:
-                tail = self._histories.tail(owner, indices[row], words.heads)
+                tail = self.histories.tail(owner, length, words.heads)
                 stands = ((words.heads == tail) | (words.heads < 0)).all(-1)
             else:
                 stands = torch.ones_like(words.last, dtype=torch.bool)
             come.masked_fill_(stands, -torch.inf)
             logits[row].index_put_((words.last,), come, accumulate=True)
 
-    def _penalise(
-        self, logits: Tensor, asked: list[tuple[int, Adjustments, object]], indices: Sequence[int]
-    ) -> None:
-        if not asked:
-            return
-        rows = [row for row, _, _ in asked]
-        lengths = [indices[row] for row in rows]
-        counts = self._histories.counts([owner for _, _, owner in asked], lengths, logits)
-        settings = [a for _, a, _ in asked]
-        places = upload(rows, logits.device)
-        scores = logits[places]
 
-        def column(values: list[float]) -> Tensor:
-            return upload(values, logits.device, logits.dtype)[:, None]
+class _Row(NamedTuple):
+    """A row of logits that is adjusted. `length`: output tokens that its completion has."""
 
-        if any(a.repetition_penalty != 1 for a in settings):
-            seen = counts > 0
-            for place, a in enumerate(settings):
-                if a.repetition_penalty != 1 and a.prompt_token_ids:
-                    seen[place, self._fixed[a].prompt] = True
-            factor = column([a.repetition_penalty for a in settings])
-            worse = torch.where(scores > 0, scores / factor, scores * factor)
-            scores = torch.where(seen, worse, scores)
-        if any(a.frequency_penalty or a.presence_penalty for a in settings):
-            scores -= column([a.frequency_penalty for a in settings]) * counts
-            scores -= column([a.presence_penalty for a in settings]) * (counts > 0)
-        logits[places] = scores
+    row: int
+    length: int
+    adjustments: Adjustments
+    owner: object
+    fixed: _Fixed
 
 
 class _Fixed:
-    """An `Adjustments` as tensors on the device."""
+    """An `Adjustments` as tensors on the device, once they have been staged and held."""
 
-    def __init__(self, adjustments: Adjustments, device: torch.device) -> None:
+    allowed: Tensor | None
+    columns: Tensor
+    values: Tensor
+    prompt: Tensor
+    last: Tensor
+    heads: Tensor
+
+    def __init__(self, adjustments: Adjustments, buffer: StepBuffer) -> None:
         a = adjustments
-
-        def ids(values: Sequence[int]) -> Tensor:
-            return upload(values, device)
-
-        self.allowed = None if a.allowed is None else to_device(a.allowed, device)
-        self.columns = ids([token_id for token_id, _ in (*a.bias, *a.banned)])
         added = [value for _, value in a.bias] + [-torch.inf] * len(a.banned)
-        self.values = upload(added, device, torch.float32)
-        self.prompt = ids(sorted(set(a.prompt_token_ids)))
-        # The last token of each bad word, and those before it, filled with -1 on the left.
-        self.last = ids([word[-1] for word in a.bad_words])
+        # Before the last token of each bad word, those before it, filled with -1 on the left.
         longest = max((len(word) for word in a.bad_words), default=1) - 1
         heads = [[-1] * (longest - len(word) + 1) + list(word[:-1]) for word in a.bad_words]
-        self.heads = ids([t for head in heads for t in head]).reshape(len(heads), longest)
+        self._shape = len(heads), longest
+        self._allowed = None if a.allowed is None else buffer.put(a.allowed)
+        self._values: Staged | None = buffer.put(added, torch.float64)
+        self._ids = [
+            buffer.put(token_id for token_id, _ in (*a.bias, *a.banned)),
+            buffer.put(sorted(set(a.prompt_token_ids))),
+            buffer.put(word[-1] for word in a.bad_words),
+            buffer.put(token_id for head in heads for token_id in head),
+        ]
+
+    def hold(self) -> None:
+        """Take the staged numbers out of the buffer, the first time."""
+        if self._values is None:
+            return
+        self.allowed = None if self._allowed is None else self._allowed.tensor.clone()
+        self.values = self._values.tensor.float()
+        self.columns, self.prompt, self.last, heads = (each.tensor.clone() for each in self._ids)
+        self.heads = heads.view(self._shape)
+        self._allowed = self._values = None
+        self._ids.clear()
 
 
 class _Histories:
@@ -203,38 +228,8 @@ class _Histories:
         self._num_slots = 0
         self._free: list[int] = []  # given back on whatever thread forgets the owner last
 
-    def append(self, owners: Sequence[object], token_ids: Tensor, lengths: list[int]) -> None:
-        """Put each token behind the `lengths` that its sequence has."""
-        slots = [self._slot(owner) for owner in owners]
-        table = self._fit(max(lengths) + 1, token_ids.device)
-        places = upload(slots, table.device), upload(lengths, table.device)
-        table.index_put_(places, token_ids)
-
-    def counts(self, owners: Sequence[object], lengths: Sequence[int], like: Tensor) -> Tensor:
-        """Count how often each sequence has each token: [m, vocab], in the dtype of `like`."""
-        counts = torch.zeros(len(owners), like.shape[-1], dtype=like.dtype, device=like.device)
-        longest = max(lengths)
-        if longest:
-            # One without tokens has no slot yet; none of the slot's tokens are counted for it.
-            slots = upload([self._slots.get(o, 0) for o in owners], like.device)
-            assert self._table is not None
-            tokens = self._table[slots, :longest]
-            limit = upload(lengths, like.device)[:, None]
-            is_there = torch.arange(longest, device=like.device) < limit
-            counts.scatter_add_(-1, tokens.masked_fill(~is_there, 0), is_there.to(like.dtype))
-        return counts
-
-    def tail(self, owner: object, length: int, like: Tensor) -> Tensor:
-        """The last tokens, as many as `like` [w, count] has columns; -2 where there are none."""
-        count = like.shape[1]
-        tail = torch.full_like(like[0], -2)
-        some = min(count, length)
-        if some:
-            assert self._table is not None
-            tail[count - some :] = self._table[self._slots[owner], length - some : length]
-        return tail
-
-    def _slot(self, owner: object) -> int:
+    def slot(self, owner: object) -> int:
+        """The row of a completion, which has it until it is gone."""
         slot = self._slots.get(owner)
         if slot is None:
             if not self._free:
@@ -244,8 +239,8 @@ class _Histories:
             weakref.finalize(owner, self._free.append, slot).atexit = False
         return slot
 
-    def _fit(self, length: int, device: torch.device) -> Tensor:
-        """The table, made larger where it has to be."""
+    def table(self, length: int, device: torch.device) -> Tensor:
+        """The table, made larger where it has less than all slots and `length` columns."""
         old = self._table
         had = (0, 0) if old is None else old.shape
         if old is not None and had[0] >= self._num_slots and had[1] >= length:
@@ -257,9 +252,87 @@ class _Histories:
             self._table[: had[0], : had[1]] = old
         return self._table
 
+    def tail(self, owner: object, length: int, like: Tensor) -> Tensor:
+        """The last tokens, as many as `like` [w, count] has columns; -2 where there are none."""
+        count = like.shape[1]
+        tail = torch.full_like(like[0], -2)
+        some = min(count, length)
+        if some:
+            assert self._table is not None
+            tail[count - some :] = self._table[self._slots[owner], length - some : length]
+        return tail
+
+
+class _Places:
+    """Some rows of logits, where the table has their tokens, and how many: staged, [m] each."""
+
+    def __init__(self, buffer: StepBuffer, rows: Sequence[_Row], histories: _Histories) -> None:
+        self.rows = buffer.put(row.row for row in rows)
+        self.slots = buffer.put(histories.slot(row.owner) for row in rows)
+        self.lengths = buffer.put(row.length for row in rows)
+        self.longest = max(row.length for row in rows)
+        self._table = partial(histories.table, self.longest + 1, buffer.device)
+
+    def append(self, token_ids: Tensor) -> None:
+        """Put each row's token of `token_ids` [n] behind those that it has."""
+        chosen = token_ids[self.rows.tensor]
+        self._table().index_put_((self.slots.tensor, self.lengths.tensor), chosen)
+
+    def counts(self, like: Tensor) -> Tensor:
+        """Count how often each row has each token: [m, vocab], in the dtype of `like`."""
+        limit = self.lengths.tensor[:, None]
+        counts = torch.zeros(len(limit), like.shape[-1], dtype=like.dtype, device=like.device)
+        if self.longest:
+            tokens = self._table()[self.slots.tensor, : self.longest]
+            is_there = torch.arange(self.longest, device=like.device) < limit
+            counts.scatter_add_(-1, tokens.masked_fill(~is_there, 0), is_there.to(like.dtype))
+        return counts
+
+
+class _Penalties(_Places):
+    """What the tokens that have come before cost some rows."""
+
+    def __init__(self, buffer: StepBuffer, rows: Sequence[_Row], histories: _Histories) -> None:
+        super().__init__(buffer, rows, histories)
+        asked = [row.adjustments for row in rows]
+        self._prompts = [
+            (place, row.fixed)
+            for place, row in enumerate(rows)
+            if row.adjustments.repetition_penalty != 1 and row.adjustments.prompt_token_ids
+        ]
+        self._factors = self._frequency = self._presence = None
+        if any(a.repetition_penalty != 1 for a in asked):
+            self._factors = buffer.put((a.repetition_penalty for a in asked), torch.float64)
+        if any(a.frequency_penalty or a.presence_penalty for a in asked):
+            self._frequency = buffer.put((a.frequency_penalty for a in asked), torch.float64)
+            self._presence = buffer.put((a.presence_penalty for a in asked), torch.float64)
+
+    def apply(self, logits: Tensor) -> None:
+        """Penalise the rows of `logits` [n, vocab], in place."""
+        counts, places = self.counts(logits), self.rows.tensor
+        scores = logits[places]
+
+        def column(staged: Staged) -> Tensor:
+            return staged.tensor[:, None].to(logits.dtype)
+
+        if self._factors is not None:
+            seen = counts > 0
+            for place, fixed in self._prompts:
+                seen[place, fixed.prompt] = True
+            factor = column(self._factors)
+            worse = torch.where(scores > 0, scores / factor, scores * factor)
+            scores = torch.where(seen, worse, scores)
+        if self._frequency is not None and self._presence is not None:
+            scores -= column(self._frequency) * counts
+            scores -= column(self._presence) * (counts > 0)
+        logits[places] = scores
+
 
 def _apply_masks(logits: Tensor, masked: list[tuple[int, Tensor]]) -> None:
-    """Give no chance to tokens whose bit is not set."""
+    """Give no chance to tokens whose bit is not set.
+
+    They come in copies of their own: a grammar is asked while the device computes the logits.
+    """
     rows = upload([row for row, _ in masked], logits.device)
     words = to_device(torch.stack([mask for _, mask in masked]), logits.device)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)

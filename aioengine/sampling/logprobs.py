@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.kernels.transfer import to_host
 from aioengine.types import Logprob, TokenLogprobs
 
 __all__ = ["PromptLogprobs", "ScoreColumns", "Scores", "chunk_rows", "score"]
@@ -38,10 +37,6 @@ class Scores(NamedTuple):
     ranks: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
-
-    def to_host(self) -> Scores:
-        """The same on its way to the host: to be read when the work launched so far is done."""
-        return Scores(*map(to_host, self))
 
     def columns(self) -> ScoreColumns:
         """The same as arrays, of the host; shares their memory."""
@@ -70,10 +65,10 @@ def _ranked(
     return found
 
 
-def chunk_rows(logits: Tensor) -> int:
-    """Number of rows of `logits` [m, vocab] that are worked on at a time."""
-    most = CHUNK_NUMBERS_CPU if logits.device.type == "cpu" else CHUNK_NUMBERS_DEVICE
-    return max(1, most // logits.shape[-1])
+def chunk_rows(device: torch.device, vocab_size: int) -> int:
+    """Number of rows of logits [m, vocab] that are worked on at a time."""
+    most = CHUNK_NUMBERS_CPU if device.type == "cpu" else CHUNK_NUMBERS_DEVICE
+    return max(1, most // vocab_size)
 
 
 def score(logits: Tensor, token_ids: Tensor, count: int) -> Scores:
@@ -81,7 +76,7 @@ def score(logits: Tensor, token_ids: Tensor, count: int) -> Scores:
 
     The rank of a token is one more than the number of tokens that are more probable.
     """
-    size = chunk_rows(logits)
+    size = chunk_rows(logits.device, logits.shape[-1])
     count = min(count, logits.shape[-1])
     parts = []
     for first in range(0, len(logits), size):

@@ -10,14 +10,14 @@ min-p (Nguyen et al. 2024). Tokens that are exactly as probable as the last one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from aioengine.kernels.transfer import upload
+from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.sampling.logits_processors import Adjuster, Adjustments
 from aioengine.sampling.logprobs import Scores, chunk_rows, score
 
@@ -93,91 +93,180 @@ class Sampler:
         indices: Sequence[int],
         masks: Sequence[Tensor | None] = (),
     ) -> Sampled:
-        """One token id per row of `logits` [n, vocab], which may be overwritten.
+        """One token id per row of `logits` [n, vocab], by a buffer of its own: see `prepare`."""
+        buffer = StepBuffer(logits.device)
+        chosen_of = self.prepare(buffer, samplings, indices, logits.shape[-1])
+        buffer.send()
+        return chosen_of(logits, masks)
+
+    def prepare(
+        self,
+        buffer: StepBuffer,
+        samplings: Sequence[Sampling],
+        indices: Sequence[int],
+        vocab_size: int,
+    ) -> Callable[[Tensor, Sequence[Tensor | None]], Sampled]:
+        """Stage what the choice of a token for each of n sequences needs.
 
         `indices` are the output indices of the tokens; each sequence comes with 0, 1, 2 and so on.
-        `masks`: one bit mask per row, or None (see `Adjuster`).
+        Returns what chooses, once the buffer has been sent: of logits [n, vocab], which may be
+        overwritten, and one bit mask per row, or None (see `Adjuster`).
         """
         scored = tuple(row for row, s in enumerate(samplings) if s.logprobs is not None)
-        places = upload(scored, logits.device) if scored else None
-        raw = None if places is None else logits[places]
-        asked = [(s.adjustments, s) for s in samplings]
-        logits = self._adjuster.adjust(logits, asked, indices, masks)
-        token_ids = choose(logits, samplings, indices)
-        self._adjuster.note(token_ids, asked, indices)
-        is_barred = None
-        if any(s.adjustments or s.constraint for s in samplings):
-            is_barred = logits.gather(-1, token_ids[:, None])[:, 0] == -torch.inf
-        if raw is None or places is None:
-            return Sampled(token_ids, is_barred)
-        most = max(samplings[row].logprobs or 0 for row in scored)
-        return Sampled(token_ids, is_barred, scored, score(raw, token_ids[places], most))
+        places = buffer.put(scored) if scored else None
+        most = max((samplings[row].logprobs or 0 for row in scored), default=0)
+        is_adjusted = any(s.adjustments or s.constraint for s in samplings)
+        adjusting = self._adjuster.prepare(buffer, [(s.adjustments, s) for s in samplings], indices)
+        draws = _prepare_draws(buffer, samplings, indices, vocab_size)
+
+        def chosen_of(logits: Tensor, masks: Sequence[Tensor | None]) -> Sampled:
+            raw = None if places is None else logits[places.tensor]
+            logits = adjusting.adjust(logits, masks)
+            token_ids = _choose(logits, draws)
+            adjusting.note(token_ids)
+            is_barred = None
+            if is_adjusted:
+                is_barred = logits.gather(-1, token_ids[:, None])[:, 0] == -torch.inf
+            if raw is None or places is None:
+                return Sampled(token_ids, is_barred)
+            scores = score(raw, token_ids[places.tensor], most)
+            return Sampled(token_ids, is_barred, scored, scores)
+
+        return chosen_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Filter:
+    """The rows of a draw that a filter is for, by index [r] and on the device."""
+
+    rows: Staged
+    top_p: Staged
+    top_k: Staged | None
+    largest_k: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draw:
+    """Some sequences, all with a positive temperature, whose tokens are drawn at a time.
+
+    `rows` [m]: in the batch, None for all of it; `temperature`, `min_p` and `picks` [m] float64.
+    """
+
+    rows: Staged | None
+    temperature: Staged
+    min_p: Staged
+    picks: Staged
+    is_filtered: bool
+    by_k: _Filter | None
+    by_p: _Filter | None
 
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
     """One token id per row of `logits` [n, vocab] -> int64 [n] on the same device."""
-    token_ids = logits.argmax(dim=-1)
+    buffer = StepBuffer(logits.device)
+    draws = _prepare_draws(buffer, samplings, indices, logits.shape[-1])
+    buffer.send()
+    return _choose(logits, draws)
+
+
+def _prepare_draws(
+    buffer: StepBuffer, samplings: Sequence[Sampling], indices: Sequence[int], vocab_size: int
+) -> list[_Draw]:
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    size = chunk_rows(logits)
-    for first in range(0, len(drawn), size):
-        rows = drawn[first : first + size]
-        picks = [uniform(samplings[row].seed, indices[row]) for row in rows]
-        places = upload(rows, logits.device)
-        some = logits if len(rows) == len(logits) else logits[places]
-        token_ids[places] = _draw(some, [samplings[row] for row in rows], picks)
-    return token_ids
+    size = chunk_rows(buffer.device, vocab_size)
+    return [
+        _prepare_draw(buffer, drawn[first : first + size], samplings, indices, vocab_size)
+        for first in range(0, len(drawn), size)
+    ]
 
 
-def _draw(logits: Tensor, samplings: Sequence[Sampling], picks: Sequence[float]) -> Tensor:
-    """Random token ids [m] of `logits` [m, vocab], all with a positive temperature."""
+def _prepare_draw(
+    buffer: StepBuffer,
+    rows: Sequence[int],
+    samplings: Sequence[Sampling],
+    indices: Sequence[int],
+    vocab_size: int,
+) -> _Draw:
+    chosen = [samplings[row] for row in rows]
+
+    def floats(values: Iterable[float]) -> Staged:
+        return buffer.put(values, torch.float64)
+
+    def filtered(places: list[int], *, by_k: bool) -> _Filter | None:
+        if not places:
+            return None
+        top_k = [chosen[place].top_k for place in places]
+        top_p = floats(chosen[place].top_p for place in places)
+        staged = buffer.put(places), top_p, buffer.put(top_k) if by_k else None
+        return _Filter(*staged, max(top_k))
+
+    has_k = [0 < s.top_k < vocab_size for s in chosen]
+    by_p = [i for i, s in enumerate(chosen) if s.top_p < 1 and not has_k[i]]
+    return _Draw(
+        rows=None if len(rows) == len(samplings) else buffer.put(rows),
+        temperature=floats(max(s.temperature, COLDEST) for s in chosen),
+        min_p=floats(s.min_p for s in chosen),
+        picks=floats(uniform(samplings[row].seed, indices[row]) for row in rows),
+        is_filtered=any(s.top_k or s.top_p < 1 or s.min_p for s in chosen),
+        by_k=filtered([i for i, has in enumerate(has_k) if has], by_k=True),
+        by_p=filtered(by_p, by_k=False),
+    )
+
+
+def _choose(logits: Tensor, draws: Sequence[_Draw]) -> Tensor:
+    """The most probable tokens [n] of `logits` [n, vocab], or those that are drawn."""
+    token_ids = None
+    for draw in draws:
+        if draw.rows is None:
+            return _drawn(logits, draw)
+        token_ids = logits.argmax(dim=-1) if token_ids is None else token_ids
+        token_ids[draw.rows.tensor] = _drawn(logits[draw.rows.tensor], draw)
+    return logits.argmax(dim=-1) if token_ids is None else token_ids
+
+
+def _drawn(logits: Tensor, draw: _Draw) -> Tensor:
+    """Random token ids [m] of `logits` [m, vocab]."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logits = logits.to(dtype)
-    temperature = _column([max(s.temperature, COLDEST) for s in samplings], logits.device)
     # The largest becomes 0 before the division, so that a small temperature cannot overflow.
     weights = logits - logits.amax(dim=-1, keepdim=True)
-    weights.div_(temperature.to(dtype)).exp_()
-    # The largest weight is 1.
-    floor = _column([s.min_p for s in samplings], logits.device).to(dtype)
-    for rows, least in _thresholds(weights, samplings):
-        floor[rows, 0] = torch.maximum(floor[rows, 0], least)
-    if any(s.top_k or s.top_p < 1 or s.min_p for s in samplings):
+    weights.div_(draw.temperature.tensor[:, None].to(dtype)).exp_()
+    if draw.is_filtered:
+        # The largest weight is 1.
+        floor = draw.min_p.tensor[:, None].to(dtype, copy=True)
+        for rows, least in _thresholds(weights, draw):
+            floor[rows, 0] = torch.maximum(floor[rows, 0], least)
         weights.masked_fill_(weights < floor, 0.0)
-    return _invert(weights, _column(picks, logits.device))
+    return _invert(weights, draw.picks.tensor[:, None])
 
 
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    """Numbers for the rows of a batch: float64 [m, 1]."""
-    return upload(values, device, torch.float64)[:, None]
-
-
-def _thresholds(weights: Tensor, samplings: Sequence[Sampling]) -> Iterator[tuple[Tensor, Tensor]]:
+def _thresholds(weights: Tensor, draw: _Draw) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows [r], and the least weight [r] that top-k and top-p leave to each of them."""
     vocab, device = weights.shape[-1], weights.device
-    by_k = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocab]
-    if by_k:
-        rows = upload(by_k, device)
-        top_k = [samplings[row].top_k for row in by_k]
-        head = _descending(weights[rows], max(top_k))
+    if draw.by_k is not None and draw.by_k.top_k is not None:
+        rows = draw.by_k.rows.tensor
+        head = _descending(weights[rows], draw.by_k.largest_k)
         rank = torch.arange(head.shape[-1], device=device)
-        head.masked_fill_(rank >= upload(top_k, device)[:, None], 0.0)
+        head.masked_fill_(rank >= draw.by_k.top_k.tensor[:, None], 0.0)
         total = head.sum(-1, keepdim=True, dtype=torch.float64)
-        yield rows, _nucleus(head, [samplings[row].top_p for row in by_k], total)
-    by_p = [row for row, s in enumerate(samplings) if s.top_p < 1 and not 0 < s.top_k < vocab]
-    if by_p and device.type == "cpu" and vocab > 8 * HEAD:
-        rows = upload(by_p, device)
+        yield rows, _nucleus(head, draw.by_k.top_p.tensor, total)
+    if draw.by_p is None:
+        return
+    rows, top_p = draw.by_p.rows.tensor, draw.by_p.top_p.tensor
+    if device.type == "cpu" and vocab > 8 * HEAD:
         some = weights[rows]
         head = _descending(some, HEAD)
         total = some.sum(-1, keepdim=True, dtype=torch.float64)
-        least = _nucleus(head, [samplings[row].top_p for row in by_p], total)
+        least = _nucleus(head, top_p, total)
         # The head holds the nucleus where its last token is not needed.
         is_enough = head[:, -1] < least
         yield rows[is_enough], least[is_enough]
-        by_p = [row for row, yes in zip(by_p, is_enough.tolist(), strict=True) if not yes]
-    if by_p:
-        rows = upload(by_p, device)
-        head = _descending(weights[rows], vocab)
-        total = head.sum(-1, keepdim=True, dtype=torch.float64)
-        yield rows, _nucleus(head, [samplings[row].top_p for row in by_p], total)
+        rows, top_p = rows[~is_enough], top_p[~is_enough]
+        if not len(rows):
+            return
+    head = _descending(weights[rows], vocab)
+    total = head.sum(-1, keepdim=True, dtype=torch.float64)
+    yield rows, _nucleus(head, top_p, total)
 
 
 def _descending(weights: Tensor, width: int) -> Tensor:
@@ -187,13 +276,13 @@ def _descending(weights: Tensor, width: int) -> Tensor:
     return weights.sort(dim=-1, descending=True).values[:, :width]
 
 
-def _nucleus(head: Tensor, top_p: Sequence[float], total: Tensor) -> Tensor:
-    """The least weight [m] of the smallest set whose weights reach the share `top_p` of `total`.
+def _nucleus(head: Tensor, top_p: Tensor, total: Tensor) -> Tensor:
+    """The least weight [m] of the smallest set that reaches the share `top_p` [m] of `total`.
 
     `head` [m, width] are the largest weights, descending, 0 where they do not count. Where they do
     not reach the share, the last of them that counts.
     """
-    share = _column(top_p, head.device) * total
+    share = top_p[:, None] * total
     before = head.cumsum(-1, dtype=torch.float64) - head
     kept = (before < share) & (head > 0)
     last = kept.sum(-1, keepdim=True) - 1

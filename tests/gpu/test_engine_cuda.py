@@ -171,7 +171,7 @@ async def test_a_step_that_fails_ends_the_engine_and_every_stream_says_so(
         def fails(*args: object) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(engine._core.loaded.runner, "_embed", fails)
+        monkeypatch.setattr(engine._core.loaded.runner, "_stage", fails)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineDeadError)
 

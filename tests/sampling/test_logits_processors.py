@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from aioengine.sampling.logits_processors import Adjuster, Adjustments
+from aioengine.kernels.staging import StepBuffer
+from aioengine.sampling.logits_processors import Adjuster, Adjusting, Adjustments, Asked
 
 VOCAB = 24
 EOS = 5
@@ -61,6 +63,14 @@ def reference(logits: Tensor, a: Adjustments, output: list[int]) -> Tensor:
     return scores[0]
 
 
+def prepared(adjuster: Adjuster, rows: Sequence[Asked], lengths: Sequence[int]) -> Adjusting:
+    """A step's adjustments, staged and sent."""
+    buffer = StepBuffer("cpu")
+    adjusting = adjuster.prepare(buffer, rows, lengths)
+    buffer.send()
+    return adjusting
+
+
 tokens = st.integers(0, VOCAB - 1)
 adjustments = st.builds(
     Adjustments,
@@ -90,12 +100,13 @@ def test_rows_are_what_transformers_makes_of_them(
     rows = [(owner, Owner()) for owner in owners]
     for step in range(5):
         logits = logits_of(*(100 * step + row for row in range(len(owners))))
-        found = adjuster.adjust(logits.clone(), rows, [step] * len(owners))
+        adjusting = prepared(adjuster, rows, [step] * len(owners))
+        found = adjusting.adjust(logits.clone())
         for row, owner in enumerate(owners):
             wanted = logits[row] if owner is None else reference(logits[row], owner, outputs[row])
             torch.testing.assert_close(found[row], wanted, rtol=1e-5, atol=1e-5)
         chosen = torch.tensor([next(drawn) for _ in owners])
-        adjuster.note(chosen, rows, [step] * len(owners))
+        adjusting.note(chosen)
         for output, token_id in zip(outputs, chosen.tolist(), strict=True):
             output.append(token_id)
 
@@ -108,11 +119,12 @@ def test_sequences_come_and_go() -> None:
     for round_number in range(20):
         owners = [stays, *((penalty, Owner()) for _ in range(3))]
         logits = torch.zeros(4, VOCAB)
-        found = adjuster.adjust(logits, owners, [round_number, 0, 0, 0])
+        adjusting = prepared(adjuster, owners, [round_number, 0, 0, 0])
+        found = adjusting.adjust(logits)
         assert found[0].sum() == -round_number
         assert not found[1:].any()
-        adjuster.note(torch.tensor([3, 4, 4, 4]), owners, [round_number, 0, 0, 0])
-        del owners
+        adjusting.note(torch.tensor([3, 4, 4, 4]))
+        del owners, adjusting
         gc.collect()
     assert adjuster._histories._table is not None
     assert len(adjuster._histories._table) < 16, "the slots of those that are gone are used again"
@@ -120,7 +132,7 @@ def test_sequences_come_and_go() -> None:
 
 def test_nothing_asked_is_nothing_done() -> None:
     logits = logits_of(1, 2).to(torch.bfloat16)
-    assert Adjuster().adjust(logits, [(None, Owner())] * 2, [0, 0]) is logits
+    assert prepared(Adjuster(), [(None, Owner())] * 2, [0, 0]).adjust(logits) is logits
     assert not Adjustments().is_active
 
 
@@ -128,7 +140,7 @@ def test_nothing_asked_is_nothing_done() -> None:
 def test_every_dtype(dtype: torch.dtype) -> None:
     owner = Adjustments(bias=((1, 2.0),), repetition_penalty=2.0, prompt_token_ids=(2,))
     logits = logits_of(1).to(dtype)
-    found = Adjuster().adjust(logits.clone(), [(owner, Owner())], [0])
+    found = prepared(Adjuster(), [(owner, Owner())], [0]).adjust(logits.clone())
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     wanted = reference(logits[0].to(found.dtype), owner, [])
     torch.testing.assert_close(found[0], wanted)
@@ -144,7 +156,7 @@ def test_bit_masks(vocab: int) -> None:
     masks = words.to(torch.int32)
     logits = torch.randn(3, vocab, generator=generator)
     rows = [(None, Owner())] * 3
-    found = Adjuster().adjust(logits.clone(), rows, [0] * 3, [masks[0], None, masks[1]])
+    found = prepared(Adjuster(), rows, [0] * 3).adjust(logits.clone(), [masks[0], None, masks[1]])
     torch.testing.assert_close(found[1], logits[1])
     for row, place in ((0, 0), (2, 1)):
         wanted = logits[row].masked_fill(~may_come[place], -torch.inf)

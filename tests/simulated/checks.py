@@ -31,7 +31,7 @@ def test_numbers_are_real_and_say_where_they_are() -> None:
     with SimulatedMode():
         made = torch.arange(6, device=CUDA, dtype=torch.float32).view(2, 3)
         assert made.device == CUDA and (made @ made.T).device == CUDA
-        back = to_host(made * 2)
+        (back,) = to_host([made * 2])
     assert back.device.type == "cpu" and back.tolist() == [[0, 2, 4], [6, 8, 10]]
     assert not taken_waits()
 

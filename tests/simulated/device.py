@@ -250,10 +250,16 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _pin(func: Any, tensor: Tensor) -> Any:
     if func is aten.is_pinned.default:
-        return tensor in DEVICE.pinned
+        return _is_pinned(tensor)
     pinned = tensor.clone()
     DEVICE.pinned[pinned] = True
     return pinned
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    """Return whether its memory, of which it may be a part, was asked for as pinned."""
+    address = tensor.untyped_storage().data_ptr()
+    return any(each.untyped_storage().data_ptr() == address for each in [*DEVICE.pinned])
 
 
 def _convert(func: Any, source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -291,7 +297,7 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
 
 
 def _count_copy(direction: str, host: Tensor, non_blocking: bool) -> None:
-    if non_blocking and host in DEVICE.pinned:
+    if non_blocking and _is_pinned(host):
         DEVICE.copies[direction] += 1
     else:
         DEVICE.wait(f"{direction}, in memory that is not pinned or not non_blocking")

@@ -1,0 +1,122 @@
+"""The numbers of a step, sent to the device in one copy.
+
+Whoever needs numbers of the host in a step puts them into its `StepBuffer` first, and gets a
+`Staged` each; `send` copies all of them at once, and from then on they are tensors of the device,
+parts of one buffer at a fixed address. Of the same sizes put in the same order, each lies where it
+lay in the step before. On a CPU the buffer is the device's own, and nothing is copied.
+
+On CUDA the host's side is a ring of pinned buffers: one is written anew only when the copy out of
+it has been done.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Staged", "StepBuffer"]
+
+_CODES = {torch.float64: "d", torch.int64: "q", torch.int32: "i", torch.bool: "b"}
+"""What can be put, as the `array` module names it. The widest comes first: so all are aligned."""
+_RING = 3
+"""Buffers of the host: of two steps in flight, and of the one that is being written."""
+
+
+class Staged:
+    """Numbers on their way to the device. `tensor` is there after `StepBuffer.send`, and holds
+    until the next step's are sent."""
+
+    __slots__ = ("shape", "tensor")
+    tensor: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+class _HostBuffer:
+    """Memory that is written on the host. `copied`: the end of the last copy out of it, on CUDA."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        is_pinned = device.type == "cuda"
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = self.tensor.numpy()
+        self.copied: Any = torch.cuda.Event() if is_pinned else None  # type: ignore[no-untyped-call]
+
+
+class StepBuffer:
+    """One engine's buffer on a `device`, used by its launch thread, in one stream.
+
+    It grows where it has to.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._parts: dict[torch.dtype, list[tuple[Any, Staged]]] = {dtype: [] for dtype in _CODES}
+        self._ring: deque[_HostBuffer] = deque()
+        self._there = torch.empty(0, dtype=torch.uint8)
+
+    def put(self, values: Iterable[float] | Tensor, dtype: torch.dtype = torch.int64) -> Staged:
+        """Take numbers [n], or a tensor of the CPU of any shape, as `dtype`: float64, int64, int32
+        or bool. They are copied before this returns, but for a tensor, by `send`."""
+        if isinstance(values, Tensor):
+            numbers = values.to(dtype).contiguous().view(-1).numpy()
+            staged = Staged(tuple(values.shape))
+        else:
+            numbers = np.frombuffer(array(_CODES[dtype], values), np.uint8)
+            staged = Staged((numbers.nbytes // dtype.itemsize,))
+        self._parts[dtype].append((numbers.view(np.uint8), staged))
+        return staged
+
+    def send(self) -> None:
+        """Copy what was put since the last time to the device, in the current stream."""
+        sizes = {
+            dtype: sum(numbers.nbytes for numbers, _ in parts)
+            for dtype, parts in self._parts.items()
+        }
+        total = sum(sizes.values())
+        if not total:
+            self._hand_out(torch.split(self._there[:0], [0] * len(sizes)))
+            return
+        self._fit(total)
+        here = self._ring[0]
+        self._ring.rotate(-1)
+        if here.copied is not None:
+            here.copied.synchronize()
+        chunks = [numbers for parts in self._parts.values() for numbers, _ in parts]
+        if chunks:
+            np.concatenate(chunks, out=here.bytes[:total])
+        if self._there is not here.tensor:
+            self._there[:total].copy_(here.tensor[:total], non_blocking=True)
+        if here.copied is not None:
+            torch.cuda.current_stream(self.device).record_event(here.copied)
+        self._hand_out(torch.split(self._there[:total], [*sizes.values()]))
+
+    def _hand_out(self, sections: Iterable[Tensor]) -> None:
+        """Give each of what was put its part of the buffer."""
+        for (dtype, parts), section in zip(self._parts.items(), sections, strict=True):
+            if parts:
+                counts = [prod(staged.shape) for _, staged in parts]
+                found = torch.split(section.view(dtype), counts)
+                for (_, staged), tensor in zip(parts, found, strict=True):
+                    is_flat = len(staged.shape) == 1
+                    staged.tensor = tensor if is_flat else tensor.view(staged.shape)
+                parts.clear()
+
+    def _fit(self, num_bytes: int) -> None:
+        if self._ring and self._there.numel() >= num_bytes:
+            return
+        size = max(num_bytes, 2 * self._there.numel(), 1)
+        # A tensor made in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            count = _RING if self.device.type == "cuda" else 1
+            self._ring = deque(_HostBuffer(size, self.device) for _ in range(count))
+            is_here = self.device.type == "cpu"
+            there = None if is_here else torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._there = self._ring[0].tensor if there is None else there
