@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from aioengine import SamplingParams
+from aioengine.core.plan import StepPlan
 from aioengine.execution.memory_profiler import peak_bytes
+from aioengine.execution.model_runner import ModelRunner
 from aioengine.kernels.transfer import to_device, to_host
 from aioengine.sampling.sampler import Sampler, Sampling
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, MixedDevicesError, SimulatedMode
+from tests.support.engines import running_engine
+from tests.support.tiny import save_tiny_llava
 
 CUDA = torch.device("cuda", 0)
 
@@ -106,3 +114,39 @@ def test_views_share_their_memory_and_freed_memory_is_seen() -> None:
         assert [each.kind for each in DEVICE.order.findings] == ["freed while read"]
         DEVICE.order.findings.clear()
         del read
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "seed": 1},
+    "top-k and top-p": {"temperature": 0.8, "seed": 1, "top_k": 7, "top_p": 0.9, "min_p": 0.01},
+    "top-p": {"temperature": 0.8, "seed": 1, "top_p": 0.9},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.1},
+    "bias and bad words": {"temperature": 0, "logit_bias": {3: 1.0}, "bad_words": ["a b"]},
+    "log probabilities": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+async def test_a_step_is_one_copy_in_and_one_out(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_llava(tmp_path, torch.float32)
+    step, copies = ModelRunner.step, []
+
+    def counted(self: ModelRunner, plan: StepPlan) -> Any:
+        before = DEVICE.copies.copy()
+        found = step(self, plan)
+        copies.append(dict(DEVICE.copies - before))
+        return found
+
+    monkeypatch.undo()  # the launch thread is the engine's own
+    monkeypatch.setattr(ModelRunner, "step", counted)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, **STEPS[kind])
+    async with running_engine(tmp_path, device="cuda", dtype="float32") as engine:
+        copies.clear()
+        prompts = ["USER: tell a story. ASSISTANT:", "USER: what? ASSISTANT:", "USER: a"]
+        await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+    assert len(copies) >= 6
+    for found in copies:
+        assert found == {"to the device": 1, "to the host": 1}, copies
