@@ -91,7 +91,8 @@ def look(func: Any, args: Any) -> None:
         rows, weights = (each.elem for each in args[:2])
         if rows.dtype != torch.bfloat16 or weights.dtype != torch.bfloat16:
             DEVICE.wait("_grouped_mm of other dtypes than bfloat16 reads its groups' ends back")
-        rule(is_aligned(rows) and is_aligned(weights.mT), "aligned rows and weights")
+        rule(is_aligned(rows), "aligned rows")
+        rule(is_aligned(weights) or is_aligned(weights.mT), "aligned weights")
         rule(args[2].dtype == torch.int32, "ends of groups in int32")
 
 
@@ -100,6 +101,10 @@ _run = device.run
 
 def _run_by_rules(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     look(func, args)
+    if func is aten.histc.default and not args[0].is_floating_point():
+        # A CPU counts numbers with a point only.
+        counts = _run(func, (args[0].float(), *args[1:]), kwargs)
+        return counts.to(args[0].dtype)
     return _run(func, args, kwargs)
 
 
