@@ -5,8 +5,9 @@ Sequences with one new token are batched: their context rows are gathered into o
 attended to in one call. Other chunks run one sequence at a time. Query heads that share a key head
 ride along as a dimension of their own, so keys and values are never repeated.
 
-PyTorch's fused kernel does the arithmetic; logit soft-capping and attention sinks, which it does
-not know, are spelt out. Works on CPU and CUDA tensors.
+A fused kernel does the arithmetic (`dense`); logit soft-capping and attention sinks, which it does
+not know, are spelt out. On a GPU the number of keys in a masked call is a multiple of 64, so that a
+growing context makes few shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from aioengine.kernels.attention import (
     AttentionArgs,
@@ -25,6 +26,7 @@ from aioengine.kernels.attention import (
     blocks_of,
     split_by_sequence,
 )
+from aioengine.kernels.dense import dense_attention, padded_length
 from aioengine.kernels.reference import bias_by_distance, visible_mask
 from aioengine.kernels.transfer import upload
 
@@ -113,9 +115,7 @@ class GatherBackend:
         rows = self._gather(pages, bucket.blocks, bucket.offsets)
         key, value = (each.transpose(1, 2) for each in rows)
         if args.softcap is None and args.sinks is None:
-            result = scaled_dot_product_attention(
-                grouped, key, value, attn_mask=mask, scale=args.scale
-            )
+            result = dense_attention(grouped, key, value, mask, scale=args.scale)
         else:
             sinks = None if args.sinks is None else args.sinks.view(grouped.shape[1], -1, 1)
             result = _attend_explicitly(grouped, key, value, mask, sinks, args)
@@ -137,24 +137,28 @@ class GatherBackend:
         start = end - query.shape[0]
         window = None if args.window is None or args.window >= end else args.window
         begin = 0 if window is None else max(0, start - window + 1)
-        blocks, offsets = _context_slots(meta, index, begin, end)
-        key, value = self._gather(pages, blocks, offsets)
+        is_plain = start == 0 and window is None and not meta.sees_blocks(index)
+        is_masked = args.distance_bias is not None or (meta.is_causal and not is_plain)
+        is_fused = args.softcap is None and args.sinks is None
+        length = end - begin
+        if is_masked and is_fused:
+            length = padded_length(length, query.device)
+        key, value = self._gather(pages, *_context_slots(meta, index, begin, end, length))
         # [Hkv, group, tokens, dim]: a whole group sees its keys and values without a copy.
         grouped = _group_heads(query, key.shape[1]).permute(1, 2, 0, 3)
         keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         if args.distance_bias is not None:
             result = _attend_with_bias(grouped, keys, values, start, begin, window, args)
-        elif args.softcap is not None or args.sinks is not None:
-            mask = _chunk_mask(meta, index, begin, window, query.dtype)
+        elif not is_fused:
+            mask = _chunk_mask(meta, index, begin, window, length, query.dtype)
             result = _attend_in_parts(grouped, keys, values, mask, args)
+        elif is_masked:
+            mask = _chunk_mask(meta, index, begin, window, length, query.dtype)
+            result = dense_attention(grouped, keys, values, mask, scale=args.scale)
         else:
-            is_plain = start == 0 and window is None and not meta.sees_blocks(index)
-            mask = None
-            if meta.is_causal and not is_plain:
-                mask = _chunk_mask(meta, index, begin, window, query.dtype)
-            result = scaled_dot_product_attention(
-                grouped, keys, values, mask, is_causal=meta.is_causal and is_plain, scale=args.scale
+            result = dense_attention(
+                grouped, keys, values, scale=args.scale, is_causal=meta.is_causal
             )
         return result.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -222,15 +226,18 @@ def _attend_with_bias(
     table = args.distance_bias
     assert table is not None
     sinks = None if args.sinks is None else args.sinks.view(*query.shape[:2], 1, 1)
+    is_fused = args.softcap is None and sinks is None
     parts = []
     for part in torch.split(query, MAX_EXPLICIT_QUERIES, dim=2):
         end = start + part.shape[2]
         visible = visible_mask(start, end, begin, window, query.device)
         bias = bias_by_distance(table, start, end, begin).to(query.dtype)
         mask = bias.masked_fill_(~visible, float("-inf")).view(*query.shape[:2], *visible.shape)
-        seen = key[:, :, : end - begin], value[:, :, : end - begin]
-        if args.softcap is None and sinks is None:
-            found = scaled_dot_product_attention(part, *seen, attn_mask=mask, scale=args.scale)
+        length = padded_length(end - begin, query.device) if is_fused else end - begin
+        seen = key[:, :, :length], value[:, :, :length]
+        if is_fused:
+            mask = _pad_keys(mask, length)
+            found = dense_attention(part, *seen, mask, scale=args.scale)
         else:
             found = _attend_explicitly(part, *seen, mask, sinks, args)
         parts.append(found)
@@ -301,7 +308,7 @@ def _make_bucket(
 ) -> _Bucket:
     """The bucket of sequences `rows`, each of which sees its last `seen[i]` positions."""
     device = meta.seq_lens.device
-    length = max(seen[i] for i in rows)
+    length = padded_length(max(seen[i] for i in rows), device)
     whole = rows == list(range(len(rows)))
     ids = upload(rows, device)
     ends = meta.seq_lens[ids].long()[:, None]
@@ -336,22 +343,33 @@ def _bucket_mask(
 
 
 def _context_slots(
-    meta: AttentionMetadata, index: int, begin: int, end: int
+    meta: AttentionMetadata, index: int, begin: int, end: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Block and row of positions [begin, end) of sequence `index`: int64 [end - begin] each."""
+    """Block and row of positions [begin, begin + length) of sequence `index`: int64 [length] each.
+
+    The last position, `end` - 1, stands for those from `end` on.
+    """
 
     def make() -> tuple[Tensor, Tensor]:
-        positions = torch.arange(begin, end, device=meta.block_table.device)
+        positions = torch.arange(begin, begin + length, device=meta.block_table.device)
+        if begin + length > end:
+            positions = positions.clamp(max=end - 1)
         blocks = meta.block_table[index, positions // meta.block_size].long()
         return blocks, positions % meta.block_size
 
-    return meta.once(("slots", index, begin, end), make)
+    return meta.once(("slots", index, begin, end, length), make)
 
 
 def _chunk_mask(
-    meta: AttentionMetadata, index: int, begin: int, window: int | None, dtype: torch.dtype
+    meta: AttentionMetadata,
+    index: int,
+    begin: int,
+    window: int | None,
+    length: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """`visible_mask` as numbers to add to scores, once per step instead of once per layer."""
+    """`visible_mask` as numbers to add to scores, [queries, length], once per step instead of once
+    per layer."""
     end = meta.context_lens[index]
     start = end - meta.query_lens[index]
     device, has_blocks = meta.seq_lens.device, meta.sees_blocks(index)
@@ -361,11 +379,17 @@ def _chunk_mask(
     def make() -> Tensor:
         ids = blocks_of(meta, index)
         visible = visible_mask(start, end, begin, window, device, ids, meta.blocks_in_window)
-        return _additive(visible, dtype)
+        return _pad_keys(_additive(visible, dtype), length)
 
     # Causal ones are the same for all chunks of the same place and size.
-    key = ("mask", start, end, begin, window, dtype, index if has_blocks else None)
+    key = ("mask", start, end, begin, window, length, dtype, index if has_blocks else None)
     return meta.once(key, make)
+
+
+def _pad_keys(mask: Tensor, length: int) -> Tensor:
+    """A mask to add to scores, [..., keys], for `length` keys, of which no one sees those behind."""
+    missing = length - mask.shape[-1]
+    return mask if not missing else pad(mask, (0, missing), value=float("-inf"))
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -90,16 +90,28 @@ class DeepStackModel(MRopeModel):
     def row_size(self) -> int:
         return _row_size(self.hf_config, self.hidden_size)
 
+    def patch(self) -> None:
+        """Do as the base class; further rows are added to every position."""
+        super().patch()
+        decoder: Any = self.decoder()
+        decoder._deepstack_process = _add_everywhere
+
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Do as the base class; embeddings as wide as rows carry those of further layers."""
         width = self.hidden_size
         if embeds.shape[-1] == width:
             return super().call_decoder(decoder, embeds, positions)
         first, *deeper = torch.split(embeds, width, dim=-1)
-        # With zeros where there are no rows, every position may be added to: nothing is indexed.
+        # With zeros where there are no rows, every position may be added to.
         everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device)
         rows = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": deeper}
         return self.run_decoder(decoder, first, positions, **rows)
+
+
+def _add_everywhere(hidden: Tensor, _mask: Tensor, rows: Tensor) -> Tensor:
+    """`hidden` [1, T, size] and `rows` [T, size]: transformers indexes by a mask, which a GPU's
+    host waits for."""
+    return hidden + rows.to(hidden.dtype)
 
 
 def _row_size(hf_config: Any, hidden_size: int) -> int:

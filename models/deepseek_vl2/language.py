@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import linear, silu
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.experts import ExpertBlocks
 from aioengine.models.deepseek_vl2.processing import DeepseekLanguageConfig
 from aioengine.models.runtime.attention import Attention
 from aioengine.models.runtime.defined_model import RMSNorm, rotary_table, rotate_halves
@@ -246,22 +247,22 @@ class _Experts(nn.Module):
 
     def forward(self, hidden: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
         """`hidden` [T, size], `experts` and `shares` [T, k] -> the sum of shares [T, size]."""
+        if hidden.device.type != "cpu":
+            return self._in_blocks(hidden, experts, shares)
         order = experts.flatten().argsort(stable=True)
         taken = hidden[order // experts.shape[1]]
         counts = torch.zeros(len(self.down_proj), dtype=torch.int64, device=hidden.device)
         counts = counts.scatter_add(0, experts.flatten(), torch.ones_like(order))
-        # Nothing is read back from an accelerator, where its products are grouped.
-        is_grouped = hidden.device.type != "cpu" and hidden.dtype == torch.bfloat16
-        run = self._grouped if is_grouped else self._one_by_one
-        out = torch.empty_like(taken).index_copy(0, order, run(taken, counts))
+        out = torch.empty_like(taken).index_copy(0, order, self._one_by_one(taken, counts))
         summed: Tensor = (out.view(*experts.shape, -1) * shares[..., None]).sum(1)
         return summed.to(hidden.dtype)
 
-    def _grouped(self, taken: Tensor, counts: Tensor) -> Tensor:
-        ends = counts.cumsum(0).to(torch.int32)
-        gate, up = grouped_mm(taken, self.gate_up_proj.mT, offs=ends).chunk(2, dim=-1)
-        out: Tensor = grouped_mm(silu(gate) * up, self.down_proj.mT, offs=ends)
-        return out
+    def _in_blocks(self, hidden: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        """Do the same where nothing may be read back."""
+        blocks = ExpertBlocks.of(experts, len(self.down_proj))
+        gate, up = blocks.linear(blocks.take(hidden), self.gate_up_proj.mT).chunk(2, dim=-1)
+        out = blocks.linear(silu(gate) * up, self.down_proj.mT)
+        return blocks.combine(out, shares).to(hidden.dtype)
 
     def _one_by_one(self, taken: Tensor, counts: Tensor) -> Tensor:
         parts = []

@@ -22,10 +22,12 @@ def swap(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None
         setattr(module, name, value)
 
 
-def route(modules: Iterable[Any], name: str) -> None:
-    """Make modules ask for the attention function `name`; mutates their `config`.
+def route(
+    modules: Iterable[Any], name: str, field: str = "_attn_implementation_internal"
+) -> None:
+    """Make modules ask for the function `name`, of attention by default; mutates their `config`.
 
-    A config object may be shared with others, which must go on as before: each is copied once, and
+    `field`: where a config names it. A config object may be shared with others, which must go on as before: each is copied once, and
     only the copy changes.
     """
     copies: dict[int, Any] = {}
@@ -34,7 +36,7 @@ def route(modules: Iterable[Any], name: str) -> None:
         if id(config) not in copies:
             routed = copies[id(config)] = copy.copy(config)
             # The public setter would walk into sub-configs that are still shared.
-            routed._attn_implementation_internal = name
+            setattr(routed, field, name)
         module.config = copies[id(config)]
 
 

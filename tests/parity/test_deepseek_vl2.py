@@ -405,14 +405,14 @@ def test_images_of_as_many_tiles_share_an_encoder_run(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_grouped_products_are_the_experts_one_by_one() -> None:
+def test_experts_in_blocks_are_the_experts_one_by_one() -> None:
     """What an accelerator runs, and what a CPU does."""
     ours = draw(DeepseekLanguageModel(DeepseekLanguageConfig.from_dict(MODELS["small"])))
-    experts = ours.model.layers[1].mlp.experts.bfloat16()
-    taken = torch.randn(17, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
-    counts = torch.tensor([3, 0, 5, 0, 0, 8, 1, 0])
-    wanted = experts._one_by_one(taken, counts)
-    assert torch.allclose(experts._grouped(taken, counts), wanted, rtol=0.02, atol=0.02)
+    layer = ours.model.layers[1].mlp
+    hidden = torch.randn(17, 48, generator=torch.Generator().manual_seed(0)).double()
+    given = hidden, *layer.gate(hidden)
+    wanted = layer.experts(*given)
+    torch.testing.assert_close(layer.experts._in_blocks(*given), wanted, rtol=1e-9, atol=1e-9)
 
 
 # The published configs' settings, as far as they say how large something is.

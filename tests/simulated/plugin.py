@@ -21,7 +21,7 @@ from aioengine.engine import loader  # noqa: E402
 from aioengine.execution.model_runner import ModelRunner  # noqa: E402
 from aioengine.kernels import transfer  # noqa: E402
 from aioengine.streams.cuda import TorchDriver  # noqa: E402
-from tests.simulated import order  # noqa: E402
+from tests.simulated import operators, order  # noqa: E402, F401
 from tests.simulated.device import DEVICE, SimulatedMode, install  # noqa: E402
 
 

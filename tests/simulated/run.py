@@ -18,7 +18,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-ALL = ("tests/gpu/test_engine_cuda.py", "tests/simulated/checks.py")
+ALL = (
+    "tests/gpu/test_engine_cuda.py",
+    "tests/simulated/checks.py",
+    "tests/simulated/attention.py",
+    "tests/simulated/decode_steps.py",
+)
 PLAIN = (
     *(
         "-p",

@@ -1,0 +1,85 @@
+"""Attention over dense rows, by an operator that is named and not chosen by PyTorch.
+
+PyTorch's `scaled_dot_product_attention` picks its kernel at every call. On a GPU it may pick cuDNN,
+which builds an execution plan for each new shape: a tenth of a second and more, and in paged
+attention nearly every step has a new one. To forbid that would change the whole process, so the
+kernel is called by its name there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = ["KEY_MULTIPLE", "dense_attention", "padded_length"]
+
+KEY_MULTIPLE = 64
+"""Of the keys in masked calls on a GPU: few shapes over a growing context, and aligned masks."""
+_ALIGNMENT_BYTES = 16
+"""Of rows and of their addresses, for the memory-efficient kernel."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+_math = torch.ops.aten._scaled_dot_product_attention_math
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention of `query` [n, H, T, Dk] over `key` [n, H, S, Dk], `value` [n, H, S, Dv].
+
+    `mask` broadcasts to [n, H, T, S] and is added to the scores, or is bool, True where a query sees
+    a key; every query sees one. `is_causal`: from the first key on, without a mask.
+    Returns [n, H, T, Dv] in the query's dtype.
+    """
+    if query.device.type != "cuda":
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale
+        )
+    if query.dtype not in _DTYPES or not all(map(_has_whole_rows, (query, key, value))):
+        # What PyTorch would take for these.
+        found: Tensor = _math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
+        return found
+    rows = [each if _is_aligned(each) else each.contiguous() for each in (query, key, value)]
+    bias = None if mask is None else _as_bias(mask, query, key)
+    out: Tensor = _efficient(*rows, bias, False, 0.0, is_causal, scale=scale)[0]
+    return out
+
+
+def padded_length(count: int, device: torch.device) -> int:
+    """Round a number of keys up to what masked calls on `device` take; elsewhere it stays."""
+    return count if device.type != "cuda" else -(-count // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+def _has_whole_rows(rows: Tensor) -> bool:
+    return rows.shape[-1] > 0 and rows.shape[-1] * rows.element_size() % _ALIGNMENT_BYTES == 0
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Return whether the kernel can read the rows [..., D] where they lie."""
+    multiple = _ALIGNMENT_BYTES // tensor.element_size()
+    *outer, last = tensor.stride()
+    starts_well = tensor.storage_offset() % multiple == 0
+    return last == 1 and starts_well and all(each % multiple == 0 for each in outer)
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the kernel adds it: in the query's dtype, of the scores' shape, with aligned rows."""
+    if mask.dtype == torch.bool:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+        mask = bias.masked_fill_(~mask, float("-inf"))
+    mask = mask.to(query.dtype)
+    count = key.shape[2]
+    if mask.shape[-1] != count:
+        mask = mask.expand(*mask.shape[:-1], count)
+    if not _is_aligned(mask):
+        # The rows' memory is longer than they are; nothing reads what is behind them.
+        room = mask.new_empty(*mask.shape[:-1], -(-count // KEY_MULTIPLE) * KEY_MULTIPLE)
+        mask = room[..., :count].copy_(mask)
+    return mask.expand(*query.shape[:3], count)
