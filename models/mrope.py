@@ -35,6 +35,14 @@ __all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
 class MRopeModel(GenericModel):
     """Every token has a position in time, height and width: [3, L] for a prompt."""
 
+    def patch(self) -> None:
+        """See the base class; where the encoder's embeddings want grids on the device, put them
+        there."""
+        super().patch()
+        embeddings = getattr(self._encoder(), "embeddings", None)
+        if isinstance(embeddings, nn.Module):
+            embeddings.register_forward_pre_hook(_gather_arguments)
+
     def positions(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
     ) -> tuple[Tensor, int]:
@@ -126,6 +134,11 @@ class DeepStackModel(MRopeModel):
         everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device)
         rows = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": deeper}
         return self.run_decoder(decoder, first, positions, **rows)
+
+
+def _gather_arguments(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A module's arguments, all on the first one's device."""
+    return tuple(to_device(each, args[0].device) for each in args)
 
 
 def _layout_of(encoder: Any, grid: Tensor, device: torch.device) -> dict[str, Tensor]:
