@@ -8,14 +8,21 @@ the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from aioengine.errors import InvalidRequestError
+from aioengine.kernels.transfer import to_device
 from aioengine.models.generic import GenericModel
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.runtime.whole_pass import WholePrompt
@@ -27,6 +34,14 @@ __all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
 
 class MRopeModel(GenericModel):
     """Every token has a position in time, height and width: [3, L] for a prompt."""
+
+    def patch(self) -> None:
+        """See the base class; where the encoder's embeddings want grids on the device, put them
+        there."""
+        super().patch()
+        embeddings = getattr(self._encoder(), "embeddings", None)
+        if isinstance(embeddings, nn.Module):
+            embeddings.register_forward_pre_hook(_gather_arguments)
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
@@ -45,6 +60,25 @@ class MRopeModel(GenericModel):
         ids = torch.tensor([list(token_ids)])
         positions, delta = self.model.model.get_rope_index(ids, kinds[None], **joined)
         return positions[:, 0], int(delta)
+
+    def encoder_arguments(self, kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Grids, and what follows from them alone, by transformers' own functions on the host.
+
+        The encoder would read them back from the device, some of them in every layer.
+        """
+        for modality in ("image", "video"):
+            name = f"{modality}_grid_thw"
+            grid = kwargs.get(name)
+            if isinstance(grid, Tensor):
+                layout = _layout_of(self._encoder(), grid, self.device)
+                return {name: grid, **{f"{modality}_{key}": each for key, each in layout.items()}}
+        return {}
+
+    def _encoder(self) -> nn.Module:
+        # Some classes have it on the inner model only.
+        owner = self.model if hasattr(self.model, "visual") else self.model.model
+        encoder: nn.Module = owner.visual
+        return encoder
 
     def _check_apart(self, items: Sequence[PromptMedia]) -> None:
         for one, other in pairwise(items):
@@ -112,6 +146,36 @@ def _add_everywhere(hidden: Tensor, _mask: Tensor, rows: Tensor) -> Tensor:
     """`hidden` [1, T, size] and `rows` [T, size]: transformers indexes by a mask, which a GPU's
     host waits for."""
     return hidden + rows.to(hidden.dtype)
+
+
+def _gather_arguments(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A module's arguments, all on the first one's device."""
+    return tuple(to_device(each, args[0].device) for each in args)
+
+
+def _layout_of(encoder: Any, grid: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Keyword arguments that spare the encoder of images [n, 3] or videos the reading of `grid`.
+
+    The ends of sequences stay on the host, as attention is called once for each; what tensors on
+    `device` are indexed by or added to goes there.
+    """
+    merge = encoder.spatial_merge_size
+    ends = {"cu_seqlens": get_vision_cu_seqlens(grid)}
+    used = {"position_ids": get_vision_position_ids(grid, merge)}
+    if hasattr(encoder, "window_size"):
+        sizes = merge, encoder.window_size, encoder.patch_size
+        used["window_index"], ends["cu_window_seqlens"] = get_vision_window_index(grid, *sizes)
+    if hasattr(encoder, "interpolation_mode"):
+        used["interp_indices"], used["interp_weights"] = (
+            get_vision_interpolation_indices_and_weights(
+                grid,
+                num_grid_per_side=encoder.num_grid_per_side,
+                mode=encoder.interpolation_mode,
+                align_corners=encoder.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+        )
+    return {**ends, **{name: to_device(each, device) for name, each in used.items()}}
 
 
 def _row_size(hf_config: Any, hidden_size: int) -> int:

@@ -1,15 +1,16 @@
-"""The device queues of a GPU: two CUDA streams, fed by one launch thread.
+"""The device queues of a GPU: two CUDA streams, each fed by a launch thread of its own.
 
-The launch thread runs jobs one after the other, steps first, but an encoder run has its turn after
-a few of them; a job only launches kernels, so a step and an encoder run that follow each other run
-side by side on the device. The decoder's stream has the higher priority. Behind each job an event
-is recorded in its stream, and a thread for each queue waits for it with the interpreter's lock
-released, so that a long encoder run holds up no token. No Python runs as a host function of the
-driver: that would deadlock with the interpreter's lock.
+A job launches kernels, in the order of its queue, and the queues run side by side on the device. An
+encoder may make its thread wait (code that reads a size back from the device does) or launch
+thousands of operators; no step waits for it, since steps are launched by another thread. The
+decoder's stream has the higher priority. Behind each job an event is recorded in its stream, and a
+thread for each queue waits for it with the interpreter's lock released, so that a long encoder run
+holds up no token. No Python runs as a host function of the driver: that would deadlock with the
+interpreter's lock.
 
-Memory: tensors that a job makes belong to its stream, and are freed into it. What one stream makes
-and the other reads (encoder rows) is kept by the runner until the last step that reads it has
-committed, so the allocator needs no hint.
+Memory: tensors that a job makes belong to its stream, and are freed into it, whichever thread does
+that. What one stream makes and the other reads (encoder rows) is kept by the runner until the last
+step that reads it has committed, so the allocator needs no hint.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from aioengine.streams.device import DECODER, ENCODER, Device, failure_of, settle
+from aioengine.streams.device import DECODER, ENCODER, Device, Job, failure_of, settle
 from aioengine.types import read
 
 __all__ = ["CudaDevice", "Driver", "Mark", "TorchDriver"]
@@ -39,89 +42,91 @@ class Mark(Protocol):
 
 
 class Driver(Protocol):
-    """Interface that a `CudaDevice` needs of the device.
-
-    Called on the launch thread, but for `attach`.
-    """
+    """Interface that a `CudaDevice` needs of the device."""
 
     def start(self) -> None:
-        """Before the first job."""
+        """Make the queues. Called on the device's thread, before all others."""
 
     def attach(self) -> None:
-        """Prepare a thread that waits for marks. Called on it, before the first."""
+        """Prepare a further thread, which launches or waits. Called on it, before its first job."""
 
     def queue(self, name: str) -> AbstractContextManager[Any]:
-        """Inside, work that is launched goes to this queue."""
+        """Inside, what the thread launches goes to this queue. Called on its launch thread."""
 
     def mark(self, name: str) -> Mark:
-        """The end of what has been launched into this queue."""
+        """The end of what has been launched into this queue. Called on its launch thread."""
 
     def stop(self) -> None:
-        """Give back what the device keeps for the queues. Called behind the last job."""
+        """Give back what the device keeps for the queues. Called when no other thread is left."""
 
 
 class CudaDevice(Device):
-    """A launch thread and two threads that wait. One step may be launched while another runs.
+    """A launching and a waiting thread for each queue. A step may be launched while another runs.
 
-    No encoder job lingers for a step: launching it takes a moment, and the device does both.
+    No encoder job waits for a step, and no step for an encoder job: the device does both.
     """
 
     run_ahead = 1
     gather_s = 0.0
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, driver: Driver, *, max_streak: int = 4
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, driver: Driver) -> None:
         """See `Device`."""
         self._driver = driver
         self._sent: dict[str, SimpleQueue[Sent | None]] = {
             DECODER: SimpleQueue(),
             ENCODER: SimpleQueue(),
         }
-        super().__init__(loop, max_streak=max_streak)
+        super().__init__(loop)
 
     def _launch_all(self) -> None:
-        waiters = [
-            threading.Thread(
-                target=self._wait_all, args=(name,), name=f"aioengine-wait-{name}", daemon=True
-            )
-            for name in self._sent
+        broken = _failure(self._driver.start)
+        targets = {
+            "aioengine-encoder": partial(self._launch_encodes, broken),
+            **{f"aioengine-wait-{name}": partial(self._wait_all, name) for name in self._sent},
+        }
+        others = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in targets.items()
         ]
-        for waiter in waiters:
-            waiter.start()
-        broken: Exception | None = None
-        try:
-            self._driver.start()
-        except BaseException as caught:
-            broken = failure_of(caught)
-        while (job := self._next()) is not None:
-            try:
-                if broken is not None:
-                    raise broken
-                with self._driver.queue(job.queue):
-                    result = job.function()
-                mark = self._driver.mark(job.queue)
-            except BaseException as caught:  # whatever it is, the waiter has to know
-                self._bridge.call(settle, job.future, None, failure_of(caught))
-            else:
-                self._sent[job.queue].put((mark, result, job.future))
-                del result, mark
-            del job
-        for sent in self._sent.values():
-            sent.put(None)
-        for waiter in waiters:
-            waiter.join()
+        for each in others:
+            each.start()
+        self._launch(DECODER, broken)
+        for each in others:
+            each.join()
         try:
             self._driver.stop()
         except Exception as error:  # of a device that has failed, there is nothing to give back
             logger.debug("the queues of a GPU were not closed: %s", error)
 
+    def _launch_encodes(self, broken: Exception | None) -> None:
+        self._launch(ENCODER, broken or _failure(self._driver.attach))
+
+    def _launch(self, name: str, broken: Exception | None) -> None:
+        """Launch a queue's jobs until the device is closed; with `broken`, fail them with that."""
+        while (job := self._next(name)) is not None:
+            try:
+                if broken is not None:
+                    raise broken
+                with self._driver.queue(name):
+                    result = job.function()
+                mark = self._driver.mark(name)
+            except BaseException as caught:  # whatever it is, the waiter has to know
+                self._bridge.call(settle, job.future, None, failure_of(caught))
+            else:
+                self._sent[name].put((mark, result, job.future))
+                del result, mark
+            del job
+        self._sent[name].put(None)
+
+    def _next(self, name: str) -> Job | None:
+        """Wait for a queue's next job. None: the device has been closed."""
+        queue = self._waiting[name]
+        with self._changed:
+            self._changed.wait_for(lambda: queue or self._is_closed)
+            return queue.popleft() if queue else None
+
     def _wait_all(self, name: str) -> None:
-        attached: Exception | None = None
-        try:
-            self._driver.attach()
-        except BaseException as caught:
-            attached = failure_of(caught)
+        attached = _failure(self._driver.attach)
         while (sent := self._sent[name].get()) is not None:
             mark, launched, future = sent
             try:
@@ -133,6 +138,15 @@ class CudaDevice(Device):
                 result, error = None, failure_of(caught)
             self._bridge.call(settle, future, result, error)
             del sent, mark, launched, future, result, error
+
+
+def _failure(prepare: Callable[[], None]) -> Exception | None:
+    """What goes wrong in preparing a thread, if anything: its jobs have to say so."""
+    try:
+        prepare()
+    except BaseException as caught:
+        return failure_of(caught)
+    return None
 
 
 class TorchDriver:

@@ -1,9 +1,10 @@
 """The queue protocol between the event loop and a device.
 
-The engine submits jobs to two queues, decoder and encoder, and awaits their handles. All jobs of a
-device run on its launch thread, in each queue in the order of submission. A job only launches its
-work where the device has a queue of its own; what it then has to read from the device comes back
-as a `Launched`, and a handle ends when the device has done the work and the result is read.
+The engine submits jobs to two queues, decoder and encoder, and awaits their handles. A queue's jobs
+run on its launch thread, in the order of submission; a device may have one such thread for both
+queues. A job only launches its work where the device has a queue of its own; what it then has to
+read from the device comes back as a `Launched`, and a handle ends when the device has done the work
+and the result is read.
 """
 
 from __future__ import annotations
@@ -45,39 +46,26 @@ def settle(future: asyncio.Future[Any], result: Any, error: Exception | None) ->
 class Job(NamedTuple):
     """A function that waits in a queue, and its handle."""
 
-    queue: str
     function: Callable[[], Any]
     future: asyncio.Future[Any]
     patience: int | None = None
 
 
 class Device(ABC):
-    """The two queues, and the launch thread that takes jobs from them.
+    """The two queues, and the threads that take jobs from them.
 
     Methods are called on the loop that it was made for. `run_ahead` is how many steps may be
     planned before the oldest has committed. `gather_s` is how long an item that is ready for the
     encoder waits for others that are being made ready.
-
-    Steps go first, but after `max_streak` of them in a row, or as many as it has patience for, an
-    encoder job gets its turn. Between two steps the loop needs a moment to commit one and plan the
-    next: for up to `linger_s` the thread waits for that step rather than take an encoder job that
-    would delay every stream.
     """
 
     run_ahead: int
     gather_s: float
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, max_streak: int = 4, linger_s: float = 0.0
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """A subclass that needs more than this in `_launch_all` makes it first: it begins here."""
         self._bridge = LoopBridge(loop)
-        self._max_streak = max_streak
-        self._linger_s = linger_s
-        self._steps: deque[Job] = deque()
-        self._encodes: deque[Job] = deque()
-        self._streak = 0
-        self._step_may_follow = False
+        self._waiting: dict[str, deque[Job]] = {DECODER: deque(), ENCODER: deque()}
         self._is_closed = False
         self._changed = threading.Condition()
         self._ended = loop.create_future()
@@ -86,41 +74,43 @@ class Device(ABC):
 
     def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
         """Queue a job of the decoder. The future ends with its (read) result or its exception."""
-        return self._submit(self._steps, DECODER, job)
+        return self._submit(DECODER, job)
 
     def submit_encode(
         self, job: Callable[[], Any], *, patience: int | None = None
     ) -> asyncio.Future[Any]:
-        """Queue a job of the encoder, which lets so many steps in a row go before it."""
-        return self._submit(self._encodes, ENCODER, job, patience)
+        """Queue a job of the encoder.
 
-    def rest(self) -> None:
+        Where both queues share a thread, it lets so many steps in a row go before it.
+        """
+        return self._submit(ENCODER, job, patience)
+
+    def rest(self) -> None:  # noqa: B027 - only a thread that both queues share holds jobs back
         """Say that no step follows for now, so that nothing is held back for one."""
-        with self._changed:
-            if self._step_may_follow:
-                self._step_may_follow = False
-                self._changed.notify()
 
     async def aclose(self) -> None:
         """Cancel what has not begun, wait for what runs, end the threads. Idempotent."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
+            for queue in self._waiting.values():
+                while queue:
+                    queue.popleft().future.cancel()
+            self._changed.notify_all()
         # The waiter's own cancellation must not cancel the future that other waiters share.
         await asyncio.shield(self._ended)
         self._thread.join()
         self._bridge.close()
 
     def _submit(
-        self, queue: deque[Job], name: str, job: Callable[[], Any], patience: int | None = None
+        self, name: str, job: Callable[[], Any], patience: int | None = None
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._bridge.loop.create_future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
                 return future
-            queue.append(Job(name, job, future, patience))
-            self._changed.notify()
+            self._waiting[name].append(Job(job, future, patience))
+            self._changed.notify_all()
         return future
 
     def _run(self) -> None:
@@ -129,28 +119,5 @@ class Device(ABC):
 
     @abstractmethod
     def _launch_all(self) -> None:
-        """Run on the launch thread: take jobs (`_next`) until there are none, and settle each."""
-
-    def _longest_streak(self) -> int:
-        patience = self._encodes[0].patience
-        return self._max_streak if patience is None else min(patience, self._max_streak)
-
-    def _next(self) -> Job | None:
-        """Wait for the next job. None: the device has been closed."""
-        with self._changed:
-            while True:
-                if self._is_closed:
-                    for job in [*self._steps, *self._encodes]:
-                        self._bridge.call(job.future.cancel)
-                    return None
-                encode_is_due = self._encodes and self._streak >= self._longest_streak()
-                if self._steps and not encode_is_due:
-                    self._streak += 1
-                    self._step_may_follow = self._linger_s > 0
-                    return self._steps.popleft()
-                if self._encodes and (encode_is_due or not self._step_may_follow):
-                    self._streak = 0
-                    return self._encodes.popleft()
-                lingers = bool(self._encodes)
-                if not self._changed.wait(self._linger_s if lingers else None) and lingers:
-                    self._step_may_follow = False
+        """Run on the device's thread: take the jobs of both queues and settle each, until the
+        device is closed and every thread that was started here has ended."""

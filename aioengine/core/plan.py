@@ -32,8 +32,8 @@ class Limits:
     """Resources to share. `max_model_len` tokens must fit the pool's blocks, beside an encoder
     input of `max_encoder_len` rows where there are cross-attention groups.
 
-    `max_encode_items` bounds one encoder batch (few on a CPU); `max_media_rows` bounds, in encoder
-    rows, the media that are being decoded or lie decoded and not yet encoded.
+    `max_encode_items` bounds one encoder batch; `max_media_rows` bounds, in encoder rows, the media
+    that are being decoded or lie decoded and not yet encoded.
     """
 
     max_num_seqs: int

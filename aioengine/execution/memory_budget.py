@@ -33,8 +33,8 @@ UNLIMITED = 1 << 60
 UNLIMITED_LEN = 32_768
 """Tokens of one request where neither the model nor the configuration sets a limit."""
 MOST_TOGETHER = 4
-"""Items of one encoder run on a CPU, where steps wait for it; the prompts behind them then share a
-step."""
+"""Items of one encoder run. Few, so that the first results come early: on a CPU steps wait for the
+run, on a GPU they share the device with it. The prompts behind the items then share a step."""
 PLENTY = 4
 """With so many times the memory that the caches could use, a CPU's step need not be measured."""
 
@@ -79,7 +79,7 @@ def resolve_limits(
     """
     # Blocks of all groups are drawn from one pool, so each is as large as the largest.
     page_bytes = max(g.block_bytes(config.block_size, sizes.itemsize) for g in sizes.kv_groups)
-    draft = _draft(config, sizes, device)
+    draft = _draft(config, sizes)
     useful_bytes = draft.num_blocks * config.max_num_seqs * page_bytes
     kv_bytes, encoder_bytes = config.kv_cache_bytes, config.encoder_cache_bytes
     budget = needed = 0
@@ -120,7 +120,7 @@ def resolve_limits(
     )
 
 
-def _draft(config: EngineConfig, sizes: ModelSizes, device: torch.device) -> Limits:
+def _draft(config: EngineConfig, sizes: ModelSizes) -> Limits:
     """All that does not depend on memory: blocks for one request, rows for a few steps."""
     known = sizes.max_position_embeddings
     model_len = known or UNLIMITED_LEN
@@ -145,7 +145,7 @@ def _draft(config: EngineConfig, sizes: ModelSizes, device: torch.device) -> Lim
         max_encoder_len=sizes.max_encoder_len,
         encoder_cache_bytes=default_rows * row_bytes if sizes.max_item_rows else 0,
         max_num_encoder_input_tokens=max(encoder_rows, sizes.max_item_rows),
-        max_encode_items=MOST_TOGETHER if device.type == "cpu" else config.max_num_seqs,
+        max_encode_items=MOST_TOGETHER,
         max_media_rows=default_rows,
         disable_chunked_mm_input=config.disable_chunked_mm_input,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ _SAMPLES = {
     "pixel_values_videos": "get_video_features",
     "input_features": "get_audio_features",
 }
+# What encoders read as numbers. It stays on the host: each reading would wait for the device.
+_NUMBERS = ("image_sizes", "batch_num_images")
 _EMBEDS = ("image_embeds", "video_embeds", "audio_embeds")
 
 
@@ -47,17 +50,24 @@ def passed_through(
 
 
 def encode_batch(
-    model: Any, kwargs: Mapping[str, object], dtype: torch.dtype, device: torch.device
+    model: Any,
+    kwargs: Mapping[str, object],
+    dtype: torch.dtype,
+    device: torch.device,
+    ready: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Tensor]:
     """Rows [rows, hidden] of a batch through transformers' `get_*_features`, in parts.
 
     A part is what the encoder gives as one: an item, or one of its tiles, or all there is.
-    Floating samples are cast to `dtype`. Raises EngineError where the model has no such method.
+    Floating samples are cast to `dtype`; `ready` arguments are passed as they are, before those of
+    `kwargs`. Raises EngineError where the model has no such method.
     """
     name = next((name for name in _SAMPLES if kwargs.get(name) is not None), None)
     if name is None:
         raise EngineError(f"no media among the encoder's arguments: {', '.join(kwargs) or 'none'}")
-    inputs = {key: place(value, dtype, device) for key, value in kwargs.items()}
+    ready = {**{key: kwargs[key] for key in _NUMBERS if key in kwargs}, **ready}
+    placed = {key: place(kwargs[key], dtype, device) for key in kwargs.keys() - ready.keys()}
+    inputs = {**placed, **ready}
     encoder = _find_method(model, _SAMPLES[name])
     if encoder is None and name == "pixel_values_videos":
         # A model without a way of its own takes frames as it takes images.

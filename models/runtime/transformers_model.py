@@ -11,6 +11,7 @@ what a family may override is below, each hook with a default that fits most mod
     blocks     which prompt tokens attend to each other in both directions
     sees_blocks  whether a KV group's layers do so
     encode     media items to encoder rows
+    encoder_arguments  what the encoder is given that the host computes
     memory     rows for cross-attention
     embed      token ids and encoder rows to embeddings
     forward    embeddings to hidden states
@@ -233,7 +234,8 @@ class TransformersModel:
         if older is not None:
             rows: MultiModalEmbeddings | None = older(**kwargs)
             return [] if rows is None else rows
-        return encoding.encode_batch(self.model, kwargs, self.dtype, self.device)
+        ready = self.encoder_arguments(kwargs)
+        return encoding.encode_batch(self.model, kwargs, self.dtype, self.device, ready)
 
     def embed_input_ids(
         self,
@@ -339,6 +341,14 @@ class TransformersModel:
         (`pixel_values` [3, height, width]), or `{modality}_embeds` [rows, hidden].
         """
         return encoding.encode_items(self.embed_multimodal, items)
+
+    def encoder_arguments(self, kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Build arguments that transformers' encoder takes as they are, in the place of some of
+        `kwargs` (see `embed_multimodal`) or beside them.
+
+        What can be computed on the host is best given so: reading it back from a device waits.
+        """
+        return {}
 
     def memory(self, items: Sequence[Tensor]) -> Tensor | None:
         """Build what cross-attention layers are given in a step that writes the keys and values of

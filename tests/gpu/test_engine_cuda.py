@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support.tiny import save_tiny_llava, tiny_image
 TEXT = "USER: <image>\nWhat is it, and where? ASSISTANT:"
 PLAIN = "USER: tell a story. ASSISTANT:"
 ROW_BYTES = 48 * 8
+BLOCKED_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,51 @@ async def test_an_encoder_that_fails_harms_its_request_alone(
         is_broken = False
         assert await text == [expected[None]]
         assert await tokens(engine, [1]) == [expected[1]]
+
+
+async def test_decode_goes_on_while_an_encoder_blocks_its_thread(
+    folder: Path, expected: dict[int | None, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As code does that reads a size back from the device: no step's launch waits for it."""
+    async with running_engine(folder, device="cuda") as engine:
+        model = engine._core.loaded.runner.model
+        encode, is_blocked, gate = model.encode, threading.Event(), threading.Event()
+
+        def blocking(modality: str, features: Sequence[Any]) -> Any:
+            rows = encode(modality, features)
+            is_blocked.set()
+            assert gate.wait(BLOCKED_S)
+            return rows
+
+        monkeypatch.setattr(model, "encode", blocking)
+        begun = asyncio.create_task(tokens(engine, [None]))
+        image = asyncio.create_task(tokens(engine, [1]))
+        try:
+            assert await asyncio.to_thread(is_blocked.wait, BLOCKED_S)
+            assert await tokens(engine, [None, None]) == [expected[None]] * 2
+            assert await begun == [expected[None]]
+            assert not image.done() and engine.statistics().encoder_items_run == 0
+        finally:
+            gate.set()
+        assert await image == [expected[1]]
+
+
+async def test_few_items_share_an_encoder_run(
+    folder: Path, expected: dict[int | None, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the first of many images that are ready at once are soon of use."""
+    async with running_engine(folder, device="cuda") as engine:
+        runner = engine._core.loaded.runner
+        encode, sizes = runner.encode, list[int]()
+
+        def watched(plan: Any, features: Sequence[Any]) -> Any:
+            sizes.append(len(plan.keys))
+            return encode(plan, features)
+
+        monkeypatch.setattr(runner, "encode", watched)
+        seeds = [*range(8)]
+        assert await tokens(engine, seeds) == [expected[seed] for seed in seeds]
+        assert sum(sizes) == 8 and max(sizes) <= 4
 
 
 async def test_a_step_that_fails_ends_the_engine_and_every_stream_says_so(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,14 +25,22 @@ from aioengine.streams.cuda import TorchDriver  # noqa: E402
 from tests.simulated import operators, order  # noqa: E402, F401
 from tests.simulated.device import DEVICE, SimulatedMode, install  # noqa: E402
 
+ENCODER_THREAD = "aioengine-encoder"
+
 
 def _launch_on_it() -> None:
-    """Have the launch thread and the loading of models make their tensors on the device."""
-    start, stop, load = TorchDriver.start, TorchDriver.stop, loader.load
+    """Have the launch threads and the loading of models make their tensors on the device."""
+    start, attach, stop = TorchDriver.start, TorchDriver.attach, TorchDriver.stop
+    load = loader.load
 
     def started(self: TorchDriver) -> None:
         SimulatedMode().__enter__()
         start(self)
+
+    def attached(self: TorchDriver) -> None:
+        if threading.current_thread().name == ENCODER_THREAD:
+            SimulatedMode().__enter__()
+        attach(self)
 
     def stopped(self: TorchDriver) -> None:
         with DEVICE.waiting_allowed():
@@ -44,6 +53,7 @@ def _launch_on_it() -> None:
             return load(model, config)
 
     TorchDriver.start = started  # type: ignore[method-assign]
+    TorchDriver.attach = attached  # type: ignore[method-assign]
     TorchDriver.stop = stopped  # type: ignore[method-assign]
     loader.load = loaded
 

@@ -37,41 +37,47 @@ class FakeDriver:
     """Remembers what was launched into which queue, and on which thread."""
 
     def __init__(self) -> None:
-        self.current: str | None = None
+        self._local = threading.local()
         self.marks: dict[str, list[FakeMark]] = {DECODER: [], ENCODER: []}
-        self.threads: set[int] = set()
-        self.attached: set[int] = set()
+        self.threads: dict[str, set[str]] = {DECODER: set(), ENCODER: set()}
+        self.started: list[str] = []
+        self.attached: list[str] = []
+        self.stopped: list[str] = []
         self.launched = threading.Semaphore(0)
         self.failure: Exception | None = None
         self.attach_failure: Exception | None = None
-        self.num_stops = 0
+
+    @property
+    def current(self) -> str | None:
+        """The queue that this thread launches into."""
+        current: str | None = getattr(self._local, "current", None)
+        return current
 
     def stop(self) -> None:
-        self.threads.add(threading.get_ident())
-        self.num_stops += 1
+        self.stopped.append(thread_name())
         raise OSError("the device is gone")
 
     def start(self) -> None:
-        self.threads.add(threading.get_ident())
+        self.started.append(thread_name())
         if self.failure is not None:
             raise self.failure
 
     def attach(self) -> None:
-        self.attached.add(threading.get_ident())
+        self.attached.append(thread_name())
         if self.attach_failure is not None:
             raise self.attach_failure
 
     @contextlib.contextmanager
     def queue(self, name: str) -> Iterator[None]:
         assert self.current is None
-        self.current = name
+        self._local.current = name
         try:
             yield
         finally:
-            self.current = None
+            self._local.current = None
 
     def mark(self, name: str) -> FakeMark:
-        self.threads.add(threading.get_ident())
+        self.threads[name].add(thread_name())
         mark = FakeMark()
         self.marks[name].append(mark)
         self.launched.release()
@@ -86,6 +92,14 @@ class FakeDriver:
         for marks in self.marks.values():
             for mark in marks:
                 mark.passed.set()
+
+
+def thread_name() -> str:
+    return threading.current_thread().name
+
+
+def device_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("aioengine-")]
 
 
 @pytest.fixture
@@ -147,48 +161,114 @@ async def test_an_encoder_run_holds_up_no_step(driver: FakeDriver, device: CudaD
     assert log == [0, 1, 2, "rows"]
 
 
-async def test_jobs_run_in_their_queue_on_one_thread(
+class Held:
+    """A job that blocks its launch thread, as an encoder does that waits for the device."""
+
+    def __init__(self) -> None:
+        self.gate, self.is_running = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.is_running.set()
+        assert self.gate.wait(WAIT_S)
+        return "held"
+
+    async def begins(self) -> None:
+        assert await asyncio.to_thread(self.is_running.wait, WAIT_S)
+
+
+async def test_each_queue_is_launched_by_a_thread_of_its_own(
     driver: FakeDriver, device: CudaDevice
 ) -> None:
-    seen: list[tuple[str | None, int]] = []
+    seen: list[tuple[str | None, str]] = []
 
     def job() -> None:
-        seen.append((driver.current, threading.get_ident()))
+        seen.append((driver.current, thread_name()))
 
-    futures = [device.submit_step(job), device.submit_encode(job), device.submit_step(job)]
-    await driver.wait_for(3)
+    submit = (device.submit_step, device.submit_encode)
+    futures = [submit[number % 2](job) for number in range(6)]
+    await driver.wait_for(6)
     driver.pass_all()
     await asyncio.gather(*futures)
-    assert sorted(str(queue) for queue, _ in seen) == [DECODER, DECODER, ENCODER]
-    assert {thread for _, thread in seen} == driver.threads
-    assert len(driver.threads) == 1 and threading.get_ident() not in driver.threads
+    assert sorted(seen) == [
+        *[(DECODER, "aioengine-device")] * 3,
+        *[(ENCODER, "aioengine-encoder")] * 3,
+    ]
+    assert driver.threads == {DECODER: {"aioengine-device"}, ENCODER: {"aioengine-encoder"}}
 
 
-async def test_steps_are_launched_before_encoder_runs(
+async def test_an_encoder_job_that_blocks_delays_no_launch(
     driver: FakeDriver, device: CudaDevice
 ) -> None:
-    gate, order = threading.Event(), []
-    held = device.submit_step(lambda: gate.wait(WAIT_S))
-    encode = device.submit_encode(lambda: order.append("encode"))
-    step = device.submit_step(lambda: order.append("step"))
-    gate.set()
-    await driver.wait_for(3)
+    held, log = Held(), list[object]()
+    encode, behind = device.submit_encode(held), device.submit_encode(reading("behind", log))
+    await held.begins()
+    for number in range(5):
+        step = device.submit_step(reading(number, log))
+        await driver.wait_for(1)
+        driver.marks[DECODER][number].passed.set()
+        assert await step == number
+    assert not encode.done() and not behind.done() and not driver.marks[ENCODER]
+    held.gate.set()
+    await driver.wait_for(2)
     driver.pass_all()
-    await asyncio.gather(held, encode, step)
-    assert order == ["step", "encode"]
+    assert await asyncio.gather(encode, behind) == ["held", "behind"]
 
 
-async def test_an_encoder_run_has_its_turn(driver: FakeDriver, device: CudaDevice) -> None:
-    """However many steps follow each other."""
-    gate, order = threading.Event(), []
-    held = device.submit_step(lambda: gate.wait(WAIT_S))
-    futures = [device.submit_encode(lambda: order.append("encode"))]
-    futures += [device.submit_step(lambda: order.append("step")) for _ in range(20)]
-    gate.set()
-    await driver.wait_for(22)
+async def test_a_step_that_blocks_delays_no_encoder_job(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    held = Held()
+    step = device.submit_step(held)
+    await held.begins()
+    encode = device.submit_encode(lambda: "rows")
+    await driver.wait_for(1)
+    driver.marks[ENCODER][0].passed.set()
+    assert await encode == "rows"
+    assert not step.done()
+    held.gate.set()
+    await driver.wait_for(1)
     driver.pass_all()
-    await asyncio.gather(held, *futures)
-    assert order.index("encode") <= 4
+    assert await step == "held"
+
+
+async def test_each_queues_jobs_are_marked_in_their_order(
+    driver: FakeDriver, device: CudaDevice
+) -> None:
+    log: list[object] = []
+    steps = [device.submit_step(reading(f"s{n}", log)) for n in range(4)]
+    encodes = [device.submit_encode(reading(f"e{n}", log)) for n in range(4)]
+    await driver.wait_for(8)
+    for mark in reversed(driver.marks[ENCODER]):
+        mark.passed.set()
+    await asyncio.gather(*encodes)
+    assert log == ["e0", "e1", "e2", "e3"] and not any(step.done() for step in steps)
+    for mark in reversed(driver.marks[DECODER]):
+        mark.passed.set()
+    await asyncio.gather(*steps)
+    assert log[4:] == ["s0", "s1", "s2", "s3"]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "sound"),
+    [
+        (CudaDevice.submit_encode, CudaDevice.submit_step),
+        (CudaDevice.submit_step, CudaDevice.submit_encode),
+    ],
+)
+async def test_a_fault_in_one_queue_leaves_the_other(
+    driver: FakeDriver, device: CudaDevice, faulty: Any, sound: Any
+) -> None:
+    def fails() -> None:
+        raise ValueError("at launch")
+
+    running = sound(device, lambda: 1)
+    await driver.wait_for(1)
+    with pytest.raises(ValueError, match="at launch"):
+        await faulty(device, fails)
+    follows, again = sound(device, lambda: 2), faulty(device, lambda: 3)
+    await driver.wait_for(2)
+    driver.pass_all()
+    assert await asyncio.gather(running, follows, again) == [1, 2, 3]
 
 
 async def test_what_goes_wrong_reaches_its_waiter_alone(
@@ -221,43 +301,58 @@ async def test_a_driver_that_does_not_start() -> None:
     driver = FakeDriver()
     driver.failure = OSError("no device")
     device = CudaDevice(asyncio.get_running_loop(), driver)
-    for _ in range(2):
+    for submit in (device.submit_step, device.submit_encode):
         with pytest.raises(OSError, match="no device"):
-            await device.submit_step(lambda: 1)
+            await submit(lambda: 1)
     await device.aclose()
+    assert device_threads() == []
 
 
-async def test_threads_that_wait_are_on_the_device_first(
+async def test_other_threads_are_on_the_device_first(
     driver: FakeDriver, device: CudaDevice
 ) -> None:
     jobs = [device.submit_step(lambda: 1), device.submit_encode(lambda: 2)]
     await driver.wait_for(2)
     driver.pass_all()
     assert await asyncio.gather(*jobs) == [1, 2]
-    assert len(driver.attached) == 2 and not driver.attached & driver.threads
+    assert driver.started == ["aioengine-device"]
+    waiting = ["aioengine-wait-decoder", "aioengine-wait-encoder"]
+    assert sorted(driver.attached) == ["aioengine-encoder", *waiting]
 
 
-async def test_the_driver_is_stopped_behind_the_last_job(driver: FakeDriver) -> None:
-    """And whatever that raises, the device is closed."""
+async def test_the_driver_is_stopped_behind_the_last_job_of_both_queues(
+    driver: FakeDriver,
+) -> None:
+    """And whatever that raises, the device is closed, and no thread is left."""
     device = CudaDevice(asyncio.get_running_loop(), driver)
-    job = device.submit_step(lambda: 1)
+    held = Held()
+    step, encode = device.submit_step(lambda: 1), device.submit_encode(held)
     await driver.wait_for(1)
+    await held.begins()
     closing = asyncio.create_task(device.aclose())
+    driver.marks[DECODER][0].passed.set()
+    assert await step == 1
     await turns()
-    assert not driver.num_stops
+    assert not driver.stopped and not closing.done()
+    held.gate.set()
+    await driver.wait_for(1)
+    await turns()
+    assert not driver.stopped and not encode.done()
     driver.pass_all()
-    assert await job == 1
+    assert await encode == "held"
     await closing
-    assert driver.num_stops == 1 and len(driver.threads) == 1
+    assert driver.stopped == ["aioengine-device"] and device_threads() == []
 
 
 async def test_a_thread_that_cannot_wait_says_so() -> None:
     driver = FakeDriver()
     driver.attach_failure = OSError("no context")
     device = CudaDevice(asyncio.get_running_loop(), driver)
-    with pytest.raises(OSError, match="no context"):
-        await device.submit_step(lambda: 1)
+    for submit in (device.submit_step, device.submit_encode):
+        with pytest.raises(OSError, match="no context"):
+            await submit(lambda: 1)
     await device.aclose()
+    assert len(driver.marks[DECODER]) == 1 and not driver.marks[ENCODER]
 
 
 class Bindings(ModuleType):
@@ -318,28 +413,27 @@ def test_torchs_streams_where_the_bindings_fail(
 async def test_closing_waits_for_what_is_launched_and_cancels_the_rest(
     driver: FakeDriver, device: CudaDevice
 ) -> None:
-    gate, is_running = threading.Event(), threading.Event()
-    launched = device.submit_step(lambda: 1)
-    await driver.wait_for(1)
-
-    def runs() -> bool:
-        is_running.set()
-        return gate.wait(WAIT_S)
-
-    running = device.submit_step(runs)
-    assert await asyncio.to_thread(is_running.wait, WAIT_S)
-    queued = [device.submit_step(lambda: 3), device.submit_encode(lambda: 4)]
-    closing = asyncio.ensure_future(device.aclose())
+    """While both queues run: one job each is launched, one is being launched, one has not begun."""
+    submit = (device.submit_step, device.submit_encode)
+    launched = [each(lambda: 1) for each in submit]
+    await driver.wait_for(2)
+    jobs = [Held(), Held()]
+    running = [each(job) for each, job in zip(submit, jobs, strict=True)]
+    for job in jobs:
+        await job.begins()
+    queued = [each(lambda: 3) for each in submit]
+    closing = [asyncio.ensure_future(device.aclose()) for _ in range(2)]
     await turns()
-    gate.set()
-    await driver.wait_for(1)
-    await turns()
-    assert not closing.done() and not launched.done()
-    driver.pass_all()
-    await closing
-    assert await launched == 1 and await running is True
     assert all(future.cancelled() for future in queued)
-    assert device.submit_step(lambda: 5).cancelled()
+    for job in jobs:
+        job.gate.set()
+    await driver.wait_for(2)
+    await turns()
+    assert not any(future.done() for future in [*closing, *launched, *running])
+    driver.pass_all()
+    await asyncio.gather(*closing)
+    assert await asyncio.gather(*launched, *running) == [1, 1, "held", "held"]
+    assert all(each(lambda: 5).cancelled() for each in submit)
     await device.aclose()
 
 
