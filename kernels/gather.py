@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from aioengine.kernels.attention import (
 )
 from aioengine.kernels.dense import dense_attention, padded_length
 from aioengine.kernels.reference import bias_by_distance, visible_mask
-from aioengine.kernels.transfer import upload
 
 __all__ = ["GatherBackend"]
 
@@ -277,9 +277,12 @@ def _decode_buckets(
     """The step's one-token sequences in padded batches of at most `limit` rows."""
 
     def make() -> list[_Bucket]:
-        lens = meta.context_lens[: meta.num_decodes]
-        seen = [n if window is None else min(n, window) for n in lens]
-        return [_make_bucket(meta, rows, seen, dtype) for rows in _split_by_length(seen, limit)]
+        lens = sorted(meta.context_lens[: meta.num_decodes], reverse=True)
+        seen = lens if window is None else [min(n, window) for n in lens]
+        return [
+            _make_bucket(meta, first, last, seen, window, dtype)
+            for first, last in _split_by_length(seen, limit)
+        ]
 
     return meta.once(("decode", window, limit, dtype), make)
 
@@ -289,39 +292,45 @@ def _slots(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
     return meta.once("slots", lambda: (meta.slot_blocks.long(), meta.slot_offsets.long()))
 
 
-def _split_by_length(lens: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of `lens`, alike in length within each part, each part padded within `limit` rows."""
-    order = sorted(range(len(lens)), key=lambda i: -lens[i])
-    parts: list[list[int]] = []
-    for i in order:
-        longest = lens[parts[-1][0]] if parts else 0
-        alike = lens[i] * 4 >= longest * 3 or longest - lens[i] <= 64
-        if not parts or not alike or (len(parts[-1]) + 1) * longest > limit:
-            parts.append([])
-        parts[-1].append(i)
-    # One part needs no reordering: its sequences stay where they are in the batch.
-    return [sorted(part) for part in parts]
+def _split_by_length(lens: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Ranges of `lens`, the largest first, alike in length, each padded within `limit` rows."""
+    bounds = [0]
+    for i, length in enumerate(lens):
+        longest = lens[bounds[-1]]
+        alike = length * 4 >= longest * 3 or longest - length <= 64
+        if i and (not alike or (i + 1 - bounds[-1]) * longest > limit):
+            bounds.append(i)
+    return [*pairwise([*bounds, len(lens)])] if lens else []
 
 
 def _make_bucket(
-    meta: AttentionMetadata, rows: list[int], seen: Sequence[int], dtype: torch.dtype
+    meta: AttentionMetadata,
+    first: int,
+    last: int,
+    seen: Sequence[int],
+    window: int | None,
+    dtype: torch.dtype,
 ) -> _Bucket:
-    """The bucket of sequences `rows`, each of which sees its last `seen[i]` positions."""
+    """The bucket of sequences [first, last), counted by length, the longest first.
+
+    Of all, `seen` has how many positions each sees. Nothing is sent to the device.
+    """
     device = meta.seq_lens.device
-    length = padded_length(max(seen[i] for i in rows), device)
-    whole = rows == list(range(len(rows)))
-    ids = upload(rows, device)
-    ends = meta.seq_lens[ids].long()[:, None]
-    counts = upload([seen[i] for i in rows], device)[:, None]
+    length = padded_length(seen[first], device)
+    # All of them need no reordering: they stay where they are in the batch.
+    rows = None if last - first == len(seen) else meta.by_length[first:last].long()
+    chosen = slice(last) if rows is None else rows
+    ends = meta.seq_lens[chosen].long()[:, None]
+    counts = ends if window is None else ends.clamp(max=window)
     steps = torch.arange(length, device=device)[None, :]
     positions = torch.minimum(ends - counts + steps, ends - 1)
-    blocks = meta.block_table[ids].long().gather(1, positions // meta.block_size)
-    padded = any(seen[i] != length for i in rows)
+    blocks = meta.block_table[chosen].long().gather(1, positions // meta.block_size)
+    is_padded = seen[last - 1] != length
     return _Bucket(
-        rows=None if whole else ids,
+        rows=rows,
         blocks=blocks,
         offsets=positions % meta.block_size,
-        mask=_additive(steps < counts, dtype)[:, None, None, :] if padded else None,
+        mask=_additive(steps < counts, dtype)[:, None, None, :] if is_padded else None,
         distances=ends - 1 - positions,
     )
 
