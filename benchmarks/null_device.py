@@ -271,7 +271,8 @@ def main() -> None:
     results = []
     print("milliseconds a decode step on the host; operators launched")
     print(
-        f"{'model':14}{'layers':>7}{'greedy':>9}{'ops':>6}{'sampled':>9}{'ops':>6}{'beside Python':>15}"
+        f"{'model':14}{'layers':>7}{'greedy':>9}{'ops':>6}{'sampled':>9}{'ops':>6}"
+        f"{'beside Python':>15}"
     )
     for name in options.models.split(","):
         found = measure(name, options)
