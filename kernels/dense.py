@@ -29,19 +29,22 @@ def dense_attention(
     value: Tensor,
     mask: Tensor | None = None,
     *,
-    scale: float,
+    scale: float | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention of `query` [n, H, T, Dk] over `key` [n, H, S, Dk], `value` [n, H, S, Dv].
+    """Attention of `query` [n, Hq, T, Dk] over `key` [n, Hkv, S, Dk], `value` [n, Hkv, S, Dv].
 
-    `mask` broadcasts to [n, H, T, S] and is added to the scores, or is bool, True where a query sees
-    a key; every query sees one. `is_causal`: from the first key on, without a mask.
-    Returns [n, H, T, Dv] in the query's dtype.
+    `mask` broadcasts to [n, Hq, T, S] and is added to the scores, or is bool, True where a query
+    sees a key; every query sees one. `is_causal`: from the first key on, without a mask. `scale`:
+    Dk ** -0.5 by default. Returns [n, Hq, T, Dv] in the query's dtype.
     """
+    group = query.shape[1] // key.shape[1]
     if query.device.type != "cuda":
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
         )
+    if group > 1:
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     if query.dtype not in _DTYPES or not all(map(_has_whole_rows, (query, key, value))):
         # What PyTorch would take for these.
         found: Tensor = _math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
