@@ -73,7 +73,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the kernel adds it: in the query's dtype, of the scores' shape, with aligned rows."""
+    """Make of a mask what the kernel adds: of the scores' shape and dtype, with aligned rows."""
     if mask.dtype == torch.bool:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
         mask = bias.masked_fill_(~mask, float("-inf"))

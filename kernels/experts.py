@@ -76,7 +76,7 @@ class ExpertBlocks:
             out = flat.view(*rows.shape[:2], -1)
         else:
             each = max(1, MAX_WEIGHT_BYTES // (weight[0].numel() * weight.element_size()))
-            parts = zip(rows.split(each), self.experts.split(each), strict=True)
+            parts = zip(torch.split(rows, each), torch.split(self.experts, each), strict=True)
             out = torch.cat([torch.bmm(part, weight[experts]) for part, experts in parts])
         return out if bias is None else out + bias[self.experts][:, None]
 

@@ -94,7 +94,8 @@ class PerLayerModel(TransformersModel):
 
 def _gaussian_cutoff(share: float) -> Callable[[Tensor], Tensor]:
     """Keep what of a row exceeds the cutoff that a normal row's `share` lies below, less that."""
-    deviations = Normal(0, 1).icdf(torch.tensor(share, dtype=torch.float32))
+    normal: Any = Normal(0, 1)
+    deviations: Tensor = normal.icdf(torch.tensor(share, dtype=torch.float32))
 
     def cut(inputs: Tensor) -> Tensor:
         mean = inputs.mean(dim=-1, keepdim=True)

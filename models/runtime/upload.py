@@ -7,6 +7,7 @@ that the host waits for, at a fraction of the bus's speed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,12 +38,10 @@ class WeightUpload:
             return tensor.to(self._device)
         target = torch.empty_like(tensor, device=self._device)
         # Dense ones lie in memory alike on both sides, whatever their strides.
-        if target.stride() == tensor.stride():
-            pieces = _pieces(tensor), _pieces(target)
-        else:
-            pieces = [tensor], [target]
-        for source, piece in zip(*pieces, strict=True):
-            self._send(source, piece)
+        is_alike = target.stride() == tensor.stride()
+        sources, places = (_pieces(each) if is_alike else [each] for each in (tensor, target))
+        for source, place in zip(sources, places, strict=True):
+            self._send(source, place)
         return target
 
     def _send(self, source: Tensor, target: Tensor) -> None:
@@ -66,10 +65,10 @@ class WeightUpload:
             self._on_the_way.clear()
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Views of a dense tensor's memory, one after the other."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.split(max(1, PIECE_BYTES // tensor.element_size()))
+    return torch.split(flat, max(1, PIECE_BYTES // tensor.element_size()))
 
 
 def move_weights(model: nn.Module, device: torch.device | str) -> nn.Module:

@@ -65,7 +65,9 @@ def run_there(batch: PagedBatch, **options: Any) -> Tensor:
 def assert_right(batch: PagedBatch, **options: Any) -> None:
     expected = batch.attend(ReferenceBackend(), **options)
     tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(run_there(batch, **options), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        run_there(batch, **options), expected, atol=tolerance, rtol=tolerance
+    )
 
 
 def batch_of(chunks: Any, **options: Any) -> PagedBatch:

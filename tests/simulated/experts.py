@@ -1,4 +1,4 @@
-"""Experts in blocks on the simulated device: by the kernel for groups where that reads nothing back."""
+"""Experts in blocks on the simulated device, where nothing is read back to the host."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.simulated import device
 from tests.simulated.device import DEVICE, SimulatedTensor
 
-__all__ = ["BrokenRuleError", "CHOSEN"]
+__all__ = ["CHOSEN", "BrokenRuleError"]
 
 aten = torch.ops.aten
 CHOSEN = "scaled_dot_product_attention, which may build a plan for each new shape"
@@ -59,7 +59,9 @@ def efficient_attention(
     given = (query, key, value)
     rule(all(each.dim() == 4 for each in given), "four dimensions")
     kinds = (torch.float32, torch.float16, torch.bfloat16)
-    rule({each.dtype for each in given} <= {query.dtype} <= set(kinds), "one dtype, of 32 or 16 bits")
+    rule(
+        {each.dtype for each in given} <= {query.dtype} <= set(kinds), "one dtype, of 32 or 16 bits"
+    )
     rule(len({each.shape[:2] for each in given}) == 1, "as many heads of keys as of queries")
     rule(key.shape[2] == value.shape[2] and query.shape[3] == key.shape[3], "shapes that fit")
     rule(all(map(is_aligned, given)), "aligned rows")
