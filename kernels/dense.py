@@ -19,8 +19,8 @@ KEY_MULTIPLE = 64
 _ALIGNMENT_BYTES = 16
 """Of rows and of their addresses, for the memory-efficient kernel."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-_math = torch.ops.aten._scaled_dot_product_attention_math
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_math = torch.ops.aten._scaled_dot_product_attention_math.default
 
 
 def dense_attention(
@@ -49,7 +49,7 @@ def dense_attention(
         # What PyTorch would take for these.
         found: Tensor = _math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
         return found
-    rows = [each if _is_aligned(each) else each.contiguous() for each in (query, key, value)]
+    rows = map(_aligned, (query, key, value))
     bias = None if mask is None else _as_bias(mask, query, key)
     out: Tensor = _efficient(*rows, bias, False, 0.0, is_causal, scale=scale)[0]
     return out
@@ -62,6 +62,11 @@ def padded_length(count: int, device: torch.device) -> int:
 
 def _has_whole_rows(rows: Tensor) -> bool:
     return rows.shape[-1] > 0 and rows.shape[-1] * rows.element_size() % _ALIGNMENT_BYTES == 0
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    # Not `contiguous`, which leaves odd strides of dimensions of one.
+    return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ _GROUPED_CHIPS = (9, 10)
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """Where the rows of a step's (token, expert) pairs lie.
+    """Layout of the rows of a step's (token, expert) pairs.
 
     `places` int64 [T * k]: of each pair's row, in the order of tokens. `experts` int64 [n]: of each
     block. `ends` int32 [E]: the row behind each expert's last block. `size`: rows of a block.

@@ -65,6 +65,8 @@ def efficient_attention(
     rule(len({each.shape[:2] for each in given}) == 1, "as many heads of keys as of queries")
     rule(key.shape[2] == value.shape[2] and query.shape[3] == key.shape[3], "shapes that fit")
     rule(all(map(is_aligned, given)), "aligned rows")
+    steps = (each.stride(2) * each.element_size() for each in given)
+    rule(all(step % ALIGNMENT_BYTES == 0 for step in steps), "aligned rows, a single one too")
     sizes = (each.shape[3] * each.element_size() for each in given)
     rule(all(size % ALIGNMENT_BYTES == 0 for size in sizes), "heads of whole 16 bytes")
     factor = 1 / math.sqrt(query.shape[3]) if scale is None else scale
