@@ -19,8 +19,8 @@ KEY_MULTIPLE = 64
 _ALIGNMENT_BYTES = 16
 """Of rows and of their addresses, for the memory-efficient kernel."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-_math = torch.ops.aten._scaled_dot_product_attention_math
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_math = torch.ops.aten._scaled_dot_product_attention_math.default
 
 
 def dense_attention(
@@ -29,24 +29,27 @@ def dense_attention(
     value: Tensor,
     mask: Tensor | None = None,
     *,
-    scale: float,
+    scale: float | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention of `query` [n, H, T, Dk] over `key` [n, H, S, Dk], `value` [n, H, S, Dv].
+    """Attention of `query` [n, Hq, T, Dk] over `key` [n, Hkv, S, Dk], `value` [n, Hkv, S, Dv].
 
-    `mask` broadcasts to [n, H, T, S] and is added to the scores, or is bool, True where a query sees
-    a key; every query sees one. `is_causal`: from the first key on, without a mask.
-    Returns [n, H, T, Dv] in the query's dtype.
+    `mask` broadcasts to [n, Hq, T, S] and is added to the scores, or is bool, True where a query
+    sees a key; every query sees one. `is_causal`: from the first key on, without a mask. `scale`:
+    Dk ** -0.5 by default. Returns [n, Hq, T, Dv] in the query's dtype.
     """
+    group = query.shape[1] // key.shape[1]
     if query.device.type != "cuda":
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
         )
+    if group > 1:
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     if query.dtype not in _DTYPES or not all(map(_has_whole_rows, (query, key, value))):
         # What PyTorch would take for these.
         found: Tensor = _math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
         return found
-    rows = [each if _is_aligned(each) else each.contiguous() for each in (query, key, value)]
+    rows = map(_aligned, (query, key, value))
     bias = None if mask is None else _as_bias(mask, query, key)
     out: Tensor = _efficient(*rows, bias, False, 0.0, is_causal, scale=scale)[0]
     return out
@@ -61,6 +64,11 @@ def _has_whole_rows(rows: Tensor) -> bool:
     return rows.shape[-1] > 0 and rows.shape[-1] * rows.element_size() % _ALIGNMENT_BYTES == 0
 
 
+def _aligned(rows: Tensor) -> Tensor:
+    # Not `contiguous`, which leaves odd strides of dimensions of one.
+    return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
 def _is_aligned(tensor: Tensor) -> bool:
     """Return whether the kernel can read the rows [..., D] where they lie."""
     multiple = _ALIGNMENT_BYTES // tensor.element_size()
@@ -70,7 +78,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the kernel adds it: in the query's dtype, of the scores' shape, with aligned rows."""
+    """Make of a mask what the kernel adds: of the scores' shape and dtype, with aligned rows."""
     if mask.dtype == torch.bool:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
         mask = bias.masked_fill_(~mask, float("-inf"))

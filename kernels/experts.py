@@ -28,7 +28,7 @@ _GROUPED_CHIPS = (9, 10)
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """Where the rows of a step's (token, expert) pairs lie.
+    """Layout of the rows of a step's (token, expert) pairs.
 
     `places` int64 [T * k]: of each pair's row, in the order of tokens. `experts` int64 [n]: of each
     block. `ends` int32 [E]: the row behind each expert's last block. `size`: rows of a block.
@@ -76,7 +76,7 @@ class ExpertBlocks:
             out = flat.view(*rows.shape[:2], -1)
         else:
             each = max(1, MAX_WEIGHT_BYTES // (weight[0].numel() * weight.element_size()))
-            parts = zip(rows.split(each), self.experts.split(each), strict=True)
+            parts = zip(torch.split(rows, each), torch.split(self.experts, each), strict=True)
             out = torch.cat([torch.bmm(part, weight[experts]) for part, experts in parts])
         return out if bias is None else out + bias[self.experts][:, None]
 

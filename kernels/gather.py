@@ -396,7 +396,7 @@ def _chunk_mask(
 
 
 def _pad_keys(mask: Tensor, length: int) -> Tensor:
-    """A mask to add to scores, [..., keys], for `length` keys, of which no one sees those behind."""
+    """Extend a mask to add to scores, [..., keys], to `length` keys; nobody sees those behind."""
     missing = length - mask.shape[-1]
     return mask if not missing else pad(mask, (0, missing), value=float("-inf"))
 

@@ -11,11 +11,13 @@ Their last layers attend to the keys and values of an earlier one, which the pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn.functional import relu
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from aioengine.errors import ModelLoadError, UnsupportedModalityError
@@ -70,6 +72,16 @@ class PerLayerModel(TransformersModel):
         decoder: Any = self.decoder()
         return torch.cat([embeds, decoder.get_per_layer_inputs(input_ids).flatten(-2)], dim=-1)
 
+    def patch(self) -> None:
+        """Do as the base class; sparse activations find their cutoff without a copy to the
+        device."""
+        super().patch()
+        modules: Iterator[Any] = self.decoder().modules()
+        for module in modules:
+            share = getattr(module, "activation_sparsity", 0.0)
+            if share and hasattr(module, "_gaussian_topk"):
+                module._gaussian_topk = _gaussian_cutoff(share)
+
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Do as the base class, on embeddings as `embed` makes them."""
         if not self.per_layer_size:
@@ -78,6 +90,19 @@ class PerLayerModel(TransformersModel):
         num_layers = self.text_config.num_hidden_layers
         inputs = layers.reshape(1, len(layers), num_layers, -1)
         return self.run_decoder(decoder, first, positions, per_layer_inputs=inputs)
+
+
+def _gaussian_cutoff(share: float) -> Callable[[Tensor], Tensor]:
+    """Keep what of a row exceeds the cutoff that a normal row's `share` lies below, less that."""
+    normal: Any = Normal(0, 1)
+    deviations: Tensor = normal.icdf(torch.tensor(share, dtype=torch.float32))
+
+    def cut(inputs: Tensor) -> Tensor:
+        mean = inputs.mean(dim=-1, keepdim=True)
+        deviation = inputs.std(dim=-1, keepdim=True, unbiased=False)
+        return relu(inputs - (mean + deviation * deviations.to(inputs.dtype)))
+
+    return cut
 
 
 class PerLayerText(PerLayerModel):

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.dense import dense_attention
 from aioengine.models.deepseek_vl2.language import DeepseekLanguageModel
 from aioengine.models.deepseek_vl2.processing import (
     DeepseekVL2Config,
@@ -45,7 +46,7 @@ class _TowerAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         made = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).movedim(-3, 0)
-        out = scaled_dot_product_attention(*made.transpose(-2, -3))
+        out = dense_attention(*made.transpose(-2, -3))
         projected: Tensor = self.proj(out.transpose(-2, -3).flatten(-2))
         return projected
 

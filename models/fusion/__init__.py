@@ -17,6 +17,7 @@ from aioengine.models.fusion.fused_rms_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
+from aioengine.models.fusion.routed_experts import route_experts
 from aioengine.models.fusion.tied_head import read_tied_heads
 
 __all__ = ["PASSES", "fuse_layers"]
@@ -29,6 +30,7 @@ PASSES: tuple[Callable[[nn.Module], int], ...] = (
     fuse_norms,
     fuse_rotary,
     route_encoders,
+    route_experts,  # on a GPU, where the plain ones wait
 )
 """What is done to a whole model, in order. Each mutates it and returns how many modules it took."""
 

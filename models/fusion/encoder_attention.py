@@ -1,19 +1,22 @@
 """Encoders whose attention our kernels compute, where they are the faster ones.
 
 The attention modules that transformers sends to PyTorch's scaled-dot-product attention, and that
-are not causal, are made to ask for a function of ours. Whatever it does not know, a mask above all,
-it hands on to transformers' own, so masks are still made as for that.
+are not causal, are made to ask for a function of ours. Masks are still made as for that. On a CPU,
+whatever it does not know, a mask above all, it hands on to transformers' own; on a GPU it takes
+masks and biases, so that no kernel is chosen anew for each image's size.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aioengine.kernels.cpu.encoder_attention import attend_to_all, is_faster
+from aioengine.kernels.dense import dense_attention
 from aioengine.models.fusion.swap import route
 
 __all__ = ["FULL_ATTENTION_NAME", "route_encoders"]
@@ -31,6 +34,8 @@ _HARMLESS = frozenset(
     }
 )
 """Arguments that do not change what is computed here; `is_causal` is read."""
+_ELSEWHERE = frozenset({"cache", "softcap"})
+"""Arguments that transformers' own function deals with or refuses."""
 
 
 def route_encoders(model: nn.Module) -> int:
@@ -61,10 +66,39 @@ def _attend_fully(
     if is_plain and not kwargs.get("is_causal") and is_faster(query, key, value):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_to_all(query, key, value, scale), None
+    if query.device.type == "cuda" and not _ELSEWHERE & kwargs.keys():
+        return _attend_on_gpu(query, key, value, attention_mask, scaling, **kwargs), None
     found: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
     return found
+
+
+def _attend_on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute what transformers' own does; `query` may have one batch for all of the keys'."""
+    is_causal = bool(is_causal) and mask is None and query.shape[2] > 1
+    if position_bias is not None:
+        assert not is_causal, "an encoder's biases know no order"
+        least = torch.finfo(position_bias.dtype).min
+        if mask is None:
+            mask = position_bias
+        elif mask.dtype == torch.bool:
+            mask = position_bias.masked_fill(~mask, least)
+        else:
+            mask = position_bias + mask
+    query = query.expand(len(key), -1, -1, -1)
+    out = dense_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
+    return out.transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(FULL_ATTENTION_NAME, _attend_fully)

@@ -22,13 +22,11 @@ def swap(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None
         setattr(module, name, value)
 
 
-def route(
-    modules: Iterable[Any], name: str, field: str = "_attn_implementation_internal"
-) -> None:
+def route(modules: Iterable[Any], name: str, field: str = "_attn_implementation_internal") -> None:
     """Make modules ask for the function `name`, of attention by default; mutates their `config`.
 
-    `field`: where a config names it. A config object may be shared with others, which must go on as before: each is copied once, and
-    only the copy changes.
+    `field`: where a config names it. A config object may be shared with others, which must go on as
+    before: each is copied once, and only the copy changes.
     """
     copies: dict[int, Any] = {}
     for module in modules:

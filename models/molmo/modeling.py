@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import layer_norm, pad, silu
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.dense import dense_attention
 from aioengine.models.fusion.layer_names import LayerNames
 from aioengine.models.runtime.attention import Attention
 from aioengine.models.runtime.defined_model import RMSNorm, rotary_table, rotate_halves
@@ -123,7 +124,7 @@ class VisionAttention(nn.Module):
             _at_least_float32(each).view(*each.shape[:2], -1, self.head_dim).transpose(1, 2)
             for each in projected
         )
-        mixed = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        mixed = dense_attention(query, key, value)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2).to(queries.dtype))
         return out
 

@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, scaled_dot_product_attention, silu
+from torch.nn.functional import interpolate, silu
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.dense import dense_attention
 from aioengine.models.fusion.layer_names import LayerNames
 from aioengine.models.qwen_vl.processing import (
     QwenConfig,
@@ -92,7 +93,7 @@ class _TowerAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         per_head = self.in_proj(hidden).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
-        out = scaled_dot_product_attention(*per_head.chunk(3, dim=-1))
+        out = dense_attention(*per_head.chunk(3, dim=-1))
         projected: Tensor = self.out_proj(out.transpose(-2, -3).flatten(-2))
         return projected
 

@@ -16,12 +16,12 @@ import enum
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import AttentionArgs
+from aioengine.kernels.dense import dense_attention
 from aioengine.kernels.layer_slot import slot_of
 from aioengine.models.fusion.swap import route
 
@@ -125,10 +125,11 @@ class Attention(nn.Module):
 
     def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         group = self.num_heads // self.num_kv_heads
-        out: Tensor = scaled_dot_product_attention(
-            query.transpose(-2, -3),
-            key.repeat_interleave(group, dim=-2).transpose(-2, -3),
-            value.repeat_interleave(group, dim=-2).transpose(-2, -3),
-            scale=self.args.scale,
+        rows = (
+            query,
+            key.repeat_interleave(group, dim=-2),
+            value.repeat_interleave(group, dim=-2),
         )
-        return out.transpose(-2, -3)
+        flat = (each.reshape(-1, *each.shape[-3:]).transpose(1, 2) for each in rows)
+        out = dense_attention(*flat, scale=self.args.scale).transpose(1, 2)
+        return out.reshape(*query.shape[:-1], -1)

@@ -24,6 +24,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.load_progress import counted, is_watched
 from aioengine.models.runtime.quantized import check_packed_names, check_quantization, unpacked
 from aioengine.models.runtime.registry import resolve
+from aioengine.models.runtime.upload import move_weights
 from aioengine.processors.checkpoint_errors import shown, without_folders
 
 __all__ = ["build_on_meta", "find_class", "load_config", "load_pretrained", "loading", "pin_rotary"]
@@ -150,7 +151,7 @@ def load_pretrained(
         ) from error
     _check_report(report, model_class.__name__)
     model.eval().requires_grad_(False)
-    return model.to(device)
+    return move_weights(model, device)
 
 
 def _check_report(report: Mapping[str, Any], name: str) -> None:

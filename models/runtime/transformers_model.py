@@ -40,7 +40,6 @@ from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.swap import pass_on
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
-from aioengine.models.runtime.experts import route_experts
 from aioengine.models.runtime.hf_loading import (
     build_on_meta,
     find_class,
@@ -92,7 +91,6 @@ class TransformersModel:
         self._caches: tuple[tuple[Tensor, Tensor], ...] = ()
         pin_rotary(self.decoder(), max_model_len)
         self.patch()
-        route_experts(self.decoder())
 
     @classmethod
     def chosen_for(cls, hf_config: Any) -> type[TransformersModel]:

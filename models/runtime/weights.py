@@ -26,6 +26,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.hf_loading import loading
 from aioengine.models.runtime.load_progress import counted
 from aioengine.models.runtime.quantized import is_quantized
+from aioengine.models.runtime.upload import WeightUpload, move_weights
 
 __all__ = ["build_empty", "copy_weight", "copy_weights", "load_defined", "read_weights"]
 
@@ -52,8 +53,8 @@ def load_defined(
         raise ModelLoadError(f"{_name(definition)} takes no quantized checkpoints")
     model: Any = build_empty(definition, hf_config, dtype, device)
     try:
-        with torch.no_grad():
-            loaded = set(model.load_weights(read_weights(path, revision)))
+        with torch.no_grad(), WeightUpload(device) as upload:
+            loaded = set(model.load_weights(_uploaded(read_weights(path, revision), upload)))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(
             f"weights of {Path(path).name!r} could not be loaded: {type(error).__name__}: {error}"
@@ -107,8 +108,14 @@ def build_empty(
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise ModelLoadError(f"the buffer {path}.{name} of {_name(definition)} is empty")
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-    return model.eval().requires_grad_(False)
+    return move_weights(model.eval().requires_grad_(False), device)
+
+
+def _uploaded(
+    weights: Iterable[tuple[str, Tensor]], upload: WeightUpload
+) -> Iterator[tuple[str, Tensor]]:
+    """The same on the device, where a definition copies them to their places."""
+    return ((name, upload(tensor)) for name, tensor in weights)
 
 
 def read_weights(

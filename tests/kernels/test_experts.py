@@ -31,7 +31,12 @@ def test_rows_meet_their_experts(
     generator = torch.Generator().manual_seed(1)
     hidden, weight, bias, shares = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((num_tokens, SIZE), (num_experts, SIZE, OUT), (num_experts, OUT), chosen.shape)
+        for shape in (
+            (num_tokens, SIZE),
+            (num_experts, SIZE, OUT),
+            (num_experts, OUT),
+            chosen.shape,
+        )
     )
     blocks = ExpertBlocks.of(chosen, num_experts)
     out = blocks.linear(blocks.take(hidden), weight, bias if biased else None)

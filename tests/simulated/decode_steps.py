@@ -1,12 +1,14 @@
-"""Steps of every family on the simulated device: a decode step makes nobody wait.
+"""Steps of every family on the simulated device: no step of a decoder makes its thread wait.
 
-Each row of tests/parity/measured_rows.py is a tiny model. It is loaded on the device, which tries
-it against its own module there, and answers some of its prompts together, greedily and at random.
+Rows of tests/parity/measured_rows.py are tiny models. Each is loaded on the device, where it is
+tried against its own module, and answers two of its prompts together, greedily and at random.
+Encoders may wait; which of them do, and for what, is printed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,8 +23,23 @@ from aioengine.execution.model_runner import ModelRunner
 from tests.parity.measure import make
 from tests.parity.measured_rows import ROWS, Ask, Row
 from tests.simulated.device import DEVICE
+from tests.simulated.operators import CHOSEN
 
 MAX_TOKENS = 5
+SIBLINGS = (
+    *("test_llava[siglip]", "test_glm4v", "test_deepseek_vl2[small]", "test_molmo[olmo]"),
+    *("test_internvl_chat[qwen3]", "test_internvl_chat[llama]", "test_blip2_t5[flan-t5]"),
+    *("test_internvl_chat[internlm2]", "test_gemma_n4[gemma4-dense]", "test_gemma_n4[small]"),
+)
+"""Rows of families that another row stands for here."""
+CASES = [row for row in ROWS if row.name not in SIBLINGS]
+ROUTED = [
+    row
+    for row in ROWS
+    if row.name.endswith(("[aria]", "[gpt-oss]", "[gemma4-experts]", "vl2[tiny]", "vl2[base]"))
+]
+CHOOSING = {"aioengine/models/qwen_vl/modeling.py"}
+"""Encoders in which PyTorch chooses: Qwen-VL's resampler is torch's, with images of one size."""
 Waits = dict[str, Counter[tuple[str, str]]]
 
 
@@ -52,28 +69,43 @@ def waits_by_job() -> Iterator[Waits]:
         yield found
 
 
-async def answer(folder: Path, row: Row, asked: list[Ask]) -> None:
+async def answer(folder: Path, row: Row, asked: list[Ask], **more: Any) -> None:
     """Every prompt greedily and at random, all at once."""
     sizes = {"device": "cuda", "dtype": "float32", "block_size": 4, "kv_cache_bytes": 8 << 20}
     params = (
         SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
         SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True),
     )
-    options = {**sizes, "max_num_batched_tokens": 1024, **row.options}
+    options = {**sizes, "max_num_batched_tokens": 1024, **row.options, **more}
     async with AsyncEngine.from_pretrained(folder, **options) as engine:
         await asyncio.gather(
             *(engine.generate(ask.prompt, each, **ask.media) for ask in asked for each in params)
         )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_decode_steps_wait_for_nothing(row: Row, tmp_path: Path) -> None:
+def waits_of(row: Row, folder: Path, **options: Any) -> Waits:
+    """Of an engine that answers the first and the last of the row's prompts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        asked = [ask for ask, _ in make(row, tmp_path)]
+        asked = [ask for ask, _ in make(row, folder)]
     with waits_by_job() as found:
-        asyncio.run(answer(tmp_path, row, [asked[0], asked[-1]]))
-    print({k: dict(v) for k, v in found.items()})
+        asyncio.run(answer(folder, row, [asked[0], asked[-1]], **options))
+    DEVICE.waits.clear()  # those of encoders are known
+    sys.stdout.write(f"\nENCODER: {dict(found['encode'])}\n")
     assert found["steps"]["decode", ""] >= MAX_TOKENS - 1
-    DEVICE.waits.clear()
+    return found
+
+
+@pytest.mark.parametrize("row", CASES, ids=lambda row: row.name)
+def test_steps_wait_for_nothing(row: Row, tmp_path: Path) -> None:
+    found = waits_of(row, tmp_path)
+    assert not found["decode"] and not found["prompt"]
+    chosen = {place.rpartition(":")[0] for what, place in found["encode"] if what == CHOSEN}
+    assert chosen <= CHOOSING, "PyTorch chooses a kernel for each shape"
+
+
+@pytest.mark.parametrize("row", ROUTED, ids=lambda row: row.name)
+def test_experts_in_half_precision(row: Row, tmp_path: Path) -> None:
+    """Where the kernel for groups is taken, if sizes allow."""
+    found = waits_of(row, tmp_path, dtype="bfloat16", check_model=False)
     assert not found["decode"] and not found["prompt"]

@@ -22,6 +22,8 @@ ALL = (
     "tests/gpu/test_engine_cuda.py",
     "tests/simulated/checks.py",
     "tests/simulated/attention.py",
+    "tests/simulated/experts.py",
+    "tests/simulated/loading.py",
     "tests/simulated/decode_steps.py",
 )
 PLAIN = (

@@ -20,6 +20,7 @@ CHOSEN = (
     "64 or preemption or sampling or cancelling or encoder_that_fails or step_that_fails or "
     "lower or half or sizes or memory_is"
 )
+FAMILIES = "wait_for_nothing and (qwen3-vl or gpt-oss or gemma3n or base)"
 pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="NO COMPILER: NO SIMULATED GPU"),
     pytest.mark.timeout(600),
@@ -46,6 +47,20 @@ def test_the_engine_is_ordered_and_never_waits() -> None:
     status, text = run(ENGINE, "-k", CHOSEN)
     assert status == 0, text
     assert text.count("SIMULATED: ") == 16, text
+
+
+@pytest.mark.slow
+def test_operators_of_cuda_and_weights() -> None:
+    names = ("attention", "experts", "loading")
+    status, text = run(*(f"tests/simulated/{name}.py" for name in names))
+    assert status == 0, text
+
+
+@pytest.mark.slow
+def test_steps_of_some_families_wait_for_nothing() -> None:
+    status, text = run("tests/simulated/decode_steps.py", "-k", FAMILIES)
+    assert status == 0, text
+    assert text.count("ENCODER: ") == 4, text
 
 
 @pytest.mark.slow
