@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +34,7 @@ class Staged:
     __slots__ = ("shape", "tensor")
     tensor: Tensor
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
 
 
@@ -46,7 +44,6 @@ class _HostBuffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         is_pinned = device.type == "cuda"
         self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = self.tensor.numpy()
         self.copied: Any = torch.cuda.Event() if is_pinned else None  # type: ignore[no-untyped-call]
 
 
@@ -58,56 +55,57 @@ class StepBuffer:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._parts: dict[torch.dtype, list[tuple[Any, Staged]]] = {dtype: [] for dtype in _CODES}
+        self._parts: dict[torch.dtype, list[tuple[Tensor, Staged]]] = {each: [] for each in _CODES}
         self._ring: deque[_HostBuffer] = deque()
         self._there = torch.empty(0, dtype=torch.uint8)
 
     def put(self, values: Iterable[float] | Tensor, dtype: torch.dtype = torch.int64) -> Staged:
         """Take numbers [n], or a tensor of the CPU of any shape, as `dtype`: float64, int64, int32
-        or bool. They are copied before this returns, but for a tensor, by `send`."""
+        or bool. A tensor must stay as it is until they are sent."""
         if isinstance(values, Tensor):
-            numbers = values.to(dtype).contiguous().view(-1).numpy()
-            staged = Staged(tuple(values.shape))
+            numbers, shape = values.to(dtype).flatten(), values.shape
         else:
-            numbers = np.frombuffer(array(_CODES[dtype], values), np.uint8)
-            staged = Staged((numbers.nbytes // dtype.itemsize,))
-        self._parts[dtype].append((numbers.view(np.uint8), staged))
+            listed = array(_CODES[dtype], values)
+            numbers = (
+                torch.frombuffer(listed, dtype=dtype) if listed else torch.empty(0, dtype=dtype)
+            )
+            shape = numbers.shape
+        staged = Staged(shape)
+        self._parts[dtype].append((numbers, staged))
         return staged
 
     def send(self) -> None:
         """Copy what was put since the last time to the device, in the current stream."""
-        sizes = {
-            dtype: sum(numbers.nbytes for numbers, _ in parts)
+        sizes = [
+            sum(numbers.numel() for numbers, _ in parts) * dtype.itemsize
             for dtype, parts in self._parts.items()
-        }
-        total = sum(sizes.values())
-        if not total:
-            self._hand_out(torch.split(self._there[:0], [0] * len(sizes)))
-            return
+        ]
+        total = sum(sizes)
         self._fit(total)
-        here = self._ring[0]
+        here, there = self._ring[0], self._there
         self._ring.rotate(-1)
         if here.copied is not None:
             here.copied.synchronize()
-        chunks = [numbers for parts in self._parts.values() for numbers, _ in parts]
-        if chunks:
-            np.concatenate(chunks, out=here.bytes[:total])
-        if self._there is not here.tensor:
-            self._there[:total].copy_(here.tensor[:total], non_blocking=True)
+        for (dtype, parts), section in self._sections(here.tensor, sizes):
+            torch.cat([numbers for numbers, _ in parts], out=section.view(dtype))
+        if total and there is not here.tensor:
+            there[:total].copy_(here.tensor[:total], non_blocking=True)
         if here.copied is not None:
             torch.cuda.current_stream(self.device).record_event(here.copied)
-        self._hand_out(torch.split(self._there[:total], [*sizes.values()]))
+        for (dtype, parts), section in self._sections(there, sizes):
+            found = torch.split(section.view(dtype), [numbers.numel() for numbers, _ in parts])
+            for (_, staged), tensor in zip(parts, found, strict=True):
+                staged.tensor = tensor.view(staged.shape) if len(staged.shape) != 1 else tensor
+            parts.clear()
 
-    def _hand_out(self, sections: Iterable[Tensor]) -> None:
-        """Give each of what was put its part of the buffer."""
+    def _sections(
+        self, buffer: Tensor, sizes: list[int]
+    ) -> Iterator[tuple[tuple[torch.dtype, list[tuple[Tensor, Staged]]], Tensor]]:
+        """The numbers of each dtype, if any, and their bytes of a buffer; `sizes`: in bytes."""
+        sections = torch.split(buffer[: sum(sizes)], sizes)
         for (dtype, parts), section in zip(self._parts.items(), sections, strict=True):
             if parts:
-                counts = [prod(staged.shape) for _, staged in parts]
-                found = torch.split(section.view(dtype), counts)
-                for (_, staged), tensor in zip(parts, found, strict=True):
-                    is_flat = len(staged.shape) == 1
-                    staged.tensor = tensor if is_flat else tensor.view(staged.shape)
-                parts.clear()
+                yield (dtype, parts), section
 
     def _fit(self, num_bytes: int) -> None:
         if self._ring and self._there.numel() >= num_bytes:

@@ -141,7 +141,7 @@ class CudaDevice(Device):
 
 
 def _failure(prepare: Callable[[], None]) -> Exception | None:
-    """What goes wrong in preparing a thread, if anything: its jobs have to say so."""
+    """Prepare a thread; return what goes wrong, which its jobs have to say."""
     try:
         prepare()
     except BaseException as caught:

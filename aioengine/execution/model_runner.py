@@ -1,7 +1,9 @@
 """Execution of plans: owns the model, the KV pages and the encoder rows on the device.
 
-Every method runs on the device's launch thread, one at a time, so nothing here is locked. The
-runner follows plans to the letter and decides nothing.
+Steps run on the decoder's launch thread, encoder runs and drops on the encoder's, which may be the
+same. The two share the encoder rows, and no lock: a step reads only rows whose run has ended, and
+these are referenced from its plan to its commit, so they are not dropped meanwhile. The runner
+follows plans to the letter and decides nothing.
 """
 
 from __future__ import annotations

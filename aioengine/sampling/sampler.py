@@ -30,7 +30,7 @@ COLDEST = 1e-37
 
 
 class Constraint(Protocol):
-    """Says which tokens may come. Used on the launch thread only."""
+    """Says which tokens may come. Used on the thread that launches steps only."""
 
     def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor:
         """The tokens that may be number `output_index` of the output, with which `token_ids` end.

@@ -212,7 +212,7 @@ def _refusing_panics() -> Iterator[None]:
 
 
 class Constraint:
-    """One completion's place in its grammar. Used by the launch thread only."""
+    """One completion's place in its grammar. Used by the thread that launches steps only."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher

@@ -66,8 +66,8 @@ def encode_batch(
     if name is None:
         raise EngineError(f"no media among the encoder's arguments: {', '.join(kwargs) or 'none'}")
     ready = {**{key: kwargs[key] for key in _NUMBERS if key in kwargs}, **ready}
-    placed = {key: place(kwargs[key], dtype, device) for key in kwargs.keys() - ready.keys()}
-    inputs = {**placed, **ready}
+    others = {key: value for key, value in kwargs.items() if key not in ready}
+    inputs = {key: place(value, dtype, device) for key, value in others.items()} | ready
     encoder = _find_method(model, _SAMPLES[name])
     if encoder is None and name == "pixel_values_videos":
         # A model without a way of its own takes frames as it takes images.

@@ -60,7 +60,8 @@ __all__ = ["TransformersModel"]
 
 
 class TransformersModel:
-    """One loaded model. It is called by one thread at a time, under `torch.inference_mode`.
+    """One loaded model. It is called under `torch.inference_mode`, by one thread at a time; but
+    `encode` may be called by another thread than all else, at the same time.
 
     `model`: transformers' module, which belongs to this object from here on: its decoder's
     attention is rerouted. `specs`: its attention layers, if they are known already.

@@ -420,6 +420,12 @@ class NoStreams:
     def start(self) -> None:
         raise RuntimeError("no kernel image is available")
 
+    def attach(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
     def queue(self, name: str) -> Any:
         raise NotImplementedError
 

@@ -75,7 +75,8 @@ def _rows_are_dropped_at_launch() -> None:
 
     def stepped(self: ModelRunner, plan: Any) -> Any:
         launched = step(self, plan)
-        self._rows = {key: rows.clone() for key, rows in self._rows.items()}
+        for key, rows in list(self._rows.items()):  # the encoder's thread may add some meanwhile
+            self._rows[key] = rows.clone()
         return launched
 
     ModelRunner.step = stepped  # type: ignore[method-assign]
