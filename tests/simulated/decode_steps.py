@@ -1,4 +1,5 @@
-"""Steps of every family on the simulated device: no step of a decoder makes its thread wait.
+"""Steps of every family on the simulated device: no step of a decoder makes its thread wait, and
+each is one copy to the device and one back.
 
 Rows of tests/parity/measured_rows.py are tiny models. Each is loaded on the device, where it is
 tried against its own module, and answers two of its prompts together, greedily and at random.
@@ -45,19 +46,29 @@ Waits = dict[str, Counter[tuple[str, str]]]
 
 @contextmanager
 def waits_by_job() -> Iterator[Waits]:
-    """What made the launch thread wait in decode steps, in steps with prompts, and in encoders."""
+    """What made the launch thread wait in decode steps, in steps with prompts, and in encoders.
+
+    And "copies" of each decode step beside which no encoder ran, as ("to the device", number).
+    """
     found: Waits = {"decode": Counter(), "prompt": Counter(), "encode": Counter()}
+    found |= {"steps": Counter(), "copies": Counter()}
+    encoding = {"begun": 0, "ended": 0}
     originals = {"step": ModelRunner.step, "encode": ModelRunner.encode}
 
     def noting(name: str) -> Callable[..., Any]:
         def run(runner: ModelRunner, plan: Any, *others: Any) -> Any:
-            before = DEVICE.waits.copy()
+            before, copies, ended = DEVICE.waits.copy(), DEVICE.copies.copy(), encoding["ended"]
+            encoding["begun"] += name == "encode"
             done = originals[name](runner, plan, *others)
+            encoding["ended"] += name == "encode"
             kind = name
             if name == "step":
                 is_decode = all(s.output_index and s.end - s.start == 1 for s in plan.sequences)
                 kind = "decode" if is_decode else "prompt"
-                found.setdefault("steps", Counter())[kind, ""] += 1
+                found["steps"][kind, ""] += 1
+            if kind == "decode" and encoding["begun"] == ended:
+                new = DEVICE.copies - copies
+                found["copies"].update((each, str(count)) for each, count in new.items())
             found[kind] += DEVICE.waits - before
             return done
 
@@ -93,6 +104,8 @@ def waits_of(row: Row, folder: Path, **options: Any) -> Waits:
     DEVICE.waits.clear()  # those of encoders are known
     sys.stdout.write(f"\nENCODER: {dict(found['encode'])}\n")
     assert found["steps"]["decode", ""] >= MAX_TOKENS - 1
+    copies = {key for key, count in found["copies"].items() if count}
+    assert copies == {("to the device", "1"), ("to the host", "1")}, found["copies"]
     return found
 
 
