@@ -169,7 +169,7 @@ def build_metadata(
 def build_cross_metadata(
     *, block_size: int, device: torch.device | str = "cpu", **sequences: Any
 ) -> AttentionMetadata:
-    """As `build_metadata`; `sequences`: the other arguments of `stage_cross_metadata`."""
+    """The same for cross-attention; `sequences`: other arguments of `stage_cross_metadata`."""
     buffer = StepBuffer(device)
     staged = stage_cross_metadata(buffer, block_size=block_size, **sequences)
     buffer.send()

@@ -284,7 +284,7 @@ class ModelRunner:
 
     @staticmethod
     def _rows_mask(sequences: Sequence[SequencePlan], num_tokens: int) -> Tensor | None:
-        """Which of the step's tokens encoder rows stand for: bool [T], None if none."""
+        """Mark the step's tokens that encoder rows stand for: bool [T], None if there are none."""
         if not any(s.rows for s in sequences):
             return None
         is_row = torch.zeros(num_tokens, dtype=torch.bool)

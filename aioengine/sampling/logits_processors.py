@@ -290,7 +290,7 @@ class _Places:
 
 
 class _Penalties(_Places):
-    """What the tokens that have come before cost some rows."""
+    """Penalties of some rows for the tokens that have come before."""
 
     def __init__(self, buffer: StepBuffer, rows: Sequence[_Row], histories: _Histories) -> None:
         super().__init__(buffer, rows, histories)
