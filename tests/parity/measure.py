@@ -144,8 +144,8 @@ def noted_definition(module: str, name: str) -> Iterator[list[Tensor]]:
         yield found
 
 
-def make(row: Row, folder: Path) -> list[tuple[Ask, Reference]]:
-    """The row's model in `folder`, what it is asked, and the reference's answers."""
+def asks_of(row: Row, folder: Path) -> list[Ask]:
+    """The row's model in `folder`, and what it is asked."""
     module = import_module(f"tests.parity.{row.module}")
     # What pytest would give to the fixture.
     given = {
@@ -154,12 +154,17 @@ def make(row: Row, folder: Path) -> list[tuple[Ask, Reference]]:
     }
     fixture = inspect.unwrap(getattr(module, row.fixture))
     taken = {name: given[name] for name in inspect.signature(fixture).parameters}
+    return row.asks(module, fixture(**taken))
+
+
+def make(row: Row, folder: Path) -> list[tuple[Ask, Reference]]:
+    """The row's model in `folder`, what it is asked, and the reference's answers."""
     if row.definition is None:
         with noted_generate() as answers:
-            asked = row.asks(module, fixture(**taken))
+            asked = asks_of(row, folder)
         return [(ask, _aligned(ask, each)) for ask, each in zip(asked, answers, strict=True)]
     with noted_definition(*row.definition) as rows:
-        asked = row.asks(module, fixture(**taken))
+        asked = asks_of(row, folder)
     left = iter(rows)
     found = [
         (ask, Reference(ask.expected, torch.stack([next(left) for _ in ask.expected])))

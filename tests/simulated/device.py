@@ -1,13 +1,16 @@
 """A GPU that is simulated on a build of PyTorch without CUDA.
 
 A `SimulatedTensor` says that it is on `cuda:0` and holds a tensor of the CPU, on which its
-operators are computed at once. So the numbers are real, and what is checked is what a CPU would
-forgive: operators over tensors of two devices raise, everything that makes the host wait is
-counted with its place, and every operator is reported to order.py, which knows which streams may
-run side by side.
+operators are computed. So the numbers are real, and what is checked is what a CPU would forgive:
+operators over tensors of two devices raise, everything that makes the host wait is counted with its
+place, and every operator is reported to order.py, which knows which streams may run side by side.
 
-What is not seen: errors inside kernels, which kernel PyTorch would have taken, and time. Operators
-run when they are launched, so a missing event does not change numbers here; order.py finds it.
+Operators run when they are launched, or, after `run_later(seed)`, in a random order that streams
+and events allow (queues.py). Results are full of poison until then, and so is pinned memory that
+copies go to; memory that nobody refers to any more is poisoned in its stream's turn, where the
+allocator could give it away. So a missing event, or memory reused too soon, gives wrong tokens.
+
+What is not seen: errors inside kernels, which kernel PyTorch would have taken, and time.
 """
 
 from __future__ import annotations
@@ -16,61 +19,54 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakIdKeyDictionary
 
-from tests.simulated.order import Event, Order, Stream
+from tests.simulated.deferral import UnknownShapeError, later, poison, poison_memory, shape_of
+from tests.simulated.order import Order, Stream
+from tests.simulated.queues import Queues
+from tests.simulated.schemas import (
+    ALLOCATING,
+    FRESH,
+    INDEXING,
+    PINNING,
+    WAITING,
+    is_view,
+    returned,
+    written_by,
+)
 
-__all__ = ["DEVICE", "MixedDevicesError", "SimulatedMode", "SimulatedTensor", "to_simulated"]
+__all__ = ["DEVICE", "MixedDevicesError", "SimulatedMode", "SimulatedTensor"]
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 LAUNCH_THREAD = "aioengine-device"
-SEGMENT_BYTES = 2 << 20
+LAUNCH_THREADS = (LAUNCH_THREAD, "aioengine-encoder")
 aten = torch.ops.aten
-
-WAITING = {
-    aten._local_scalar_dense.default: "item()",
-    aten.nonzero.default: "nonzero()",
-    aten.masked_select.default: "masked_select()",
-    aten.equal.default: "equal()",
-    aten.is_nonzero.default: "bool()",
-    aten.repeat_interleave.Tensor: "repeat_interleave() without its output's size",
-    aten._unique2.default: "unique()",
-    aten.unique_consecutive.default: "unique_consecutive()",
-}
-"""Operators whose result the host waits for."""
-INDEXING = {
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-    aten._unsafe_index.Tensor,
-}
-ALLOCATING = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh.default,
-}
-"""Operators that launch nothing."""
-PINNING = {aten.is_pinned.default, aten.pin_memory.default, aten._pin_memory.default}
 
 
 class MixedDevicesError(RuntimeError):
     """An operator was given tensors of the host and of the device."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """Memory of the device: the stream that it goes back to, and how many tensors are over it."""
+
+    memory: torch.UntypedStorage
+    dtype: torch.dtype
+    owner: int
+    num_tensors: int = 0
 
 
 class SimulatedDevice:
@@ -82,15 +78,19 @@ class SimulatedDevice:
         self.default = Stream(self.order, is_default=True)
         self.waits: Counter[tuple[str, str]] = Counter()
         """What made the launch thread wait, and where -> how often; loads and ends are left out."""
+        self.encoder_waits: Counter[tuple[str, str]] = Counter()
+        """The same of work for the encoder's stream."""
+        self.early: Counter[str] = Counter()
+        """Operators that had to be computed at once, since their shapes were not known before."""
         self.launches: Counter[int] = Counter()
         """Stream -> operators launched."""
         self.copies: Counter[str] = Counter()
         """"to the device" and "to the host" -> copies that nobody waits for."""
-        self.pinned = WeakIdKeyDictionary()
+        self._pinned: dict[int, StorageWeakRef] = {}
         self._local = threading.local()
         self.num_bytes = self.most_bytes = 0
         """Bytes of the device's memory that tensors are over, and the most since a reset."""
-        self._num_tensors: Counter[int] = Counter()  # by address of their memory
+        self._blocks: dict[int, _Block] = {}  # by address
 
     @property
     def stream(self) -> Stream:
@@ -115,50 +115,85 @@ class SimulatedDevice:
         finally:
             self._local.may_wait = False
 
+    def run_later(self, seed: int | None) -> None:
+        """Run operators in an order of the seed's from now on; None: when they are launched."""
+        if self.order.queues is not None:
+            self.order.queues.run_all()
+        self.order.queues = None if seed is None else Queues(seed, self.lock)
+
     def reset(self) -> None:
         """Forget what was found and counted."""
         self.order.findings.clear()
-        for counter in (self.waits, self.launches, self.copies):
+        for counter in (self.waits, self.encoder_waits, self.launches, self.copies, self.early):
             counter.clear()
+        if self.order.queues is not None:
+            self.order.queues.failure = None
+            self.order.queues.run_all()
 
     def hold(self, tensor: SimulatedTensor) -> None:
         """Count a tensor over its memory, until it is gone."""
-        storage = tensor.elem.untyped_storage()
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        memory = tensor.elem.untyped_storage()
+        address = memory.data_ptr()
         if not address:
             return
         with self.lock:
-            if not self._num_tensors[address]:
-                self.order.allocate(address, self.stream.number)
-                self.num_bytes += num_bytes
+            block = self._blocks.get(address)
+            if block is None:
+                owner = self.stream.number
+                block = self._blocks[address] = _Block(memory, tensor.elem.dtype, owner)
+                self.order.allocate(address, owner)
+                self.num_bytes += memory.nbytes()
                 self.most_bytes = max(self.most_bytes, self.num_bytes)
-            self._num_tensors[address] += 1
-        weakref.finalize(tensor, self._let_go, address, num_bytes).atexit = False
+            block.num_tensors += 1
+        weakref.finalize(tensor, self._let_go, address).atexit = False
 
-    def _let_go(self, address: int, num_bytes: int) -> None:
+    def _let_go(self, address: int) -> None:
         with self.lock:
-            self._num_tensors[address] -= 1
-            if not self._num_tensors[address]:
-                del self._num_tensors[address]
-                self.num_bytes -= num_bytes
-                self.order.free(address)
+            block = self._blocks[address]
+            block.num_tensors -= 1
+            if block.num_tensors:
+                return
+            del self._blocks[address]
+            self.num_bytes -= block.memory.nbytes()
+            self.order.free(address)
+            if self.order.queues is not None:
+                # From here on the allocator could give it to the next operator of its stream.
+                work = partial(poison_memory, block.memory, block.dtype)
+                self.order.queues.put(block.owner, work)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Note that a host tensor's memory is pinned."""
+        for key in [key for key, known in self._pinned.items() if known.expired()]:
+            del self._pinned[key]
+        memory = tensor.untyped_storage()
+        self._pinned[memory._cdata] = StorageWeakRef(memory)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a host tensor's memory is pinned."""
+        known = self._pinned.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
 
     def reset_peak(self) -> None:
         """Begin anew to look for the most bytes."""
         self.most_bytes = self.num_bytes
 
     def wait(self, what: str) -> None:
-        """Count that the launch thread waits for the device."""
+        """Have the host wait for the current stream, and count it on a launch thread."""
+        self.stream.record_event().synchronize()
         may_wait = getattr(self._local, "may_wait", False)
-        if threading.current_thread().name == LAUNCH_THREAD and not may_wait:
-            self.waits[what, place()] += 1
+        if threading.current_thread().name in LAUNCH_THREADS and not may_wait:
+            is_encoder = self.stream.number and not self.stream.priority
+            waits = self.encoder_waits if is_encoder else self.waits
+            waits[what, place()] += 1
 
-    def launch(self, operator: Any, reads: list[Any], writes: list[Any]) -> None:
+    def launch(self, operator: Any, where: str, reads: list[Any], writes: list[Any]) -> None:
         """Note an operator in the current stream."""
         self.launches[self.stream.number] += 1
         self.order.launch(
-            self.stream.number, str(operator), place(), _addresses(reads), _addresses(writes)
+            self.stream.number, str(operator), where, _addresses(reads), _addresses(writes)
         )
+        if self.order.queues is not None:
+            self.order.queues.go_on()
 
 
 DEVICE = SimulatedDevice()
@@ -250,16 +285,10 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _pin(func: Any, tensor: Tensor) -> Any:
     if func is aten.is_pinned.default:
-        return _is_pinned(tensor)
+        return DEVICE.is_pinned(tensor)
     pinned = tensor.clone()
-    DEVICE.pinned[pinned] = True
+    DEVICE.pin(pinned)
     return pinned
-
-
-def _is_pinned(tensor: Tensor) -> bool:
-    """Return whether its memory, of which it may be a part, was asked for as pinned."""
-    address = tensor.untyped_storage().data_ptr()
-    return any(each.untyped_storage().data_ptr() == address for each in [*DEVICE.pinned])
 
 
 def _convert(func: Any, source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -272,53 +301,57 @@ def _convert(func: Any, source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         for key, value in kwargs.items()
         if key not in ("device", "pin_memory", "non_blocking")
     }
-    out = func(_bare(source), **others)
+    if is_there and not goes_there:
+        DEVICE.wait("to the host, by .to() or .cpu()")
     if not goes_there:
-        if is_there:
-            DEVICE.wait("to the host, by .to() or .cpu()")
-            DEVICE.order.synchronize(DEVICE.order.record(DEVICE.stream.number))
-        return out
-    made = SimulatedTensor(out)
-    if not is_there:
-        _count_copy("to the device", source, kwargs.get("non_blocking", False))
-    DEVICE.launch(func, [source], [made])
+        return func(_bare(source), **others)
+    is_queued = is_there or _count_copy("to the device", source, kwargs.get("non_blocking", False))
+    where = place()
+    made = SimulatedTensor(_result(func, (_bare(source),), others, where, at_once=not is_queued))
+    DEVICE.launch(func, where, [source], [made])
     return made
 
 
 def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    _bare(target).copy_(_bare(source))
     is_there = isinstance(target, SimulatedTensor)
-    if is_there != isinstance(source, SimulatedTensor):
-        direction = "to the device" if is_there else "to the host"
-        _count_copy(direction, source if is_there else target, non_blocking)
-    if is_there or isinstance(source, SimulatedTensor):
-        DEVICE.launch(func, [source], [target])
+    if not is_there and not isinstance(source, SimulatedTensor):
+        return target.copy_(source)
+    is_over = is_there != isinstance(source, SimulatedTensor)
+    host, direction = (source, "to the device") if is_there else (target, "to the host")
+    is_queued = not is_over or _count_copy(direction, host, non_blocking)
+    where = place()
+    _result(func, (_bare(target), _bare(source)), {}, where, at_once=not is_queued)
+    DEVICE.launch(func, where, [source], [target])
     return target
 
 
-def _count_copy(direction: str, host: Tensor, non_blocking: bool) -> None:
-    if non_blocking and _is_pinned(host):
+def _count_copy(direction: str, host: Tensor, non_blocking: bool) -> bool:
+    """Note a copy between host and device; whether nobody waits for it."""
+    if non_blocking and DEVICE.is_pinned(host):
         DEVICE.copies[direction] += 1
-    else:
-        DEVICE.wait(f"{direction}, in memory that is not pinned or not non_blocking")
+        return True
+    DEVICE.wait(f"{direction}, in memory that is not pinned or not non_blocking")
+    return False
 
 
 def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     leaves = tree_leaves((args, kwargs))
     there = [each for each in leaves if isinstance(each, SimulatedTensor)]
-    if there:
-        _look(func, args, leaves)
+    has_waited = bool(there) and _look(func, args, leaves)
     device, options = kwargs.get("device"), dict(kwargs)
     is_made_there = bool(there) if device is None else torch.device(device).type == "cuda"
     if device is not None:
         options["device"] = "cpu"
     is_pinned = bool(options.pop("pin_memory", False))
-    found = func(*tree_map(_bare, args), **tree_map(_bare, options))
-    if is_pinned and isinstance(found, Tensor):
-        DEVICE.pinned[found] = True
     if not is_made_there:
+        found = func(*args, **options)
+        if is_pinned:
+            DEVICE.pin(poison(found) if DEVICE.order.queues and func in ALLOCATING else found)
         return found
-    written = [each for each in tree_leaves(_written(func, args, kwargs)) if _is_there(each)]
+    where = place()
+    given = tree_map(_given, args), tree_map(_given, options)
+    found = _result(func, *given, where, at_once=has_waited)
+    written = [each for each in tree_leaves(written_by(func, args, kwargs)) if _is_there(each)]
     by_elem = {id(each.elem): each for each in written}
 
     def wrap(value: Any) -> Any:
@@ -328,120 +361,63 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return SimulatedTensor(value) if known is None else known
 
     out = tree_map(wrap, found)
-    if not (func in ALLOCATING or _is_view(func)):
-        DEVICE.launch(func, there, [*written, *filter(_is_there, tree_leaves(out))])
+    if not (func in ALLOCATING or is_view(func)):
+        DEVICE.launch(func, where, there, [*written, *filter(_is_there, tree_leaves(out))])
     return out
 
 
-def _look(func: Any, args: Any, leaves: list[Any]) -> None:
-    """Count what the host waits for, and refuse tensors of two devices."""
-    if func in WAITING:
-        DEVICE.wait(WAITING[func])
+def _result(
+    func: Any, args: Any, options: Mapping[str, Any], where: str, *, at_once: bool = False
+) -> Any:
+    """Compute an operator over tensors of the CPU now, or have it computed in the stream's turn."""
+    queues = DEVICE.order.queues
+    if queues is None or at_once or is_view(func):
+        return func(*args, **options)
+    if func in ALLOCATING:
+        found = func(*args, **options)
+        return poison(found) if func in FRESH else found
+    written = written_by(func, args, options)
+    try:
+        found = returned(func, args, options) if written else shape_of(func, args, options)
+    except UnknownShapeError:
+        DEVICE.early[str(func)] += 1
+        DEVICE.stream.record_event().synchronize()
+        return func(*args, **options)
+    targets = None if written else found
+    queues.put(DEVICE.stream.number, later(func, args, options, targets, where))
+    return found
+
+
+def _look(func: Any, args: Any, leaves: list[Any]) -> bool:
+    """Whether the host waits for an operator, which is counted; refuses tensors of two devices."""
     if func in INDEXING:
+        has_waited = False
         for index in tree_leaves(args[1]):
             if isinstance(index, Tensor) and not isinstance(index, SimulatedTensor):
                 DEVICE.wait("an index on the host")
+                has_waited = True
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 DEVICE.wait("a mask as an index")
-        return
+                has_waited = True
+        return has_waited
     for each in leaves:
         # A number in a tensor without dimensions is passed by value.
         if isinstance(each, Tensor) and not isinstance(each, SimulatedTensor) and each.dim():
             raise MixedDevicesError(f"{func} mixes tensors of the host and of the device")
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to, by its schema."""
-    found = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
-    return found
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    if func in WAITING:
+        DEVICE.wait(WAITING[func])
+    return func in WAITING
 
 
 def _is_there(value: Any) -> bool:
     return isinstance(value, SimulatedTensor)
 
 
+def _given(value: Any) -> Any:
+    """An operand; numbers of the host are passed by value."""
+    is_here = isinstance(value, Tensor) and not isinstance(value, SimulatedTensor)
+    return value.clone() if is_here and DEVICE.order.queues is not None else _bare(value)
+
+
 def _bare(value: Any) -> Any:
     return value.elem if isinstance(value, SimulatedTensor) else value
-
-
-def _reserved(num_bytes: int) -> int:
-    """Bytes of whole segments of an allocator."""
-    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
-
-
-def to_simulated(module: nn.Module) -> nn.Module:
-    """Move a module's parameters and buffers to the device, in place; shared ones stay shared."""
-    made: dict[int, nn.Parameter] = {}
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None and not isinstance(parameter.data, SimulatedTensor):
-                if id(parameter) not in made:
-                    moved = SimulatedTensor(parameter.data)
-                    made[id(parameter)] = nn.Parameter(moved, requires_grad=False)
-                each._parameters[name] = made[id(parameter)]
-        for name, buffer in each._buffers.items():
-            if buffer is not None and not isinstance(buffer, SimulatedTensor):
-                each._buffers[name] = SimulatedTensor(buffer)
-    return module
-
-
-def install(module_to: Callable[..., Any] = nn.Module.to) -> None:
-    """Put stand-ins in the place of torch.cuda's functions, for the rest of this process."""
-    torch._C._set_only_lift_cpu_tensors(True)
-
-    def stream(priority: int = 0, **_: object) -> Stream:
-        return Stream(DEVICE.order, priority=priority)
-
-    def new_stream(_device: object = None, *, priority: int = 0, **_: object) -> Stream:
-        return stream(priority)
-
-    new_stream.priority_range = lambda: (0, -3)  # type: ignore[attr-defined]
-
-    def synchronize(_device: object = None) -> None:
-        DEVICE.wait("torch.cuda.synchronize()")
-        DEVICE.order.synchronize()
-
-    stand_ins: dict[str, Any] = {
-        "Stream": new_stream,
-        "Event": lambda **options: Event(DEVICE.order, **options),
-        "current_stream": lambda _device=None: DEVICE.stream,
-        "stream": DEVICE.using,
-        "synchronize": synchronize,
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _device: None,
-        "mem_get_info": lambda _device=None: (8 << 30, 16 << 30),
-        "memory_allocated": lambda _device=None: DEVICE.num_bytes,
-        "max_memory_allocated": lambda _device=None: DEVICE.most_bytes,
-        "memory_reserved": lambda _device=None: _reserved(DEVICE.num_bytes),
-        "max_memory_reserved": lambda _device=None: _reserved(DEVICE.most_bytes),
-        "reset_peak_memory_stats": lambda _device=None: DEVICE.reset_peak(),
-        "empty_cache": lambda: None,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "is_current_stream_capturing": lambda: False,
-        "get_device_capability": lambda _device=None: (9, 0),
-        "get_device_name": lambda _device=None: "a simulated GPU",
-    }
-    for name, stand_in in stand_ins.items():
-        setattr(torch.cuda, name, stand_in)
-
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device = kwargs.get("device", args[0] if args else None)
-        is_device = isinstance(device, str | torch.device)
-        if is_device and torch.device(device).type == "cuda":
-            with torch.inference_mode(False), torch.no_grad():
-                return to_simulated(self)
-        moved: nn.Module = module_to(self, *args, **kwargs)
-        return moved
-
-    nn.Module.to = to  # type: ignore[assignment, method-assign]

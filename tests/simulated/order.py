@@ -5,6 +5,9 @@ number of those that are known to have ended before its next one begins. Recordi
 a clock, waiting for one merges it (Lamport, 1978; Mattern, 1989). The host is one more
 participant: an operator is launched after all that any of its threads has waited for.
 
+Beside that an order may have queues (queues.py), in which operators lie until they are run; without
+them each has been run when it is launched.
+
 Two findings: a *race*, where two operators touch the same memory, one of them writes, and nothing
 orders them; and memory that is *freed while read*: a block goes back to the stream that it was made
 in, which may use it at once, while another stream is not known to be done with it.
@@ -16,6 +19,8 @@ import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from tests.simulated.queues import Point, Queues
 
 __all__ = ["Event", "Finding", "Order", "Stream"]
 
@@ -61,6 +66,7 @@ class Order:
         self._host: Clock = {}
         self._clocks: dict[int, Clock] = {0: {}}
         self._blocks: dict[int, _Block] = {}
+        self.queues: Queues | None = None
 
     def new_stream(self) -> int:
         """The number of a new stream; 0 is the default one."""
@@ -154,6 +160,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """Let what is launched from now on begin behind the event."""
         self.order.wait(self.number, event.clock)
+        if self.order.queues is not None and event.point is not None:
+            self.order.queues.put(self.number, event.point)
 
     def wait_stream(self, other: Stream) -> None:
         """Let what is launched from now on begin behind all of another stream."""
@@ -166,15 +174,24 @@ class Event:
     def __init__(self, order: Order, **_: object) -> None:
         self.order = order
         self.clock: Clock = {}
+        self.point: Point | None = None
 
     def record(self, stream: Stream) -> None:
         """Mark the end of what has been launched into the stream."""
         self.clock = self.order.record(stream.number)
+        queues = self.order.queues
+        self.point = None if queues is None else queues.point(stream.number)
 
     def synchronize(self) -> None:
-        """Wait on the host."""
+        """Wait on the host. Raises DeviceFailedError."""
+        if self.order.queues is not None and self.point is not None:
+            self.order.queues.run_until(self.point)
         self.order.synchronize(self.clock)
 
     def query(self) -> bool:
-        """Whether it has come; here operators have ended when they are launched."""
-        return True
+        """Whether it has come. A device with queues goes on meanwhile."""
+        queues = self.order.queues
+        if queues is None or self.point is None:
+            return True
+        queues.go_on(surely=True)
+        return queues.has_passed(self.point)

@@ -2,7 +2,7 @@
 
 SIMULATED_GUARD names the library that guard.cpp was built into. A test fails where operators were
 not ordered, memory was freed while read, or the launch thread waited for the device.
-SIMULATED_MUTANT puts a fault into the project that has to be found: a name of MUTANTS.
+SIMULATED_ORDER, a number, has operators run later, in an order that it is the seed of.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +19,10 @@ import torch
 torch.ops.load_library(os.environ["SIMULATED_GUARD"])
 
 from aioengine.engine import loader  # noqa: E402
-from aioengine.execution.model_runner import ModelRunner  # noqa: E402
-from aioengine.kernels import transfer  # noqa: E402
 from aioengine.streams.cuda import TorchDriver  # noqa: E402
-from tests.simulated import operators, order  # noqa: E402, F401
-from tests.simulated.device import DEVICE, SimulatedMode, install  # noqa: E402
+from tests.simulated import operators  # noqa: E402, F401
+from tests.simulated.device import DEVICE, SimulatedMode  # noqa: E402
+from tests.simulated.stand_ins import install  # noqa: E402
 
 ENCODER_THREAD = "aioengine-encoder"
 
@@ -58,50 +57,27 @@ def _launch_on_it() -> None:
     loader.load = loaded
 
 
-def _no_event_is_waited_for() -> None:
-    order.Event.synchronize = lambda self: None  # type: ignore[method-assign]
-
-
-def _uploads_are_pageable() -> None:
-    transfer.to_device.__code__ = _to_device_pageable.__code__
-
-
-def _to_device_pageable(tensor: Any, device: Any) -> Any:
-    return tensor.to(device)
-
-
-def _rows_are_dropped_at_launch() -> None:
-    step = ModelRunner.step
-
-    def stepped(self: ModelRunner, plan: Any) -> Any:
-        launched = step(self, plan)
-        for key, rows in list(self._rows.items()):  # the encoder's thread may add some meanwhile
-            self._rows[key] = rows.clone()
-        return launched
-
-    ModelRunner.step = stepped  # type: ignore[method-assign]
-
-
-MUTANTS: dict[str, Callable[[], None]] = {
-    "no event is waited for": _no_event_is_waited_for,
-    "rows are dropped when a step is launched": _rows_are_dropped_at_launch,
-    "uploads are pageable": _uploads_are_pageable,
-}
-
+ORDER = os.environ.get("SIMULATED_ORDER")
 install()
 _launch_on_it()
-if mutant := os.environ.get("SIMULATED_MUTANT"):
-    MUTANTS[mutant]()
+DEVICE.run_later(None if ORDER is None else int(ORDER))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "encoders_may_wait: waits of the encoder's work are printed")
 
 
 @pytest.fixture(autouse=True)
-def _findings() -> Iterator[None]:
+def _findings(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test by what the device has seen in it."""
     DEVICE.reset()
     yield
     launches, copies = sum(DEVICE.launches.values()), dict(DEVICE.copies)
-    line = f"{launches} operators, copies {copies}, waits {dict(DEVICE.waits)}"
-    sys.stdout.write(f"\nSIMULATED: {line}\n")
+    line = f"{launches} operators, copies {copies}, waits {dict(DEVICE.waits)}, "
+    line += f"of encoders {dict(DEVICE.encoder_waits)}, at once {dict(DEVICE.early)}"
+    sys.stdout.write(f"\nSIMULATED: order {ORDER}, {line}\n")
     findings = list(dict.fromkeys(DEVICE.order.findings))
     assert not findings, f"{len(findings)} findings, the first: {findings[:3]}"
     assert not DEVICE.waits, f"the launch thread waits: {dict(DEVICE.waits)}"
+    if request.node.get_closest_marker("encoders_may_wait") is None:
+        assert not DEVICE.encoder_waits, f"encoders wait: {dict(DEVICE.encoder_waits)}"

@@ -1,0 +1,241 @@
+"""Faults put into the engine that the simulated device has to find: run by test_simulated.py.
+
+By the clocks, when operators run as they are launched; and by what comes out, when they run later.
+A mutant says by which of the two it has to be found: some leave no trace in one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aioengine import AsyncEngine, SamplingParams
+from aioengine.execution.model_runner import ModelRunner
+from aioengine.kernels import transfer
+from aioengine.kernels.transfer import to_host
+from aioengine.streams.cuda import TorchDriver
+from aioengine.streams.device import ENCODER
+from aioengine.types import Launched
+from tests.simulated.device import DEVICE, LAUNCH_THREAD, SimulatedMode
+from tests.simulated.plugin import ORDER
+from tests.support.tiny import save_tiny_llava, tiny_image
+
+CUDA = torch.device("cuda", 0)
+SEEDS = range(8)
+"""Orders that are tried until one shows the fault."""
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+DEADLINE_S = 60
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mutants")
+    save_tiny_llava(path, torch.float64)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _order_as_before() -> Iterator[None]:
+    yield
+    DEVICE.reset()
+    DEVICE.run_later(None if ORDER is None else int(ORDER))
+
+
+class _Passed:
+    """A mark that nobody waits for."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def no_event_is_waited_for(patch: Patch) -> None:
+    patch.setattr(TorchDriver, "mark", lambda self, name: _Passed())
+
+
+def encoder_is_not_waited_for(patch: Patch) -> None:
+    mark = TorchDriver.mark
+    patch.setattr(
+        TorchDriver, "mark", lambda self, name: _Passed() if name == ENCODER else mark(self, name)
+    )
+
+
+def rows_are_dropped_at_launch(patch: Patch) -> None:
+    step = ModelRunner.step
+
+    def stepped(self: ModelRunner, plan: Any) -> Any:
+        launched = step(self, plan)
+        for key, rows in list(self._rows.items()):  # the encoder's thread may add some meanwhile
+            self._rows[key] = rows.clone()
+        return launched
+
+    patch.setattr(ModelRunner, "step", stepped)
+
+
+def tokens_are_read_at_launch(patch: Patch) -> None:
+    step = ModelRunner.step
+
+    def stepped(self: ModelRunner, plan: Any) -> Any:
+        result = step(self, plan).read()
+        return Launched(lambda: result)
+
+    patch.setattr(ModelRunner, "step", stepped)
+
+
+def _upload_by(patch: Patch, upload: Callable[[Tensor, torch.device], Tensor]) -> None:
+    """Have every upload of the engine done by a function."""
+    patch.setattr(transfer, "_mutated", upload, raising=False)
+    code = (lambda tensor, device: _mutated(tensor, device)).__code__  # type: ignore[name-defined]  # noqa: F821
+    patch.setattr(transfer.to_device, "__code__", code)
+
+
+def uploads_are_pageable(patch: Patch) -> None:
+    _upload_by(patch, lambda tensor, device: tensor.to(device))
+
+
+def uploads_share_a_buffer(patch: Patch) -> None:
+    buffers: dict[torch.dtype, Tensor] = {}
+
+    def upload(tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.device.type == "cuda":
+            return tensor
+        buffer = buffers.get(tensor.dtype)
+        if buffer is None or len(buffer) < tensor.numel():
+            size = 2 * tensor.numel() + 64
+            buffer = buffers[tensor.dtype] = torch.empty(size, dtype=tensor.dtype).pin_memory()
+        part = buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        return part.to(device, non_blocking=True)
+
+    _upload_by(patch, upload)
+
+
+def uploads_belong_to_another_stream(patch: Patch) -> None:
+    side = torch.cuda.Stream()
+
+    def upload(tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.device.type == "cuda":
+            return tensor
+        with torch.cuda.stream(side):
+            made = tensor.pin_memory().to(device, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        return made
+
+    _upload_by(patch, upload)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`at_once`: what the clocks and counts show; `later`: whether orders give wrong tokens."""
+
+    put: Callable[[Patch], None]
+    at_once: str = ""
+    later: bool = True
+
+
+MUTANTS = (
+    Mutant(no_event_is_waited_for, "race"),
+    Mutant(encoder_is_not_waited_for, "race"),
+    Mutant(rows_are_dropped_at_launch, "freed while read"),
+    Mutant(uploads_belong_to_another_stream, "freed while read"),
+    Mutant(uploads_are_pageable, "wait", later=False),
+    Mutant(uploads_share_a_buffer),
+    Mutant(tokens_are_read_at_launch),
+)
+
+
+async def answers(folder: Path) -> Sequence[Sequence[int]]:
+    """Tokens of a text alone and of four images, two of which are equal."""
+    sizes = {"kv_cache_bytes": 8 << 20, "max_model_len": 128, "check_model": False}
+    options = {**sizes, "dtype": "float64", "enable_prefix_caching": False}
+    async with AsyncEngine.from_pretrained(folder, device="cuda", **options) as engine:
+        text = "USER: <image>\nWhat is it? ASSISTANT:"
+        images = [[tiny_image(seed)] for seed in (0, 1, 2, 1)]
+        asked = [engine.generate(text, PARAMS, images=each) for each in images]
+        outputs = await asyncio.gather(engine.generate("USER: why?", PARAMS), *asked)
+        return [output.token_ids for output in outputs]
+
+
+def outcome(folder: Path) -> Any:
+    """The tokens, or the error in their place."""
+
+    async def run() -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            return await answers(folder)
+
+    try:
+        return asyncio.run(run())
+    except Exception as error:
+        return f"{type(error).__name__}: {error!s:.200}"
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Any:
+    DEVICE.run_later(None)
+    tokens = outcome(folder)
+    assert len(set(map(tuple, tokens))) == 4
+    return tokens
+
+
+def seen() -> set[str]:
+    """What the device has noted, which is forgotten."""
+    found = {each.kind for each in DEVICE.order.findings}
+    found |= {"wait"} if DEVICE.waits or DEVICE.encoder_waits else set()
+    DEVICE.reset()
+    return found
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.put.__name__)
+def test_by_what_the_device_notes(
+    folder: Path, expected: Any, mutant: Mutant, monkeypatch: Patch
+) -> None:
+    DEVICE.run_later(None)
+    mutant.put(monkeypatch)
+    assert outcome(folder) == expected
+    found = seen()
+    assert mutant.at_once in found if mutant.at_once else not found
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS], ids=lambda each: each and each.put.__name__)
+def test_by_what_comes_out(
+    folder: Path, expected: Any, mutant: Mutant | None, monkeypatch: Patch
+) -> None:
+    if mutant is not None:
+        mutant.put(monkeypatch)
+    wrong = {}
+    for seed in SEEDS if mutant is not None and mutant.later else SEEDS[:1]:
+        DEVICE.run_later(seed)
+        found = outcome(folder)
+        DEVICE.reset()
+        if found != expected:
+            wrong[seed] = found
+            break
+    print(f"{mutant and mutant.put.__name__}: {wrong}")  # noqa: T201
+    assert bool(wrong) == (mutant is not None and mutant.later)
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_a_ring_of_buffers(num_slots: int, monkeypatch: Patch) -> None:
+    """A step's numbers lie in a slot of pinned memory, which the host writes again too soon."""
+    monkeypatch.setattr(threading.current_thread(), "name", LAUNCH_THREAD)
+    is_right = []
+    for seed in SEEDS:
+        DEVICE.run_later(seed)
+        with SimulatedMode():
+            ring = [torch.empty(3, pin_memory=True) for _ in range(num_slots)]
+            results = []
+            for number in range(4):
+                slot = ring[number % num_slots].fill_(number)
+                results += to_host([slot[:2].to(CUDA, non_blocking=True) * 2])
+            torch.cuda.current_stream().record_event().synchronize()
+        found = [result.tolist() for result in results]
+        is_right.append(found == [[2.0 * number] * 2 for number in range(4)])
+        assert not DEVICE.waits
+    assert all(is_right) if num_slots == 4 else not all(is_right)
