@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from aioengine.models.fusion.decoder_plan import plan_decoder
 from aioengine.models.fusion.encoder_attention import route_encoders
-from aioengine.models.fusion.fused_decoder import fuse_decoder_layers
 from aioengine.models.fusion.fused_mlp import fuse_activations
 from aioengine.models.fusion.fused_rms_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
@@ -34,7 +34,7 @@ PASSES: tuple[Callable[[nn.Module], int], ...] = (
 
 
 def fuse_layers(model: nn.Module, decoder: nn.Module) -> None:
-    """Run all passes over `model`, then fuse the layers of its `decoder`, which consist of them."""
+    """Run all passes over `model`, then run its `decoder`, which consists of them, from a plan."""
     for each in PASSES:
         each(model)
-    fuse_decoder_layers(decoder)
+    plan_decoder(decoder)

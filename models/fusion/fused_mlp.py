@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from aioengine.kernels.cpu.linear import Activation, NativeLinear
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.matmul import Activation
 from aioengine.models.fusion.layer_names import FeedForward, layer_names_of
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 from aioengine.models.fusion.swap import swap

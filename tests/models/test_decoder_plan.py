@@ -24,7 +24,7 @@ from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import native_way
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
-from aioengine.models.fusion.fused_decoder import fuse_decoder_layers, run_fused_decoder
+from aioengine.models.fusion.decoder_plan import plan_decoder, run_decoder_plan
 from aioengine.models.fusion.fused_mlp import fuse_activations
 from aioengine.models.fusion.fused_rms_norm import fuse_norms
 from aioengine.models.fusion.packed_linear import pack_layers
@@ -87,7 +87,7 @@ def run(
     holder: Any = model.holder
     with torch.inference_mode(), holder.hold(step):
         if is_short:
-            short = run_fused_decoder(model, embeds[0], positions[0])
+            short = run_decoder_plan(model, embeds[0], positions[0])
             assert short is not None
             return short
         found: Tensor = model(
@@ -110,7 +110,7 @@ def run(
 def test_the_same_bits(config: Any, dtype: torch.dtype) -> None:
     model = fused(config, dtype)
     before = copy.deepcopy(model)
-    assert fuse_decoder_layers(model) == LAYERS
+    assert plan_decoder(model) == LAYERS
     found = run(model, dtype)
     assert found.isfinite().all() and found.std() > 0.1
     assert torch.equal(found, run(before, dtype))
@@ -122,7 +122,7 @@ def test_the_same_bits(config: Any, dtype: torch.dtype) -> None:
 def test_rows_that_are_read(wanted: list[int], dtype: torch.dtype) -> None:
     """They keep their bits; the others are not computed to the end."""
     model = fused(LlamaConfig(**SIZES), dtype)
-    assert fuse_decoder_layers(model) == LAYERS
+    assert plan_decoder(model) == LAYERS
     rows = torch.tensor(wanted, dtype=torch.long)
     whole = run(model, dtype)
     for part in (run(model, dtype, rows), run(model, dtype, rows, is_short=True)):
@@ -133,7 +133,7 @@ def test_rows_that_are_read(wanted: list[int], dtype: torch.dtype) -> None:
 def test_only_the_last_layer_leaves_rows_out() -> None:
     """Those before it are attended to by the rows that are read."""
     model = fused(LlamaConfig(**SIZES), torch.float32)
-    fuse_decoder_layers(model)
+    plan_decoder(model)
     computed: list[int] = []
     for layer in model.get_submodule("layers"):  # type: ignore[attr-defined]
         feed_forward = layer.mlp
@@ -156,7 +156,7 @@ def test_only_the_last_layer_leaves_rows_out() -> None:
 def test_others_are_left_alone(config: Any) -> None:
     model = fused(config, torch.float32)
     kinds = [type(layer) for layer in model.get_submodule("layers")]  # type: ignore[arg-type]
-    assert fuse_decoder_layers(model) == 0
+    assert plan_decoder(model) == 0
     assert [type(layer) for layer in model.get_submodule("layers")] == kinds  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ class _OwnBackend(CpuBackend):
 def test_layers_are_one_operator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last; with another backend each attends by itself, to the same bits."""
     model = fused(LlamaConfig(**SIZES), dtype)
-    fuse_decoder_layers(model)
+    plan_decoder(model)
     rows: list[int] = []
     run_layers = CpuBackend.run_layers
 
@@ -195,8 +195,8 @@ def test_a_decoder_that_does_more_is_called() -> None:
     config = GraniteConfig(**SIZES, residual_multiplier=1.0, embedding_multiplier=2.0)
     model = fused(config, torch.float32)
     before = copy.deepcopy(model)
-    assert fuse_decoder_layers(model) == LAYERS
-    assert run_fused_decoder(model, torch.ones(3, 64), torch.arange(3)) is None
+    assert plan_decoder(model) == LAYERS
+    assert run_decoder_plan(model, torch.ones(3, 64), torch.arange(3)) is None
     assert torch.equal(run(model, torch.float32), run(before, torch.float32))
 
 
@@ -205,8 +205,8 @@ def test_hooks_around_layers_are_called(name: str) -> None:
     model = fused(LlamaConfig(**SIZES), torch.float32)
     called: list[nn.Module] = []
     hook = model.get_submodule(name).register_forward_hook(lambda each, *_: called.append(each))
-    fuse_decoder_layers(model)
-    assert run_fused_decoder(model, torch.ones(3, 64), torch.arange(3)) is None
+    plan_decoder(model)
+    assert run_decoder_plan(model, torch.ones(3, 64), torch.arange(3)) is None
     run(model, torch.float32)
     assert model.get_submodule(name) in called
     hook.remove()
@@ -217,14 +217,14 @@ def test_hooks_are_called() -> None:
     model = fused(LlamaConfig(**SIZES), torch.float32)
     layer = model.get_submodule("layers")[1]  # type: ignore[index]
     layer.self_attn.o_proj.register_forward_hook(lambda *_: None)
-    assert fuse_decoder_layers(model) == LAYERS - 1
+    assert plan_decoder(model) == LAYERS - 1
 
 
 def test_what_it_does_not_know_goes_the_old_way() -> None:
     """Two rows of a batch, without a slot: plain attention."""
     model = fused(LlamaConfig(**SIZES), torch.float32)
     before = copy.deepcopy(model)
-    fuse_decoder_layers(model)
+    plan_decoder(model)
     x = torch.randn(2, 4, 64)
     turns = torch.rand(2, 4, 16).repeat(1, 1, 2)
     angles = turns.cos(), turns.sin()
@@ -240,7 +240,7 @@ def test_what_it_does_not_know_goes_the_old_way() -> None:
 def test_rows_that_do_not_lie_close_together_go_the_old_way() -> None:
     model = fused(LlamaConfig(**SIZES), torch.bfloat16)
     before = copy.deepcopy(model)
-    assert fuse_decoder_layers(model) == LAYERS
+    assert plan_decoder(model) == LAYERS
     x = torch.randn(1, 64, 4).to(torch.bfloat16).mT
     turns = torch.rand(1, 4, 16).repeat(1, 1, 2)
     angles = turns.cos().to(x.dtype), turns.sin().to(x.dtype)
