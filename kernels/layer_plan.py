@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext
@@ -31,9 +31,10 @@ __all__ = [
     "NormPlan",
     "Operators",
     "add_module",
+    "normalize",
+    "rows_wanted",
     "run_layer",
     "run_plan",
-    "rows_wanted",
 ]
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
@@ -192,4 +193,13 @@ def add_module(
     found = (found[0] if isinstance(found, tuple) else found)[0]
     if layer.feed_out_norm is not None:
         found = normalize(found, layer.feed_out_norm)
-    return torch.add(x, found)
+    total: Tensor = x + found
+    return total
+
+
+def normalize(x: Tensor, norm: NormPlan) -> Tensor:
+    """`x` [..., dim] with an RMS norm in PyTorch: in the weight's dtype, rounded to that of `x`."""
+    weight = norm.weight
+    if weight.dtype == x.dtype:
+        return rms_norm(x, weight.shape, weight, norm.epsilon)
+    return rms_norm(x.to(weight.dtype), weight.shape, weight, norm.epsilon).to(x.dtype)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm as rms_norm_of_torch
 
 from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.cpu.backend import CpuBackend, places_of
@@ -22,6 +21,7 @@ from aioengine.kernels.layer_plan import (
     LayerPlan,
     NormPlan,
     add_module,
+    normalize,
     rows_wanted,
 )
 from aioengine.kernels.layer_slot import LayerSlot, StepContext
@@ -130,7 +130,7 @@ def _places(meta: AttentionMetadata) -> list[Tensor]:
 
 def _normalize(x: Tensor, norm: NormPlan) -> Tensor:
     if x.dtype == torch.float32:
-        return rms_norm_of_torch(x, norm.weight.shape, norm.weight, norm.epsilon)
+        return normalize(x, norm)
     return rms_norm(x, norm.weight, norm.epsilon)
 
 

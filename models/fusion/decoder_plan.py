@@ -38,10 +38,12 @@ from aioengine.kernels.layer_plan import (
     run_plan,
 )
 from aioengine.kernels.layer_slot import slot_of
+from aioengine.kernels.matmul import TorchLinear
+from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
-from aioengine.models.fusion.layer_parts import attention_of, find_layers
+from aioengine.models.fusion.layer_parts import Kind, attention_of, find_layer
 from aioengine.models.fusion.swap import subclass, swap
-from aioengine.models.fusion.trial import StandIn, agree, random_rows, stand_ins
+from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows, stand_ins
 
 __all__ = ["layer_by_layer", "plan_decoder", "run_decoder_plan"]
 
@@ -191,13 +193,15 @@ def _fits(x: Tensor, angles: tuple[Tensor, Tensor] | None, head_dim: int) -> boo
 def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
     """The layer with its attention's arguments, if it comes to the module's own bits."""
     attention = attention_of(module)
-    guesses = [*find_layers(module, NativeLinear)]
-    if attention is None or not guesses:
+    weight = next(module.parameters(), None)
+    if attention is None or weight is None:
         return None
-    weight = next(module.parameters())
-    width = guesses[0].out.num_outputs
-    x = random_rows(1, _TRIAL_ROWS, width, dtype=weight.dtype)
-    cos, sin = random_rows(2, _TRIAL_ROWS, guesses[0].head_dim, dtype=weight.dtype, seed=1)
+    matmul, operators, roundings = _device(weight)
+    guess = find_layer(module, matmul)
+    if guess is None:
+        return None
+    x = random_rows(1, _TRIAL_ROWS, guess.out.num_outputs, like=weight)
+    cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1)
     with stand_ins(module):
         stand_in = slot_of(attention)
         assert isinstance(stand_in, StandIn)
@@ -205,7 +209,7 @@ def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
             wanted = module(
                 x,
                 attention_mask=None,
-                position_ids=torch.arange(_TRIAL_ROWS)[None],
+                position_ids=torch.arange(_TRIAL_ROWS, device=x.device)[None],
                 past_key_values=None,
                 use_cache=False,
                 position_embeddings=(cos[None], sin[None]),
@@ -213,13 +217,23 @@ def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
             wanted = wanted[0]
         except Exception:
             return None  # it wants other arguments
-        for guess in guesses:
-            for angles in (0, None):
-                plan = replace(guess, attention=stand_in.args, angles=angles)
-                layer = _Layer(plan, attention, NativeOperators([plan]), is_last)
-                if agree(partial(layer.compute, x[0], cos, sin), lambda: wanted, roundings=0):
-                    return layer
+        for angles in (0, None):
+            plan = replace(guess, attention=stand_in.args, angles=angles)
+            layer = _Layer(plan, attention, operators([plan]), is_last)
+            found = partial(layer.compute, x[0], cos, sin)
+            if agree(found, lambda: wanted, roundings=roundings):
+                return layer
     return None
+
+
+def _device(weight: Tensor) -> tuple[Kind, type[NativeOperators] | type[TorchOperators], int]:
+    """The matmuls and operators of a weight's device, and how far its modules may round otherwise.
+
+    The units are those of `agree`.
+    """
+    if weight.device.type == "cpu":
+        return NativeLinear, NativeOperators, 0
+    return TorchLinear, TorchOperators, ROUNDINGS
 
 
 def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
@@ -235,18 +249,19 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
     if not isinstance(norm, FusedRMSNorm):
         return None
     plans = [layer.plan for layer in layers if layer is not None]
-    trial = _Trial(decoder, plans[0].out.num_outputs, norm.weight.dtype)
+    _, kind, roundings = _device(norm.weight)
+    trial = _Trial(decoder, plans[0].out.num_outputs, norm.weight, roundings)
     with stand_ins(decoder):
         seen = trial.watch(rotary, modules)
         if seen is None:
             return None
-        calls, kinds = seen
+        calls, angles = seen
         planned = tuple(
-            plan if plan.angles is None else replace(plan, angles=kind)
-            for plan, kind in zip(plans, kinds, strict=True)
+            plan if plan.angles is None else replace(plan, angles=index)
+            for plan, index in zip(plans, angles, strict=True)
         )
         plan = DecoderPlan(planned, norm.fused[1], _Rotary(rotary, calls))
-        operators = NativeOperators(planned, plan.norm)
+        operators = kind(planned, plan.norm)
         axes = frozenset(n for n in (1, 2) if trial.agrees(plan, operators, axes=n))
         if not axes:
             return None
@@ -260,16 +275,17 @@ class _Trial:
 
     decoder: nn.Module
     width: int
-    dtype: torch.dtype
+    weight: Tensor  # rows have its dtype and device
+    roundings: int
 
     @property
     def embeds(self) -> Tensor:
         """[T, hidden]."""
-        return random_rows(_TRIAL_ROWS, self.width, dtype=self.dtype)
+        return random_rows(_TRIAL_ROWS, self.width, like=self.weight)
 
     def positions(self, axes: int) -> Tensor:
         """[T], or [3, T] with other ones on each axis."""
-        first = torch.tensor(_TRIAL_POSITIONS)
+        first = torch.tensor(_TRIAL_POSITIONS, device=self.weight.device)
         return first if axes == 1 else torch.stack([first, first.flip(0), first + 3])
 
     def run(self, axes: int = 1, rows: Sequence[Tensor] = ()) -> Tensor:
@@ -279,7 +295,9 @@ class _Trial:
         given["position_ids"] = positions[None] if axes == 1 else positions[:, None]
         if rows:
             given[_ROWS] = [*rows]
-            given["visual_pos_masks"] = torch.ones(1, _TRIAL_ROWS, dtype=torch.bool)
+            given["visual_pos_masks"] = torch.ones(
+                1, _TRIAL_ROWS, dtype=torch.bool, device=self.weight.device
+            )
         output: Tensor = self.decoder(**given).last_hidden_state[0]
         return output
 
@@ -290,12 +308,10 @@ class _Trial:
         if has_rows and _ROWS not in inspect.signature(self.decoder.forward).parameters:
             return False
         count = 2 if has_rows else 0
-        rows = random_rows(count, _TRIAL_ROWS, self.width, dtype=self.dtype, seed=2).unbind(0)
+        rows = random_rows(count, _TRIAL_ROWS, self.width, like=self.weight, seed=2).unbind(0)
         slots = [StandIn() for _ in plan.layers]
-        found = partial(
-            run_plan, plan, operators, self.embeds, self.positions(axes), rows, slots
-        )
-        return agree(found, lambda: self.run(axes, rows), roundings=0)
+        found = partial(run_plan, plan, operators, self.embeds, self.positions(axes), rows, slots)
+        return agree(found, lambda: self.run(axes, rows), roundings=self.roundings)
 
     def watch(
         self, rotary: nn.Module, layers: nn.ModuleList
@@ -318,9 +334,7 @@ class _Trial:
             kinds.append(next(i for i, each in enumerate(made) if each is given))
 
         hooks = [rotary.register_forward_hook(note_call, with_kwargs=True)]
-        hooks += [
-            each.register_forward_pre_hook(note_layer, with_kwargs=True) for each in layers
-        ]
+        hooks += [each.register_forward_pre_hook(note_layer, with_kwargs=True) for each in layers]
         try:
             self.run()
         except Exception:

@@ -1,10 +1,10 @@
 """RMS norms computed by one operator instead of six, where that is the same norm.
 
-A module is taken for such a norm by its name and what it holds, and for one of two kinds by a trial:
-its weight multiplies, or its weight plus 1, in float32 (Gemma's). What an operator makes of random
-rows must be as close to the norm in float64 as what the module makes of them. In float32 PyTorch's
-operator gives the module's bits. In 16 bits, on a CPU, ours is taken where it was built (PyTorch's is
-six operators again there), and rounds once where most modules round twice.
+A module is taken for such a norm by its name and what it holds, and for one of two kinds by trial:
+its weight multiplies, or its weight plus 1 does, in float32 (Gemma's). What an operator makes of
+random rows must be as close to the norm in float64 as what the module makes of them. In float32
+PyTorch's operator gives the module's bits. In 16 bits on a CPU ours is taken where it was built
+(PyTorch's is six operators again there), and rounds once where most modules round twice.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from aioengine.kernels.cpu import norm
+from aioengine.kernels.cpu import norm as native
 from aioengine.kernels.cpu.library import is_available
-from aioengine.kernels.layer_plan import NormPlan
+from aioengine.kernels.layer_plan import NormPlan, normalize
 from aioengine.models.fusion.swap import swap
 from aioengine.models.fusion.trial import agree, largest_error, random_rows
 
@@ -28,13 +28,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EPSILONS = ("variance_epsilon", "eps")
 
 
-Compute = Callable[[Tensor, Tensor, float], Tensor]
+Compute = Callable[[Tensor, NormPlan], Tensor]
 
 
-def _plain(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    if weight.dtype == x.dtype:
-        return rms_norm(x, weight.shape, weight, epsilon)
-    return rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
+def _native(x: Tensor, norm: NormPlan) -> Tensor:
+    return native.rms_norm(x, norm.weight, norm.epsilon)
 
 
 class FusedRMSNorm(nn.Module):
@@ -46,7 +44,7 @@ class FusedRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., dim] -> [..., dim]."""
         compute, norm = self.fused
-        return compute(hidden_states, norm.weight, norm.epsilon)
+        return compute(hidden_states, norm)
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -83,8 +81,8 @@ def _epsilon(module: nn.Module) -> float | None:
 def _fused(module: nn.Module, epsilon: float) -> tuple[Compute, NormPlan] | None:
     """The best operator that computes what the module does, None where it is another norm."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    rows = random_rows(2, 8, len(weight), dtype=torch.float32)
-    rows = (rows * torch.logspace(-3, 2, 8)[:, None]).to(weight)
+    rows = random_rows(2, 8, len(weight)) * torch.logspace(-3, 2, 8)[:, None]
+    rows = rows.to(weight.device, weight.dtype)
     for factor in (weight, weight.float() + 1):
         exact = rms_norm(rows.double(), factor.shape, factor.double(), epsilon)
         if agree(lambda: module(rows), partial(Tensor.clone, exact)):
@@ -92,10 +90,10 @@ def _fused(module: nn.Module, epsilon: float) -> tuple[Compute, NormPlan] | None
     else:
         return None
     error = largest_error(module(rows), exact)
-    operators = [norm.rms_norm] if _takes(weight) else []
-    for operator in (*operators, _plain):
-        if largest_error(operator(rows, factor, epsilon), exact) <= error:
-            return operator, NormPlan(factor, epsilon)
+    norm = NormPlan(factor, epsilon)
+    for compute in (*([_native] if _takes(weight) else []), normalize):
+        if largest_error(compute(rows, norm), exact) <= error:
+            return compute, norm
     return None
 
 

@@ -6,20 +6,20 @@ What is found is a guess: whether a layer computes what the plan says is shown b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
 from aioengine.kernels.attention import AttentionArgs
+from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.layer_plan import FeedForwardPlan, LayerPlan, NormPlan
 from aioengine.kernels.layer_slot import slot_of
-from aioengine.kernels.matmul import Matmul
+from aioengine.kernels.matmul import TorchLinear
 from aioengine.models.fusion.fused_mlp import ActivatedFeedForward
 from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 
-__all__ = ["attention_of", "find_layers"]
+__all__ = ["Kind", "attention_of", "find_layer"]
 
 
 class _Norms(NamedTuple):
@@ -43,6 +43,8 @@ _NORMS = (
 )
 _HEAD_NORMS = ("q_norm", "k_norm")
 _IDLE = (nn.Dropout, nn.Identity)
+Kind: TypeAlias = type[NativeLinear] | type[TorchLinear]
+"""Matmuls of one device."""
 
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
@@ -51,14 +53,14 @@ def attention_of(layer: nn.Module) -> nn.Module | None:
     return found[0] if len(found) == 1 else None
 
 
-def find_layers(layer: nn.Module, matmul: type[Matmul]) -> Iterator[LayerPlan]:
+def find_layer(layer: nn.Module, kind: Kind) -> LayerPlan | None:
     """What a layer may be, if it holds such parts, matmuls of one kind and nothing else.
 
     Its attention's arguments are not known yet. Modules with hooks are left alone.
     """
     attention = attention_of(layer)
     if attention is None or any(_is_hooked(each) for each in layer.modules()):
-        return
+        return None
     norms = {name: each for name, each in layer.named_children() if isinstance(each, FusedRMSNorm)}
     others = [
         each
@@ -67,23 +69,23 @@ def find_layers(layer: nn.Module, matmul: type[Matmul]) -> Iterator[LayerPlan]:
     ]
     names = next((each for each in _NORMS if {*filter(None, each)} == {*norms}), None)
     if names is None or len(others) != 1:
-        return
-    found = _attention(attention, matmul)
+        return None
+    found = _attention(attention, kind)
     if found is None:
-        return
-    plans = {
+        return None
+    plans: dict[str, Any] = {
         field: None if name is None else norms[name].fused[1]
         for field, name in names._asdict().items()
     }
-    for feed_forward in _feed_forwards(others[0], matmul):
-        yield LayerPlan(**plans, **found, slot=slot_of(attention), feed_forward=feed_forward)
+    feed_forward = _feed_forward(others[0], kind)
+    return LayerPlan(**plans, **found, slot=slot_of(attention), feed_forward=feed_forward)
 
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _attention(module: nn.Module, matmul: type[Matmul]) -> dict[str, object] | None:
+def _attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:
     """The parts of an attention layer: see `LayerPlan`."""
     parts = [child for child in module.children() if isinstance(child, PackedPart)]
     norms = {name: each for name, each in module.named_children() if isinstance(each, FusedRMSNorm)}
@@ -100,9 +102,9 @@ def _attention(module: nn.Module, matmul: type[Matmul]) -> dict[str, object] | N
     is_whole = is_whole and merged.sizes[1] == merged.sizes[2]
     if not is_whole or [part.index for part in parts] != [0, 1, 2]:
         return None
-    if not isinstance(merged.packed, matmul) or not isinstance(out, Packed):
+    if not isinstance(merged.packed, kind) or not isinstance(out, Packed):
         return None
-    if not isinstance(out.packed, matmul) or any(size % head_dim for size in merged.sizes):
+    if not isinstance(out.packed, kind) or any(size % head_dim for size in merged.sizes):
         return None
     of_heads = _head_norms(norms, head_dim)
     if of_heads is None:
@@ -129,14 +131,14 @@ def _head_norms(
         return None
     query, key = (norms[name].fused[1] for name in _HEAD_NORMS)
     is_of_heads = len(query.weight) == len(key.weight) == head_dim
-    return (query, key) if is_of_heads else None
+    return (query, key) if is_of_heads and query.epsilon == key.epsilon else None
 
 
-def _feed_forwards(module: nn.Module, matmul: type[Matmul]) -> Iterator[FeedForwardPlan | nn.Module]:
+def _feed_forward(module: nn.Module, kind: Kind) -> FeedForwardPlan | nn.Module:
+    """The module's plan; itself where it is of another kind."""
     if isinstance(module, ActivatedFeedForward):
         names, up, activation = module.fused
         down = getattr(getattr(module, names.down), "packed", None)
-        if isinstance(up, matmul) and isinstance(down, matmul):
-            yield FeedForwardPlan(up, activation, names.gate is not None, down)
-            return
-    yield module
+        if isinstance(up, kind) and isinstance(down, kind):
+            return FeedForwardPlan(up, activation, names.gate is not None, down)
+    return module
