@@ -18,7 +18,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-ALL = ("tests/gpu/test_engine_cuda.py", "tests/simulated/checks.py")
+ALL = (
+    "tests/gpu/test_engine_cuda.py",
+    "tests/simulated/checks.py",
+    "tests/simulated/plan_checks.py",
+)
 PLAIN = (
     *(
         "-p",

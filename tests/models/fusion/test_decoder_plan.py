@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from transformers import (
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
-from aioengine.kernels.attention import build_metadata
+from aioengine.kernels.attention import AttentionBackend, build_metadata
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import native_way
@@ -86,8 +86,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 IN_ONE_CALL = [name for name in CONFIGS if name != "experts"]
 
 
-def fused(config: Any, dtype: torch.dtype) -> nn.Module:
-    """A decoder whose operators are ours, with pages: a group for each kind of layer."""
+def routed(config: Any, dtype: torch.dtype) -> nn.Module:
+    """A decoder over pages: a group for each kind of layer. The same weights for a config."""
     torch.manual_seed(0)
     kinds = {Qwen2VLTextConfig: Qwen2VLTextModel, Qwen3VLTextConfig: Qwen3VLTextModel}
     make: Any = kinds.get(type(config), AutoModel.from_config)
@@ -101,11 +101,17 @@ def fused(config: Any, dtype: torch.dtype) -> nn.Module:
         group = sorted(set(types)).index(types[index])
         slot = LayerSlot(index, group, holder, is_last=index == LAYERS - 1)
         attach_slot(layer.self_attn, slot)
+    model.holder = holder  # type: ignore[assignment] - for the test alone
+    return model
+
+
+def fused(config: Any, dtype: torch.dtype) -> nn.Module:
+    """A decoder whose operators are ours."""
+    model = routed(config, dtype)
     pack_layers(model, native_way)
     fuse_activations(model)
     fuse_norms(model)
     fuse_rotary(model)
-    model.holder = holder  # type: ignore[assignment] - for the test alone
     return model
 
 
@@ -123,37 +129,33 @@ class Steps:
 
     model: nn.Module
     dtype: torch.dtype
-    backend: CpuBackend | None = None
+    backend: AttentionBackend = field(default_factory=CpuBackend)
     wanted: Tensor | None = None
     num_rows: int = 0
+    device: str = "cpu"
 
     def run(self, compute: Callable[[Tensor, Tensor, list[Tensor]], Tensor | None]) -> Tensor:
         """`compute`: embeddings, positions and rows -> hidden states; of both steps, [13, 64]."""
         generator = torch.Generator().manual_seed(1)
         head_dim = self.model.config.head_dim  # type: ignore[union-attr]
-        caches = [torch.zeros(2, 6, 4, 2, head_dim, dtype=self.dtype) for _ in range(LAYERS)]
+        size = (LAYERS, 2, 6, 4, 2, head_dim)
+        caches = torch.zeros(size, dtype=self.dtype, device=self.device)
         found = []
         for starts, ends in (((0, 0), (3, 5)), ((3, 5), (4, 9))):
             pairs = [*zip(starts, ends, strict=True)]
             count = sum(end - start for start, end in pairs)
-            embeds, *rows = torch.randn(1 + self.num_rows, count, HIDDEN, generator=generator).to(
-                self.dtype
-            )
+            drawn = torch.randn(1 + self.num_rows, count, HIDDEN, generator=generator)
+            embeds, *rows = drawn.to(self.device, self.dtype).unbind(0)
             positions = torch.cat([torch.arange(*pair) for pair in pairs])
             if isinstance(self.model, Qwen2VLTextModel | Qwen3VLTextModel):
                 positions = torch.stack([positions, positions + 2, positions.flip(0)])
-            metas = [
-                build_metadata(
-                    block_size=4, block_tables=[[3], [0, 2, 5]], starts=starts, ends=ends
-                )
-                for _ in range(2)
-            ]
-            backend = self.backend or CpuBackend()
+            tables = {"block_size": 4, "block_tables": [[3], [0, 2, 5]], "device": self.device}
+            metas = [build_metadata(**tables, starts=starts, ends=ends) for _ in range(2)]
             pages = [(keys, values) for keys, values in caches]
-            step = StepContext(metas, pages, backend, wanted=self.wanted)
+            step = StepContext(metas, pages, self.backend, wanted=self.wanted)
             holder: Any = self.model.holder
             with torch.inference_mode(), holder.hold(step):
-                hidden = compute(embeds, positions, rows)
+                hidden = compute(embeds, positions.to(self.device), rows)
             assert hidden is not None
             found.append(hidden)
         return torch.cat(found)
@@ -168,7 +170,7 @@ class Steps:
         def compute(embeds: Tensor, positions: Tensor, rows: list[Tensor]) -> Tensor:
             others: dict[str, Any] = {}
             if rows:
-                everywhere = torch.ones(1, len(embeds), dtype=torch.bool)
+                everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=self.device)
                 others = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": rows}
             ids = positions[None] if positions.dim() == 1 else positions[:, None]
             output = self.model(
