@@ -1,4 +1,4 @@
-"""Linear layers on a CPU, with weights laid out once for the way they are multiplied.
+"""Linear layers, on a CPU with weights laid out once for the way they are multiplied.
 
 A way is a function from a weight [out, in] and a bias [out] or None to a `PackedLinear`, or to None
 where it has none for this dtype, shape or CPU. `WAYS` lists them, the best first; `pack_linear`
@@ -10,6 +10,9 @@ PyTorch's own operators, whose layout depends on a number of rows given as a hin
 it is the plain layout; from some rows on it is blocks of 64 outputs by 16 inputs, in which any
 number of rows is multiplied without another copy, and never slower than in the plain one. So one
 packing serves all.
+
+On other devices a weight stays as PyTorch has it (`TorchLinear`); what packing gives there is one
+matmul for layers of one input.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from aioengine.kernels.cpu.linear import native_way
+from aioengine.kernels.matmul import TorchLinear
 
 __all__ = ["WAYS", "PackedLinear", "onednn_way", "pack_linear"]
 
@@ -50,10 +54,12 @@ Way = Callable[[Tensor, Tensor | None], PackedLinear | None]
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | None:
     """The best packing of `weight` [out, in] and `bias` [out], None where no way takes it.
 
-    Of float32, bfloat16 and float16 on a CPU. Neither is changed or kept.
+    Of float32, bfloat16 and float16. Neither is changed; on a CPU neither is kept.
     """
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES or not weight.numel():
+    if weight.is_meta or weight.dtype not in DTYPES or not weight.numel():
         return None
+    if weight.device.type != "cpu":
+        return TorchLinear(weight, bias)
     for way in WAYS:
         packed = way(weight, bias)
         if packed is not None:

@@ -136,6 +136,9 @@ class DeepStackModel(MRopeModel):
         if embeds.shape[-1] == width:
             return super().call_decoder(decoder, embeds, positions)
         first, *deeper = torch.split(embeds, width, dim=-1)
+        found = self.run_plan(decoder, first, positions, deeper)
+        if found is not None:
+            return found
         # With zeros where there are no rows, every position may be added to.
         everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device)
         rows = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": deeper}

@@ -25,7 +25,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_prompts import LONG, UNEQUAL, TrialPrompt, make_prompts, shortened
 from aioengine.kernels.attention import AttentionBackend
-from aioengine.models.fusion.fused_decoder import layer_by_layer
+from aioengine.models.fusion.decoder_plan import layer_by_layer
 from aioengine.models.runtime.hf_loading import pin_rotary
 from aioengine.models.runtime.interfaces import PromptInputs
 from aioengine.models.runtime.probe import LayerSpec

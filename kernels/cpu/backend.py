@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, KeyValue
-from aioengine.kernels.cpu.fused_layer import Layers
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.gather import GatherBackend
 
-__all__ = ["CpuBackend"]
+__all__ = ["CpuBackend", "places_of"]
 
 
 class CpuBackend:
@@ -34,7 +31,7 @@ class CpuBackend:
 
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
-        if not self._knows(new[0], pages[0]):
+        if not self.knows(new[0], pages[0]):
             self._others.write_kv(new, pages, meta)
             return
         self._ops.write_kv(*map(_close, new), *pages, meta.slot_blocks, meta.slot_offsets)
@@ -49,47 +46,24 @@ class CpuBackend:
         new: KeyValue | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
-        if not self._knows(query, pages[0]):
+        if not self.knows(query, pages[0]):
             return self._others.attend(query, pages, meta, args, new=new)
         rows = (None, None) if new is None else map(_close, new)
         biases = _floats(args.sinks), _floats(args.distance_bias)
         settings = args.scale, args.softcap or 0.0, args.window or 0
         flags = meta.is_causal, meta.blocks_in_window
         out: Tensor = self._ops.attend(
-            _close(query), *rows, *pages, *_places(meta), *biases, *settings, *flags
+            _close(query), *rows, *pages, *places_of(meta), *biases, *settings, *flags
         )
         return out
 
-    def run_layers(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layers: Layers,
-        caches: Sequence[KeyValue],
-        meta: AttentionMetadata,
-    ) -> Tensor | None:
-        """Rows [T, hidden] after `layers`, from `x` [T, hidden] on; `cos` and `sin` [T, D].
-
-        As many of the layers, from the first on, as there are `caches`. To the bits of `project`,
-        causal attention over each layer's (key cache, value cache), which is written first, and
-        `feed`. None for what the operators do not know. Raises RuntimeError where shapes or dtypes
-        do not go together.
-        """
-        if not meta.is_causal or not all(self._knows(x, key) for key, _ in caches):
-            return None
-        pages = [each for pair in caches for each in pair]
-        out: Tensor = self._ops.run_layers(
-            x, cos, sin, *layers, pages, *_places(meta), meta.blocks_in_window
-        )
-        return out
-
-    def _knows(self, query: Tensor, key_cache: Tensor) -> bool:
+    def knows(self, query: Tensor, key_cache: Tensor) -> bool:
+        """Return whether the operators take these queries and pages."""
         is_same = query.dtype == key_cache.dtype
         return is_same and query.dtype in self._dtypes and query.device.type == "cpu"
 
 
-def _places(meta: AttentionMetadata) -> tuple[Tensor | None, ...]:
+def places_of(meta: AttentionMetadata) -> tuple[Tensor | None, ...]:
     """Metadata of where new rows go and which ones each token reads, in the operators' order."""
     return (
         meta.slot_blocks,

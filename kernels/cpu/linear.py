@@ -9,27 +9,16 @@ in any batch.
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu.library import has_bfloat16, instruction_set, is_available
+from aioengine.kernels.matmul import Activation
 
-__all__ = ["Activation", "NativeLinear", "PlainLinear", "native_way", "reads_plain"]
+__all__ = ["NativeLinear", "PlainLinear", "native_way", "reads_plain"]
 
 PAIRED_INPUTS = 32
 """What a number of inputs must be a multiple of for bfloat16 to be multiplied as such."""
-
-
-class Activation(IntEnum):
-    """Activations that the operator can apply to its outputs; numbered as in linear.h."""
-
-    NONE = 0
-    SILU = 1
-    GELU_TANH = 2
-    QUICK_GELU = 3
-    GELU = 4
 
 
 class NativeLinear:

@@ -11,9 +11,9 @@ __all__ = ["rms_norm"]
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., dim] over the root of its mean square plus `eps`, times `weight` [dim].
 
-    Both of float32, bfloat16 or (with F16C) float16; summed in float32 and rounded once. Where the
-    operators are loaded (`aioengine.kernels.cpu.library`). Raises RuntimeError if `weight` is of
-    another width or dtype.
+    Of float32, bfloat16 or (with F16C) float16, the weight of the same or of float32; summed in
+    float32 and rounded once. Where the operators are loaded (`aioengine.kernels.cpu.library`).
+    Raises RuntimeError if `weight` is of another width or dtype.
     """
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(-1) != 1:

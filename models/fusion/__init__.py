@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from aioengine.models.fusion.decoder_plan import plan_decoder
 from aioengine.models.fusion.encoder_attention import route_encoders
-from aioengine.models.fusion.fused_decoder import fuse_decoder_layers
 from aioengine.models.fusion.fused_mlp import fuse_activations
 from aioengine.models.fusion.fused_rms_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
@@ -20,7 +20,7 @@ from aioengine.models.fusion.rotary import fuse_rotary
 from aioengine.models.fusion.routed_experts import route_experts
 from aioengine.models.fusion.tied_head import read_tied_heads
 
-__all__ = ["PASSES", "fuse_layers"]
+__all__ = ["DECODER_PASSES", "PASSES", "fuse_layers"]
 
 PASSES: tuple[Callable[[nn.Module], int], ...] = (
     pack_layers,  # gives the matmuls that the passes after it fuse into
@@ -32,11 +32,18 @@ PASSES: tuple[Callable[[nn.Module], int], ...] = (
     route_encoders,
     route_experts,  # on a GPU, where the plain ones wait
 )
-"""What is done to a whole model, in order. Each mutates it and returns how many modules it took."""
+"""What is done to a whole model on a CPU, in order. Each mutates it and returns how many modules it
+took."""
+DECODER_PASSES = (pack_layers, fuse_activations, fuse_norms)
+"""Those of them that an accelerator's decoder gains from; its encoders stay as they are."""
 
 
 def fuse_layers(model: nn.Module, decoder: nn.Module) -> None:
-    """Run all passes over `model`, then fuse the layers of its `decoder`, which consist of them."""
-    for each in PASSES:
-        each(model)
-    fuse_decoder_layers(decoder)
+    """Run the passes over `model`, then run its `decoder`, which consists of them, from a plan.
+
+    On an accelerator only the decoder is touched.
+    """
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    for each in PASSES if on_cpu else DECODER_PASSES:
+        each(model if on_cpu else decoder)
+    plan_decoder(decoder)

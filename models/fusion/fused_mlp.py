@@ -15,12 +15,13 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
 
-from aioengine.kernels.cpu.linear import Activation, NativeLinear
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.matmul import FORMULAS, Activation, TorchLinear
 from aioengine.models.fusion.layer_names import FeedForward, layer_names_of
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 from aioengine.models.fusion.swap import swap
@@ -28,19 +29,16 @@ from aioengine.models.fusion.trial import ROUNDINGS, agree, random_rows, stand_i
 
 __all__ = ["ActivatedFeedForward", "ActivatedLinear", "fuse_activations"]
 
-_FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: silu,
-    Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
-    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
-    Activation.GELU: gelu,
-}
 _TRIAL_ROWS = 8
+_OURS = (NativeLinear, TorchLinear)
+Ours: TypeAlias = NativeLinear | TorchLinear
+"""Matmuls that take an activation."""
 
 
 class ActivatedFeedForward(nn.Module):
     """Made of a module by `fuse_activations`, never by itself."""
 
-    fused: tuple[FeedForward, NativeLinear, Activation]
+    fused: tuple[FeedForward, Ours, Activation]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., dim] -> [..., dim]."""
@@ -50,7 +48,7 @@ class ActivatedFeedForward(nn.Module):
 class ActivatedLinear(nn.Linear):
     """A packed layer with the activation that its caller applies to it, made by the same."""
 
-    activated: tuple[NativeLinear, Activation]
+    activated: tuple[Ours, Activation]
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., in] -> [..., out]."""
@@ -83,7 +81,7 @@ def _fuse_layer(module: nn.Module, names: FeedForward, tried: dict[Hashable, boo
     kind = type(module)
     if (kind, activation) not in tried:
         up: nn.Linear = getattr(module, names.up)
-        x = random_rows(_TRIAL_ROWS, up.in_features, dtype=up.weight.dtype)
+        x = random_rows(_TRIAL_ROWS, up.in_features, like=up.weight)
         fused = partial(_fused_forward, module, names, matmul, activation, x)
         tried[kind, activation] = agree(fused, lambda: module(x))
     if tried[kind, activation]:
@@ -125,7 +123,7 @@ def _outputs(module: nn.Module, layer: nn.Linear) -> Tensor:
     """Call a module that holds `layer` with random rows, and no mask where it asks for one."""
     norms = [each for each in module.children() if isinstance(each, nn.LayerNorm)]
     width = norms[0].normalized_shape[0] if norms else layer.in_features
-    x = random_rows(1, _TRIAL_ROWS, width, dtype=layer.weight.dtype)
+    x = random_rows(1, _TRIAL_ROWS, width, like=layer.weight)
     is_masked = "attention_mask" in inspect.signature(module.forward).parameters
     with stand_ins(module):
         output = module(x, attention_mask=None) if is_masked else module(x)
@@ -133,7 +131,7 @@ def _outputs(module: nn.Module, layer: nn.Linear) -> Tensor:
     return found
 
 
-def _matmul(module: nn.Module, names: FeedForward) -> NativeLinear | None:
+def _matmul(module: nn.Module, names: FeedForward) -> Ours | None:
     """The matmul of `up`, or of `gate` and `up` together, if it is packed, ours and not hooked."""
     up = getattr(module, names.up, None)
     gate = up if names.gate is None else getattr(module, names.gate, None)
@@ -144,7 +142,7 @@ def _matmul(module: nn.Module, names: FeedForward) -> NativeLinear | None:
         return None
     if names.gate is None:
         packed = up.packed if isinstance(up, Packed) else None
-        return packed if isinstance(packed, NativeLinear) else None
+        return packed if isinstance(packed, _OURS) else None
     if not isinstance(up, PackedPart) or not isinstance(gate, PackedPart):
         return None
     merged = gate.merged
@@ -152,7 +150,7 @@ def _matmul(module: nn.Module, names: FeedForward) -> NativeLinear | None:
         return None
     matmul = merged.packed
     is_halved = len(merged.sizes) == 2 and merged.sizes[0] == merged.sizes[1]
-    return matmul if is_halved and isinstance(matmul, NativeLinear) and matmul.can_gate else None
+    return matmul if is_halved and isinstance(matmul, _OURS) and matmul.can_gate else None
 
 
 def _activation(module: nn.Module, name: str) -> Activation | None:
@@ -161,14 +159,14 @@ def _activation(module: nn.Module, name: str) -> Activation | None:
     if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
         return None  # a norm, say
     x = torch.linspace(-12, 12, 1001)
-    for activation, formula in _FORMULAS.items():
+    for activation, formula in FORMULAS.items():
         if agree(lambda: function(x.clone()), partial(formula, x)):
             return activation
     return None
 
 
 def _fused_forward(
-    module: nn.Module, names: FeedForward, matmul: NativeLinear, activation: Activation, x: Tensor
+    module: nn.Module, names: FeedForward, matmul: Ours, activation: Activation, x: Tensor
 ) -> Tensor:
     inner = matmul(x, activation, is_gated=names.gate is not None)
     found: Tensor = getattr(module, names.down)(inner)

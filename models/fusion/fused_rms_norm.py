@@ -1,22 +1,24 @@
 """RMS norms computed by one operator instead of six, where that is the same norm.
 
-A module is taken for such a norm by its name and what it holds, and for the usual one by a trial:
-what an operator makes of random rows must be as close to the norm in float64 as what the module
-makes of them. In float32 PyTorch's operator gives the module's bits. In 16 bits ours is taken where
-it was built (PyTorch's is six operators again there), and rounds once where most modules round
-twice. A norm that adds 1 to its weight, say, fails the trial and stays as it is.
+A module is taken for such a norm by its name and what it holds, and for one of two kinds by trial:
+its weight multiplies, or its weight plus 1 does, in float32 (Gemma's). What an operator makes of
+random rows must be as close to the norm in float64 as what the module makes of them. In float32
+PyTorch's operator gives the module's bits. In 16 bits on a CPU ours is taken where it was built
+(PyTorch's is six operators again there), and rounds once where most modules round twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from aioengine.kernels.cpu import norm
+from aioengine.kernels.cpu import norm as native
 from aioengine.kernels.cpu.library import is_available
+from aioengine.kernels.layer_plan import NormPlan, normalize
 from aioengine.models.fusion.swap import swap
 from aioengine.models.fusion.trial import agree, largest_error, random_rows
 
@@ -26,27 +28,27 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EPSILONS = ("variance_epsilon", "eps")
 
 
-Norm = Callable[[Tensor, Tensor, float], Tensor]
+Compute = Callable[[Tensor, NormPlan], Tensor]
 
 
-def _plain(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return rms_norm(x, weight.shape, weight, epsilon)
+def _native(x: Tensor, norm: NormPlan) -> Tensor:
+    return native.rms_norm(x, norm.weight, norm.epsilon)
 
 
 class FusedRMSNorm(nn.Module):
     """Made of a module by `fuse_norms`, never by itself."""
 
     weight: Tensor
-    fused: tuple[Norm, float]
+    fused: tuple[Compute, NormPlan]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., dim] -> [..., dim]."""
-        compute, epsilon = self.fused
-        return compute(hidden_states, self.weight, epsilon)
+        compute, norm = self.fused
+        return compute(hidden_states, norm)
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Make the RMS norms of `model` on a CPU fused ones, in place; how many were.
+    """Make the RMS norms of `model` fused ones, in place; how many were.
 
     float64 is left alone: it is for parity, and transformers' own norms compute in float32 then.
     """
@@ -54,10 +56,10 @@ def fuse_norms(model: nn.Module) -> int:
     with torch.no_grad():
         for module in list(model.modules()):
             epsilon = _epsilon(module)
-            found = None if epsilon is None else _operator(module, epsilon)
+            found = None if epsilon is None else _fused(module, epsilon)
             if found is None:
                 continue
-            swap(module, FusedRMSNorm, fused=(found, epsilon))
+            swap(module, FusedRMSNorm, fused=found)
             count += 1
     return count
 
@@ -68,7 +70,7 @@ def _epsilon(module: nn.Module) -> float | None:
     is_norm = type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm)
     if not is_norm or not isinstance(weight, Tensor) or weight.dim() != 1:
         return None
-    if weight.dtype not in _DTYPES or weight.device.type != "cpu":
+    if weight.dtype not in _DTYPES or weight.is_meta:
         return None
     if len(list(module.parameters())) != 1 or module._forward_hooks:
         return None
@@ -76,17 +78,26 @@ def _epsilon(module: nn.Module) -> float | None:
     return float(found[0]) if len(found) == 1 and isinstance(found[0], float) else None
 
 
-def _operator(module: nn.Module, epsilon: float) -> Norm | None:
+def _fused(module: nn.Module, epsilon: float) -> tuple[Compute, NormPlan] | None:
     """The best operator that computes what the module does, None where it is another norm."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    rows = random_rows(2, 8, len(weight), dtype=torch.float32)
-    rows = (rows * torch.logspace(-3, 2, 8)[:, None]).to(weight.dtype)
-    exact = rms_norm(rows.double(), weight.shape, weight.double(), epsilon)
-    if not agree(lambda: module(rows), lambda: exact):
+    rows = random_rows(2, 8, len(weight)) * torch.logspace(-3, 2, 8)[:, None]
+    rows = rows.to(weight.device, weight.dtype)
+    for factor in (weight, weight.float() + 1):
+        exact = rms_norm(rows.double(), factor.shape, factor.double(), epsilon)
+        if agree(lambda: module(rows), partial(Tensor.clone, exact)):
+            break
+    else:
         return None
     error = largest_error(module(rows), exact)
-    is_narrow = weight.dtype != torch.float32 and weight.is_contiguous()
-    for operator in (*([norm.rms_norm] if is_narrow and is_available() else []), _plain):
-        if largest_error(operator(rows, weight, epsilon), exact) <= error:
-            return operator
+    norm = NormPlan(factor, epsilon)
+    for compute in (*([_native] if _takes(weight) else []), normalize):
+        if largest_error(compute(rows, norm), exact) <= error:
+            return compute, norm
     return None
+
+
+def _takes(weight: Tensor) -> bool:
+    """Return whether our operator is for rows of this dtype and device."""
+    is_narrow = weight.dtype != torch.float32 and weight.is_contiguous()
+    return is_narrow and weight.device.type == "cpu" and is_available()

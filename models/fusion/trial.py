@@ -21,10 +21,15 @@ ROUNDINGS = 8
 """Units in the last place of the largest output that two ways of computing may be apart."""
 
 
-def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers [*shape], the same for a `seed`; inputs of one trial want one each."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
+def random_rows(
+    *shape: int, dtype: torch.dtype = torch.float32, like: Tensor | None = None, seed: int = 0
+) -> Tensor:
+    """Normal numbers [*shape], the same for a `seed`; inputs of one trial want one each.
+
+    `like`: what they have the dtype and the device of.
+    """
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return rows.to(dtype) if like is None else rows.to(like.device, like.dtype)
 
 
 def agree(

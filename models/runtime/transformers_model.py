@@ -35,7 +35,7 @@ from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.kernels.int8 import quantize_linear
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
 from aioengine.models.fusion import fuse_layers
-from aioengine.models.fusion.fused_decoder import run_fused_decoder
+from aioengine.models.fusion.decoder_plan import run_decoder_plan
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.swap import pass_on
 from aioengine.models.runtime import encoding
@@ -395,8 +395,17 @@ class TransformersModel:
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Run `decoder` on [T, hidden] and [T] or [3, T]; the probe and `forward` share it."""
-        found = run_fused_decoder(decoder, embeds, positions) if positions.dim() == 1 else None
+        found = self.run_plan(decoder, embeds, positions)
         return self.run_decoder(decoder, embeds, positions) if found is None else found
+
+    def run_plan(
+        self, decoder: nn.Module, embeds: Tensor, positions: Tensor, rows: Sequence[Tensor] = ()
+    ) -> Tensor | None:
+        """Do as `run_decoder` without the decoder's modules; None where these are needed.
+
+        `rows` [T, hidden] each: added behind the first layers.
+        """
+        return run_decoder_plan(decoder, embeds, positions, rows)
 
     def run_decoder(
         self, decoder: nn.Module, embeds: Tensor, positions: Tensor, **others: Any

@@ -22,7 +22,7 @@ def drawn(norm: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("dim", [8, 100, 1024])
 def test_usual_norms(kind: type[nn.Module], dtype: torch.dtype, dim: int) -> None:
     norm = drawn(kind(dim, 1e-5), dtype)
@@ -42,9 +42,19 @@ def test_usual_norms(kind: type[nn.Module], dtype: torch.dtype, dim: int) -> Non
         assert torch.equal(norm(x.mT.contiguous().mT), found), "however it lies"
 
 
+class _NormPlus2(GemmaRMSNorm):  # type: ignore[misc]
+    """Of a kind that nobody has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self._norm(x.float()) * (2 + self.weight.float())).type_as(x)
+
+
+_NormPlus2.__name__ = "AnotherRMSNorm"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_of_another_kind_stays(dtype: torch.dtype) -> None:
-    norm = drawn(GemmaRMSNorm(64), dtype)
+    norm = drawn(_NormPlus2(64), dtype)
     x = torch.randn(3, 64).to(dtype)
     wanted = norm(x)
     assert fuse_norms(nn.Sequential(norm)) == 0

@@ -41,6 +41,7 @@ from tests.simulated.schemas import (
     INDEXING,
     PINNING,
     WAITING,
+    WHOLE,
     is_view,
     returned,
     written_by,
@@ -268,7 +269,7 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Compute an operator, and note what it does on the device."""
     name = func.name()
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-    if is_composite and func not in PINNING:
+    if is_composite and func not in PINNING | WHOLE:
         with SimulatedMode():
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:

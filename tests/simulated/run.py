@@ -25,6 +25,7 @@ ALL = (
     "tests/simulated/experts.py",
     "tests/simulated/loading.py",
     "tests/simulated/decode_steps.py",
+    "tests/simulated/plan_checks.py",
 )
 PLAIN = (
     *(

@@ -15,6 +15,7 @@ __all__ = [
     "INDEXING",
     "PINNING",
     "WAITING",
+    "WHOLE",
     "is_view",
     "returned",
     "written_by",
@@ -60,6 +61,8 @@ FRESH = ALLOCATING - {
     aten._unsafe_view.default,
 }
 """Those that give out memory as it is."""
+WHOLE = {aten.rms_norm.default}
+"""Operators that are made of others here, and one kernel where PyTorch has CUDA."""
 PINNING = {aten.is_pinned.default, aten.pin_memory.default, aten._pin_memory.default}
 
 

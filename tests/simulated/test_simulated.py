@@ -43,6 +43,12 @@ def test_what_the_device_sees() -> None:
 
 
 @pytest.mark.slow
+def test_decoders_run_from_plans() -> None:
+    status, text = run("tests/simulated/plan_checks.py")
+    assert status == 0, text
+
+
+@pytest.mark.slow
 def test_the_engine_is_ordered_and_never_waits() -> None:
     status, text = run(ENGINE, "-k", CHOSEN)
     assert status == 0, text

@@ -9,11 +9,15 @@
 namespace aioengine {
 
 struct Norm {
-    DType dtype;  // of x, weight and out
-    const void* x;  // [rows, dim], rows `stride` numbers apart
-    int64_t stride;
-    const void* weight;  // [dim]
-    void* out;           // [rows, dim], contiguous
+    DType dtype;  // of x, residual and out
+    const void* x;  // [rows, heads, dim]: a row and a head `strides` numbers apart
+    int64_t strides[2];
+    int64_t heads;
+    const void* weight;    // [dim], or null: then nothing is normalized
+    bool has_float_weight;  // the weight is of float32, not of the dtype of x
+    const void* residual;  // [rows, heads * dim], or null: is added to what was rounded
+    int64_t residual_stride;
+    void* out;  // [rows, heads, dim], contiguous
     int64_t dim;
     float epsilon;
 };

@@ -44,38 +44,59 @@ Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated);
 
-// x [rows, dim] over the root of its rows' mean square plus epsilon, times weight [dim].
+// x [rows, dim] or [rows, heads, dim] over the root of the mean square of each row (and head) plus epsilon,
+// times weight [dim], of the dtype of x or float32; `residual`: null, or [rows, heads * dim], is added to
+// what was rounded. Contiguous.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon);
+Tensor normalize(const Tensor& x, const Tensor& weight, double epsilon, const Tensor* residual);
+
+// The same; float32 by torch's own operator, whose bits transformers' norms have.
+Tensor normalize_for_layer(
+    const Tensor& x, const Tensor& weight, double epsilon, const Tensor* residual);
+
+// x plus `residual`, both [rows, dim]; contiguous.
+Tensor add_rows(const Tensor& x, const Tensor& residual);
+
+// `rows` of x [n, dim]; and the way back: [count, dim] with x at `rows`, zeros elsewhere.
+Tensor take_rows(const Tensor& x, const Tensor& rows);
+Tensor put_rows(const Tensor& x, const Tensor& rows, int64_t count);
 
 // query [T, Hq, D] and key [T, Hkv, D], rotated by cos and sin [T, D].
 std::tuple<Tensor, Tensor> rotate(
     const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin);
 
-// A decoder layer up to its attention: x [T, hidden], normalized, times one weight for queries, keys and
-// values, the first two rotated. Each [T, heads, D]; values lie where they were written.
+// A plan (layer_plan.h) of layers, in lists of their tensors, sizes and numbers, and of the norm after them
+// with its epsilon: as bytes, which own it. They are the plan only where they lie.
+Tensor pack_plan(
+    std::vector<Tensor> tensors, std::vector<int64_t> sizes, std::vector<double> numbers,
+    const std::optional<Tensor>& norm, double epsilon);
+
+// A layer up to its attention: x [T, hidden] -> query [T, Hq, D], key and value [T, Hkv, D]. `angles`: cos
+// and sin [T, D] of one kind after the other.
 std::tuple<Tensor, Tensor, Tensor> project(
-    const Tensor& x, const Tensor& norm, double epsilon, const Tensor& packed,
-    const std::optional<Tensor>& scales, const std::optional<Tensor>& bias, int64_t heads,
-    int64_t kv_heads, const Tensor& cos, const Tensor& sin);
+    const Tensor& plan, int64_t index, const Tensor& x, std::vector<Tensor> angles);
 
-// A decoder layer after its attention: x [T, hidden] and what was attended to, times `out`, are the new
-// x; that and the feed-forward layer of it, normalized, are the result.
-Tensor feed(
-    const Tensor& x, const Tensor& attended, const Tensor& out,
-    const std::optional<Tensor>& out_scales, const std::optional<Tensor>& out_bias,
-    const Tensor& norm, double epsilon, const Tensor& up, const std::optional<Tensor>& up_scales,
-    const std::optional<Tensor>& up_bias, int64_t up_outputs, int64_t activation, bool is_gated,
-    const Tensor& down, const std::optional<Tensor>& down_scales,
-    const std::optional<Tensor>& down_bias);
+// x [T, hidden] plus the layer's output matmul of what was attended to, [T, Hq * D].
+Tensor add_attended(const Tensor& plan, int64_t index, const Tensor& x, const Tensor& attended);
 
-// Decoder layers one after the other, one for each pair of caches: x [T, hidden], `project`, attention,
-// `feed`, and so on. One operator, as a layer of few tokens takes less than a millisecond, and leaves
-// nothing of its caller in the caches.
-Tensor run_layers(
-    const Tensor& x, const Tensor& cos, const Tensor& sin, std::vector<Tensor> tensors,
-    std::vector<int64_t> sizes, std::vector<double> numbers, std::vector<Tensor> caches,
-    const Tensor& slot_blocks, const Tensor& slot_offsets, const Tensor& query_start,
-    const Tensor& seq_lens, const Tensor& block_table, const std::optional<Tensor>& block_ids,
-    bool blocks_in_window);
+// x [T, hidden] plus the feed-forward layer of it.
+Tensor add_feed(const Tensor& plan, int64_t index, const Tensor& x);
+
+// x [n, hidden], normalized after the last layer; [tokens, hidden] with zeros elsewhere where the rows are
+// those that are `wanted` of so many.
+Tensor finish(
+    const Tensor& plan, const Tensor& x, const std::optional<Tensor>& wanted, int64_t tokens);
+
+// All layers of a step from the layer `first` on, and `finish`: x [T, hidden], `project`, attention over
+// the pages of its KV group, `add_attended`, `add_feed`, plus `rows` [T, hidden] behind the first layers, and
+// so on. One operator, as a layer of few tokens takes less than a millisecond, and leaves nothing of its
+// caller in the caches. It ends early before a feed-forward layer that a module computes.
+// `caches`: keys and values of each layer; `places`: of each KV group, slot_blocks, slot_offsets, query_start,
+// seq_lens, block_table and block_ids (empty for none). `wanted` [n] int64: the rows that are computed of what
+// comes after the last attention, none for all.
+Tensor run_plan(
+    const Tensor& packed, int64_t first, const Tensor& x, std::vector<Tensor> angles,
+    std::vector<Tensor> caches, std::vector<Tensor> places, std::vector<int64_t> blocks_in_window,
+    std::vector<Tensor> rows, const std::optional<Tensor>& wanted);
 
 }  // namespace aioengine

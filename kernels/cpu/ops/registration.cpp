@@ -24,17 +24,16 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
     library.def(
-        "project(Tensor x, Tensor norm, float epsilon, Tensor packed, Tensor? scales, Tensor? bias, "
-        "int heads, int kv_heads, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)");
-    library.def(
-        "feed(Tensor x, Tensor attended, Tensor out, Tensor? out_scales, Tensor? out_bias, "
-        "Tensor norm, float epsilon, Tensor up, Tensor? up_scales, Tensor? up_bias, int up_outputs, "
-        "int activation, bool is_gated, Tensor down, Tensor? down_scales, Tensor? down_bias) "
+        "pack_plan(Tensor[] tensors, int[] sizes, float[] numbers, Tensor? norm, float epsilon) "
         "-> Tensor");
     library.def(
-        "run_layers(Tensor x, Tensor cos, Tensor sin, Tensor[] tensors, int[] sizes, float[] numbers, "
-        "Tensor(a!)[] caches, Tensor slot_blocks, Tensor slot_offsets, Tensor query_start, "
-        "Tensor seq_lens, Tensor block_table, Tensor? block_ids, bool blocks_in_window) -> Tensor");
+        "project(Tensor plan, int index, Tensor x, Tensor[] angles) -> (Tensor, Tensor, Tensor)");
+    library.def("add_attended(Tensor plan, int index, Tensor x, Tensor attended) -> Tensor");
+    library.def("add_feed(Tensor plan, int index, Tensor x) -> Tensor");
+    library.def("finish(Tensor plan, Tensor x, Tensor? wanted, int tokens) -> Tensor");
+    library.def(
+        "run_plan(Tensor plan, int first, Tensor x, Tensor[] angles, Tensor(a!)[] caches, "
+        "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
@@ -44,9 +43,12 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("linear", TORCH_BOX(&aioengine::linear));
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
     library.impl("rotate", TORCH_BOX(&aioengine::rotate));
+    library.impl("pack_plan", TORCH_BOX(&aioengine::pack_plan));
     library.impl("project", TORCH_BOX(&aioengine::project));
-    library.impl("feed", TORCH_BOX(&aioengine::feed));
-    library.impl("run_layers", TORCH_BOX(&aioengine::run_layers));
+    library.impl("add_attended", TORCH_BOX(&aioengine::add_attended));
+    library.impl("add_feed", TORCH_BOX(&aioengine::add_feed));
+    library.impl("finish", TORCH_BOX(&aioengine::finish));
+    library.impl("run_plan", TORCH_BOX(&aioengine::run_plan));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {

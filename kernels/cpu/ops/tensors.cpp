@@ -19,6 +19,16 @@ const int32_t* read_ints(const Tensor& tensor, const char* name) {
     return static_cast<const int32_t*>(tensor.const_data_ptr());
 }
 
+const int64_t* read_rows(const Tensor& tensor, int64_t num_rows) {
+    STD_TORCH_CHECK(
+        tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == ScalarType::Long,
+        "rows must be contiguous int64 on the CPU");
+    const int64_t* rows = static_cast<const int64_t*>(tensor.const_data_ptr());
+    for (int64_t i = 0; i < tensor.numel(); ++i)
+        STD_TORCH_CHECK(0 <= rows[i] && rows[i] < num_rows, "there is no such row");
+    return rows;
+}
+
 const float* read_floats(const std::optional<Tensor>& tensor, int64_t dims, const char* name) {
     if (!tensor) return nullptr;
     STD_TORCH_CHECK(

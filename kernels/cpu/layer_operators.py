@@ -1,0 +1,186 @@
+"""A plan's layers on the CPU: in C++, and all of a step in one call.
+
+Between two operators Python takes its time, the more so as matmuls of megabytes leave nothing of it
+in the caches (docs/decisions/layer-plan.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.attention import AttentionMetadata
+from aioengine.kernels.cpu.backend import CpuBackend, places_of
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.cpu.norm import rms_norm
+from aioengine.kernels.layer_plan import (
+    Angles,
+    FeedForwardPlan,
+    LayerPlan,
+    NormPlan,
+    add_module,
+    normalize,
+    rows_wanted,
+)
+from aioengine.kernels.layer_slot import LayerSlot, StepContext
+from aioengine.kernels.matmul import Activation, Matmul
+
+__all__ = ["NativeOperators"]
+
+_NOTHING = torch.empty(0)
+
+
+class NativeOperators:
+    """See `Operators`. For layers whose matmuls are `NativeLinear`; float32, bfloat16, float16.
+
+    Norms of float32 are PyTorch's own operator, as transformers' norms have its bits. `norm`: after
+    the last layer, None where these layers are not all. Raises RuntimeError where shapes or dtypes do
+    not go together.
+    """
+
+    def __init__(self, layers: Sequence[LayerPlan], norm: NormPlan | None = None) -> None:
+        self._layers = layers
+        self._ops = torch.ops.aioengine_cpu
+        tensors = [each for layer in layers for each in _tensors(layer)]
+        sizes = [each for layer in layers for each in _sizes(layer)]
+        numbers = [each for layer in layers for each in _numbers(layer)]
+        last = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
+        self._plan: Tensor = self._ops.pack_plan(tensors, sizes, numbers, *last)
+        # Where a module computes a layer's feed-forward part.
+        self._stops = [
+            index
+            for index, layer in enumerate(layers)
+            if not isinstance(layer.feed_forward, FeedForwardPlan)
+        ]
+        slots = [layer.slot for layer in layers if isinstance(layer.slot, LayerSlot)]
+        is_usual = all(slot.distance_bias is None for slot in slots)
+        self._slots = slots if is_usual and len(slots) == len(layers) else None
+
+    def prepare(self, angles: Sequence[Angles]) -> Sequence[Tensor]:
+        """See `Operators`: cosines and sines in turns."""
+        return [each for pair in angles for each in pair]
+
+    def project(
+        self, index: int, x: Tensor, angles: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Operators`."""
+        found: tuple[Tensor, Tensor, Tensor] = self._ops.project(self._plan, index, x, angles)
+        return found
+
+    def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
+        """See `Operators`."""
+        found: Tensor = self._ops.add_attended(self._plan, index, x, attended)
+        return found
+
+    def add_feed(self, index: int, x: Tensor) -> Tensor:
+        """See `Operators`."""
+        if not isinstance(self._layers[index].feed_forward, FeedForwardPlan):
+            return add_module(self._layers[index], x, _normalize)
+        found: Tensor = self._ops.add_feed(self._plan, index, x)
+        return found
+
+    def finish(self, x: Tensor, wanted: Tensor | None, num_tokens: int) -> Tensor:
+        """See `Operators`; rows that nobody wants are 0."""
+        found: Tensor = self._ops.finish(self._plan, x, wanted, num_tokens)
+        return found
+
+    def run(
+        self, x: Tensor, angles: Sequence[Tensor], rows: Sequence[Tensor], step: StepContext
+    ) -> Tensor | None:
+        """See `Operators`: one call, and one more after each layer that has a module."""
+        if self._slots is None or not _takes(x, step):
+            return None
+        num_tokens, last = len(x), len(self._layers) - 1
+        wanted = rows_wanted(self._slots[-1], num_tokens)
+        caches = [each for slot in self._slots for each in step.caches[slot.layer]]
+        places = [each for meta in step.metadata for each in _places(meta)]
+        in_window = [int(meta.blocks_in_window) for meta in step.metadata]
+        first = 0
+        for stop in self._stops:
+            x = self._run(first, x, angles, caches, places, in_window, rows, wanted)
+            x = self.add_feed(stop, x)
+            if stop < len(rows):
+                is_cut = stop == last and wanted is not None
+                x = x + (rows[stop][wanted] if is_cut else rows[stop])
+            first = stop + 1
+        if first > last:
+            return self.finish(x, wanted, num_tokens)
+        return self._run(first, x, angles, caches, places, in_window, rows, wanted)
+
+    def _run(self, first: int, x: Tensor, *step: object) -> Tensor:
+        found: Tensor = self._ops.run_plan(self._plan, first, x, *step)
+        return found
+
+
+def _takes(x: Tensor, step: StepContext) -> bool:
+    """Return whether the operators know all of a step."""
+    # Another backend, or one made of it, wants to be called for each layer.
+    if type(step.backend) is not CpuBackend:
+        return False
+    # The pages of all layers are of one dtype.
+    is_known = step.backend.knows(x, step.caches[0][0])
+    return is_known and all(meta.is_causal for meta in step.metadata)
+
+
+def _places(meta: AttentionMetadata) -> list[Tensor]:
+    return [_NOTHING if each is None else each for each in places_of(meta)]
+
+
+def _normalize(x: Tensor, norm: NormPlan) -> Tensor:
+    if x.dtype == torch.float32:
+        return normalize(x, norm)
+    return rms_norm(x, norm.weight, norm.epsilon)
+
+
+# What `pack_plan` (kernels/cpu/ops/layer_plan.cpp) takes of a layer, in its order.
+
+
+def _tensors(layer: LayerPlan) -> list[Tensor]:
+    norms = [_NOTHING if each is None else each.weight for each in _norms(layer)]
+    sinks = layer.attention.sinks
+    feed = layer.feed_forward
+    products = [layer.qkv, layer.out]
+    inner = [feed.up, feed.down] if isinstance(feed, FeedForwardPlan) else [None, None]
+    return [
+        *norms,
+        *(each for product in (*products, *inner) for each in _operands(product)),
+        _NOTHING if sinks is None else sinks.to(torch.float32).contiguous(),
+    ]
+
+
+def _operands(product: Matmul | None) -> list[Tensor]:
+    if product is None:
+        return [_NOTHING] * 3
+    assert isinstance(product, NativeLinear)
+    return [_NOTHING if each is None else each for each in product.operands]
+
+
+def _sizes(layer: LayerPlan) -> list[int]:
+    group, stores = 0, True
+    if isinstance(layer.slot, LayerSlot):
+        group, stores = layer.slot.group, layer.slot.stores
+    feed = layer.feed_forward
+    inner = [int(Activation.NONE), 0, 0]
+    if isinstance(feed, FeedForwardPlan):
+        inner = [int(feed.activation), int(feed.is_gated), feed.up.num_outputs]
+    activation, is_gated, num_inner = inner
+    return [
+        *(layer.num_heads, layer.num_kv_heads, layer.head_dim),
+        -1 if layer.angles is None else layer.angles,
+        *(layer.attention.window or 0, group, int(stores)),
+        *(activation, is_gated, layer.out.num_outputs, num_inner),
+    ]
+
+
+def _numbers(layer: LayerPlan) -> list[float]:
+    epsilons = [0.0 if each is None else each.epsilon for each in _norms(layer)]
+    return [*epsilons, layer.attention.scale, layer.attention.softcap or 0.0]
+
+
+def _norms(layer: LayerPlan) -> list[NormPlan | None]:
+    return [
+        *(layer.norm, layer.query_norm, layer.key_norm),
+        *(layer.out_norm, layer.feed_norm, layer.feed_out_norm),
+    ]

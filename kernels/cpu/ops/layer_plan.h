@@ -1,0 +1,47 @@
+// A decoder's layers as data: the weights and sizes of each, in the order of their use.
+//
+// kernels/cpu/layer_operators.py makes the lists that one is read from; kernels/layer_plan.py says what
+// the parts mean.
+
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "ops.h"
+
+namespace aioengine {
+
+struct PlannedNorm {
+    Tensor weight;
+    double epsilon;
+};
+
+struct PlannedMatmul {
+    Tensor packed;
+    std::optional<Tensor> scales, bias;
+    int64_t outputs;
+
+    Weight weight() const { return {packed, scales, bias, outputs}; }
+};
+
+struct PlannedLayer {
+    std::optional<PlannedNorm> norm, query_norm, key_norm, out_norm, feed_norm, feed_out_norm;
+    PlannedMatmul qkv, out;
+    std::optional<PlannedMatmul> up, down;  // none where a module computes the feed-forward layer
+    std::optional<Tensor> sinks;
+    int64_t heads, kv_heads, head_dim;
+    int64_t angles;  // which of the step's, -1 for none
+    int64_t activation;
+    bool is_gated, stores;
+    int64_t window, group;
+    double scale, softcap;
+};
+
+struct Plan {
+    const Plan* self;  // a copy of the bytes is no plan
+    std::vector<PlannedLayer> layers;
+    std::optional<PlannedNorm> norm;  // of the last layer's rows
+};
+
+}  // namespace aioengine

@@ -1,0 +1,83 @@
+"""The matmul that layers are made of, as every device offers it; and PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear, silu
+
+__all__ = ["FORMULAS", "Activation", "Matmul", "TorchLinear"]
+
+
+class Activation(IntEnum):
+    """Activations that a matmul can apply to its outputs; numbered as in linear.h."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+    QUICK_GELU = 3
+    GELU = 4
+
+
+FORMULAS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+    Activation.GELU: gelu,
+}
+"""The activations in PyTorch."""
+
+
+class Matmul(Protocol):
+    """A weight [out, in] and a bias [out] or None, ready to be multiplied with."""
+
+    num_outputs: int
+    nbytes: int
+
+    @property
+    def can_gate(self) -> bool:
+        """Return whether the first half of the outputs can be gates of the second."""
+
+    def __call__(
+        self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
+    ) -> Tensor:
+        """`x` [..., in] -> [..., out], or [..., out / 2] where the first half are gates.
+
+        `activation` is applied to the outputs, or to the gates, which then multiply the others.
+        """
+
+
+class TorchLinear:
+    """A weight where PyTorch has it, on any device: nothing is copied. See `Matmul`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self.num_outputs = len(weight)
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    @property
+    def can_gate(self) -> bool:
+        """Return whether there are two halves."""
+        return self.num_outputs % 2 == 0
+
+    def __call__(
+        self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
+    ) -> Tensor:
+        """See `Matmul`."""
+        out = linear(x, self.weight, self.bias)
+        if activation is Activation.NONE and not is_gated:
+            return out
+        gate, up = out.chunk(2, dim=-1) if is_gated else (out, None)
+        found = gate if activation is Activation.NONE else FORMULAS[activation](gate)
+        return found if up is None else found * up
+
+    def add_to(self, x: Tensor, given: Tensor) -> Tensor:
+        """`x` [T, out] plus the outputs for `given` [T, in]; mutates and returns `x`."""
+        if self.bias is None:
+            return x.addmm_(given, self.weight.mT)
+        return x.add_(linear(given, self.weight, self.bias))

@@ -1,0 +1,121 @@
+"""A plan's layers in plain PyTorch, on any device, with few launches.
+
+The order is fixed and nothing is read back, so that a step can be captured. A layer is eleven
+launches besides attention: two norms, three of rotation (queries and keys side by side, by angles
+whose signs were prepared once a step), four matmuls of which two add to the residual, an activation
+and a product of gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from aioengine.kernels.layer_plan import (
+    Angles,
+    FeedForwardPlan,
+    LayerPlan,
+    NormPlan,
+    add_module,
+    normalize,
+)
+from aioengine.kernels.layer_slot import StepContext
+from aioengine.kernels.matmul import Matmul, TorchLinear
+
+__all__ = ["TorchOperators"]
+
+
+class TorchOperators:
+    """See `Operators`. For matmuls of any kind."""
+
+    def __init__(self, layers: Sequence[LayerPlan], norm: NormPlan | None = None) -> None:
+        self._layers = layers
+        self._norm = norm
+        self._head_norms = [_of_heads(layer) for layer in layers]
+
+    def prepare(self, angles: Sequence[Angles]) -> Sequence[Tensor]:
+        """See `Operators`: cosines, and sines with the signs of the halves that they multiply."""
+        found = []
+        for cos, sin in angles:
+            first, second = sin.chunk(2, dim=-1)
+            found += [cos[:, None], torch.cat([-first, second], dim=-1)[:, None]]
+        return found
+
+    def project(
+        self, index: int, x: Tensor, angles: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Operators`."""
+        layer = self._layers[index]
+        normed = x if layer.norm is None else normalize(x, layer.norm)
+        whole = layer.qkv(normed).view(len(x), -1, layer.head_dim)
+        num_queries, num_turned = layer.num_heads, layer.num_heads + layer.num_kv_heads
+        heads = self._normalize_heads(index, whole[:, :num_turned])
+        if layer.angles is not None:
+            cos, sin = angles[2 * layer.angles : 2 * layer.angles + 2]
+            halves = heads.view(len(x), num_turned, 2, -1)
+            heads = torch.addcmul(heads * cos, halves.flip(-2).flatten(-2), sin)
+        return heads[:, :num_queries], heads[:, num_queries:], whole[:, num_turned:]
+
+    def _normalize_heads(self, index: int, heads: Tensor) -> Tensor:
+        """Queries and keys [T, Hq + Hkv, D] with their norms, which have a weight for each head."""
+        norm = self._head_norms[index]
+        if norm is None:
+            return heads
+        rows = heads.to(norm.weight.dtype)
+        normed = rms_norm(rows, rows.shape[-1:], None, norm.epsilon) * norm.weight
+        return normed.to(heads.dtype)
+
+    def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
+        """See `Operators`."""
+        layer = self._layers[index]
+        # What goes into the first layer is the caller's.
+        return _add(x.clone() if index == 0 else x, attended, layer.out, layer.out_norm)
+
+    def add_feed(self, index: int, x: Tensor) -> Tensor:
+        """See `Operators`."""
+        layer = self._layers[index]
+        feed = layer.feed_forward
+        if not isinstance(feed, FeedForwardPlan):
+            return add_module(layer, x, normalize)
+        normed = x if layer.feed_norm is None else normalize(x, layer.feed_norm)
+        inner = feed.up(normed, feed.activation, feed.is_gated)
+        return _add(x, inner, feed.down, layer.feed_out_norm)
+
+    def finish(self, x: Tensor, wanted: Tensor | None, num_tokens: int) -> Tensor:
+        """See `Operators`; rows that nobody wants are 0."""
+        assert self._norm is not None, "these layers are not a decoder's all"
+        normed = normalize(x, self._norm)
+        if wanted is None:
+            return normed
+        return normed.new_zeros(num_tokens, normed.shape[1]).index_copy_(0, wanted, normed)
+
+    def run(
+        self, x: Tensor, angles: Sequence[Tensor], rows: Sequence[Tensor], step: StepContext
+    ) -> Tensor | None:
+        """See `Operators`: layer by layer."""
+        return None
+
+
+def _add(x: Tensor, given: Tensor, matmul: Matmul, norm: NormPlan | None) -> Tensor:
+    """`x` plus a matmul of `given`, which has a norm of its own or none; mutates `x`."""
+    if norm is None and isinstance(matmul, TorchLinear):
+        return matmul.add_to(x, given)
+    found = matmul(given)
+    return x.add_(found if norm is None else normalize(found, norm))
+
+
+def _of_heads(layer: LayerPlan) -> NormPlan | None:
+    """The norms of queries and keys as one, with a weight [Hq + Hkv, D]."""
+    query, key = layer.query_norm, layer.key_norm
+    if query is None or key is None:
+        assert query is key, "queries and keys have norms both, or none"
+        return None
+    assert query.epsilon == key.epsilon, "one norm is for both"
+    counts = (layer.num_heads, layer.num_kv_heads)
+    weights = [
+        norm.weight.expand(count, -1) for norm, count in zip((query, key), counts, strict=True)
+    ]
+    return NormPlan(torch.cat(weights), query.epsilon)

@@ -1,0 +1,345 @@
+"""Decoders run from a plan, without the modules in between.
+
+A layer whose parts are ours (`layer_parts`) becomes a `LayerPlan`, if on random rows, with an
+attention that stands in, its own forward and the device's operators come to the same bits (on a
+device whose modules round otherwise: to a few roundings). From then on its forward is the plan's,
+but for calls with something that the plan does not know.
+
+Where all that a decoder does, by another trial, is to call such layers, it becomes a `DecoderPlan`
+and is not called itself (`run_decoder_plan`). What its forward does around its layers (arguments
+merged with the config, masks that nobody reads, a wrapper around each layer) takes as long as a small
+layer where there are few tokens. Which angles a layer rotates by is seen while the trial runs.
+
+The last layer attends with all rows of a step, as their keys and values stay; what comes after that
+it computes for the rows alone that are read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.cpu.layer_operators import NativeOperators
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.layer_plan import (
+    Angles,
+    DecoderPlan,
+    LayerPlan,
+    Operators,
+    rows_wanted,
+    run_layer,
+    run_plan,
+)
+from aioengine.kernels.layer_slot import slot_of
+from aioengine.kernels.matmul import TorchLinear
+from aioengine.kernels.torch_operators import TorchOperators
+from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
+from aioengine.models.fusion.layer_parts import Kind, attention_of, find_layer
+from aioengine.models.fusion.swap import subclass, swap
+from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows, stand_ins
+
+__all__ = ["layer_by_layer", "plan_decoder", "run_decoder_plan"]
+
+Forward = Callable[..., Tensor]
+_LAYER = "_aioengine_layer"
+_DECODER = "_aioengine_decoder"
+_ROWS = "deepstack_visual_embeds"
+_TRIAL_POSITIONS = (0, 1, 7, 2, 300)
+_TRIAL_ROWS = len(_TRIAL_POSITIONS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """A layer's plan, and the operators that know it alone."""
+
+    plan: LayerPlan
+    attention: nn.Module
+    operators: Operators
+    is_last: bool  # whatever comes after it, if anything, takes rows one by one
+
+    def compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` [T, hidden], `cos` and `sin` [T, head_dim] -> [T, hidden], where attention has a slot.
+
+        Rows that nobody reads are what they came as.
+        """
+        slot = slot_of(self.attention)
+        assert slot is not None
+        wanted = rows_wanted(slot, len(x)) if self.is_last else None
+        angles = self.operators.prepare([(cos, sin)])
+        found = run_layer(self.operators, 0, self.plan, x, angles, slot, wanted)
+        return found if wanted is None else x.index_copy(0, wanted, found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decoder:
+    """A decoder's plan, its operators, and what it may be called with.
+
+    `axes`: numbers of dimensions that positions may have. `takes_rows`: whether rows may be added
+    behind the first layers.
+    """
+
+    plan: DecoderPlan
+    operators: Operators
+    axes: frozenset[int]
+    takes_rows: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rotary:
+    """How a decoder makes its angles: by calls of one module, with what else each was given."""
+
+    module: nn.Module
+    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+
+    def __call__(self, embeds: Tensor, positions: Tensor) -> list[Angles]:
+        x, ids = embeds[None], positions[None] if positions.dim() == 1 else positions[:, None]
+        found = [self.module(x, ids, *args, **named) for args, named in self.calls]
+        return [(cos[0], sin[0]) for cos, sin in found]
+
+
+def run_decoder_plan(
+    decoder: nn.Module, embeds: Tensor, positions: Tensor, rows: Sequence[Tensor] = ()
+) -> Tensor | None:
+    """The last hidden states [T, hidden] of `embeds` [T, hidden], tokens at `positions`.
+
+    `positions` [T] or [3, T]; `rows` [T, hidden] each, added behind the first layers. None for a
+    decoder that has no plan, or none for such arguments.
+    """
+    found: _Decoder | None = getattr(decoder, _DECODER, None)
+    if found is None or positions.dim() not in found.axes or (rows and not found.takes_rows):
+        return None
+    return run_plan(found.plan, found.operators, embeds, positions, rows)
+
+
+@contextmanager
+def layer_by_layer(root: nn.Module) -> Iterator[None]:
+    """Meanwhile, decoders in `root` call their layers one by one."""
+    plans = {
+        module: getattr(module, _DECODER) for module in root.modules() if hasattr(module, _DECODER)
+    }
+    for module in plans:
+        setattr(module, _DECODER, None)
+    try:
+        yield
+    finally:
+        for module, plan in plans.items():
+            setattr(module, _DECODER, plan)
+
+
+def plan_decoder(decoder: nn.Module) -> int:
+    """Have the layers of `decoder` that qualify run from plans, in place, and it all if it does.
+
+    Attention layers must have their slots. Returns how many layers do.
+    """
+    count = 0
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    stacks = (each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each))
+    last = {id(stack[-1]) for stack in stacks}
+    with torch.inference_mode():
+        for module in list(decoder.modules()):
+            layer = _tried(module, is_last=id(module) in last)
+            if layer is None:
+                continue
+            kind = type(module)
+            if kind not in kinds:
+                kinds[kind] = _planned_class(kind)
+            swap(module, kinds[kind], **{_LAYER: layer})
+            count += 1
+        setattr(decoder, _DECODER, _tried_decoder(decoder))
+    return count
+
+
+def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class whose layers run from their plans."""
+    own: Forward = kind.forward
+
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        *args: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        layer: _Layer = getattr(self, _LAYER)
+        is_known = not args and slot_of(layer.attention) is not None
+        if not is_known or not _fits(hidden_states, position_embeddings, layer.plan.head_dim):
+            kwargs["position_embeddings"] = position_embeddings
+            return own(self, hidden_states, *args, **kwargs)
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        return layer.compute(hidden_states[0], cos[0], sin[0])[None]
+
+    return subclass(kind, forward)
+
+
+def _fits(x: Tensor, angles: tuple[Tensor, Tensor] | None, head_dim: int) -> bool:
+    """Return whether they are [1, T, hidden], contiguous, and [1, T, head_dim] twice, of one
+    dtype."""
+    if angles is None or x.dim() != 3 or x.shape[0] != 1 or len(angles) != 2:
+        return False
+    if not x.is_contiguous():
+        return False
+    shape = (1, x.shape[1], head_dim)
+    return all(each.shape == shape and each.dtype == x.dtype for each in angles)
+
+
+def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
+    """The layer with its attention's arguments, if it comes to the module's own bits."""
+    attention = attention_of(module)
+    weight = next(module.parameters(), None)
+    if attention is None or weight is None:
+        return None
+    matmul, operators, roundings = _device(weight)
+    guess = find_layer(module, matmul)
+    if guess is None:
+        return None
+    x = random_rows(1, _TRIAL_ROWS, guess.out.num_outputs, like=weight)
+    cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1)
+    with stand_ins(module):
+        stand_in = slot_of(attention)
+        assert isinstance(stand_in, StandIn)
+        try:
+            wanted = module(
+                x,
+                attention_mask=None,
+                position_ids=torch.arange(_TRIAL_ROWS, device=x.device)[None],
+                past_key_values=None,
+                use_cache=False,
+                position_embeddings=(cos[None], sin[None]),
+            )
+            wanted = wanted[0]
+        except Exception:
+            return None  # it wants other arguments
+        for angles in (0, None):
+            plan = replace(guess, attention=stand_in.args, angles=angles)
+            layer = _Layer(plan, attention, operators([plan]), is_last)
+            found = partial(layer.compute, x[0], cos, sin)
+            if agree(found, lambda: wanted, roundings=roundings):
+                return layer
+    return None
+
+
+def _device(weight: Tensor) -> tuple[Kind, type[NativeOperators] | type[TorchOperators], int]:
+    """The matmuls and operators of a weight's device, and how far its modules may round otherwise.
+
+    The units are those of `agree`.
+    """
+    if weight.device.type == "cpu":
+        return NativeLinear, NativeOperators, 0
+    return TorchLinear, TorchOperators, ROUNDINGS
+
+
+def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
+    """The plan of a decoder that does nothing but call its layers, if all of these have one."""
+    modules = getattr(decoder, "layers", None)
+    rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
+    if not isinstance(modules, nn.ModuleList) or not modules or not isinstance(rotary, nn.Module):
+        return None
+    layers: list[_Layer | None] = [getattr(module, _LAYER, None) for module in modules]
+    around = [each for each in (decoder, rotary, norm) if isinstance(each, nn.Module)]
+    if None in layers or any(each._forward_hooks or each._forward_pre_hooks for each in around):
+        return None
+    if not isinstance(norm, FusedRMSNorm):
+        return None
+    plans = [layer.plan for layer in layers if layer is not None]
+    _, kind, roundings = _device(norm.weight)
+    trial = _Trial(decoder, plans[0].out.num_outputs, norm.weight, roundings)
+    with stand_ins(decoder):
+        seen = trial.watch(rotary, modules)
+        if seen is None:
+            return None
+        calls, angles = seen
+        planned = tuple(
+            plan if plan.angles is None else replace(plan, angles=index)
+            for plan, index in zip(plans, angles, strict=True)
+        )
+        plan = DecoderPlan(planned, norm.fused[1], _Rotary(rotary, calls))
+        operators = kind(planned, plan.norm)
+        axes = frozenset(n for n in (1, 2) if trial.agrees(plan, operators, axes=n))
+        if not axes:
+            return None
+        takes_rows = trial.agrees(plan, operators, axes=min(axes), has_rows=True)
+    return _Decoder(plan, operators, axes, takes_rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    """A decoder on random rows, with attention that stands in."""
+
+    decoder: nn.Module
+    width: int
+    weight: Tensor  # rows have its dtype and device
+    roundings: int
+
+    @property
+    def embeds(self) -> Tensor:
+        """[T, hidden]."""
+        return random_rows(_TRIAL_ROWS, self.width, like=self.weight)
+
+    def positions(self, axes: int) -> Tensor:
+        """[T], or [3, T] with other ones on each axis."""
+        first = torch.tensor(_TRIAL_POSITIONS, device=self.weight.device)
+        return first if axes == 1 else torch.stack([first, first.flip(0), first + 3])
+
+    def run(self, axes: int = 1, rows: Sequence[Tensor] = ()) -> Tensor:
+        """What the decoder itself makes of it, [T, hidden]."""
+        positions = self.positions(axes)
+        given: dict[str, Any] = {"inputs_embeds": self.embeds[None], "use_cache": False}
+        given["position_ids"] = positions[None] if axes == 1 else positions[:, None]
+        if rows:
+            given[_ROWS] = [*rows]
+            given["visual_pos_masks"] = torch.ones(
+                1, _TRIAL_ROWS, dtype=torch.bool, device=self.weight.device
+            )
+        output: Tensor = self.decoder(**given).last_hidden_state[0]
+        return output
+
+    def agrees(
+        self, plan: DecoderPlan, operators: Operators, *, axes: int, has_rows: bool = False
+    ) -> bool:
+        """Return whether the plan comes to the decoder's own bits."""
+        if has_rows and _ROWS not in inspect.signature(self.decoder.forward).parameters:
+            return False
+        count = 2 if has_rows else 0
+        rows = random_rows(count, _TRIAL_ROWS, self.width, like=self.weight, seed=2).unbind(0)
+        slots = [StandIn() for _ in plan.layers]
+        found = partial(run_plan, plan, operators, self.embeds, self.positions(axes), rows, slots)
+        return agree(found, lambda: self.run(axes, rows), roundings=self.roundings)
+
+    def watch(
+        self, rotary: nn.Module, layers: nn.ModuleList
+    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int]] | None:
+        """How the rotary module is called, and which call's angles each layer is given.
+
+        The calls' arguments without embeddings and positions. None where that is not how it goes.
+        """
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        made: list[Any] = []
+        kinds: list[int] = []
+
+        def note_call(_: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
+            others = {key: value for key, value in named.items() if not isinstance(value, Tensor)}
+            calls.append((args[2 - len(named) + len(others) :], others))
+            made.append(output)
+
+        def note_layer(_: nn.Module, args: Any, named: dict[str, Any]) -> None:
+            given = named.get("position_embeddings")
+            kinds.append(next(i for i, each in enumerate(made) if each is given))
+
+        hooks = [rotary.register_forward_hook(note_call, with_kwargs=True)]
+        hooks += [each.register_forward_pre_hook(note_layer, with_kwargs=True) for each in layers]
+        try:
+            self.run()
+        except Exception:
+            return None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return (calls, kinds) if len(kinds) == len(layers) else None
