@@ -8,6 +8,8 @@ kernel is called by its name there.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -71,14 +73,21 @@ def _aligned(rows: Tensor) -> Tensor:
 
 def _is_aligned(tensor: Tensor) -> bool:
     """Return whether the kernel can read the rows [..., D] where they lie."""
-    multiple = _ALIGNMENT_BYTES // tensor.element_size()
-    *outer, last = tensor.stride()
-    starts_well = tensor.storage_offset() % multiple == 0
-    return last == 1 and starts_well and all(each % multiple == 0 for each in outer)
+    return _reads(tensor.stride(), tensor.storage_offset(), tensor.element_size())
+
+
+@lru_cache(maxsize=1024)
+def _reads(strides: tuple[int, ...], offset: int, itemsize: int) -> bool:
+    multiple = _ALIGNMENT_BYTES // itemsize
+    *outer, last = strides
+    return last == 1 and not offset % multiple and all(each % multiple == 0 for each in outer)
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Make of a mask what the kernel adds: of the scores' shape and dtype, with aligned rows."""
+    shape = (*query.shape[:3], key.shape[2])
+    if mask.shape == shape and mask.dtype == query.dtype and _is_aligned(mask):
+        return mask
     if mask.dtype == torch.bool:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
         mask = bias.masked_fill_(~mask, float("-inf"))
@@ -90,4 +99,4 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # The rows' memory is longer than they are; nothing reads what is behind them.
         room = mask.new_empty(*mask.shape[:-1], -(-count // KEY_MULTIPLE) * KEY_MULTIPLE)
         mask = room[..., :count].copy_(mask)
-    return mask.expand(*query.shape[:3], count)
+    return mask.expand(shape)

@@ -86,13 +86,16 @@ class GatherBackend:
         if new is not None:
             self.write_kv(new, pages, meta)
         key_cache, value_cache = pages
-        out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
         on_cpu = query.device.type == "cpu"
         limit = MAX_BUCKET_BYTES_CPU if on_cpu else MAX_BUCKET_BYTES_DEVICE
-        for bucket in _decode_buckets(meta, args.window, limit // row_bytes, query.dtype):
-            mask = _bucket_mask(meta, bucket, args, key_cache.shape[2])
-            self._decode(query, pages, out, bucket, mask, args)
+        buckets = _decode_buckets(meta, args.window, limit // row_bytes, query.dtype)
+        if len(buckets) == 1 and meta.num_decodes == len(meta.query_lens):
+            return self._decode(query, pages, meta, buckets[0], args)
+        out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+        for bucket in buckets:
+            chosen = slice(len(bucket.blocks)) if bucket.rows is None else bucket.rows
+            out[chosen] = self._decode(query[chosen], pages, meta, bucket, args)
         bounds = split_by_sequence(meta)
         for i in range(meta.num_decodes, len(bounds)):
             first, last = bounds[i]
@@ -103,15 +106,14 @@ class GatherBackend:
         self,
         query: Tensor,
         pages: KeyValue,
-        out: Tensor,
+        meta: AttentionMetadata,
         bucket: _Bucket,
-        mask: Tensor | None,
         args: AttentionArgs,
-    ) -> None:
-        num_sequences = bucket.blocks.shape[0]
-        chosen = query[:num_sequences] if bucket.rows is None else query[bucket.rows]
+    ) -> Tensor:
+        """Attention of a bucket's tokens [m, Hq, Dk] -> [m, Hq, Dv]."""
         # The heads of one group stand where a sequence's tokens would: one read of its keys.
-        grouped = _group_heads(chosen, pages[0].shape[2])
+        grouped = _group_heads(query, pages[0].shape[2])
+        mask = _bucket_mask(meta, bucket, args, grouped)
         rows = self._gather(pages, bucket.blocks, bucket.offsets)
         key, value = (each.transpose(1, 2) for each in rows)
         if args.softcap is None and args.sinks is None:
@@ -119,11 +121,7 @@ class GatherBackend:
         else:
             sinks = None if args.sinks is None else args.sinks.view(grouped.shape[1], -1, 1)
             result = _attend_explicitly(grouped, key, value, mask, sinks, args)
-        flat = result.flatten(1, 2)
-        if bucket.rows is None:
-            out[:num_sequences] = flat
-        else:
-            out[bucket.rows] = flat
+        return result.flatten(1, 2)
 
     def _prefill(
         self,
@@ -170,7 +168,7 @@ class GatherBackend:
     def _rows(self, kind: str, cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
         num_blocks, block_size, num_heads, dim = cache.shape
         width = num_heads * dim
-        if cache.stride(0) % width or not cache[0].is_contiguous():
+        if cache.stride(0) % width or cache.stride()[1:] != (width, dim, 1):
             return cache[blocks, offsets]
         # Whole rows of one matrix are copied several times faster than indexed elements.
         stride = cache.stride(0) // width
@@ -336,19 +334,27 @@ def _make_bucket(
 
 
 def _bucket_mask(
-    meta: AttentionMetadata, bucket: _Bucket, args: AttentionArgs, num_kv_heads: int
+    meta: AttentionMetadata, bucket: _Bucket, args: AttentionArgs, query: Tensor
 ) -> Tensor | None:
-    """Build what is added to a bucket's scores: [m, 1 or Hkv, 1 or group, length], or nothing."""
-    table = args.distance_bias
-    if table is None:
-        return bucket.mask
+    """Build what is added to a bucket's scores, [m, Hkv, group, length], or nothing.
 
-    def make() -> Tensor:
+    `query` [m, Hkv, group, D]. On a CPU it may broadcast to that: PyTorch's own kernels want it so.
+    """
+    table, mask = args.distance_bias, bucket.mask
+    num_kv_heads, group = query.shape[1:3]
+
+    def make_bias() -> Tensor:
+        assert table is not None
         far = bucket.distances.clamp(max=table.shape[1] - 1)
         bias = table[:, far].view(num_kv_heads, -1, *far.shape).permute(2, 0, 1, 3)
-        return bias if bucket.mask is None else bias + bucket.mask
+        return bias if mask is None else bias + mask
 
-    return meta.once(("bias", id(bucket), id(table)), make)
+    if table is not None:
+        return meta.once(("bias", id(bucket), id(table)), make_bias)
+    if mask is None or query.device.type == "cpu":
+        return mask
+    size = (-1, num_kv_heads, group, -1)
+    return meta.once(("mask", id(bucket), size), lambda: mask.expand(size))
 
 
 def _context_slots(
