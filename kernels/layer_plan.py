@@ -1,9 +1,9 @@
 """A decoder's layers as data, and the order in which any device runs them.
 
 A `DecoderPlan` says what the layers are made of; it knows no module. A device brings `Operators`,
-the few parts that a layer falls into: `run_plan` calls them in an order that is fixed, reads nothing
-back on the host and depends on no number in a tensor, so a step's launches can be captured. A device
-may also take a whole step at once (`Operators.run`).
+the few parts that a layer falls into. `run_plan` calls them in a fixed order and reads nothing back
+on the host, so that a step's launches can be captured. A device may also take a whole step at once
+(`Operators.run`).
 
     x  [T, hidden] --norm--> qkv --> norms of heads --> rotation --> pages, attention
     x += out(attended), with a norm of its own or without
@@ -139,7 +139,7 @@ def run_plan(
 ) -> Tensor:
     """The last hidden states [T, hidden] of embeddings `x` [T, hidden] at `positions`.
 
-    `rows` [T, hidden] each: added behind the first layers. `slots`: in the place of the layers' own.
+    `rows` [T, hidden] each: added behind the first layers. `slots`: taken for the layers' own.
     """
     angles = operators.prepare(plan.make_angles(x, positions))
     last = plan.layers[-1].slot if slots is None else None

@@ -36,8 +36,8 @@ class NativeOperators:
     """See `Operators`. For layers whose matmuls are `NativeLinear`; float32, bfloat16, float16.
 
     Norms of float32 are PyTorch's own operator, as transformers' norms have its bits. `norm`: after
-    the last layer, None where these layers are not all. Raises RuntimeError where shapes or dtypes do
-    not go together.
+    the last layer, None where these layers are not all. Raises RuntimeError where shapes or dtypes
+    do not go together.
     """
 
     def __init__(self, layers: Sequence[LayerPlan], norm: NormPlan | None = None) -> None:

@@ -7,8 +7,8 @@ but for calls with something that the plan does not know.
 
 Where all that a decoder does, by another trial, is to call such layers, it becomes a `DecoderPlan`
 and is not called itself (`run_decoder_plan`). What its forward does around its layers (arguments
-merged with the config, masks that nobody reads, a wrapper around each layer) takes as long as a small
-layer where there are few tokens. Which angles a layer rotates by is seen while the trial runs.
+merged with the config, masks that nobody reads, a wrapper around each layer) takes as long as a
+small layer where there are few tokens. Which angles a layer rotates by is seen in the trial.
 
 The last layer attends with all rows of a step, as their keys and values stay; what comes after that
 it computes for the rows alone that are read.
@@ -65,7 +65,7 @@ class _Layer:
     is_last: bool  # whatever comes after it, if anything, takes rows one by one
 
     def compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` [T, hidden], `cos` and `sin` [T, head_dim] -> [T, hidden], where attention has a slot.
+        """`x` [T, hidden], `cos` and `sin` [T, head_dim] -> [T, hidden]; attention has its slot.
 
         Rows that nobody reads are what they came as.
         """
