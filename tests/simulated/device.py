@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.simulated.deferral import UnknownShapeError, later, poison, poison_memory, shape_of
 from tests.simulated.order import Order, Stream
@@ -53,6 +53,7 @@ CUDA = torch.device("cuda", 0)
 LAUNCH_THREAD = "aioengine-device"
 LAUNCH_THREADS = (LAUNCH_THREAD, "aioengine-encoder")
 aten = torch.ops.aten
+
 
 class MixedDevicesError(RuntimeError):
     """An operator was given tensors of the host and of the device."""
@@ -272,6 +273,9 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
+    if func is aten.histc.default and not args[0].is_floating_point():
+        # A CPU counts numbers with a point only.
+        return run(func, (args[0].float(), *args[1:]), kwargs).to(args[0].dtype)
     with DEVICE.lock:
         if func in PINNING:
             return _pin(func, args[0])
@@ -304,9 +308,7 @@ def _convert(func: Any, source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         DEVICE.wait("to the host, by .to() or .cpu()")
     if not goes_there:
         return func(_bare(source), **others)
-    is_queued = is_there or _count_copy(
-        "to the device", source, kwargs.get("non_blocking", False)
-    )
+    is_queued = is_there or _count_copy("to the device", source, kwargs.get("non_blocking", False))
     where = place()
     made = SimulatedTensor(_result(func, (_bare(source),), others, where, at_once=not is_queued))
     DEVICE.launch(func, where, [source], [made])
@@ -341,7 +343,7 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     has_waited = bool(there) and _look(func, args, leaves)
     device, options = kwargs.get("device"), dict(kwargs)
     is_made_there = bool(there) if device is None else torch.device(device).type == "cuda"
-    if device is not None:
+    if device is not None and is_made_there:
         options["device"] = "cpu"
     is_pinned = bool(options.pop("pin_memory", False))
     if not is_made_there:

@@ -52,7 +52,9 @@ async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
         yield engine
 
 
-async def left_after(engine: AsyncEngine, seed: int, num_deltas: int, params: SamplingParams) -> None:
+async def left_after(
+    engine: AsyncEngine, seed: int, num_deltas: int, params: SamplingParams
+) -> None:
     """Begin a request, and leave its stream after so many deltas."""
     async with engine.stream(TEXT, params, images=[tiny_image(seed)]) as stream:
         for _ in range(num_deltas):

@@ -85,6 +85,7 @@ class Queues:
         """Run everything. Raises DeviceFailedError."""
         with self._lock:
             points = [Point(stream, count) for stream, count in self._launched.items()]
+            self._random.shuffle(points)
         for point in points:
             self.run_until(point)
 
@@ -111,6 +112,8 @@ class Queues:
                 work()
             except Exception as error:
                 self.failure = DeviceFailedError(
-                    "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+                    "; ".join(
+                        [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+                    )
                 )
         self._done[stream] += 1
