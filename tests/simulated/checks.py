@@ -17,6 +17,7 @@ from aioengine.execution.model_runner import ModelRunner
 from aioengine.kernels.transfer import to_device, to_host
 from aioengine.sampling.sampler import Sampler, Sampling
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, MixedDevicesError, SimulatedMode
+from tests.simulated.queues import DeviceFailedError
 from tests.support.engines import running_engine
 from tests.support.tiny import save_tiny_llava
 
@@ -40,6 +41,7 @@ def test_numbers_are_real_and_say_where_they_are() -> None:
         made = torch.arange(6, device=CUDA, dtype=torch.float32).view(2, 3)
         assert made.device == CUDA and (made @ made.T).device == CUDA
         (back,) = to_host([made * 2])
+        torch.cuda.current_stream().record_event().synchronize()
     assert back.device.type == "cpu" and back.tolist() == [[0, 2, 4], [6, 8, 10]]
     assert not taken_waits()
 
@@ -114,6 +116,58 @@ def test_views_share_their_memory_and_freed_memory_is_seen() -> None:
         assert [each.kind for each in DEVICE.order.findings] == ["freed while read"]
         DEVICE.order.findings.clear()
         del read
+
+
+def test_results_come_when_they_are_waited_for() -> None:
+    """The host sees nothing before an event, and copies what pinned memory holds when they run."""
+    before = DEVICE.order.queues
+    for seed in range(8):
+        DEVICE.run_later(seed)
+        with SimulatedMode():
+            side = torch.cuda.Stream()
+            source = torch.ones(4, pin_memory=True).fill_(1)
+            with torch.cuda.stream(side):
+                made = source[1:].to(CUDA, non_blocking=True) + 1
+                (back,) = to_host([made])
+                event = side.record_event()
+            assert event.query() or back.isnan().all()
+            event.synchronize()
+            assert event.query() and back.tolist() == [2, 2, 2] and made.sum().item() == 6
+    DEVICE.order.queues = before
+    taken_waits()
+
+
+def test_freed_memory_is_poisoned_in_its_streams_turn() -> None:
+    before, found = DEVICE.order.queues, set[bool]()
+    for seed in range(16):
+        DEVICE.run_later(seed)
+        with SimulatedMode():
+            one, other = torch.cuda.Stream(), torch.cuda.Stream()
+            with torch.cuda.stream(one):
+                made = torch.ones(8, device=CUDA) + 1
+            other.wait_stream(one)
+            with torch.cuda.stream(other):
+                (back,) = to_host([made * 2])
+            del made
+            torch.cuda.synchronize()
+            found.add(bool(back.isnan().any()))
+    DEVICE.order.queues = before
+    DEVICE.order.findings.clear()
+    taken_waits()
+    assert found == {True, False}
+
+
+def test_an_operator_that_fails_is_told_of_at_the_next_wait() -> None:
+    before = DEVICE.order.queues
+    DEVICE.run_later(0)
+    with SimulatedMode():
+        table = torch.zeros(3, 2, device=CUDA)
+        table[to_device(torch.tensor([7]), CUDA)] * 2
+        with pytest.raises(DeviceFailedError, match=r"IndexError.*aten.index.Tensor"):
+            torch.cuda.synchronize()
+    DEVICE.order.queues.failure = None
+    DEVICE.order.queues = before
+    taken_waits()
 
 
 STEPS: dict[str, dict[str, Any]] = {

@@ -274,6 +274,9 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
+    if func is aten.histc.default and not args[0].is_floating_point():
+        # A CPU counts numbers with a point only.
+        return run(func, (args[0].float(), *args[1:]), kwargs).to(args[0].dtype)
     with DEVICE.lock:
         if func in PINNING:
             return _pin(func, args[0])
@@ -341,7 +344,7 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     has_waited = bool(there) and _look(func, args, leaves)
     device, options = kwargs.get("device"), dict(kwargs)
     is_made_there = bool(there) if device is None else torch.device(device).type == "cuda"
-    if device is not None:
+    if device is not None and is_made_there:
         options["device"] = "cpu"
     is_pinned = bool(options.pop("pin_memory", False))
     if not is_made_there:

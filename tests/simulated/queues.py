@@ -85,6 +85,7 @@ class Queues:
         """Run everything. Raises DeviceFailedError."""
         with self._lock:
             points = [Point(stream, count) for stream, count in self._launched.items()]
+            self._random.shuffle(points)
         for point in points:
             self.run_until(point)
 
