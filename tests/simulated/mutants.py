@@ -19,12 +19,14 @@ from torch import Tensor
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.execution.model_runner import ModelRunner
-from aioengine.kernels import transfer
+from aioengine.kernels import staging
 from aioengine.kernels.transfer import to_host
+from aioengine.models.runtime import encoding
 from aioengine.streams.cuda import TorchDriver
 from aioengine.streams.device import ENCODER
 from aioengine.types import Launched
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, SimulatedMode
+from tests.simulated.order import Event
 from tests.simulated.plugin import ORDER
 from tests.support.tiny import save_tiny_llava, tiny_image
 
@@ -90,45 +92,40 @@ def tokens_are_read_at_launch(patch: Patch) -> None:
     patch.setattr(ModelRunner, "step", stepped)
 
 
-def _upload_by(patch: Patch, upload: Callable[[Tensor, torch.device], Tensor]) -> None:
-    """Have every upload of the engine done by a function."""
-    patch.setattr(transfer, "_mutated", upload, raising=False)
-    code = (lambda tensor, device: _mutated(tensor, device)).__code__  # type: ignore[name-defined]  # noqa: F821
-    patch.setattr(transfer.to_device, "__code__", code)
-
-
 def uploads_are_pageable(patch: Patch) -> None:
-    _upload_by(patch, lambda tensor, device: tensor.to(device))
+    empty = torch.empty
+    patch.setattr(
+        torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options)
+    )
 
 
-def uploads_share_a_buffer(patch: Patch) -> None:
-    buffers: dict[torch.dtype, Tensor] = {}
+def one_host_buffer_for_all_steps(patch: Patch) -> None:
+    """As if a step's numbers could be written while the copy of the last ones is outstanding."""
+    patch.setattr(staging, "_RING", 1)
+    patch.setattr(Event, "synchronize", _unless_launching(Event.synchronize))
 
-    def upload(tensor: Tensor, device: torch.device) -> Tensor:
+
+def _unless_launching(synchronize: Callable[[Event], None]) -> Callable[[Event], None]:
+    def waited(event: Event) -> None:
+        if threading.current_thread().name != LAUNCH_THREAD:
+            synchronize(event)
+
+    return waited
+
+
+def features_belong_to_another_stream(patch: Patch) -> None:
+    upload = encoding.to_device
+
+    def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         if tensor.device.type == "cuda":
             return tensor
-        buffer = buffers.get(tensor.dtype)
-        if buffer is None or len(buffer) < tensor.numel():
-            size = 2 * tensor.numel() + 64
-            buffer = buffers[tensor.dtype] = torch.empty(size, dtype=tensor.dtype).pin_memory()
-        part = buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
-        return part.to(device, non_blocking=True)
-
-    _upload_by(patch, upload)
-
-
-def uploads_belong_to_another_stream(patch: Patch) -> None:
-    side = torch.cuda.Stream()
-
-    def upload(tensor: Tensor, device: torch.device) -> Tensor:
-        if tensor.device.type == "cuda":
-            return tensor
+        side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            made = tensor.pin_memory().to(device, non_blocking=True)
+            made = upload(tensor, device)
         torch.cuda.current_stream().wait_stream(side)
         return made
 
-    _upload_by(patch, upload)
+    patch.setattr(encoding, "to_device", to_device)
 
 
 @dataclass(frozen=True)
@@ -144,9 +141,9 @@ MUTANTS = (
     Mutant(no_event_is_waited_for, "race"),
     Mutant(encoder_is_not_waited_for, "race"),
     Mutant(rows_are_dropped_at_launch, "freed while read"),
-    Mutant(uploads_belong_to_another_stream, "freed while read"),
+    Mutant(features_belong_to_another_stream, "freed while read"),
     Mutant(uploads_are_pageable, "wait", later=False),
-    Mutant(uploads_share_a_buffer),
+    Mutant(one_host_buffer_for_all_steps),
     Mutant(tokens_are_read_at_launch),
 )
 

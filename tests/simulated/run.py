@@ -91,17 +91,18 @@ def run_orders(num_orders: int) -> int:
     """Run everything at once, and parts in so many orders; the number of runs that failed."""
     first = random.SystemRandom().randrange(1 << 20)
     others = [each for each in ALL if each != ENGINE]
-    jobs = [("at once, the engine", {}, [ENGINE]), ("at once, the rest", {}, others)]
-    for seed in range(first, first + num_orders):
-        part = seed % len(PARTS)
-        chosen = f"{EVERY} or {PARTS[part]} or checks or families"
-        environment = {
-            "SIMULATED_ORDER": str(seed),
-            "SIMULATED_PART": f"{part}/{len(PARTS)}",
-        }
-        jobs.append((f"order {seed}", environment, [ENGINE, CHECKS, LAWS, FAMILIES, "-k", chosen]))
+    jobs = [("at once, the engine", dict[str, str](), [ENGINE]), ("at once, the rest", {}, others)]
+    jobs += [order_job(seed) for seed in range(first, first + num_orders)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return sum(pool.map(lambda job: _run_job(*job), jobs))
+
+
+def order_job(seed: int) -> tuple[str, dict[str, str], list[str]]:
+    """The name, the environment and the arguments of a run in one order."""
+    part = seed % len(PARTS)
+    environment = {"SIMULATED_ORDER": str(seed), "SIMULATED_PART": f"{part}/{len(PARTS)}"}
+    chosen = f"{EVERY} or {PARTS[part]} or checks or families"
+    return f"order {seed}", environment, [ENGINE, CHECKS, LAWS, FAMILIES, "-k", chosen]
 
 
 def _run_job(name: str, environment: Mapping[str, str], arguments: list[str]) -> bool:
