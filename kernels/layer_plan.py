@@ -101,7 +101,7 @@ class DecoderPlan:
 
 
 class Operators(Protocol):
-    """What a device computes of a plan's layers, which are named by their index.
+    """Interface of what a device computes of a plan's layers, each named by its index.
 
     `x` [T, hidden] is contiguous, and may be overwritten by what returns it anew.
     """

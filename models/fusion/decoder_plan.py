@@ -93,7 +93,7 @@ class _Decoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rotary:
-    """How a decoder makes its angles: by calls of one module, with what else each was given."""
+    """A decoder's angles: calls of one module, with what each is given beside positions."""
 
     module: nn.Module
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -289,7 +289,7 @@ class _Trial:
         return first if axes == 1 else torch.stack([first, first.flip(0), first + 3])
 
     def run(self, axes: int = 1, rows: Sequence[Tensor] = ()) -> Tensor:
-        """What the decoder itself makes of it, [T, hidden]."""
+        """Run the decoder's own forward, [T, hidden]."""
         positions = self.positions(axes)
         given: dict[str, Any] = {"inputs_embeds": self.embeds[None], "use_cache": False}
         given["position_ids"] = positions[None] if axes == 1 else positions[:, None]
@@ -316,7 +316,7 @@ class _Trial:
     def watch(
         self, rotary: nn.Module, layers: nn.ModuleList
     ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int]] | None:
-        """How the rotary module is called, and which call's angles each layer is given.
+        """Find how the rotary module is called, and which call's angles each layer is given.
 
         The calls' arguments without embeddings and positions. None where that is not how it goes.
         """

@@ -54,7 +54,7 @@ def attention_of(layer: nn.Module) -> nn.Module | None:
 
 
 def find_layer(layer: nn.Module, kind: Kind) -> LayerPlan | None:
-    """What a layer may be, if it holds such parts, matmuls of one kind and nothing else.
+    """Guess a layer's plan, if it holds such parts, matmuls of one kind and nothing else.
 
     Its attention's arguments are not known yet. Modules with hooks are left alone.
     """
