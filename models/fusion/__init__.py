@@ -20,7 +20,7 @@ from aioengine.models.fusion.rotary import fuse_rotary
 from aioengine.models.fusion.routed_experts import route_experts
 from aioengine.models.fusion.tied_head import read_tied_heads
 
-__all__ = ["DECODER_PASSES", "PASSES", "fuse_layers"]
+__all__ = ["DECODER_PASSES", "PASSES", "ROUTES", "fuse_layers"]
 
 PASSES: tuple[Callable[[nn.Module], int], ...] = (
     pack_layers,  # gives the matmuls that the passes after it fuse into
@@ -35,15 +35,22 @@ PASSES: tuple[Callable[[nn.Module], int], ...] = (
 """What is done to a whole model on a CPU, in order. Each mutates it and returns how many modules it
 took."""
 DECODER_PASSES = (pack_layers, fuse_activations, fuse_norms)
-"""Those of them that an accelerator's decoder gains from; its encoders stay as they are."""
+"""Those of them that a decoder on an accelerator gains from."""
+ROUTES = (route_encoders, route_experts)
+"""Those that a whole model gains from there too: no kernel is chosen for a shape, nothing waits."""
 
 
 def fuse_layers(model: nn.Module, decoder: nn.Module) -> None:
     """Run the passes over `model`, then run its `decoder`, which consists of them, from a plan.
 
-    On an accelerator only the decoder is touched.
+    On an accelerator only the decoder is fused.
     """
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    for each in PASSES if on_cpu else DECODER_PASSES:
-        each(model if on_cpu else decoder)
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        for each in PASSES:
+            each(model)
+    else:
+        for each in DECODER_PASSES:
+            each(decoder)
+        for each in ROUTES:
+            each(model)
     plan_decoder(decoder)

@@ -101,6 +101,7 @@ class _Rotary:
     def __call__(self, embeds: Tensor, positions: Tensor) -> list[Angles]:
         x, ids = embeds[None], positions[None] if positions.dim() == 1 else positions[:, None]
         found = [self.module(x, ids, *args, **named) for args, named in self.calls]
+        assert all(len(cos) == 1 for cos, _ in found), "the module does not merge the axes"
         return [(cos[0], sin[0]) for cos, sin in found]
 
 
@@ -209,7 +210,8 @@ def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
             wanted = module(
                 x,
                 attention_mask=None,
-                position_ids=torch.arange(_TRIAL_ROWS, device=x.device)[None],
+                # So far that queries that are scaled by their position tell themselves apart.
+                position_ids=torch.arange(_TRIAL_ROWS, device=x.device)[None] << 20,
                 past_key_values=None,
                 use_cache=False,
                 position_embeddings=(cos[None], sin[None]),
@@ -255,17 +257,17 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
         seen = trial.watch(rotary, modules)
         if seen is None:
             return None
-        calls, angles = seen
+        calls, angles, output = seen
         planned = tuple(
             plan if plan.angles is None else replace(plan, angles=index)
             for plan, index in zip(plans, angles, strict=True)
         )
         plan = DecoderPlan(planned, norm.fused[1], _Rotary(rotary, calls))
         operators = kind(planned, plan.norm)
-        axes = frozenset(n for n in (1, 2) if trial.agrees(plan, operators, axes=n))
-        if not axes:
+        if not trial.agrees(plan, operators, wanted=output):
             return None
-        takes_rows = trial.agrees(plan, operators, axes=min(axes), has_rows=True)
+        axes = frozenset([1, 2] if trial.agrees(plan, operators, axes=2) else [1])
+        takes_rows = trial.agrees(plan, operators, has_rows=True)
     return _Decoder(plan, operators, axes, takes_rows)
 
 
@@ -302,23 +304,31 @@ class _Trial:
         return output
 
     def agrees(
-        self, plan: DecoderPlan, operators: Operators, *, axes: int, has_rows: bool = False
+        self,
+        plan: DecoderPlan,
+        operators: Operators,
+        *,
+        axes: int = 1,
+        has_rows: bool = False,
+        wanted: Tensor | None = None,
     ) -> bool:
-        """Return whether the plan comes to the decoder's own bits."""
+        """Return whether the plan comes to the decoder's own bits, which `wanted` are if given."""
         if has_rows and _ROWS not in inspect.signature(self.decoder.forward).parameters:
             return False
         count = 2 if has_rows else 0
         rows = random_rows(count, _TRIAL_ROWS, self.width, like=self.weight, seed=2).unbind(0)
         slots = [StandIn() for _ in plan.layers]
         found = partial(run_plan, plan, operators, self.embeds, self.positions(axes), rows, slots)
-        return agree(found, lambda: self.run(axes, rows), roundings=self.roundings)
+        own = partial(self.run, axes, rows) if wanted is None else wanted.clone
+        return agree(found, own, roundings=self.roundings)
 
     def watch(
         self, rotary: nn.Module, layers: nn.ModuleList
-    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int]] | None:
+    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int], Tensor] | None:
         """Find how the rotary module is called, and which call's angles each layer is given.
 
-        The calls' arguments without embeddings and positions. None where that is not how it goes.
+        The calls' arguments without embeddings and positions; and what the decoder has made. None
+        where that is not how it goes.
         """
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         made: list[Any] = []
@@ -336,10 +346,10 @@ class _Trial:
         hooks = [rotary.register_forward_hook(note_call, with_kwargs=True)]
         hooks += [each.register_forward_pre_hook(note_layer, with_kwargs=True) for each in layers]
         try:
-            self.run()
+            output = self.run()
         except Exception:
             return None
         finally:
             for hook in hooks:
                 hook.remove()
-        return (calls, kinds) if len(kinds) == len(layers) else None
+        return (calls, kinds, output) if len(kinds) == len(layers) else None

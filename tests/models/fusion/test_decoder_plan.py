@@ -20,6 +20,7 @@ from transformers import (
     GemmaConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo2Config,
     Qwen2Config,
@@ -66,6 +67,13 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -297,9 +305,10 @@ def test_what_a_decoder_does_not_take_is_not_planned() -> None:
     [
         GraniteConfig(**SIZES, residual_multiplier=0.5),
         CohereConfig(**{key: value for key, value in SIZES.items() if key != "head_dim"}),
+        Ministral3Config(**SIZES, rope_parameters=SCALED),
         Olmo2Config(**{key: value for key, value in SIZES.items() if key != "head_dim"}),
     ],
-    ids=["residuals are scaled", "parallel", "norms over all heads"],
+    ids=["residuals are scaled", "parallel", "scaled by position", "norms over all heads"],
 )
 def test_others_are_left_alone(config: Any) -> None:
     model = fused(config, torch.float32)
