@@ -384,7 +384,8 @@ def _result(
         return poison(found) if func in FRESH else found
     written = written_by(func, args, options)
     try:
-        found = returned(func, args, options) if written else shape_of(func, args, options)
+        is_known = written or not func._schema.returns
+        found = returned(func, args, options) if is_known else shape_of(func, args, options)
     except UnknownShapeError:
         DEVICE.early[str(func)] += 1
         DEVICE.stream.record_event().synchronize()
