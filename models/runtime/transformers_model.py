@@ -193,8 +193,8 @@ class TransformersModel:
     def pack(self, *, quantize: bool = False) -> None:
         """Lay linear layers out for the device, fuse what is around, plan the decoder.
 
-        float64 is left as it is. On any device, `unread_layers` go. `quantize`: the decoder's linear layers in 8 bits.
-        Mutates the modules; to be called before the first step.
+        float64 is left as it is, but `unread_layers` go. `quantize`: the decoder's linear layers in
+        8 bits. Mutates the modules; to be called before the first step.
         """
         for layer in self.unread_layers():
             pass_on(layer)
