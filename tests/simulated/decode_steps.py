@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.execution.model_runner import ModelRunner
 from tests.parity.measure import make
 from tests.parity.measured_rows import ROWS, Ask, Row
-from tests.simulated.device import DEVICE
+from tests.simulated.device import DEVICE, ENCODER_THREAD
 from tests.simulated.operators import CHOSEN
 
 MAX_TOKENS = 5
@@ -44,6 +45,12 @@ CHOOSING = {"aioengine/models/qwen_vl/modeling.py"}
 Waits = dict[str, Counter[tuple[str, str]]]
 
 
+def waits_so_far() -> Counter[tuple[str, str]]:
+    """Of this thread's stream, as the device counts them: the decoder's or the encoder's."""
+    is_encoder = threading.current_thread().name == ENCODER_THREAD
+    return (DEVICE.encoder_waits if is_encoder else DEVICE.waits).copy()
+
+
 @contextmanager
 def waits_by_job() -> Iterator[Waits]:
     """What made the launch thread wait in decode steps, in steps with prompts, and in encoders.
@@ -57,7 +64,7 @@ def waits_by_job() -> Iterator[Waits]:
 
     def noting(name: str) -> Callable[..., Any]:
         def run(runner: ModelRunner, plan: Any, *others: Any) -> Any:
-            before, copies, ended = DEVICE.waits.copy(), DEVICE.copies.copy(), encoding["ended"]
+            before, copies, ended = waits_so_far(), DEVICE.copies.copy(), encoding["ended"]
             encoding["begun"] += name == "encode"
             done = originals[name](runner, plan, *others)
             encoding["ended"] += name == "encode"
@@ -69,7 +76,7 @@ def waits_by_job() -> Iterator[Waits]:
             if kind == "decode" and encoding["begun"] == ended:
                 new = DEVICE.copies - copies
                 found["copies"].update((each, str(count)) for each, count in new.items())
-            found[kind] += DEVICE.waits - before
+            found[kind] += waits_so_far() - before
             return done
 
         return run
@@ -102,6 +109,7 @@ def waits_of(row: Row, folder: Path, **options: Any) -> Waits:
     with waits_by_job() as found:
         asyncio.run(answer(folder, row, [asked[0], asked[-1]], **options))
     DEVICE.waits.clear()  # those of encoders are known
+    DEVICE.encoder_waits.clear()
     sys.stdout.write(f"\nENCODER: {dict(found['encode'])}\n")
     assert found["steps"]["decode", ""] >= MAX_TOKENS - 1
     copies = {key for key, count in found["copies"].items() if count}

@@ -52,7 +52,8 @@ __all__ = ["DEVICE", "MixedDevicesError", "SimulatedMode", "SimulatedTensor"]
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 LAUNCH_THREAD = "aioengine-device"
-LAUNCH_THREADS = (LAUNCH_THREAD, "aioengine-encoder")
+ENCODER_THREAD = "aioengine-encoder"
+LAUNCH_THREADS = (LAUNCH_THREAD, ENCODER_THREAD)
 aten = torch.ops.aten
 
 
@@ -181,6 +182,10 @@ class SimulatedDevice:
     def wait(self, what: str) -> None:
         """Have the host wait for the current stream, and count it on a launch thread."""
         self.stream.record_event().synchronize()
+        self.note(what)
+
+    def note(self, what: str) -> None:
+        """Count something that a launch thread must not do among its waits."""
         may_wait = getattr(self._local, "may_wait", False)
         if threading.current_thread().name in LAUNCH_THREADS and not may_wait:
             is_encoder = self.stream.number and not self.stream.priority
@@ -274,9 +279,6 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
-    if func is aten.histc.default and not args[0].is_floating_point():
-        # A CPU counts numbers with a point only.
-        return run(func, (args[0].float(), *args[1:]), kwargs).to(args[0].dtype)
     with DEVICE.lock:
         if func in PINNING:
             return _pin(func, args[0])

@@ -21,10 +21,8 @@ torch.ops.load_library(os.environ["SIMULATED_GUARD"])
 from aioengine.engine import loader  # noqa: E402
 from aioengine.streams.cuda import TorchDriver  # noqa: E402
 from tests.simulated import operators  # noqa: E402, F401
-from tests.simulated.device import DEVICE, SimulatedMode  # noqa: E402
+from tests.simulated.device import DEVICE, ENCODER_THREAD, SimulatedMode  # noqa: E402
 from tests.simulated.stand_ins import install  # noqa: E402
-
-ENCODER_THREAD = "aioengine-encoder"
 
 
 def _launch_on_it() -> None:
