@@ -71,7 +71,7 @@ class GatherBackend:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
         slots = _slots(meta)
         for rows, cache in zip(new, pages, strict=True):
-            cache[slots] = rows
+            cache.index_put_(slots, rows)
 
     def attend(
         self,

@@ -148,7 +148,7 @@ def run_plan(
         found = operators.run(x, angles, rows, last.holder.current)
         if found is not None:
             return found
-    num_tokens = len(x)
+    num_tokens = x.shape[0]
     wanted = rows_wanted(last, num_tokens)
     for index, layer in enumerate(plan.layers):
         slot = layer.slot if slots is None else slots[index]

@@ -97,7 +97,7 @@ class LayerSlot:
         meta = step.metadata[self.group]
         if self.distance_bias is not None:
             args = args._replace(distance_bias=self.distance_bias)
-        new = (key, value) if self.stores and len(meta.slot_blocks) else None
+        new = (key, value) if self.stores and meta.slot_blocks.shape[0] else None
         return step.backend.attend(query, step.caches[self.layer], meta, args, new=new)
 
 

@@ -56,6 +56,7 @@ class TorchLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight.detach()
+        self._transposed = self.weight.mT
         self.bias = None if bias is None else bias.detach()
         self.num_outputs = len(weight)
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -79,5 +80,5 @@ class TorchLinear:
     def add_to(self, x: Tensor, given: Tensor) -> Tensor:
         """`x` [T, out] plus the outputs for `given` [T, in]; mutates and returns `x`."""
         if self.bias is None:
-            return x.addmm_(given, self.weight.mT)
+            return x.addmm_(given, self._transposed)
         return x.add_(linear(given, self.weight, self.bias))

@@ -50,14 +50,16 @@ class TorchOperators:
         """See `Operators`."""
         layer = self._layers[index]
         normed = x if layer.norm is None else normalize(x, layer.norm)
-        whole = layer.qkv(normed).view(len(x), -1, layer.head_dim)
-        num_queries, num_turned = layer.num_heads, layer.num_heads + layer.num_kv_heads
-        heads = self._normalize_heads(index, whole[:, :num_turned])
+        whole = layer.qkv(normed).view(x.shape[0], -1, layer.head_dim)
+        num_turned = layer.num_heads + layer.num_kv_heads
+        heads, value = whole.split_with_sizes((num_turned, layer.num_kv_heads), dim=1)
+        heads = self._normalize_heads(index, heads)
         if layer.angles is not None:
             cos, sin = angles[2 * layer.angles : 2 * layer.angles + 2]
-            halves = heads.view(len(x), num_turned, 2, -1)
-            heads = torch.addcmul(heads * cos, halves.flip(-2).flatten(-2), sin)
-        return heads[:, :num_queries], heads[:, num_queries:], whole[:, num_turned:]
+            # Rolled by a half, each number stands where the one that it turns against was.
+            heads = torch.addcmul(heads * cos, heads.roll(layer.head_dim // 2, -1), sin)
+        query, key = heads.split_with_sizes((layer.num_heads, layer.num_kv_heads), dim=1)
+        return query, key, value
 
     def _normalize_heads(self, index: int, heads: Tensor) -> Tensor:
         """Queries and keys [T, Hq + Hkv, D] with their norms, which have a weight for each head."""

@@ -193,10 +193,10 @@ class TransformersModel:
         return device
 
     def pack(self, *, quantize: bool = False) -> None:
-        """Lay linear layers out for the CPU's kernels, fuse what is around, but in float64.
+        """Lay linear layers out for the device, fuse what is around, plan the decoder.
 
-        On any device, `unread_layers` go. `quantize`: the decoder's linear layers in 8 bits.
-        Mutates the modules; to be called before the first step.
+        float64 is left as it is, but `unread_layers` go. `quantize`: the decoder's linear layers in
+        8 bits. Mutates the modules; to be called before the first step.
         """
         for layer in self.unread_layers():
             pass_on(layer)

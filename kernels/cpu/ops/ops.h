@@ -91,9 +91,9 @@ Tensor finish(
 // the pages of its KV group, `add_attended`, `add_feed`, plus `rows` [T, hidden] behind the first layers, and
 // so on. One operator, as a layer of few tokens takes less than a millisecond, and leaves nothing of its
 // caller in the caches. It ends early before a feed-forward layer that a module computes.
-// `caches`: keys and values of each layer; `places`: of each KV group, slot_blocks, slot_offsets, query_start,
-// seq_lens, block_table and block_ids (empty for none). `wanted` [n] int64: the rows that are computed of what
-// comes after the last attention, none for all.
+// `caches`: keys and values of each layer; `places`: of each KV group, slot_blocks, slot_offsets,
+// query_start, seq_lens, block_table and block_ids (empty for none). `wanted` [n] int64: the rows that are
+// computed of what comes after the last attention, none for all.
 Tensor run_plan(
     const Tensor& packed, int64_t first, const Tensor& x, std::vector<Tensor> angles,
     std::vector<Tensor> caches, std::vector<Tensor> places, std::vector<int64_t> blocks_in_window,
