@@ -43,10 +43,9 @@ IMPORT_ALL = """if True:
 
     for name in dir(aioengine):
         getattr(aioengine, name)
-    modules = [each.name for each in pkgutil.walk_packages(aioengine.__path__, "aioengine.")]
-    for name in modules:
-        if not name.endswith("__main__"):
-            importlib.import_module(name)
+    for module in pkgutil.walk_packages(aioengine.__path__, "aioengine."):
+        if not module.name.endswith((".__main__", ".libaioengine_cpu")):
+            importlib.import_module(module.name)
     assert str(library.LIBRARY).startswith(sys.argv[1]), library.LIBRARY
     assert library.is_available(), "the C++ library does not load"
     print(json.dumps({each.__name__: each.__version__ for each in (torch, transformers)}))
