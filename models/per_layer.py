@@ -68,7 +68,8 @@ class PerLayerModel(TransformersModel):
             padding = self.text_config.pad_token_id or 0
             input_ids = input_ids.masked_fill(is_multimodal.to(input_ids.device), padding)
         decoder: Any = self.decoder()
-        return torch.cat([embeds, decoder.get_per_layer_inputs(input_ids).flatten(-2)], dim=-1)
+        inputs = decoder.get_per_layer_inputs(input_ids, None).flatten(-2)
+        return torch.cat([embeds, inputs], dim=-1)
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Do as the base class, on embeddings as `embed` makes them."""
