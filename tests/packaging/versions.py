@@ -36,6 +36,8 @@ TESTS = (
     "tests/models",
     "tests/parity",
 )
+LATER = ("transformers.models.molmo2",)
+"""What the oldest transformers lacks: our modules for these families are not imported there."""
 IMPORT_ALL = """if True:
     import importlib, json, pkgutil, sys, torch, transformers
     import aioengine
@@ -44,8 +46,13 @@ IMPORT_ALL = """if True:
     for name in dir(aioengine):
         getattr(aioengine, name)
     for module in pkgutil.walk_packages(aioengine.__path__, "aioengine."):
-        if not module.name.endswith((".__main__", ".libaioengine_cpu")):
+        if module.name.endswith((".__main__", ".libaioengine_cpu")):
+            continue
+        try:
             importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name not in sys.argv[2:]:
+                raise
     assert str(library.LIBRARY).startswith(sys.argv[1]), library.LIBRARY
     assert library.is_available(), "the C++ library does not load"
     print(json.dumps({each.__name__: each.__version__ for each in (torch, transformers)}))
@@ -102,7 +109,7 @@ def run_tests(python: Path, folder: Path, options: list[str]) -> Result:
     source = folder / "source"
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
     imported = subprocess.run(
-        [python, "-c", IMPORT_ALL, source],
+        [python, "-c", IMPORT_ALL, source, *LATER],
         cwd=source,
         env=environment,
         stdout=subprocess.PIPE,

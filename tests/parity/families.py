@@ -485,7 +485,10 @@ FAMILIES: Mapping[str, Family] = {
         processor=llava_onevision_processor, video_place="<video>", model=llava_onevision,
         place="<image>", num_frames=(4, 4),
     ),
-    "idefics3": Family(processor=hf_processors.idefics3, model=idefics3, place="<image>"),
+    "idefics3": Family(
+        processor=hf_processors.idefics3, model=idefics3, place="<image>",
+        lacking="its image processor cannot do without torchvision",
+    ),
     "internvl": Family(
         processor=internvl_processor, video_place="<video>", model=internvl,
         place="<IMG_CONTEXT>", num_frames=(4, 4),
