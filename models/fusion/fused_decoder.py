@@ -321,7 +321,6 @@ def _tried(module: nn.Module, layer: _Layer) -> _Layer | None:
                 x,
                 attention_mask=None,
                 position_ids=torch.arange(_TRIAL_ROWS)[None],
-                past_key_values=None,
                 use_cache=False,
                 position_embeddings=(cos[None], sin[None]),
             )
