@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 IMAGES := .cache/pillow-images
 REAL := .cache/real
+VERSIONS := .cache/versions
 
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
 # A test computes in one thread, so that as many run side by side as there are processors.
-PYTEST := $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist worksteal
+SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-.PHONY: demo test quick plain-test simulated real-test lint wheel clean
+.PHONY: demo test quick plain-test simulated real-test versions lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
@@ -36,6 +38,11 @@ simulated: $(STAMP)
 real-test: $(STAMP)
 	$(BIN)/python tests/real/assets.py $(REAL)
 	$(BIN)/python -m pytest -q -m real tests/real
+
+# Core tests of the committed tree under the oldest and the newest torch and transformers: two
+# environments, 14 GB through the package registry, kept. Not a part of `make test`.
+versions:
+	$(PYTHON) tests/packaging/versions.py $(VERSIONS) $(SIDE_BY_SIDE)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

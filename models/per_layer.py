@@ -70,7 +70,8 @@ class PerLayerModel(TransformersModel):
             padding = self.text_config.pad_token_id or 0
             input_ids = input_ids.masked_fill(is_multimodal.to(input_ids.device), padding)
         decoder: Any = self.decoder()
-        return torch.cat([embeds, decoder.get_per_layer_inputs(input_ids).flatten(-2)], dim=-1)
+        inputs = decoder.get_per_layer_inputs(input_ids, None).flatten(-2)
+        return torch.cat([embeds, inputs], dim=-1)
 
     def patch(self) -> None:
         """Do as the base class; sparse activations find their cutoff without a copy to the

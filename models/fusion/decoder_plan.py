@@ -212,7 +212,6 @@ def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
                 attention_mask=None,
                 # So far that queries that are scaled by their position tell themselves apart.
                 position_ids=torch.arange(_TRIAL_ROWS, device=x.device)[None] << 20,
-                past_key_values=None,
                 use_cache=False,
                 position_embeddings=(cos[None], sin[None]),
             )

@@ -26,6 +26,7 @@ __all__ = ["fuse_rotary"]
 Apply = Callable[..., tuple[Tensor, Tensor]]
 
 _NAME = "apply_rotary_pos_emb"
+_RENAMING = "transformers.utils.deprecation"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,7 +51,7 @@ def fuse_rotary(model: nn.Module) -> int:
 
 def _with_operator(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class for whose forward the function's name means the operator."""
-    forward = kind.forward
+    forward = _undeprecated(kind.forward)
     # A decorated one is another function's code, and its globals are another module's.
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
@@ -65,6 +66,13 @@ def _with_operator(kind: type[nn.Module]) -> type[nn.Module] | None:
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return subclass(kind, made)
+
+
+def _undeprecated(forward: Any) -> Any:
+    """A forward without what renames old arguments, which decoder layers do not pass."""
+    while getattr(forward, "__globals__", {}).get("__name__") == _RENAMING:
+        forward = forward.__wrapped__
+    return forward
 
 
 def _fused(apply: Apply) -> Apply:

@@ -79,7 +79,9 @@ def encode_batch(
     parts = [part.to(dtype) for part in parts_of(output)]
     # What goes to further layers travels beside what goes to the first.
     for layer in getattr(output, "deepstack_features", None) or ():
-        parts = [torch.cat([p, q.to(dtype)], -1) for p, q in zip(parts, layer, strict=True)]
+        # transformers 5.17 gives the rows of all parts as one.
+        split = layer.split([len(part) for part in parts]) if isinstance(layer, Tensor) else layer
+        parts = [torch.cat([p, q.to(dtype)], -1) for p, q in zip(parts, split, strict=True)]
     return parts
 
 

@@ -151,7 +151,20 @@ def load_pretrained(
         ) from error
     _check_report(report, model_class.__name__)
     model.eval().requires_grad_(False)
+    _heed_score_caps(model)
     return move_weights(model, device)
+
+
+def _heed_score_caps(model: nn.Module) -> None:
+    """Have layers that cap attention scores run eagerly; mutates configs.
+
+    SDPA cannot cap scores, and older versions of transformers take it all the same.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        caps = getattr(config, "attn_logit_softcapping", None) is not None
+        if caps and config._attn_implementation == "sdpa":
+            config._attn_implementation_internal = "eager"
 
 
 def _check_report(report: Mapping[str, Any], name: str) -> None:

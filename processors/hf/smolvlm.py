@@ -19,6 +19,7 @@ from transformers.image_utils import (
     IMAGENET_STANDARD_STD,
     PILImageResampling,
 )
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.smolvlm import processing_smolvlm as texts
 from transformers.processing_utils import ProcessorMixin, VideosKwargs
 from transformers.utils import is_num2words_available, is_torchvision_available
@@ -60,7 +61,7 @@ def load_smolvlm_processor(source: str, options: Mapping[str, Any], **kwargs: An
         found, _ = SmolVLMVideoProcessor.get_video_processor_dict(source, **options)
         videos = SmolVLMVideoProcessor.from_dict(found)
     parts = [
-        transformers.AutoImageProcessor.from_pretrained(source, **options),
+        AutoImageProcessor.from_pretrained(source, **options),
         transformers.AutoTokenizer.from_pretrained(source, **options),
         videos,
     ]

@@ -94,7 +94,10 @@ def _load_without_torchvision(
     options: Mapping[str, Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
+    from transformers import AutoFeatureExtractor, AutoTokenizer
+
+    # By its full path: without torchvision, transformers 5.17 exports another that only raises.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     loaders = {
         "image_processor": AutoImageProcessor,

@@ -31,7 +31,6 @@ from transformers.image_utils import (
 from transformers.models.glm4v import image_processing_pil_glm4v as glm4v
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 from transformers.processing_utils import VideosKwargs
-from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import (
     infer_channel_dimension_format,
     make_batched_metadata,
@@ -39,6 +38,11 @@ from transformers.video_utils import (
 )
 
 from aioengine.processors.media.pixels import Array
+
+try:
+    from transformers.video_processing_utils import VideoProcessorMixin
+except ImportError:  # before 5.19, under which nobody is given one of these classes
+    from transformers.video_processing_utils import BaseVideoProcessor as VideoProcessorMixin
 
 __all__ = ["MODEL_TYPES", "VIDEO_PROCESSORS", "FrameProcessor", "resize_frame"]
 

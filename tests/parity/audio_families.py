@@ -92,7 +92,9 @@ def expect(model: Any, inputs: dict[str, Any]) -> tuple[int, ...]:
 def finish(model: Any, folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     """Weights drawn wide, those that hear wider still, written to the folder; returns the model."""
     draw_weights(model)
-    draw_weights(model.model.audio_tower, seed=1, std=0.4)
+    # Where the tower hangs depends on the family and on the version of transformers.
+    (tower,) = (each for name, each in model.named_modules() if name.endswith("audio_tower"))
+    draw_weights(tower, seed=1, std=0.4)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model = model.to(dtype).eval().requires_grad_(False)

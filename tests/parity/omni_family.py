@@ -14,6 +14,7 @@ from tests.parity.audio_families import finish
 from tests.parity.families import QWEN_ROPE, id_of, qwen_text
 from tests.processors import hf_processors
 from tests.support.tiny import draw_weights
+from tests.support.versions import skip_up_to
 
 IMAGE = "<|vision_bos|><|IMAGE|><|vision_eos|>"
 VIDEO = "<|vision_bos|><|VIDEO|><|vision_eos|>"
@@ -61,6 +62,7 @@ def thinker_config(tokenizer: Any) -> Any:
 
 def save_thinker(folder: Path) -> Any:
     """With audio windows of half a second; returns the HF model."""
+    skip_up_to(5, 17, "its processor does not say what media become in a text")
     tokenizer = omni_tokenizer()
     with torch.random.fork_rng(devices=[]):
         model = hf.Qwen2_5OmniThinkerForConditionalGeneration(thinker_config(tokenizer))

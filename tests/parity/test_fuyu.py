@@ -48,6 +48,7 @@ FAMILY = Family(
     processor=fuyu_processor,
     model=fuyu,
     place="",
+    lacking="its own processor and model do not fit together",
     sizes=((40, 30), (35, 61), (300, 90)),  # whole patches; parts of some; larger than `size`
     texts=(
         "*Describe the picture.",

@@ -272,6 +272,9 @@ async def test_the_text_model_of_a_gemma_3n_with_towers(tmp_path: Path) -> None:
 # With images.
 
 
+NO_PROCESSOR = "its processor cannot be imported without torchvision"
+
+
 def processor() -> Any:
     tokenizer = hf_processors.tokenizer_with(
         image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>",
@@ -320,10 +323,12 @@ def gemma4_whole(has_audio: bool, **changes: Any) -> Callable[[Any], Any]:
 
 BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
 IMAGES = {
-    "small": Family(processor=processor, model=gemma4_whole(True), place="<|image|>"),
+    "small": Family(
+        processor=processor, model=gemma4_whole(True), place="<|image|>", lacking=NO_PROCESSOR
+    ),
     "large": Family(
         processor=processor, model=gemma4_whole(False, **LARGE, **KEYS, **BIDIRECTIONAL),
-        place="<|image|>", least_budget=70,
+        place="<|image|>", least_budget=70, lacking=NO_PROCESSOR,
     ),
 }  # fmt: skip
 
@@ -398,7 +403,7 @@ async def test_what_a_checkpoint_does_not_take(whole: Saved) -> None:
 
 async def test_a_model_that_sees_all_ways_is_refused(tmp_path: Path) -> None:
     family = Family(
-        processor=processor, place="<|image|>",
+        processor=processor, place="<|image|>", lacking=NO_PROCESSOR,
         model=gemma4_whole(False, use_bidirectional_attention="all"),
     )  # fmt: skip
     save(family, tmp_path)

@@ -19,6 +19,9 @@ import transformers as hf
 from tests.parity.families import FAMILIES, MAX_TOKENS, Case, _expect, save
 from tests.parity.test_families import Model, check_all, engine_for
 from tests.support.tiny import tiny_image
+from tests.support.versions import NO_VIDEOS, skip_up_to
+
+skip_up_to(5, 18, NO_VIDEOS)
 
 VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"
 IMAGE = FAMILIES["glm4v"].place

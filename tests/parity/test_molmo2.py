@@ -31,12 +31,14 @@ from aioengine.errors import (
 from aioengine.media_pipeline.worker_main import _make_processor
 from aioengine.media_pipeline.worker_pool import _describe_setup
 from aioengine.models.molmo.molmo2 import Molmo2ProcessingInfo
-from aioengine.processors.hf.molmo2 import Molmo2ImageProcessor, Molmo2Processor
 from aioengine.processors.info import load_context
 from aioengine.processors.items import ImageProcessorItems, MultiModalDataItems
 from tests.parity.families import MAX_TOKENS, TEXT, Case, Family, cases, id_of, save
 from tests.processors.conftest import make_tokenizer
 from tests.support.tiny import tiny_image
+
+pytest.importorskip("transformers.models.molmo2", reason="this transformers has no Molmo 2")
+from aioengine.processors.hf.molmo2 import Molmo2ImageProcessor, Molmo2Processor
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 MARKS = (

@@ -19,6 +19,9 @@ from aioengine.processors.hf.smolvlm import SmolVLMProcessor, SmolVLMVideoProces
 from tests.parity.families import Case, Family, _expect, cases, id_of, llama, save
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
 from tests.processors.make_smolvlm_goldens import SETTINGS, processor_of
+from tests.support.versions import NO_VIDEOS, skip_up_to
+
+skip_up_to(5, 18, NO_VIDEOS)
 
 
 def model_of(tokenizer: Any) -> Any:

@@ -28,7 +28,9 @@ Settings = Mapping[str, Any]
 FAMILIES: Mapping[str, Callable[[Settings], Any]] = {
     "gemma": lambda s: hf.GemmaForCausalLM(hf.GemmaConfig(**s, head_dim=12)),
     "gemma2": lambda s: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**s, **WINDOWS, query_pre_attn_scalar=12)
+        hf.Gemma2Config(
+            **s, **WINDOWS, query_pre_attn_scalar=12, attn_implementation="eager"
+        )
     ),
     "gemma3": lambda s: hf.Gemma3ForCausalLM(
         hf.Gemma3TextConfig(**s, **WINDOWS, query_pre_attn_scalar=12)

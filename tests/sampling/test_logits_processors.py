@@ -45,7 +45,7 @@ def reference(logits: Tensor, a: Adjustments, output: list[int]) -> Tensor:
         scores = SuppressTokensLogitsProcessor(suppressed)(whole, scores)
     early = LogitsProcessorList()
     if a.bias:
-        early.append(SequenceBiasLogitsProcessor([[[i], value] for i, value in a.bias]))
+        early.append(SequenceBiasLogitsProcessor({(i,): value for i, value in a.bias}))
     if a.banned:
         start = len(a.prompt_token_ids)
         for token_id, until in a.banned:
