@@ -80,7 +80,9 @@ def encode_batch(
     # What goes to further layers travels beside what goes to the first.
     for layer in getattr(output, "deepstack_features", None) or ():
         # transformers 5.17 gives the rows of all parts as one.
-        split = layer.split([len(part) for part in parts]) if isinstance(layer, Tensor) else layer
+        split: Any = layer
+        if isinstance(layer, Tensor):
+            split = torch.split(layer, [len(part) for part in parts])
         parts = [torch.cat([p, q.to(dtype)], -1) for p, q in zip(parts, split, strict=True)]
     return parts
 
