@@ -49,7 +49,8 @@ def dense_attention(
         key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     if query.dtype not in _DTYPES or not all(map(_has_whole_rows, (query, key, value))):
         # What PyTorch would take for these.
-        found: Tensor = _math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
+        numbers = None if mask is None else _as_numbers(mask, query.dtype)
+        found: Tensor = _math(query, key, value, numbers, 0.0, is_causal, scale=scale)[0]
         return found
     rows = map(_aligned, (query, key, value))
     bias = None if mask is None else _as_bias(mask, query, key)
@@ -83,15 +84,20 @@ def _reads(strides: tuple[int, ...], offset: int, itemsize: int) -> bool:
     return last == 1 and not offset % multiple and all(each % multiple == 0 for each in outer)
 
 
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make of a mask what is added to scores: the operators below PyTorch's own add a bool as 1."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill_(~mask, float("-inf"))
+
+
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Make of a mask what the kernel adds: of the scores' shape and dtype, with aligned rows."""
     shape = (*query.shape[:3], key.shape[2])
     if mask.shape == shape and mask.dtype == query.dtype and _is_aligned(mask):
         return mask
-    if mask.dtype == torch.bool:
-        bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
-        mask = bias.masked_fill_(~mask, float("-inf"))
-    mask = mask.to(query.dtype)
+    mask = _as_numbers(mask, query.dtype)
     count = key.shape[2]
     if mask.shape[-1] != count:
         mask = mask.expand(*mask.shape[:-1], count)

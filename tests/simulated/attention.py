@@ -151,8 +151,9 @@ def test_a_growing_context_makes_few_shapes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", ["bool", "numbers"])
-def test_masks_of_odd_lengths(kind: str) -> None:
-    query, key, value = (torch.randn(2, 3, n, 16, device=CUDA, dtype=HALF) for n in (5, 13, 13))
+@pytest.mark.parametrize("dtype", [HALF, torch.float64])
+def test_masks_of_odd_lengths(dtype: torch.dtype, kind: str) -> None:
+    query, key, value = (torch.randn(2, 3, n, 16, device=CUDA, dtype=dtype) for n in (5, 13, 13))
     mask = torch.ones(5, 13, dtype=torch.bool, device=CUDA).tril(4)
     given = mask if kind == "bool" else torch.zeros(5, 13, device=CUDA).masked_fill(~mask, -1e9)
     found = dense_attention(query, key, value, given, scale=0.3)
