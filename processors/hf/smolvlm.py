@@ -30,7 +30,7 @@ from aioengine.processors.media.pixels import Array
 
 __all__ = ["SmolVLMProcessor", "SmolVLMVideoProcessor", "load_smolvlm_processor", "to_words"]
 
-_COMPARED = ((5, 19), (5, 23))
+_COMPARED = ((5, 19), (5, 24))
 """The first and last minor version of transformers with which videos were compared."""
 
 _VIDEO_IN_CHATS = "{% elif line['type'] == 'video' %}{{ '<video>' }}"

@@ -15,7 +15,7 @@ from aioengine.processors.mm_kwargs import merge_for_hf
 
 __all__ = ["lacks_video", "lenient", "load_processor", "merge_image_options"]
 
-_COMPARED = ((5, 19), (5, 23))
+_COMPARED = ((5, 19), (5, 24))
 """The first and last minor version of transformers that video_processors.py was compared with;
 others may have other defaults."""
 

@@ -82,6 +82,17 @@ def test_a_flat_batch_is_encoded_item_by_item() -> None:
     torch.testing.assert_close(torch.stack(rows), (ROWS * scale[:, None, None]).double())
 
 
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_rows_for_further_layers_lie_beside_the_first(is_joined: bool) -> None:
+    """Of all items as one, as transformers 5.17 gives them, or item by item."""
+    layers = [ROWS + 100, ROWS + 200]
+    further = [layer.flatten(0, 1) if is_joined else list(layer) for layer in layers]
+    output = SimpleNamespace(pooler_output=list(ROWS), deepstack_features=further)
+    model = SimpleNamespace(get_image_features=lambda **_: output)
+    rows = encode_batch(model, {"pixel_values": ROWS}, torch.float32, torch.device("cpu"))
+    assert torch.equal(torch.stack(rows), torch.cat([ROWS, *layers], -1))
+
+
 def test_a_model_without_an_encoder() -> None:
     with pytest.raises(EngineError, match="get_audio_features"):
         encode_batch(FlatEncoder(), {"input_features": ROWS}, torch.float32, torch.device("cpu"))

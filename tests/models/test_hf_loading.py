@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.runtime.hf_loading import pin_rotary
+from aioengine.models.runtime.hf_loading import load_pretrained, pin_rotary
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 from tests.models.driver import Driver, Request
@@ -166,3 +173,25 @@ def test_dynamic_rotation_needs_a_limit() -> None:
         expected = hf(input_ids=ids).logits[0]
     model = TextModel(hf, max_model_len=32)
     torch.testing.assert_close(run_beside(model, [8, 30]), expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("cap", [2.0, None])
+def test_capped_scores_are_computed_eagerly(
+    cap: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older versions of transformers take SDPA, which cannot cap them."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    made = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, attn_logit_softcapping=cap))
+    made.save_pretrained(tmp_path)
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    loaded = load_pretrained(
+        Gemma2ForCausalLM,
+        tmp_path,
+        hf_config=AutoConfig.from_pretrained(tmp_path),
+        dtype=torch.float32,
+        device="cpu",
+    )
+    wanted = "sdpa" if cap is None else "eager"
+    configs = [module.config for module in loaded.modules() if hasattr(module, "config")]
+    assert {config._attn_implementation for config in configs} == {wanted}

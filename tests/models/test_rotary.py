@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.utils.deprecation import deprecate_kwarg
 
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.rotary import rotate
@@ -108,6 +110,27 @@ def test_usual_layers(kind: type[nn.Module], config: type[Any], dtype: torch.dty
         torch.testing.assert_close(found, wanted, atol=close, rtol=close)
         if batch == 2:
             assert torch.equal(found, wanted)
+
+
+@native
+def test_a_forward_that_renames_an_old_argument() -> None:
+    """As transformers 5.24 has them; with another decorator a class is left alone."""
+
+    class Renaming(LlamaAttention):
+        forward = deprecate_kwarg("old", "99.0", new_name="new")(
+            inspect.unwrap(LlamaAttention.forward)
+        )
+
+    class Decorated(LlamaAttention):
+        @functools.wraps(LlamaAttention.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return LlamaAttention.forward(self, *args, **kwargs)
+
+    module, plain = (layer(kind, LlamaConfig, torch.float32) for kind in (Renaming, LlamaAttention))
+    assert fuse_rotary(nn.Sequential(module)) == 1
+    x, turned = torch.randn(1, 5, 64), angles(1, 5, 36, torch.float32)
+    torch.testing.assert_close(module(x, turned, None)[0], plain(x, turned, None)[0])
+    assert fuse_rotary(nn.Sequential(layer(Decorated, LlamaConfig, torch.float32))) == 0
 
 
 @native

@@ -2,7 +2,8 @@
 
 `python -m tests.processors.make_smolvlm_goldens`, where torchvision (0.27 or later) and num2words
 can be imported, writes smolvlm_goldens.json. The file in the repository was made with transformers
-5.23.0, torchvision 0.28.0, torch 2.13.0 and num2words 0.5.14 on an x86 CPU with AVX2.
+5.23.0, torchvision 0.28.0, torch 2.13.0 and num2words 0.5.14 on an x86 CPU with AVX2; with 5.24.0,
+0.29.2 and 2.15.0 it comes out the same.
 """
 
 from __future__ import annotations
