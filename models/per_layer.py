@@ -11,6 +11,7 @@ Their last layers attend to the keys and values of an earlier one, which the pro
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,8 +71,10 @@ class PerLayerModel(TransformersModel):
             padding = self.text_config.pad_token_id or 0
             input_ids = input_ids.masked_fill(is_multimodal.to(input_ids.device), padding)
         decoder: Any = self.decoder()
-        inputs = decoder.get_per_layer_inputs(input_ids, None).flatten(-2)
-        return torch.cat([embeds, inputs], dim=-1)
+        compute = decoder.get_per_layer_inputs
+        # Some versions of some families take the embeddings too, of which nothing is needed.
+        others = [None] * (len(inspect.signature(compute).parameters) - 1)
+        return torch.cat([embeds, compute(input_ids, *others).flatten(-2)], dim=-1)
 
     def patch(self) -> None:
         """Do as the base class; sparse activations find their cutoff without a copy to the
