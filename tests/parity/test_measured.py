@@ -75,5 +75,6 @@ def test_a_slip_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LayerSlot, "attend", slip)
     (row,) = (row for row in ROWS if row.name == "test_text_families[llama]")
-    row = replace(row, options={**row.options, "check_model": False})  # which would refuse it
+    # The check would refuse it, and the CPU's own backend takes all layers at once.
+    row = replace(row, options={**row.options, "check_model": False, "attention_backend": "gather"})
     assert measure(row).share > 10 * BOUND
