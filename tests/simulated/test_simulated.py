@@ -52,7 +52,7 @@ def test_what_the_device_sees() -> None:
 
 @pytest.mark.slow
 def test_decoders_run_from_plans() -> None:
-    status, text = run("tests/simulated/plan_checks.py")
+    status, text = run("tests/simulated/plan_checks.py", "-k", "bfloat16 or launches")
     assert status == 0, text
 
 
@@ -66,7 +66,8 @@ def test_the_engine_is_ordered_and_never_waits() -> None:
 @pytest.mark.slow
 def test_operators_of_cuda_and_weights() -> None:
     names = ("attention", "experts", "loading")
-    status, text = run(*(f"tests/simulated/{name}.py" for name in names))
+    chosen = ("-k", "bfloat16 or loading")
+    status, text = run(*(f"tests/simulated/{name}.py" for name in names), *chosen)
     assert status == 0, text
 
 
