@@ -77,6 +77,10 @@ struct Key {
         if (value.isInt()) return words.push_back(value.toInt());
         if (value.isBool()) return words.push_back(value.toBool());
         if (value.isDouble()) return add(value.toDouble());
+        if (value.isString()) {
+            for (const char letter : value.toStringRef()) words.push_back(letter);
+            return;
+        }
         if (value.isDevice()) return words.push_back(static_cast<int64_t>(value.toDevice().type()));
         if (value.isIntList()) return add(c10::ArrayRef<int64_t>(value.toIntVector()));
         if (value.isTensorList())
