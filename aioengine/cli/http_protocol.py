@@ -322,6 +322,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer, and close the connection; where an answer is under way, close it after that."""
+        if self._is_closing():
+            return
         self._stop_reading()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:

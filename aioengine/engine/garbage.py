@@ -19,6 +19,7 @@ the application's alone. Where the application has switched collections off, not
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,12 @@ LIBRARIES = (
     # Imported by transformers itself while it loads any checkpoint.
     "transformers.generation.utils",
     "transformers.models.auto.processing_auto",
+    "transformers.conversion_mapping",
+    # Imported at the first request, the plugins of Pillow among them.
+    "anyio._backends._asyncio",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "PIL.TiffImagePlugin",
 )
 
 NEVER = 2**31 - 1
@@ -61,6 +68,8 @@ def import_libraries() -> None:
 def _import_all() -> None:
     for name in LIBRARIES:
         import_module(name)
+    # The first call makes some 15,000 objects, of all architectures, that transformers keeps.
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
 
 
 @contextmanager

@@ -149,6 +149,17 @@ async def test_an_endless_head(name: str) -> None:
         assert (await (await server.connect(GET)).answer())[0] == 200
 
 
+async def test_a_stop_while_a_refused_client_goes_on_sending() -> None:
+    """Its answer is said already; the server waits for it no longer than it lingers."""
+    http: Any = protocol_factory(HttpBounds(linger_s=0.5, max_head_bytes=4096))
+    begin, more = ENDLESS["many trailers"]
+    async with serving(App(), http=http) as url:
+        client = await Server(App(), url).connect(begin + more * 20)
+        await refused(client, 431)
+    assert await client.is_closed()
+    client.writer.close()
+
+
 @pytest.mark.parametrize("behind", [b"", GET, GET * 3], ids=["first", "second", "fourth"])
 async def test_the_bound_of_a_head(behind: bytes) -> None:
     fits = HEAD + b"Content-Length: 1\r\nX: "
