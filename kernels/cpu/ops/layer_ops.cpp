@@ -59,7 +59,7 @@ Tensor rms_norm_of_torch(const Tensor& x, const Tensor& weight, double epsilon) 
     std::array<StableIValue, 4> stack{
         from(x), from(std::vector<int64_t>{weight.size(0)}), from(std::optional<Tensor>(weight)),
         from(std::optional<double>(epsilon))};
-    STABLE_TORCH_ERROR_CODE_CHECK(
+    TORCH_ERROR_CODE_CHECK(  // that of torch/csrc/stable came after 2.11
         torch_call_dispatcher("aten::rms_norm", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
