@@ -33,6 +33,7 @@ __all__ = ["SmolVLMProcessor", "SmolVLMVideoProcessor", "load_smolvlm_processor"
 _COMPARED = ((5, 19), (5, 24))
 """The first and last minor version of transformers with which videos were compared."""
 
+_IMAGE_IN_CHATS = "{% elif line['type'] == 'image' %}{{ '<image>' }}"
 _VIDEO_IN_CHATS = "{% elif line['type'] == 'video' %}{{ '<video>' }}"
 _LARGEST_SIDE = 4096
 _UNKNOWN_FPS = 24
@@ -71,15 +72,14 @@ def load_smolvlm_processor(source: str, options: Mapping[str, Any], **kwargs: An
 
 
 def _with_videos_in_chats(processor: Any) -> Any:
-    """The published chat template forgets videos; transformers has one that differs in that only.
+    """Let a chat template that is like the published one take videos, which that forgets.
 
-    It takes that for conversations with a video, and so it is taken here, unless a checkpoint has
-    another template.
+    transformers has a template with them, which it takes for conversations with a video.
     """
     template = processor.chat_template or processor.tokenizer.chat_template
-    better = texts.DEFAULT_CHAT_TEMPLATE
-    if isinstance(template, str) and template.strip() == better.replace(_VIDEO_IN_CHATS, ""):
-        processor.chat_template = better
+    if isinstance(template, str) and _VIDEO_IN_CHATS not in template:
+        media = _IMAGE_IN_CHATS + _VIDEO_IN_CHATS
+        processor.chat_template = template.replace(_IMAGE_IN_CHATS, media)
     return processor
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers as hf
-from transformers.models.smolvlm import processing_smolvlm
 
 from aioengine.errors import MediaError
 from aioengine.processors.hf import smolvlm
@@ -143,7 +142,8 @@ async def test_videos_in_chats(model: Model, tmp_path: Path) -> None:
     ]
     async with engine_for(tmp_path) as engine:
         found = engine.processor.info.get_hf_processor().chat_template
-        assert found == processing_smolvlm.DEFAULT_CHAT_TEMPLATE != PUBLISHED_TEMPLATE
+        place = "{% elif line['type'] == 'video' %}{{ '<video>' }}"
+        assert found.replace(place, "") == PUBLISHED_TEMPLATE != found
         output = await engine.generate([{"role": "user", "content": content}], PARAMS)
         text = engine.tokenizer.decode(output.prompt_token_ids)
         assert text.count("Frame from") == 3 and text.index("Frame from") < text.index("What")
