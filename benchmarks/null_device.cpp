@@ -5,6 +5,8 @@
 // its inputs: many of these kernels are written in Python and slow.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -137,9 +139,11 @@ Tensor output_of(const Output& output, const std::vector<Tensor>& arguments, boo
     if (output.argument < 0 && is_view) return view_of(arguments[0], output.shape);
     if (output.argument < 0) return to_null(output.shape);
     const Tensor& known = arguments[output.argument];
-    if (known.sizes() != output.shape.sizes())
+    if (known.sizes() != output.shape.sizes()) {
+        known.storage().set_nbytes(output.shape.storage().nbytes());
         known.unsafeGetTensorImpl()->set_sizes_and_strides(
             output.shape.sizes(), output.shape.strides(), output.shape.storage_offset());
+    }
     return known;
 }
 
@@ -210,7 +214,10 @@ Tensor& copy_nothing(Tensor& target, const Tensor&, bool) { return target; }
 
 }  // namespace
 
+// Views launch nothing on any device: they are PyTorch's own.
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+    library.impl("as_strided", at::native::as_strided_tensorimpl);
+    library.impl("view", at::native::view);
     library.impl("_fused_rms_norm", launch_norm);
     library.impl("copy_", copy_nothing);
 }

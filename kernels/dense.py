@@ -8,7 +8,9 @@ kernel is called by its name there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,9 @@ KEY_MULTIPLE = 64
 _ALIGNMENT_BYTES = 16
 """Of rows and of their addresses, for the memory-efficient kernel."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-_math = torch.ops.aten._scaled_dot_product_attention_math.default
+# PyTorch binds its operators by name too, at half the cost of a call through `torch.ops`.
+_efficient: Callable[..., Any] = torch._scaled_dot_product_efficient_attention
+_math: Callable[..., Any] = torch._scaled_dot_product_attention_math
 
 
 def dense_attention(
@@ -41,18 +44,22 @@ def dense_attention(
     Dk ** -0.5 by default. Returns [n, Hq, T, Dv] in the query's dtype.
     """
     group = query.shape[1] // key.shape[1]
-    if query.device.type != "cuda":
+    if not query.is_cuda:
         return scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
         )
     if group > 1:
         key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
-    if query.dtype not in _DTYPES or not all(map(_has_whole_rows, (query, key, value))):
+    if not _is_taken(query.dtype, query.shape[-1], value.shape[-1]):
         # What PyTorch would take for these.
         numbers = None if mask is None else _as_numbers(mask, query.dtype)
         found: Tensor = _math(query, key, value, numbers, 0.0, is_causal, scale=scale)[0]
         return found
-    rows = map(_aligned, (query, key, value))
+    # Not `contiguous`, which leaves odd strides of dimensions of one.
+    rows = [
+        each if _is_aligned(each) else each.clone(memory_format=torch.contiguous_format)
+        for each in (query, key, value)
+    ]
     bias = None if mask is None else _as_bias(mask, query, key)
     out: Tensor = _efficient(*rows, bias, False, 0.0, is_causal, scale=scale)[0]
     return out
@@ -63,13 +70,11 @@ def padded_length(count: int, device: torch.device) -> int:
     return count if device.type != "cuda" else -(-count // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
-def _has_whole_rows(rows: Tensor) -> bool:
-    return rows.shape[-1] > 0 and rows.shape[-1] * rows.element_size() % _ALIGNMENT_BYTES == 0
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    # Not `contiguous`, which leaves odd strides of dimensions of one.
-    return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+@lru_cache(maxsize=64)
+def _is_taken(dtype: torch.dtype, *widths: int) -> bool:
+    """Return whether the memory-efficient kernel has rows of these widths and numbers."""
+    sizes = [width * dtype.itemsize for width in widths]
+    return dtype in _DTYPES and all(sizes) and not any(size % _ALIGNMENT_BYTES for size in sizes)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -28,6 +28,7 @@ from aioengine.kernels.attention import (
     split_by_sequence,
 )
 from aioengine.kernels.dense import dense_attention, padded_length
+from aioengine.kernels.pool import row_index, row_steps
 from aioengine.kernels.reference import bias_by_distance, visible_mask
 
 __all__ = ["GatherBackend"]
@@ -65,7 +66,7 @@ class GatherBackend:
 
     def __init__(self) -> None:
         # Reused from call to call: fresh memory of this size costs more than filling it.
-        self._scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
@@ -85,14 +86,10 @@ class GatherBackend:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if new is not None:
             self.write_kv(new, pages, meta)
-        key_cache, value_cache = pages
-        row_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
-        on_cpu = query.device.type == "cpu"
-        limit = MAX_BUCKET_BYTES_CPU if on_cpu else MAX_BUCKET_BYTES_DEVICE
-        buckets = _decode_buckets(meta, args.window, limit // row_bytes, query.dtype)
+        buckets = _decode_buckets(meta, args.window, pages[0], query.dtype)
         if len(buckets) == 1 and meta.num_decodes == len(meta.query_lens):
             return self._decode(query, pages, meta, buckets[0], args)
-        out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+        out = query.new_empty(*query.shape[:2], pages[1].shape[-1])
         for bucket in buckets:
             chosen = slice(len(bucket.blocks)) if bucket.rows is None else bucket.rows
             out[chosen] = self._decode(query[chosen], pages, meta, bucket, args)
@@ -113,9 +110,8 @@ class GatherBackend:
         """Attention of a bucket's tokens [m, Hq, Dk] -> [m, Hq, Dv]."""
         # The heads of one group stand where a sequence's tokens would: one read of its keys.
         grouped = _group_heads(query, pages[0].shape[2])
-        mask = _bucket_mask(meta, bucket, args, grouped)
-        rows = self._gather(pages, bucket.blocks, bucket.offsets)
-        key, value = (each.transpose(1, 2) for each in rows)
+        mask = _bucket_mask(meta, bucket, args, grouped.shape[1])
+        key, value = self._gather(pages, meta, bucket.blocks, bucket.offsets)
         if args.softcap is None and args.sinks is None:
             result = dense_attention(grouped, key, value, mask, scale=args.scale)
         else:
@@ -141,11 +137,12 @@ class GatherBackend:
         length = end - begin
         if is_masked and is_fused:
             length = padded_length(length, query.device)
-        key, value = self._gather(pages, *_context_slots(meta, index, begin, end, length))
+        slots = _context_slots(meta, index, begin, end, length)
+        key, value = self._gather(pages, meta, *slots)
         # [Hkv, group, tokens, dim]: a whole group sees its keys and values without a copy.
-        grouped = _group_heads(query, key.shape[1]).permute(1, 2, 0, 3)
-        keys = key.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
-        values = value.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
+        grouped = _group_heads(query, key.shape[0]).permute(1, 2, 0, 3)
+        keys = key[:, None].expand(-1, grouped.shape[1], -1, -1)
+        values = value[:, None].expand(-1, grouped.shape[1], -1, -1)
         if args.distance_bias is not None:
             result = _attend_with_bias(grouped, keys, values, start, begin, window, args)
         elif not is_fused:
@@ -160,33 +157,39 @@ class GatherBackend:
             )
         return result.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _gather(self, pages: KeyValue, blocks: Tensor, offsets: Tensor) -> KeyValue:
-        """The rows at `blocks`, `offsets` [...] -> [..., Hkv, D] each, valid until the next."""
-        key = self._rows("key", pages[0], blocks, offsets)
-        return key, self._rows("value", pages[1], blocks, offsets)
+    def _gather(
+        self, pages: KeyValue, meta: AttentionMetadata, blocks: Tensor, offsets: Tensor
+    ) -> KeyValue:
+        """The rows at `blocks`, `offsets` [..., n], which `meta` keeps -> [..., Hkv, n, D] each.
 
-    def _rows(self, kind: str, cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-        num_blocks, block_size, num_heads, dim = cache.shape
-        width = num_heads * dim
-        if cache.stride(0) % width or cache.stride()[1:] != (width, dim, 1):
-            return cache[blocks, offsets]
+        They are valid until the next call.
+        """
+        key, value = pages
+        steps = row_steps(key, value)
+        if steps is None:
+            return key[blocks, offsets].transpose(-2, -3), value[blocks, offsets].transpose(-2, -3)
+        num_heads, dim = key.shape[2:]
+        index = meta.once(
+            ("rows", id(blocks), num_heads, steps),
+            lambda: row_index(blocks, offsets, num_heads, steps),
+        )
         # Whole rows of one matrix are copied several times faster than indexed elements.
-        stride = cache.stride(0) // width
-        matrix = cache.as_strided(((num_blocks - 1) * stride + block_size, width), (width, 1))
-        index = (blocks * stride + offsets).flatten()
-        buffer = self._buffer(kind, index.numel() * width, cache).view(-1, width)
-        torch.index_select(matrix, 0, index, out=buffer)
-        return buffer.view(*blocks.shape, num_heads, dim)
+        matrix = key.as_strided((steps.num_rows, dim), (dim, 1))
+        rows = self._buffer(index.shape[0] * dim, key).as_strided((index.shape[0], dim), (dim, 1))
+        torch.index_select(matrix, 0, index, out=rows)
+        keys, values = rows.view(2, *blocks.shape[:-1], num_heads, blocks.shape[-1], dim).unbind()
+        return keys, values
 
-    def _buffer(self, kind: str, numel: int, like: Tensor) -> Tensor:
-        name = (kind, like.dtype, like.device)
+    def _buffer(self, numel: int, like: Tensor) -> Tensor:
+        """Scratch memory for at least `numel` numbers."""
+        name = (like.dtype, like.device)
         buffer = self._scratch.get(name)
         if buffer is None or buffer.numel() < numel:
             # A tensor made in inference mode could not be written outside it.
             with torch.inference_mode(False):
                 buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
             self._scratch[name] = buffer
-        return buffer[:numel]
+        return buffer
 
 
 def _group_heads(query: Tensor, num_kv_heads: int) -> Tensor:
@@ -270,19 +273,21 @@ def _attend_explicitly(
 
 
 def _decode_buckets(
-    meta: AttentionMetadata, window: int | None, limit: int, dtype: torch.dtype
+    meta: AttentionMetadata, window: int | None, pages: Tensor, dtype: torch.dtype
 ) -> list[_Bucket]:
-    """The step's one-token sequences in padded batches of at most `limit` rows."""
+    """The step's one-token sequences in padded batches of so many rows as may be gathered."""
 
     def make() -> list[_Bucket]:
+        row_bytes = pages.shape[2] * pages.shape[3] * pages.element_size()
+        most = MAX_BUCKET_BYTES_CPU if pages.device.type == "cpu" else MAX_BUCKET_BYTES_DEVICE
         lens = sorted(meta.context_lens[: meta.num_decodes], reverse=True)
         seen = lens if window is None else [min(n, window) for n in lens]
         return [
             _make_bucket(meta, first, last, seen, window, dtype)
-            for first, last in _split_by_length(seen, limit)
+            for first, last in _split_by_length(seen, most // row_bytes)
         ]
 
-    return meta.once(("decode", window, limit, dtype), make)
+    return meta.once(("decode", window, pages.shape[2:], dtype), make)
 
 
 def _slots(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
@@ -334,27 +339,20 @@ def _make_bucket(
 
 
 def _bucket_mask(
-    meta: AttentionMetadata, bucket: _Bucket, args: AttentionArgs, query: Tensor
+    meta: AttentionMetadata, bucket: _Bucket, args: AttentionArgs, num_kv_heads: int
 ) -> Tensor | None:
-    """Build what is added to a bucket's scores, [m, Hkv, group, length], or nothing.
-
-    `query` [m, Hkv, group, D]. On a CPU it may broadcast to that: PyTorch's own kernels want it so.
-    """
+    """Build what is added to a bucket's scores: it broadcasts to [m, Hkv, group, length]; or
+    nothing."""
     table, mask = args.distance_bias, bucket.mask
-    num_kv_heads, group = query.shape[1:3]
+    if table is None:
+        return mask
 
-    def make_bias() -> Tensor:
-        assert table is not None
+    def make() -> Tensor:
         far = bucket.distances.clamp(max=table.shape[1] - 1)
         bias = table[:, far].view(num_kv_heads, -1, *far.shape).permute(2, 0, 1, 3)
         return bias if mask is None else bias + mask
 
-    if table is not None:
-        return meta.once(("bias", id(bucket), id(table)), make_bias)
-    if mask is None or query.device.type == "cpu":
-        return mask
-    size = (-1, num_kv_heads, group, -1)
-    return meta.once(("mask", id(bucket), size), lambda: mask.expand(size))
+    return meta.once(("bias", id(bucket), id(table)), make)
 
 
 def _context_slots(

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch import Tensor, rms_norm
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext

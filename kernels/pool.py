@@ -1,14 +1,16 @@
-"""Memory for the pages of the KV cache."""
+"""Memory for the pages of the KV cache, and where rows lie in it."""
 
 from __future__ import annotations
 
 import mmap
 from contextlib import suppress
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["empty_pool"]
+__all__ = ["RowSteps", "empty_pool", "row_index", "row_steps"]
 
 
 def empty_pool(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -25,3 +27,51 @@ def empty_pool(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             memory.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(memory, dtype=dtype)
     return torch.empty(count, dtype=dtype, device=device)
+
+
+class RowSteps(NamedTuple):
+    """Distances in a matrix of `num_rows` rows [D], which begins with a layer's first key and has
+    all of its keys and values: from a block, a token, a head to the next, from a key to its value.
+    """
+
+    block: int
+    token: int
+    head: int
+    value: int
+    num_rows: int
+
+
+def row_steps(key: Tensor, value: Tensor) -> RowSteps | None:
+    """Return how rows of a layer's pages [blocks, block_size, Hkv, D] lie in one matrix.
+
+    None if keys and values are not in one pool, alike, in whole rows.
+    """
+    distance = value.storage_offset() - key.storage_offset()
+    if not distance or key.shape != value.shape or key.stride() != value.stride():
+        return None
+    if key.untyped_storage()._cdata != value.untyped_storage()._cdata:
+        return None
+    return _steps_of(key.shape, key.stride(), distance)
+
+
+@lru_cache(maxsize=64)
+def _steps_of(shape: tuple[int, ...], strides: tuple[int, ...], distance: int) -> RowSteps | None:
+    *sizes, dim = shape
+    *outer, last = strides
+    if last != 1 or distance < 0 or any(step % dim for step in (*outer, distance)):
+        return None
+    block, token, head = (step // dim for step in outer)
+    value = distance // dim
+    furthest = sum((n - 1) * step for n, step in zip(sizes, (block, token, head), strict=True))
+    return RowSteps(block, token, head, value, furthest + value + 1)
+
+
+def row_index(blocks: Tensor, offsets: Tensor, num_heads: int, steps: RowSteps) -> Tensor:
+    """The rows of the tokens at `blocks`, `offsets` [..., n]: of their keys, then of their values.
+
+    int64 [2 * ... * num_heads * n], the tokens of one head side by side.
+    """
+    rows = (blocks * steps.block + offsets * steps.token)[..., None, :]
+    heads = torch.arange(num_heads, device=blocks.device)[:, None] * steps.head
+    keys = (rows + heads).flatten()
+    return torch.cat([keys, keys + steps.value])

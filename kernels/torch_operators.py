@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch import Tensor, rms_norm
 
 from aioengine.kernels.layer_plan import (
     Angles,

@@ -69,7 +69,7 @@ def _import_all() -> None:
     for name in LIBRARIES:
         import_module(name)
     # The first call makes some 15,000 objects, of all architectures, that transformers keeps.
-    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("")
 
 
 @contextmanager

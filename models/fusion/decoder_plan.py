@@ -48,6 +48,7 @@ from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows
 __all__ = ["layer_by_layer", "plan_decoder", "run_decoder_plan"]
 
 Forward = Callable[..., Tensor]
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 _LAYER = "_aioengine_layer"
 _DECODER = "_aioengine_decoder"
 _ROWS = "deepstack_visual_embeds"
@@ -93,13 +94,19 @@ class _Decoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rotary:
-    """A decoder's angles: calls of one module, with what each is given beside positions."""
+    """A decoder's angles: calls of one module, with what each is given beside positions.
+
+    `axes`: how many positions a token of a text has there, None for one that stands by itself.
+    """
 
     module: nn.Module
-    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    axes: int | None
+    calls: Sequence[_Call]
 
     def __call__(self, embeds: Tensor, positions: Tensor) -> list[Angles]:
         x, ids = embeds[None], positions[None] if positions.dim() == 1 else positions[:, None]
+        if self.axes is not None and positions.dim() == 1:
+            ids = ids.expand(self.axes, 1, -1)
         found = [self.module(x, ids, *args, **named) for args, named in self.calls]
         assert all(len(cos) == 1 for cos, _ in found), "the module does not merge the axes"
         return [(cos[0], sin[0]) for cos, sin in found]
@@ -256,12 +263,12 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
         seen = trial.watch(rotary, modules)
         if seen is None:
             return None
-        calls, angles, output = seen
+        axes_of_text, calls, angles, output = seen
         planned = tuple(
             plan if plan.angles is None else replace(plan, angles=index)
             for plan, index in zip(plans, angles, strict=True)
         )
-        plan = DecoderPlan(planned, norm.fused[1], _Rotary(rotary, calls))
+        plan = DecoderPlan(planned, norm.fused[1], _Rotary(rotary, axes_of_text, calls))
         operators = kind(planned, plan.norm)
         if not trial.agrees(plan, operators, wanted=output):
             return None
@@ -323,18 +330,22 @@ class _Trial:
 
     def watch(
         self, rotary: nn.Module, layers: nn.ModuleList
-    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int], Tensor] | None:
+    ) -> tuple[int | None, list[_Call], list[int], Tensor] | None:
         """Find how the rotary module is called, and which call's angles each layer is given.
 
-        The calls' arguments without embeddings and positions; and what the decoder has made. None
-        where that is not how it goes.
+        The axes of positions where these have a dimension of their own, the calls' arguments
+        without embeddings and positions, and what the decoder has made. None where that is not how
+        it goes.
         """
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        axes: set[int | None] = set()
+        calls: list[_Call] = []
         made: list[Any] = []
         kinds: list[int] = []
 
         def note_call(_: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
             others = {key: value for key, value in named.items() if not isinstance(value, Tensor)}
+            ids = named["position_ids"] if "position_ids" in named else args[1]
+            axes.add(len(ids) if ids.dim() == 3 else None)
             calls.append((args[2 - len(named) + len(others) :], others))
             made.append(output)
 
@@ -351,4 +362,6 @@ class _Trial:
         finally:
             for hook in hooks:
                 hook.remove()
-        return (calls, kinds, output) if len(kinds) == len(layers) else None
+        if len(kinds) != len(layers) or len(axes) != 1:
+            return None
+        return axes.pop(), calls, kinds, output

@@ -51,8 +51,8 @@ def make_batch(
 ) -> PagedBatch:
     """Sequences computing [start, end) each; everything before `start` is in the pages already.
 
-    Rows that no sequence owns are NaN. `strided`: the layer's blocks lie in the pages of a pool
-    that also holds other tensors, head by head.
+    Rows that no sequence owns are NaN. `strided`: the layer's keys and values lie in the pages of
+    one pool, as an engine has them, which also holds other tensors; head by head.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -63,8 +63,8 @@ def make_batch(
     num_blocks = sum(counts) + 3
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables = [[free.pop() for _ in range(count)] for count in counts]
-    key_cache = _cache(num_blocks, block_size, num_kv_heads, key_dim, dtype, strided)
-    value_cache = _cache(num_blocks, block_size, num_kv_heads, value_dim, dtype, strided)
+    dims = key_dim, value_dim
+    key_cache, value_cache = _caches(num_blocks, block_size, num_kv_heads, dims, dtype, strided)
     keys = [draw(end, num_kv_heads, key_dim) for _, end in chunks]
     values = [draw(end, num_kv_heads, value_dim) for _, end in chunks]
 
@@ -86,17 +86,31 @@ def make_batch(
     return PagedBatch(query, key_cache, value_cache, meta, keys, values)
 
 
-def _cache(
-    num_blocks: int, block_size: int, num_heads: int, dim: int, dtype: torch.dtype, strided: bool
-) -> Tensor:
-    numel = block_size * num_heads * dim
+def _caches(
+    num_blocks: int,
+    block_size: int,
+    num_heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    strided: bool,
+) -> tuple[Tensor, Tensor]:
+    """Pages of keys and of values."""
+    sizes = [block_size * num_heads * dim for dim in dims]
+    if not strided:
+        key, value = (
+            torch.full((num_blocks, block_size, num_heads, dim), torch.nan, dtype=dtype)
+            for dim in dims
+        )
+        return key, value
     # Another layer of the same shape before, and a few odd elements after.
-    pool = torch.full((num_blocks, 2 * numel + (0 if dim % 8 else dim)), torch.nan, dtype=dtype)
-    start = numel if strided else 0
-    pages = pool[:, start : start + numel]
-    if strided:
-        return pages.view(num_blocks, num_heads, block_size, dim).transpose(1, 2)
-    return pages.view(num_blocks, block_size, num_heads, dim).contiguous()
+    behind = 0 if dims[0] % 8 else dims[0]
+    pool = torch.full((num_blocks, 2 * sum(sizes) + behind), torch.nan, dtype=dtype)
+    parts = pool.split([sum(sizes), *sizes, behind], dim=1)
+    key, value = (
+        part.view(num_blocks, num_heads, block_size, dim).transpose(1, 2)
+        for part, dim in zip(parts[1:3], dims, strict=True)
+    )
+    return key, value
 
 
 def _write(

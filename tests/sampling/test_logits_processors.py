@@ -52,9 +52,10 @@ def reference(logits: Tensor, a: Adjustments, output: list[int]) -> Tensor:
             early.append(MinNewTokensLengthLogitsProcessor(start, until, [token_id]))
     scores = early(whole, scores)
     if a.bad_words:
-        # Only what the output holds counts.
+        # Only what the output holds counts. The number before it is in no word: some versions take
+        # a word for one only where there are as many tokens before its last as it has in all.
         words = [list(word) for word in a.bad_words]
-        mine = torch.tensor([output], dtype=torch.long).reshape(1, -1)
+        mine = torch.tensor([[VOCAB, *output]])
         scores = NoBadWordsLogitsProcessor(words)(mine, scores)
     if a.repetition_penalty != 1 and whole.numel():
         scores = RepetitionPenaltyLogitsProcessor(a.repetition_penalty)(whole, scores)
