@@ -30,7 +30,7 @@ _GROUPED_CHIPS = (9, 10)
 class ExpertBlocks:
     """Layout of the rows of a step's (token, expert) pairs.
 
-    `places` int64 [T * k]: of each pair's row, in the order of tokens. `experts` int64 [n]: of each
+    `places` int64 [T, k]: of each pair's row. `experts` int64 [n]: of each
     block. `ends` int32 [E]: the row behind each expert's last block. `size`: rows of a block.
     """
 
@@ -57,14 +57,14 @@ class ExpertBlocks:
         places = torch.empty_like(order).index_copy(0, order, ranks + shift[flat[order]])
         blocks = torch.arange(count, device=flat.device)
         experts = torch.searchsorted(block_ends, blocks, right=True).clamp(max=num_experts - 1)
-        return cls(places, experts, (block_ends * size).to(torch.int32), size)
+        return cls(places.view_as(chosen), experts, (block_ends * size).to(torch.int32), size)
 
     def take(self, hidden: Tensor) -> Tensor:
         """Copy each token's row of `hidden` [T, in] to its blocks: [n, size, in], else zeros."""
-        num_tokens, width = hidden.shape
-        pairs = hidden[:, None].expand(-1, len(self.places) // num_tokens, -1).reshape(-1, width)
+        width = hidden.shape[1]
+        pairs = hidden[:, None].expand(-1, self.places.shape[1], -1).reshape(-1, width)
         rows = hidden.new_zeros(len(self.experts) * self.size, width)
-        return rows.index_copy(0, self.places, pairs).view(-1, self.size, width)
+        return rows.index_copy(0, self.places.flatten(), pairs).view(-1, self.size, width)
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply `rows` [n, size, in] by their experts' parts of `weight` [E, in, out].
@@ -82,7 +82,7 @@ class ExpertBlocks:
 
     def combine(self, rows: Tensor, shares: Tensor) -> Tensor:
         """Sum each token's `rows` [n, size, out] by its `shares` [T, k]: [T, out]."""
-        pairs = rows.flatten(0, 1)[self.places].view(*shares.shape, -1)
+        pairs = rows.flatten(0, 1)[self.places]
         return (pairs * shares[..., None]).sum(1)
 
 

@@ -122,5 +122,7 @@ def _is_exact(rows: int, value: int, zero: int) -> bool:
     x = torch.full((rows, 512), 2 * zero - 1, dtype=torch.uint8)
     weight = torch.full((128, 512), value, dtype=torch.int8)
     packed = _operators().qlinear_prepack(weight, None)
-    found = _multiply(x, zero, packed, torch.ones(128), torch.zeros(128, dtype=torch.int32))
+    found = _multiply(
+        x, zero, packed, torch.ones(128, dtype=torch.float32), torch.zeros(128, dtype=torch.int32)
+    )
     return bool((found == (zero - 1) * value * 512).all())

@@ -173,6 +173,8 @@ def run_layer(
     attended = slot.attend(query, key, value, layer.attention).flatten(-2)
     if wanted is not None:
         x, attended = x[wanted], attended[wanted]
+        if not len(wanted):
+            return x  # a feed-forward layer that is a module may know no empty batch
     return operators.add_feed(index, operators.add_attended(index, x, attended))
 
 

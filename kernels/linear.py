@@ -106,7 +106,8 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 48), (96, 48), (96,))
+        torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+        for shape in ((5, 48), (96, 48), (96,))
     )
     wanted = linear(x.double(), weight.double(), bias.double())
     try:

@@ -156,7 +156,7 @@ class OmniThinker(MRopeModel):
     def _positions_per_grid(self, item: PromptMedia) -> Tensor:
         per_second = int(self.hf_config.position_id_per_seconds)
         if item.modality == "image":
-            return torch.tensor(float(per_second))
+            return torch.tensor(float(per_second), dtype=torch.float32)
         seconds = item.features.get("video_second_per_grid")
         if seconds is None:
             raise InvalidRequestError(

@@ -29,7 +29,7 @@ from aioengine.kernels.matmul import Activation, Matmul
 
 __all__ = ["NativeOperators"]
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32)
 
 
 class NativeOperators:

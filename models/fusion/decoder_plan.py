@@ -52,6 +52,10 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _LAYER = "_aioengine_layer"
 _DECODER = "_aioengine_decoder"
 _ROWS = "deepstack_visual_embeds"
+_FOR_ATTENTION = frozenset(
+    ("attention_mask", "cache_position", "past_key_values", "position_ids", "use_cache")
+)
+"""Arguments of layers that only their attention reads, which has its slot."""
 _TRIAL_POSITIONS = (0, 1, 7, 2, 300)
 _TRIAL_ROWS = len(_TRIAL_POSITIONS)
 
@@ -177,6 +181,8 @@ def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
     ) -> Tensor:
         layer: _Layer = getattr(self, _LAYER)
         is_known = not args and slot_of(layer.attention) is not None
+        for name, value in kwargs.items():
+            is_known = is_known and (name in _FOR_ATTENTION or value is None or value is False)
         if not is_known or not _fits(hidden_states, position_embeddings, layer.plan.head_dim):
             kwargs["position_embeddings"] = position_embeddings
             return own(self, hidden_states, *args, **kwargs)

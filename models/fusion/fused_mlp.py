@@ -158,7 +158,7 @@ def _activation(module: nn.Module, name: str) -> Activation | None:
     function: Callable[[Tensor], Tensor] = getattr(module, name)
     if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
         return None  # a norm, say
-    x = torch.linspace(-12, 12, 1001)
+    x = torch.linspace(-12, 12, 1001, dtype=torch.float32)
     for activation, formula in FORMULAS.items():
         if agree(lambda: function(x.clone()), partial(formula, x)):
             return activation

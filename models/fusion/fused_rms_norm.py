@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from aioengine.kernels.cpu import norm as native
-from aioengine.kernels.cpu.library import is_available
+from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.layer_plan import NormPlan, normalize
 from aioengine.models.fusion.swap import swap
 from aioengine.models.fusion.trial import agree, largest_error, random_rows
@@ -81,7 +81,7 @@ def _epsilon(module: nn.Module) -> float | None:
 def _fused(module: nn.Module, epsilon: float) -> tuple[Compute, NormPlan] | None:
     """The best operator that computes what the module does, None where it is another norm."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    rows = random_rows(2, 8, len(weight)) * torch.logspace(-3, 2, 8)[:, None]
+    rows = random_rows(2, 8, len(weight)) * torch.logspace(-3, 2, 8, dtype=torch.float32)[:, None]
     rows = rows.to(weight.device, weight.dtype)
     for factor in (weight, weight.float() + 1):
         exact = rms_norm(rows.double(), factor.shape, factor.double(), epsilon)
@@ -99,5 +99,7 @@ def _fused(module: nn.Module, epsilon: float) -> tuple[Compute, NormPlan] | None
 
 def _takes(weight: Tensor) -> bool:
     """Return whether our operator is for rows of this dtype and device."""
-    is_narrow = weight.dtype != torch.float32 and weight.is_contiguous()
-    return is_narrow and weight.device.type == "cpu" and is_available()
+    if weight.device.type != "cpu" or not weight.is_contiguous() or not is_available():
+        return False
+    has_half = instruction_set() != "generic"
+    return weight.dtype == torch.bfloat16 or (weight.dtype == torch.float16 and has_half)

@@ -28,7 +28,7 @@ def random_rows(
 
     `like`: what they have the dtype and the device of.
     """
-    rows = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     return rows.to(dtype) if like is None else rows.to(like.device, like.dtype)
 
 

@@ -68,7 +68,6 @@ def load_config(
 def loading() -> Iterator[None]:
     """Around all that builds a model: one at a time, and the process as it was before."""
     with _LOAD_LOCK:
-        dtype = torch.get_default_dtype()
         # A bar on stderr is the application's to draw. Where the variable is set, it has chosen.
         silence = (
             transformers_logging.is_progress_bar_enabled()
@@ -79,7 +78,6 @@ def loading() -> Iterator[None]:
         try:
             yield
         finally:
-            torch.set_default_dtype(dtype)
             if silence:
                 transformers_logging.enable_progress_bar()
 

@@ -90,6 +90,7 @@ def build_empty(
         return nn.Parameter(torch.empty_like(parameter, dtype=kind, device="meta"), False)
 
     with loading(), torch.device("cpu"), torch.no_grad():
+        before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         # Registered without data, so that drawing initial values costs nothing.
         handle = register_module_parameter_registration_hook(hollow)
@@ -97,6 +98,7 @@ def build_empty(
             model = definition(copy.deepcopy(hf_config))
         finally:
             handle.remove()
+            torch.set_default_dtype(before)
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -227,7 +227,11 @@ def with_rounding_noise(root: nn.Module, size: float, seed: int = 0) -> Iterator
     def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        noise = torch.rand(output.shape[-1], generator=generator).mul_(2 * size).sub_(size)
+        noise = (
+            torch.rand(output.shape[-1], generator=generator, dtype=torch.float32)
+            .mul_(2 * size)
+            .sub_(size)
+        )
         return output * (1 + noise).to(output)
 
     with ExitStack() as hooks:

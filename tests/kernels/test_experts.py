@@ -21,7 +21,7 @@ def choose(kind: str, num_tokens: int, num_experts: int, k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["at random", "all to one"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 700])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 64, 700])
 @pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (4, 2), (16, 3)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_meet_their_experts(

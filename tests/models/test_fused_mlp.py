@@ -18,6 +18,7 @@ from transformers.models.whisper.modeling_whisper import WhisperConfig, WhisperD
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.linear import native_way
 from aioengine.kernels.layer_slot import LayerSlot, StepHolder, attach_slot, slot_of
+from aioengine.kernels.matmul import Activation
 from aioengine.models.fusion.fused_mlp import (
     ActivatedFeedForward,
     ActivatedLinear,
@@ -130,6 +131,18 @@ def test_is_what_the_layer_was(kind: Any, activation: str, dtype: torch.dtype) -
     close = 8 * torch.finfo(dtype).eps * float(wanted.abs().max())
     torch.testing.assert_close(found, wanted, atol=close, rtol=0)
     assert torch.equal(holder(x[:1, 3:4]), found[:1, 3:4]), "a row has no company"
+
+
+@needs_kernels
+def test_a_default_dtype_of_the_application_s() -> None:
+    """Its own, or that of a model which it loads meanwhile: transformers sets the process's."""
+    holder = packed(GemmaMLP(config("gelu_pytorch_tanh")), torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert fuse_activations(holder) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert holder[0].fused[2] is Activation.GELU_TANH
 
 
 @needs_kernels

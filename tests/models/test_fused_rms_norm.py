@@ -11,6 +11,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from aioengine.kernels.cpu import library
 from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm, fuse_norms
 
 
@@ -40,6 +41,20 @@ def test_usual_norms(kind: type[nn.Module], dtype: torch.dtype, dim: int) -> Non
     assert torch.equal(norm(x[:, 3:4]), found[:, 3:4]), "a row has no company"
     if dtype is not torch.float32:  # ours
         assert torch.equal(norm(x.mT.contiguous().mT), found), "however it lies"
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the norms are PyTorch's here")
+def test_a_cpu_that_does_not_convert_float16() -> None:
+    before = library.instruction_set()
+    library.use_instruction_set("generic")
+    try:
+        test_usual_norms(LlamaRMSNorm, torch.bfloat16, 100)
+        norm = drawn(LlamaRMSNorm(100, 1e-5), torch.float16)
+        plain, x = copy.deepcopy(norm), torch.randn(1, 7, 100).half()
+        fuse_norms(nn.Sequential(norm))
+        torch.testing.assert_close(norm(x), plain(x), atol=2e-3, rtol=2e-3)
+    finally:
+        library.use_instruction_set(before)
 
 
 class _NormPlus2(GemmaRMSNorm):  # type: ignore[misc]

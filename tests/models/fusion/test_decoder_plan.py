@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3VLTextConfig,
 )
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
@@ -323,6 +326,29 @@ def test_a_decoder_that_does_more_is_called() -> None:
     config = GraniteConfig(**SIZES, residual_multiplier=1.0, embedding_multiplier=2.0)
     model = fused(config, torch.float32)
     before = copy.deepcopy(model)
+    assert plan_decoder(model) == LAYERS
+    assert run_decoder_plan(model, torch.ones(3, HIDDEN), torch.arange(3)) is None
+    found = Steps(model, torch.float32).modules()
+    assert torch.equal(found, Steps(before, torch.float32).modules())
+
+
+def test_layers_that_are_told_more_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder may hand its layers something that only its own know."""
+
+    def forward(
+        self: nn.Module, hidden_states: Tensor, share: float = 1.0, **others: Any
+    ) -> Tensor:
+        own: Tensor = LlamaDecoderLayer.forward(self, hidden_states, **others)
+        return own * share
+
+    kind = type("Layer", (LlamaDecoderLayer,), {"forward": forward})
+    monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", kind)
+    model = fused(LlamaConfig(**SIZES), torch.float32)
+    before = copy.deepcopy(model)
+    run = type(model).forward
+    share = {"share": 0.5}
+    for each in (model, before):
+        monkeypatch.setattr(each, "forward", partial(run, each, **share), raising=False)
     assert plan_decoder(model) == LAYERS
     assert run_decoder_plan(model, torch.ones(3, HIDDEN), torch.arange(3)) is None
     found = Steps(model, torch.float32).modules()
