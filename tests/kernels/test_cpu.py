@@ -344,6 +344,23 @@ def test_what_does_not_fit_is_refused() -> None:
         replace(batch, query=batch.query[..., :4]).attend(CpuBackend())
     with pytest.raises(RuntimeError, match="one dtype"):
         replace(batch, value_cache=batch.value_cache.double()).attend(CpuBackend())
+    meta = batch.meta
+    for changed in (
+        {"block_table": meta.block_table[:-1]},
+        {"block_table": meta.block_table[:, :1]},
+        {"block_ids": torch.zeros(1, dtype=torch.int32), "has_blocks": (True,)},
+        {"query_start": meta.query_start + 1},
+    ):
+        with pytest.raises(RuntimeError, match=r"block_table|block_ids|query"):
+            replace(batch, meta=replace(meta, scratch={}, **changed)).attend(CpuBackend())
+    for options in (
+        {"sinks": torch.zeros(1)},
+        {"distance_bias": torch.zeros(1, 2)},
+        {"distance_bias": torch.zeros(4, 0)},
+        {"window": -1},
+    ):
+        with pytest.raises(RuntimeError, match=r"sinks|distance_bias|window"):
+            batch.attend(CpuBackend(), **options)
 
 
 def test_the_best_instruction_set_is_chosen() -> None:

@@ -1,4 +1,4 @@
-"""Waits of each family's encoder for the device. Run by test_encoder_waits.py, not by itself.
+"""Waits of each family's encoder for the device. Run by run.py, not by itself.
 
 What remains is in transformers' own code; it holds up the thread that launches encoders, no step.
 """

@@ -29,7 +29,10 @@ ENGINE = "tests/gpu/test_engine_cuda.py"
 CHECKS = "tests/simulated/checks.py"
 LAWS = "tests/simulated/laws.py"
 FAMILIES = "tests/simulated/families.py"
-OTHERS = ("attention", "experts", "loading", "plan_checks", "decode_steps", "mutants")
+OTHERS = (
+    *("attention", "experts", "loading", "plan_checks", "encoder_waits", "decode_steps"),
+    "mutants",
+)
 ALL = (ENGINE, CHECKS, LAWS, FAMILIES, *(f"tests/simulated/{name}.py" for name in OTHERS))
 EVERY = "64-True or preemption or encoder_that_fails or random_company"
 """What each order runs."""

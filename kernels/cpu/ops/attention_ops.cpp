@@ -118,6 +118,32 @@ Work cut(const Attention& a, int64_t num_sequences, int64_t max_rows) {
     return work;
 }
 
+// Nothing is read beyond what the tensors hold; which blocks a table names is its maker's to know.
+void check_sizes(
+    const Attention& a, const Tensor& query, const Tensor& block_table,
+    const std::optional<Tensor>& block_ids, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& distance_bias, int64_t num_sequences) {
+    STD_TORCH_CHECK(block_table.size(0) == num_sequences, "block_table must have a row for each sequence");
+    STD_TORCH_CHECK(
+        !block_ids || block_ids->numel() == query.size(0), "block_ids must have an entry for each token");
+    STD_TORCH_CHECK(!sinks || sinks->numel() == a.heads, "sinks must have an entry for each head");
+    STD_TORCH_CHECK(
+        !distance_bias || (distance_bias->size(0) == a.heads && a.num_distances > 0),
+        "distance_bias must have a row for each head");
+    STD_TORCH_CHECK(a.window >= 0, "window must not be negative");
+    const int64_t room = a.table_width * a.block_size;
+    for (int64_t i = 0; i < num_sequences; ++i) {
+        const int64_t tokens = a.query_start[i + 1] - a.query_start[i];
+        STD_TORCH_CHECK(
+            tokens >= 0 && a.seq_lens[i] >= 0 && a.seq_lens[i] <= room &&
+                (!a.is_causal || tokens <= a.seq_lens[i]),
+            "a sequence is longer than its row of block_table, or shorter than its tokens");
+    }
+    STD_TORCH_CHECK(
+        a.query_start[0] >= 0 && a.query_start[num_sequences] <= query.size(0),
+        "query must have a row for each token");
+}
+
 }  // namespace
 
 void write_kv(
@@ -182,6 +208,7 @@ Tensor attend(
     a.window = window;
     a.is_causal = is_causal;
     a.blocks_in_window = blocks_in_window;
+    check_sizes(a, query, block_table, block_ids, sinks, distance_bias, num_sequences);
     Tensor out = new_output(query, {query.size(0), a.heads, a.value_dim});
     a.out = out.mutable_data_ptr();
     const int64_t max_rows = kernels.max_rows(a);

@@ -168,7 +168,7 @@ Tensor run_plan(
     Tensor found = x;
     for (int64_t i = first; i < count; ++i) {
         const PlannedLayer& layer = plan.layers[i];
-        STD_TORCH_CHECK(layer.group < groups, "the step has no such KV group");
+        STD_TORCH_CHECK(layer.group >= 0 && layer.group < groups, "the step has no such KV group");
         const Tensor* t = &places[GROUP_TENSORS * layer.group];
         const auto [query, key, value] = project(layer, found, angles);
         const auto is_new = [&](const Tensor& part) {
