@@ -40,7 +40,7 @@ real-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m real tests/real
 
 # Core tests of the committed tree under the oldest and the newest torch and transformers: two
-# environments, 14 GB through the package registry, kept. Not a part of `make test`.
+# environments of 6 GB through the package registry, kept. Not a part of `make test`.
 versions:
 	$(PYTHON) tests/packaging/versions.py $(VERSIONS) $(SIDE_BY_SIDE)
 
