@@ -104,9 +104,9 @@ class AttentionMetadata:
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
         """Return what `make` gives, made for the first layer that asks and kept in `scratch`."""
-        if key not in self.scratch:
-            self.scratch[key] = make()
-        found: Made = self.scratch[key]
+        found: Made | None = self.scratch.get(key)
+        if found is None:
+            found = self.scratch[key] = make()
         return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["KEY_MULTIPLE", "dense_attention", "padded_length"]
+__all__ = ["KEY_MULTIPLE", "attention_over", "dense_attention", "padded_length"]
 
 KEY_MULTIPLE = 64
 """Of the keys in masked calls on a GPU: few shapes over a growing context, and aligned masks."""
@@ -43,26 +43,49 @@ def dense_attention(
     sees a key; every query sees one. `is_causal`: from the first key on, without a mask. `scale`:
     Dk ** -0.5 by default. Returns [n, Hq, T, Dv] in the query's dtype.
     """
+    return attention_over(query, key, value, mask, is_causal=is_causal)(query, scale)
+
+
+def attention_over(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+) -> Callable[[Tensor, float | None], Tensor]:
+    """Return `dense_attention` of any query like this one and a scale, over these keys and values.
+
+    What these hold is read when it is called: it serves all layers whose keys and values are put
+    in one place.
+    """
     group = query.shape[1] // key.shape[1]
     if not query.is_cuda:
-        return scaled_dot_product_attention(
+        return lambda query, scale: scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
         )
-    if group > 1:
-        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
-    if not _is_taken(query.dtype, query.shape[-1], value.shape[-1]):
-        # What PyTorch would take for these.
-        numbers = None if mask is None else _as_numbers(mask, query.dtype)
-        found: Tensor = _math(query, key, value, numbers, 0.0, is_causal, scale=scale)[0]
-        return found
-    # Not `contiguous`, which leaves odd strides of dimensions of one.
-    rows = [
-        each if _is_aligned(each) else each.clone(memory_format=torch.contiguous_format)
-        for each in (query, key, value)
-    ]
-    bias = None if mask is None else _as_bias(mask, query, key)
-    out: Tensor = _efficient(*rows, bias, False, 0.0, is_causal, scale=scale)[0]
-    return out
+    is_taken = _is_taken(query.dtype, query.shape[-1], value.shape[-1])
+    bias = mask
+    if mask is not None:
+        bias = _as_bias(mask, query, key) if is_taken else _as_numbers(mask, query.dtype)
+    is_ready = group == 1 and _is_aligned(key) and _is_aligned(value)
+
+    def attend(query: Tensor, scale: float | None) -> Tensor:
+        keys, values = key, value
+        if group > 1:
+            keys, values = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        if not is_taken:
+            # What PyTorch would take for these.
+            found: Tensor = _math(query, keys, values, bias, 0.0, is_causal, scale=scale)[0]
+            return found
+        if not is_ready:
+            keys, values = _aligned(keys), _aligned(values)
+        out: Tensor = _efficient(
+            _aligned(query), keys, values, bias, False, 0.0, is_causal, scale=scale
+        )[0]
+        return out
+
+    return attend
 
 
 def padded_length(count: int, device: torch.device) -> int:
@@ -87,6 +110,14 @@ def _reads(strides: tuple[int, ...], offset: int, itemsize: int) -> bool:
     multiple = _ALIGNMENT_BYTES // itemsize
     *outer, last = strides
     return last == 1 and not offset % multiple and all(each % multiple == 0 for each in outer)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy that the kernel can read."""
+    if _is_aligned(tensor):
+        return tensor
+    # Not `contiguous`, which leaves odd strides of dimensions of one.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ growing context makes few shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,8 +27,8 @@ from aioengine.kernels.attention import (
     blocks_of,
     split_by_sequence,
 )
-from aioengine.kernels.dense import dense_attention, padded_length
-from aioengine.kernels.pool import row_index, row_steps
+from aioengine.kernels.dense import attention_over, dense_attention, padded_length
+from aioengine.kernels.pool import LayerPages, row_index
 from aioengine.kernels.reference import bias_by_distance, visible_mask
 
 __all__ = ["GatherBackend"]
@@ -39,6 +39,20 @@ MAX_BUCKET_BYTES_CPU = 16 << 20
 MAX_BUCKET_BYTES_DEVICE = 256 << 20
 # Rows of scores that exist at a time where attention is spelt out.
 MAX_EXPLICIT_QUERIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The place that rows of pages are copied to, the same for all layers of a step.
+
+    `index` int64: rows of the layer's matrix. `rows` [len(index), D]: the place. `key`, `value`
+    [..., Hkv, n, D]: views of it.
+    """
+
+    index: Tensor
+    rows: Tensor
+    key: Tensor
+    value: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +85,8 @@ class GatherBackend:
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
         slots = _slots(meta)
-        for rows, cache in zip(new, pages, strict=True):
-            cache.index_put_(slots, rows)
+        pages[0].index_put_(slots, new[0])
+        pages[1].index_put_(slots, new[1])
 
     def attend(
         self,
@@ -86,6 +100,8 @@ class GatherBackend:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if new is not None:
             self.write_kv(new, pages, meta)
+        if not isinstance(pages, LayerPages):
+            pages = LayerPages(pages)
         buckets = _decode_buckets(meta, args.window, pages[0], query.dtype)
         if len(buckets) == 1 and meta.num_decodes == len(meta.query_lens):
             return self._decode(query, pages, meta, buckets[0], args)
@@ -94,7 +110,9 @@ class GatherBackend:
             chosen = slice(len(bucket.blocks)) if bucket.rows is None else bucket.rows
             out[chosen] = self._decode(query[chosen], pages, meta, bucket, args)
         bounds = split_by_sequence(meta)
-        for i in range(meta.num_decodes, len(bounds)):
+        # The longest first, for the same reason as the buckets.
+        chunks = range(meta.num_decodes, len(bounds))
+        for i in sorted(chunks, key=meta.context_lens.__getitem__, reverse=True):
             first, last = bounds[i]
             out[first:last] = self._prefill(query[first:last], pages, meta, i, args)
         return out
@@ -102,7 +120,7 @@ class GatherBackend:
     def _decode(
         self,
         query: Tensor,
-        pages: KeyValue,
+        pages: LayerPages,
         meta: AttentionMetadata,
         bucket: _Bucket,
         args: AttentionArgs,
@@ -110,19 +128,25 @@ class GatherBackend:
         """Attention of a bucket's tokens [m, Hq, Dk] -> [m, Hq, Dv]."""
         # The heads of one group stand where a sequence's tokens would: one read of its keys.
         grouped = _group_heads(query, pages[0].shape[2])
-        mask = _bucket_mask(meta, bucket, args, grouped.shape[1])
         key, value = self._gather(pages, meta, bucket.blocks, bucket.offsets)
         if args.softcap is None and args.sinks is None:
-            result = dense_attention(grouped, key, value, mask, scale=args.scale)
-        else:
-            sinks = None if args.sinks is None else args.sinks.view(grouped.shape[1], -1, 1)
-            result = _attend_explicitly(grouped, key, value, mask, sinks, args)
-        return result.flatten(1, 2)
+
+            def make() -> Callable[[Tensor, float | None], Tensor]:
+                mask = _bucket_mask(meta, bucket, args, grouped.shape[1])
+                return attention_over(grouped, key, value, mask)
+
+            # Without steps, keys and values are in another place each time.
+            name = "attend", id(key), grouped.shape, id(args.distance_bias)
+            attend = make() if pages.steps is None else meta.once(name, make)
+            return attend(grouped, args.scale).flatten(1, 2)
+        mask = _bucket_mask(meta, bucket, args, grouped.shape[1])
+        sinks = None if args.sinks is None else args.sinks.view(grouped.shape[1], -1, 1)
+        return _attend_explicitly(grouped, key, value, mask, sinks, args).flatten(1, 2)
 
     def _prefill(
         self,
         query: Tensor,
-        pages: KeyValue,
+        pages: LayerPages,
         meta: AttentionMetadata,
         index: int,
         args: AttentionArgs,
@@ -158,27 +182,28 @@ class GatherBackend:
         return result.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _gather(
-        self, pages: KeyValue, meta: AttentionMetadata, blocks: Tensor, offsets: Tensor
+        self, pages: LayerPages, meta: AttentionMetadata, blocks: Tensor, offsets: Tensor
     ) -> KeyValue:
         """The rows at `blocks`, `offsets` [..., n], which `meta` keeps -> [..., Hkv, n, D] each.
 
         They are valid until the next call.
         """
         key, value = pages
-        steps = row_steps(key, value)
+        steps = pages.steps
         if steps is None:
             return key[blocks, offsets].transpose(-2, -3), value[blocks, offsets].transpose(-2, -3)
-        num_heads, dim = key.shape[2:]
-        index = meta.once(
-            ("rows", id(blocks), num_heads, steps),
-            lambda: row_index(blocks, offsets, num_heads, steps),
-        )
+
+        def make() -> _Copy:
+            num_heads, dim = key.shape[2:]
+            index = row_index(blocks, offsets, num_heads, steps)
+            rows = self._buffer(index.shape[0] * dim, key).as_strided((len(index), dim), (dim, 1))
+            place = rows.view(2, *blocks.shape[:-1], num_heads, blocks.shape[-1], dim)
+            return _Copy(index, rows, *place.unbind())
+
+        copy = meta.once(("copy", id(blocks), key.shape[2:], steps), make)
         # Whole rows of one matrix are copied several times faster than indexed elements.
-        matrix = key.as_strided((steps.num_rows, dim), (dim, 1))
-        rows = self._buffer(index.shape[0] * dim, key).as_strided((index.shape[0], dim), (dim, 1))
-        torch.index_select(matrix, 0, index, out=rows)
-        keys, values = rows.view(2, *blocks.shape[:-1], num_heads, blocks.shape[-1], dim).unbind()
-        return keys, values
+        torch.index_select(pages.rows, 0, copy.index, out=copy.rows)
+        return copy.key, copy.value
 
     def _buffer(self, numel: int, like: Tensor) -> Tensor:
         """Scratch memory for at least `numel` numbers."""
@@ -282,10 +307,12 @@ def _decode_buckets(
         most = MAX_BUCKET_BYTES_CPU if pages.device.type == "cpu" else MAX_BUCKET_BYTES_DEVICE
         lens = sorted(meta.context_lens[: meta.num_decodes], reverse=True)
         seen = lens if window is None else [min(n, window) for n in lens]
-        return [
+        buckets = [
             _make_bucket(meta, first, last, seen, window, dtype)
             for first, last in _split_by_length(seen, most // row_bytes)
         ]
+        # The largest first: the place that their rows are copied to grows once.
+        return sorted(buckets, key=lambda bucket: bucket.blocks.numel(), reverse=True)
 
     return meta.once(("decode", window, pages.shape[2:], dtype), make)
 

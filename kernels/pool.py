@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["RowSteps", "empty_pool", "row_index", "row_steps"]
+__all__ = ["LayerPages", "RowSteps", "empty_pool", "row_index"]
 
 
 def empty_pool(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -41,17 +41,28 @@ class RowSteps(NamedTuple):
     num_rows: int
 
 
-def row_steps(key: Tensor, value: Tensor) -> RowSteps | None:
-    """Return how rows of a layer's pages [blocks, block_size, Hkv, D] lie in one matrix.
+class LayerPages(tuple[Tensor, Tensor]):
+    """A layer's keys and values [blocks, block_size, Hkv, D], and the matrix that has them all."""
 
-    None if keys and values are not in one pool, alike, in whole rows.
-    """
-    distance = value.storage_offset() - key.storage_offset()
-    if not distance or key.shape != value.shape or key.stride() != value.stride():
-        return None
-    if key.untyped_storage()._cdata != value.untyped_storage()._cdata:
-        return None
-    return _steps_of(key.shape, key.stride(), distance)
+    @cached_property
+    def steps(self) -> RowSteps | None:
+        """The distances of rows in the matrix; None if keys and values are not in one pool, alike,
+        in whole rows."""
+        key, value = self
+        distance = value.storage_offset() - key.storage_offset()
+        if not distance or key.shape != value.shape or key.stride() != value.stride():
+            return None
+        if key.untyped_storage()._cdata != value.untyped_storage()._cdata:
+            return None
+        return _steps_of(key.shape, key.stride(), distance)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The matrix [num_rows, D]. Only where there are `steps`."""
+        key, _ = self
+        assert self.steps is not None
+        dim = key.shape[-1]
+        return key.as_strided((self.steps.num_rows, dim), (dim, 1))
 
 
 @lru_cache(maxsize=64)

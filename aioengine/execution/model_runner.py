@@ -24,7 +24,7 @@ from aioengine.kernels.attention import (
     stage_cross_metadata,
     stage_metadata,
 )
-from aioengine.kernels.pool import empty_pool
+from aioengine.kernels.pool import LayerPages, empty_pool
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.kernels.transfer import to_host
 from aioengine.models.runtime.transformers_model import TransformersModel
@@ -376,7 +376,7 @@ def _joined(parts: Sequence[Scores]) -> ScoreColumns:
     return ScoreColumns(*map(np.concatenate, columns))
 
 
-def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tensor, Tensor]]:
+def _allocate_pages(model: TransformersModel, limits: Limits) -> list[LayerPages]:
     """Key and value pages per layer, views of one pool of bytes.
 
     A block is one page, which holds the block's keys and values of all layers of its group; all
@@ -393,11 +393,11 @@ def _allocate_pages(model: TransformersModel, limits: Limits) -> list[tuple[Tens
         strides = (page_numbers, dim, limits.block_size * dim, 1)
         return pool.as_strided(size, strides, offset)
 
-    pages = []
+    pages: list[LayerPages] = []
     for group, index in model.layer_groups:
         spec = model.kv_groups[group]
         heads, key_dim, value_dim = spec.num_kv_heads, spec.key_dim, spec.value_dim
         offset = index * limits.block_size * heads * (key_dim + value_dim)
         values = offset + limits.block_size * heads * key_dim
-        pages.append((view(offset, heads, key_dim), view(values, heads, value_dim)))
+        pages.append(LayerPages((view(offset, heads, key_dim), view(values, heads, value_dim))))
     return pages

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward as eager
 
 from aioengine.kernels import gather
-from aioengine.kernels.attention import split_by_sequence
+from aioengine.kernels.attention import AttentionArgs, split_by_sequence
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.pool import LayerPages
 from aioengine.kernels.reference import ReferenceBackend, visible_mask
 from tests.kernels.paging import PagedBatch, make_batch
 
@@ -187,6 +190,39 @@ def test_buckets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "MAX_EXPLICIT_QUERIES", 2)
     alone = replace(batch, meta=replace(batch.meta, scratch={}))
     torch.testing.assert_close(alone.attend(GatherBackend()), whole, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("strided", [True, False])
+@pytest.mark.parametrize("chunks", [MIXED, CHUNKS["decode"], CHUNKS["uneven decode"]])
+def test_layers_of_one_step_may_differ(chunks: list[tuple[int, int]], strided: bool) -> None:
+    batch = make_batch(chunks, backend=GatherBackend(), strided=strided)
+    caches = batch.key_cache, batch.value_cache
+    other = copy.deepcopy(caches)
+    for each in other:
+        each.mul_(-0.7)
+    generator = torch.Generator().manual_seed(3)
+    biases = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
+    layers: list[tuple[int, dict[str, Any]]] = [
+        (4, {}),
+        (4, {"scale": 0.1}),
+        (2, {}),  # of query heads
+        (4, {"softcap": 1.5}),
+        (4, {"sinks": biases[0, :, 0]}),
+        (4, {"distance_bias": biases[0]}),
+        (4, {"distance_bias": biases[1]}),
+        (4, {"window": 3}),
+        (4, {"window": 3, "distance_bias": biases[1]}),
+    ]
+    backend = GatherBackend()
+    for keys_and_values in (caches, other, caches):
+        pages = LayerPages(keys_and_values)
+        for num_heads, options in layers:
+            query = batch.query[:, :num_heads] + num_heads
+            args = AttentionArgs(**{"scale": 0.3, **options})
+            found = backend.attend(query, pages, batch.meta, args)
+            alone = replace(batch.meta, scratch={})
+            wanted = ReferenceBackend().attend(query, keys_and_values, alone, args)
+            torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
 
 
 def with_blocks(batch: PagedBatch, ids: list[list[int]], *, in_window: bool = False) -> PagedBatch:
