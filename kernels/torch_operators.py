@@ -65,9 +65,10 @@ class TorchOperators:
         norm = self._head_norms[index]
         if norm is None:
             return heads
-        rows = heads.to(norm.weight.dtype)
-        normed = rms_norm(rows, rows.shape[-1:], None, norm.epsilon) * norm.weight
-        return normed.to(heads.dtype)
+        weight, dtype = norm.weight, heads.dtype
+        rows = heads if dtype == weight.dtype else heads.to(weight.dtype)
+        normed = rms_norm(rows, weight.shape[-1:], None, norm.epsilon).mul_(weight)
+        return normed if dtype == weight.dtype else normed.to(dtype)
 
     def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """See `Operators`."""
