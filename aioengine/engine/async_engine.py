@@ -126,17 +126,19 @@ class AsyncEngine:
             loaded, self.config, self.model, device, self.instruments, self._lifecycle
         )
         self._core = core
+        self._resources.push_async_callback(self._release)
         self._resources.push_async_callback(core.input_processor.aclose)
-        self._resources.callback(self._release)
         return core
 
-    def _release(self) -> None:
-        if self._core is not None:
-            if self._lifecycle.was_serving:
-                self._final = self._core.statistics()
-            self._core.release()
-        self._core = None
+    async def _release(self) -> None:
+        core, self._core = self._core, None
+        assert core is not None
+        if self._lifecycle.was_serving:
+            self._final = core.statistics()
+        kept = core.release()
         self._lifecycle.clear_frames()
+        # Gigabytes take a second to be given back to the system: not on the loop's thread.
+        await asyncio.wait([core.device.submit_step(kept.clear)])
 
     @property
     def state(self) -> EngineState:

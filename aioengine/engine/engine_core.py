@@ -84,11 +84,16 @@ class EngineCore:
             self._main.cancel()
             await asyncio.wait([self._main])
 
-    def release(self) -> None:
-        """Drop the model and what leads back here: a cycle with frozen objects is never freed."""
+    def release(self) -> list[Loaded]:
+        """Drop what leads back here, as a cycle with frozen objects is never freed.
+
+        Returns the last reference to the model, to be dropped where nobody minds the time.
+        """
+        kept = [self.loaded]
         self._main = None
         del self.tracker.released  # which leads from the tracker to the encoder jobs and back
         del self.loaded, self.scheduler, self.input_processor, self.tracker, self.encoder_jobs
+        return kept
 
     # ---- requests
 

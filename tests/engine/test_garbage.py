@@ -107,6 +107,10 @@ def alive(weights):
     return sum(weight() is not None for weight in weights)
 
 kept, streams = [], []  # a host may keep either
+threads = []  # in which weights were let go of
+
+def note(weight):
+    threads.append(threading.current_thread().name)
 
 def fail(runner, plan):
     raise RuntimeError("the device is gone")
@@ -115,7 +119,7 @@ async def load_and_close(die=False):
     engine = new_engine()
     await engine.start()
     model = engine._core.loaded.runner.model.model
-    weights = [weakref.ref(weight) for weight in model.parameters()]
+    weights = [weakref.ref(weight, note) for weight in model.parameters()]
     assert alive(weights) > 100
     del model
     streams.append(engine.stream("Hello", SHORT))
@@ -135,6 +139,7 @@ async def main():
     first = await load_and_close()  # whose own objects are frozen
     gc.disable()
     found["closed"] = alive(first) + alive(await load_and_close())
+    found["on_the_loop"] = sum(name != "aioengine-device" for name in threads)
     gc.enable()
     dead = await load_and_close(die=True)
     gc.collect()
@@ -167,6 +172,7 @@ def test_no_collection_is_long() -> None:
 def test_a_closed_engine_lets_go_of_its_model() -> None:
     found = printed(WEIGHTS)
     assert (found["closed"], found["dead"]) == (0, 0)
+    assert found["on_the_loop"] == 0, "gigabytes take a second"
     assert found["grown"] < 100
 
 

@@ -19,7 +19,10 @@ using aioengine::DType;
 using aioengine::PANEL;
 using aioengine::Weights;
 
-constexpr int64_t DEPTH = 128;   // of a panel's piece that is converted to floats at a time
+// Of a panel's piece that is converted to floats at a time, and that is added up by itself: a sum of
+// few numbers is exacter, and sums of pieces are few again (Higham, "The accuracy of floating point
+// summation", 1993).
+constexpr int64_t DEPTH = 128;
 constexpr int64_t FEW_ROWS = 3;  // for which that does not pay
 constexpr int64_t STEPS = 16;    // from asking for weights to asking for more
 constexpr int COLUMNS = PANEL / WIDTH;
@@ -37,9 +40,7 @@ template <int ROWS, class T>
 static inline void multiply_tile(
     const float* input, int64_t stride, const T* weights, int64_t depth, Prefetch& next,
     float* sums) {
-    Floats s[ROWS][COLUMNS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < COLUMNS; ++c) s[r][c] = load(sums + r * PANEL + c * WIDTH);
+    Floats s[ROWS][COLUMNS] = {};
     for (int64_t first = 0; first < depth; first += STEPS) {
         next.prefetch_next();
         for (int64_t k = first; k < lesser(first + STEPS, depth); ++k) {
@@ -52,7 +53,10 @@ static inline void multiply_tile(
         }
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < COLUMNS; ++c) store(sums + r * PANEL + c * WIDTH, s[r][c]);
+        for (int c = 0; c < COLUMNS; ++c) {
+            float* sum = sums + r * PANEL + c * WIDTH;
+            store(sum, load(sum) + s[r][c]);
+        }
 }
 
 template <class T>
@@ -95,22 +99,15 @@ static void add_up(
     for (int64_t first = 0; first < a.depth; first += chunk) {
         const int64_t last = lesser(first + chunk, a.depth);
         Prefetch next = all.after(first, last, (last - first + STEPS - 1) / STEPS * tiles);
-        if (rows <= FEW_ROWS) {
-            multiply_rows(
-                input + first, a.input_stride, rows, weights + first * PANEL, last - first, next,
-                sums);
-            continue;
-        }
         for (int64_t k = first; k < last; k += DEPTH) {
             const int64_t depth = lesser(DEPTH, last - k);
-            const float* piece = wide;
-            if constexpr (sizeof(T) == sizeof(float)) {
-                piece = weights + k * PANEL;
-            } else {
-                for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
-                    store(wide + i, load(weights + k * PANEL + i));
+            const T* piece = weights + k * PANEL;
+            if (sizeof(T) == sizeof(float) || rows <= FEW_ROWS) {
+                multiply_rows(input + k, a.input_stride, rows, piece, depth, next, sums);
+                continue;
             }
-            multiply_rows(input + k, a.input_stride, rows, piece, depth, next, sums);
+            for (int64_t i = 0; i < depth * PANEL; i += WIDTH) store(wide + i, load(piece + i));
+            multiply_rows(input + k, a.input_stride, rows, (const float*)wide, depth, next, sums);
         }
     }
     scale_and_shift(a, panel, rows, sums);
