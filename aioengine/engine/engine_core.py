@@ -207,13 +207,18 @@ class EngineCore:
         plan = self.scheduler.schedule() if len(in_flight) <= device.run_ahead else None
         if plan is not None:
             handle = device.submit_step(partial(timed, self.loaded.runner.step, plan))
-            handle.add_done_callback(lambda _: self._changed.set())
+            handle.add_done_callback(self._note_end)
             in_flight.append((plan, handle))
             if len(in_flight) <= device.run_ahead:
                 self._changed.set()
         elif not in_flight:
             device.rest()
         self.encoder_jobs.start(self.scheduler.schedule_media())
+
+    def _note_end(self, handle: asyncio.Future[Any]) -> None:
+        if not handle.cancelled():
+            handle.exception()  # is seen: nobody commits a step behind one that has failed
+        self._changed.set()
 
     def _commit(self, plan: StepPlan, handle: asyncio.Future[Any]) -> None:
         """Take a step's result and hand its tokens to their streams."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from PIL import Image
 from aioengine import AsyncEngine, Embeddings, MediaConfig, SamplingParams
 from aioengine.errors import (
     EngineClosedError,
+    EngineDeadError,
     EngineError,
     MediaError,
     RequestAbortedError,
@@ -61,6 +64,41 @@ async def test_two_steps_that_end_before_the_loop_gets_its_turn(folder: Path) ->
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         async with asyncio.timeout(30):
             assert len((await engine.generate(TEXT, params)).token_ids) == 2
+
+
+async def test_a_step_behind_one_that_fails_is_no_complaint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with engine_for(folder) as engine:
+        engine._core.device.run_ahead = 1
+        can_go_on = threading.Event()
+        num_failed = 0
+
+        def fail(*args: Any) -> Any:
+            nonlocal num_failed
+            assert can_go_on.wait(30)
+            num_failed += 1
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(engine._core.loaded.runner, "step", fail)
+        submit, num_steps = engine._core.device.submit_step, 0
+
+        def count(job: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 2:
+                can_go_on.set()
+            return submit(job)
+
+        monkeypatch.setattr(engine._core.device, "submit_step", count)
+        with pytest.raises(EngineDeadError):
+            await engine.generate(TEXT, GREEDY)
+        await until(lambda: num_failed == 2)
+        monkeypatch.undo()
+    gc.collect()
+    assert not complaints
 
 
 async def test_a_listener_that_leaves_and_fails_breaks_nothing(folder: Path) -> None:

@@ -40,19 +40,29 @@ template <int ROWS, class T>
 static inline void multiply_tile(
     const float* input, int64_t stride, const T* weights, int64_t depth, Prefetch& next,
     float* sums) {
-    Floats s[ROWS][COLUMNS] = {};
+    // Unrolled, or the sums go through memory before and behind the loop.
+    Floats s[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) s[r][c] = Floats{};
     for (int64_t first = 0; first < depth; first += STEPS) {
         next.prefetch_next();
         for (int64_t k = first; k < lesser(first + STEPS, depth); ++k) {
             Floats x[ROWS];
+#pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) x[r] = splat(input[r * stride + k]);
+#pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; ++c) {
                 const Floats w = load(weights + k * PANEL + c * WIDTH);
+#pragma GCC unroll 8
                 for (int r = 0; r < ROWS; ++r) s[r][c] += x[r] * w;
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
         for (int c = 0; c < COLUMNS; ++c) {
             float* sum = sums + r * PANEL + c * WIDTH;
             store(sum, load(sum) + s[r][c]);
