@@ -70,20 +70,12 @@ class TorchLinear:
         self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
     ) -> Tensor:
         """See `Matmul`."""
-        out = self._outputs(x)
+        out = linear(x, self.weight, self.bias)
         if activation is Activation.NONE and not is_gated:
             return out
         gate, up = out.chunk(2, dim=-1) if is_gated else (out, None)
         found = gate if activation is Activation.NONE else FORMULAS[activation](gate)
         return found if up is None else found * up
-
-    def _outputs(self, x: Tensor) -> Tensor:
-        if x.dim() != 2:
-            return linear(x, self.weight, self.bias)
-        # What `linear` comes to, after a view for each call.
-        if self.bias is None:
-            return torch.mm(x, self._transposed)
-        return torch.addmm(self.bias, x, self._transposed)
 
     def add_to(self, x: Tensor, given: Tensor) -> Tensor:
         """`x` [T, out] plus the outputs for `given` [T, in]; mutates and returns `x`."""
