@@ -110,9 +110,11 @@ class GatherBackend:
             chosen = slice(len(bucket.blocks)) if bucket.rows is None else bucket.rows
             out[chosen] = self._decode(query[chosen], pages, meta, bucket, args)
         bounds = split_by_sequence(meta)
-        # The longest first, for the same reason as the buckets.
+        # Those that see most first, for the same reason as with buckets.
         chunks = range(meta.num_decodes, len(bounds))
-        for i in sorted(chunks, key=meta.context_lens.__getitem__, reverse=True):
+        for i in sorted(
+            chunks, key=lambda i: _first_seen(meta, i, args.window) - meta.context_lens[i]
+        ):
             first, last = bounds[i]
             out[first:last] = self._prefill(query[first:last], pages, meta, i, args)
         return out
@@ -136,7 +138,7 @@ class GatherBackend:
                 return attention_over(grouped, key, value, mask)
 
             # Without steps, keys and values are in another place each time.
-            name = "attend", id(key), grouped.shape, id(args.distance_bias)
+            name = "attend", id(key), grouped.shape, args.distance_bias
             attend = make() if pages.steps is None else meta.once(name, make)
             return attend(grouped, args.scale).flatten(1, 2)
         mask = _bucket_mask(meta, bucket, args, grouped.shape[1])
@@ -154,7 +156,7 @@ class GatherBackend:
         end = meta.context_lens[index]
         start = end - query.shape[0]
         window = None if args.window is None or args.window >= end else args.window
-        begin = 0 if window is None else max(0, start - window + 1)
+        begin = _first_seen(meta, index, window)
         is_plain = start == 0 and window is None and not meta.sees_blocks(index)
         is_masked = args.distance_bias is not None or (meta.is_causal and not is_plain)
         is_fused = args.softcap is None and args.sinks is None
@@ -317,6 +319,12 @@ def _decode_buckets(
     return meta.once(("decode", window, pages.shape[2:], dtype), make)
 
 
+def _first_seen(meta: AttentionMetadata, index: int, window: int | None) -> int:
+    """The first position that any of a sequence's new tokens sees."""
+    start = meta.context_lens[index] - meta.query_lens[index]
+    return 0 if window is None else max(0, start - window + 1)
+
+
 def _slots(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
     """Compute where keys and values are written, as PyTorch indexes: once for all layers."""
     return meta.once("slots", lambda: (meta.slot_blocks.long(), meta.slot_offsets.long()))
@@ -379,7 +387,7 @@ def _bucket_mask(
         bias = table[:, far].view(num_kv_heads, -1, *far.shape).permute(2, 0, 1, 3)
         return bias if mask is None else bias + mask
 
-    return meta.once(("bias", id(bucket), id(table)), make)
+    return meta.once(("bias", id(bucket), table), make)
 
 
 def _context_slots(

@@ -138,7 +138,10 @@ class AsyncEngine:
         kept = core.release()
         self._lifecycle.clear_frames()
         # Gigabytes take a second to be given back to the system: not on the loop's thread.
-        await asyncio.wait([core.device.submit_step(kept.clear)])
+        dropping = core.device.submit_step(kept.clear)
+        await asyncio.wait([dropping])
+        if not dropping.cancelled():
+            dropping.exception()  # is seen: a device that is broken may refuse this too
 
     @property
     def state(self) -> EngineState:

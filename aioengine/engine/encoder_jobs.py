@@ -77,6 +77,12 @@ class EncoderJobs:
                 if job is not None:
                     job.cancel()
 
+    def stop(self) -> None:
+        """Wait no longer for items that are still being made ready."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+
     def drop(self, keys: tuple[str, ...]) -> asyncio.Future[None]:
         """Have the device forget the rows of `keys`, after the encoder runs before it."""
         return self._device.submit_encode(partial(self._runner.drop, keys))
@@ -108,9 +114,7 @@ class EncoderJobs:
 
     def _tell(self) -> None:
         """Let the scheduler know of all that is ready, for one run of the encoder."""
-        if self._gathering is not None:
-            self._gathering.cancel()
-            self._gathering = None
+        self.stop()
         for key in self._features:
             self._scheduler.media.media_ready(key)
         self._changed()

@@ -91,6 +91,7 @@ class EngineCore:
         """
         kept = [self.loaded]
         self._main = None
+        self.encoder_jobs.stop()
         del self.tracker.released  # which leads from the tracker to the encoder jobs and back
         del self.loaded, self.scheduler, self.input_processor, self.tracker, self.encoder_jobs
         return kept

@@ -182,6 +182,8 @@ class RequestTracker:
                 self._drop(name)
         if state.preparation is not None:
             state.preparation.cancel()
+            # What it was cancelled with leads to its frames, which hold the state and the model.
+            state.preparation = None
         self.released(state)
         if not self.states:
             self._empty.set()

@@ -101,6 +101,24 @@ async def test_a_step_behind_one_that_fails_is_no_complaint(
     assert not complaints
 
 
+async def test_closing_with_a_device_that_takes_nothing_more_is_no_complaint(folder: Path) -> None:
+    complaints: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    engine = engine_for(folder)
+    await engine.start()
+
+    def refuse(job: Any) -> asyncio.Future[Any]:
+        future = loop.create_future()
+        future.set_exception(RuntimeError("the device is gone"))
+        return future
+
+    engine._core.device.submit_step = refuse  # type: ignore[method-assign]
+    await engine.aclose()
+    gc.collect()
+    assert not complaints
+
+
 async def test_a_listener_that_leaves_and_fails_breaks_nothing(folder: Path) -> None:
     async with engine_for(folder) as engine:
 

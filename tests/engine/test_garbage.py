@@ -122,6 +122,11 @@ async def load_and_close(die=False):
     weights = [weakref.ref(weight, note) for weight in model.parameters()]
     assert alive(weights) > 100
     del model
+    early = asyncio.create_task(engine.generate("Hello", SHORT))
+    await asyncio.sleep(0)
+    early.cancel()  # while it is prepared
+    await asyncio.wait([early])
+    del early
     streams.append(engine.stream("Hello", SHORT))
     await streams[-1].result()
     if die:
