@@ -54,10 +54,11 @@ def attention_over(
     *,
     is_causal: bool = False,
 ) -> Callable[[Tensor, float | None], Tensor]:
-    """Return `dense_attention` of any query like this one and a scale, over these keys and values.
+    """Return `dense_attention` over these keys and values, for queries and scales to come.
 
-    What these hold is read when it is called: it serves all layers whose keys and values are put
-    in one place.
+    Shapes are as there; the queries have this one's shape and dtype. What keys and values hold is
+    read at each call, the mask is not: it serves all layers whose keys and values are put in one
+    place.
     """
     group = query.shape[1] // key.shape[1]
     if not query.is_cuda:

@@ -20,10 +20,10 @@ using aioengine::PANEL;
 using aioengine::Weights;
 
 // Of a panel's piece that is converted to floats at a time, and that is added up by itself: a sum of
-// few numbers is exacter, and sums of pieces are few again (Higham, "The accuracy of floating point
+// few numbers is more exact, and the pieces are few again (Higham, "The accuracy of floating point
 // summation", 1993).
 constexpr int64_t DEPTH = 128;
-constexpr int64_t FEW_ROWS = 3;  // for which that does not pay
+constexpr int64_t FEW_ROWS = 3;  // for which the conversion does not pay
 constexpr int64_t STEPS = 16;    // from asking for weights to asking for more
 constexpr int COLUMNS = PANEL / WIDTH;
 constexpr int64_t LINEAR_ROWS = 96;  // of one piece, at most
