@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,18 @@ async def test_closing_with_requests_in_every_state(folder: Path, fetcher: Gated
     await engine.aclose()
     with pytest.raises(EngineClosedError):
         await engine.generate("a")
+
+
+async def test_closing_leaves_no_timer_that_holds_the_model(folder: Path) -> None:
+    engine = AsyncEngine.from_pretrained(folder, max_model_len=512, device="cpu")
+    await engine.start()
+    jobs = engine._core.encoder_jobs
+    # As behind an image that is ready, while another one is made ready.
+    jobs._gathering = asyncio.get_running_loop().call_later(600, jobs._tell)
+    del jobs
+    runner = weakref.ref(engine._core.loaded.runner)
+    await engine.aclose()
+    assert runner() is None
 
 
 @pytest.mark.parametrize("during", ["step", "encode"])
