@@ -29,6 +29,7 @@ from setuptools.errors import CompileError
 SOURCES = Path("kernels/cpu")
 NAME = "aioengine.kernels.cpu.libaioengine_cpu"
 TORCH_2_11 = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+INCLUDES = ["-I", SOURCES / "include", "-I", SOURCES / "program"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Vectors wait for no error codes, and multiply and add may be one instruction. GCC 12 takes what
 # its own AVX-512 headers leave open on purpose for a mistake.
@@ -43,6 +44,7 @@ PARTS = {
     "bf16_gemm": {"avx512_bf16": BF16, "amx_bf16": AMX},
     "norm": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "rotary": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
+    "argmax": {"avx2": AVX2, "avx512": AVX512},
 }
 
 
@@ -79,7 +81,7 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         headers = [TORCH_2_11, "-isystem", torch / "include"]
-        operators = (SOURCES / "ops").glob("*.cpp")
+        operators = [each for part in ("ops", "program") for each in (SOURCES / part).glob("*.cpp")]
         objects = {scratch / f"{each.stem}.o": [*headers, each] for each in operators}
         for part, sets in PARTS.items():
             generic = {} if part == "bf16_gemm" else {"generic": []}
@@ -87,7 +89,7 @@ class BuildKernels(build_ext):
                 own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}"]
                 objects[scratch / f"{part}_{name}.o"] = [*own, SOURCES / f"arithmetic/{part}.cpp"]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            common = [compiler, *COMMON, "-I", SOURCES / "include"]
+            common = [compiler, *COMMON, *INCLUDES]
             jobs = [[*common, *words, "-c", "-o", to] for to, words in objects.items()]
             list(pool.map(run, jobs))
         library = ["-L", torch / "lib", "-ltorch_cpu"]

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aioengine.kernels.logits import argmax
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.sampling.logits_processors import Adjuster, Adjustments
 from aioengine.sampling.logprobs import Scores, chunk_rows, score
@@ -219,9 +220,9 @@ def _choose(logits: Tensor, draws: Sequence[_Draw]) -> Tensor:
     for draw in draws:
         if draw.rows is None:
             return _drawn(logits, draw)
-        token_ids = logits.argmax(dim=-1) if token_ids is None else token_ids
+        token_ids = argmax(logits) if token_ids is None else token_ids
         token_ids[draw.rows.tensor] = _drawn(logits[draw.rows.tensor], draw)
-    return logits.argmax(dim=-1) if token_ids is None else token_ids
+    return argmax(logits) if token_ids is None else token_ids
 
 
 def _drawn(logits: Tensor, draw: _Draw) -> Tensor:

@@ -21,7 +21,6 @@ from aioengine.kernels.layer_plan import (
     LayerPlan,
     NormPlan,
     add_module,
-    normalize,
     rows_wanted,
 )
 from aioengine.kernels.layer_slot import LayerSlot, StepContext
@@ -35,9 +34,8 @@ _NOTHING = torch.empty(0, dtype=torch.float32)
 class NativeOperators:
     """See `Operators`. For layers whose matmuls are `NativeLinear`; float32, bfloat16, float16.
 
-    Norms of float32 are PyTorch's own operator, as transformers' norms have its bits. `norm`: after
-    the last layer, None where these layers are not all. Raises RuntimeError where shapes or dtypes
-    do not go together.
+    `norm`: after the last layer, None where these layers are not all. Raises RuntimeError where
+    shapes or dtypes do not go together.
     """
 
     def __init__(self, layers: Sequence[LayerPlan], norm: NormPlan | None = None) -> None:
@@ -129,8 +127,6 @@ def _places(meta: AttentionMetadata) -> list[Tensor]:
 
 
 def _normalize(x: Tensor, norm: NormPlan) -> Tensor:
-    if x.dtype == torch.float32:
-        return normalize(x, norm)
     return rms_norm(x, norm.weight, norm.epsilon)
 
 

@@ -34,6 +34,7 @@ from torch.nn.functional import pad
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.kernels.int8 import quantize_linear
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
+from aioengine.kernels.logits import to_floats
 from aioengine.models.fusion import fuse_layers
 from aioengine.models.fusion.decoder_plan import run_decoder_plan
 from aioengine.models.fusion.packed_linear import pack_layers
@@ -256,8 +257,7 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab] of hidden states [n, hidden], in float32 at least."""
-        logits = self.logits(hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return to_floats(self.logits(hidden))
 
     def prompt_inputs(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()

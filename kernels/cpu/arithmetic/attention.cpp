@@ -135,20 +135,24 @@ static void read_query(const Attention& a, const Piece& p, const Scratch& s) {
     }
 }
 
-static void write_out(const Attention& a, const Piece& p, const Scratch& s, int64_t rows);
+// The scratch of a piece. Where it is all that its tokens see, and lies in one segment, that segment's
+// result is the sum of them.
+static Scratch scratch_of(const Attention& a, const Piece& p, float* memory) {
+    Scratch s = divide(a, p.num_tokens * (a.heads / a.kv_heads), memory);
+    if (p.partial < 0 && p.key_begin / SEGMENT == (p.key_end - 1) / SEGMENT) {
+        s.sum_largest = s.largest;
+        s.sum_total = s.total;
+        s.sum_out = s.out;
+    }
+    return s;
+}
 
 template <class T>
 static void attend_as(const Attention& a, const Piece& p, float* memory) {
     const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
     const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
-    Scratch s = divide(a, rows, memory);
+    const Scratch s = scratch_of(a, p, memory);
     const bool is_whole = p.partial < 0;
-    const bool has_one_segment = p.key_begin / SEGMENT == (p.key_end - 1) / SEGMENT;
-    if (is_whole && has_one_segment) {  // which is the sum of them then
-        s.sum_largest = s.largest;
-        s.sum_total = s.total;
-        s.sum_out = s.out;
-    }
     read_query<T>(a, p, s);
 #if defined(__AVX512BF16__)
     const unsigned rounding = _mm_getcsr();
@@ -186,7 +190,7 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
         for (int64_t r = 0; r < rows; ++r) {
             const float* out = s.out + r * stride;
             if (is_whole) {
-                if (has_one_segment) break;
+                if (s.sum_out == s.out) break;
                 add_segment(s, r, a.value_dim, s.largest[r], s.total[r], out);
                 continue;
             }
@@ -202,12 +206,13 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
         end_attention();
     }
 #endif
-    if (is_whole) write_out(a, p, s, rows);
 }
 
 // Divides by the sums of the weights, a sink's included, and writes out.
-static void write_out(const Attention& a, const Piece& p, const Scratch& s, int64_t rows) {
+static void write(const Attention& a, const Piece& p, float* memory) {
+    const Scratch s = scratch_of(a, p, memory);
     const int64_t group = a.heads / a.kv_heads, stride = round_up(a.value_dim);
+    const int64_t rows = p.num_tokens * group;
     const bool past_caches = is_streamed(a, rows);
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = a.query_start[p.sequence] + p.first_token + r / group;
@@ -254,7 +259,6 @@ static void merge(const Attention& a, const Parts& parts, float* memory) {
             partial += size;
         }
     }
-    write_out(a, parts.piece, s, rows);
 }
 
 static void attend(const Attention& a, const Piece& p, float* memory) {
@@ -297,5 +301,5 @@ constexpr bool HAS_FLOAT16 = false;
 
 namespace aioengine {
 extern const AttentionKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
-    HAS_FLOAT16, max_rows, scratch_floats, attend, merge};
+    HAS_FLOAT16, max_rows, scratch_floats, attend, merge, write};
 }

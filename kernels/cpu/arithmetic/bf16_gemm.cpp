@@ -275,14 +275,22 @@ static int64_t whole_blocks(int64_t rows) {
     return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
 }
 
+static int64_t most_rows(const Linear& a) {
+    return lesser(a.rows, max_rows(a.depth));
+}
+
+// Where what is to be written of a piece lies in the scratch, as bfloat16: behind its rows.
+static int64_t results_at(const Linear& a) {
+    return ROWS_AT + (whole_blocks(most_rows(a)) + (a.is_plain ? PANEL : 0)) * a.depth / 2;
+}
+
 static int64_t scratch_floats(const Linear& a) {
-    const int64_t most = max_rows(a.depth), rows = a.rows < most ? a.rows : most;
-    return ROWS_AT + (whole_blocks(rows) + (a.is_plain ? PANEL : 0)) * a.depth / 2;
+    return results_at(a) + most_rows(a) * PANEL / 2;
 }
 
 static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
     float *sums = scratch + SUMS_AT, *others = scratch + OTHERS_AT;
-    BFloat16* arranged = (BFloat16*)(scratch + ROWS_AT);
+    BFloat16 *arranged = (BFloat16*)(scratch + ROWS_AT), *results = (BFloat16*)(scratch + results_at(a));
     const int64_t count = (p.last_row - p.first_row + BLOCK_ROWS - 1) / BLOCK_ROWS;
     int64_t known[2], shaped = 0;
     memcpy(known, scratch, sizeof known);
@@ -304,15 +312,17 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         constexpr int64_t bytes = PANEL * sizeof(BFloat16);
         const bool has_next = p.has_next && (READS_IN_PLACE || !a.is_plain);
         Panel panel = {weights, a.depth, bytes, has_next, index, count, a.places_at_once};
-        const auto write_rows = [&](int64_t begin, int64_t count) {
+        const auto round_rows = [&](int64_t begin, int64_t count) {
             const int64_t row = first + begin;
-            write(a, {p.panel, row, row + count, false}, sums + begin * PANEL);
+            round_sums(
+                a, {p.panel, row, row + count, false}, sums + begin * PANEL,
+                results + (row - p.first_row) * PANEL);
         };
         add_up(a, first, x, rows, panel, is_near, sums, [&](int64_t begin, int64_t count) {
             float* at = sums + begin * PANEL;
             scale_and_shift(a, p.panel, count, at);
             activate<true>(a.activation, count * PANEL, at);
-            if (!a.gate_panels) write_rows(begin, count);
+            if (!a.gate_panels) round_rows(begin, count);
         });
         if (!a.gate_panels) continue;
         panel.weights = panel_of(a, p.panel + a.gate_panels);
@@ -320,12 +330,16 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
             float* at = others + begin * PANEL;
             scale_and_shift(a, p.panel + a.gate_panels, count, at);
             gate(count * PANEL, at, sums + begin * PANEL);
-            write_rows(begin, count);
+            round_rows(begin, count);
         });
     }
 #if defined(__AMX_BF16__)
     _tile_release();
 #endif
+}
+
+static void write(const Linear& a, const LinearPiece& p, const float* scratch) {
+    write_results(a, p, scratch + results_at(a));
 }
 
 }  // namespace
@@ -335,5 +349,5 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
-    UNIT_ROWS, max_rows, scratch_floats, nullptr, multiply};
+    UNIT_ROWS, max_rows, scratch_floats, nullptr, multiply, write};
 }

@@ -27,6 +27,8 @@ constexpr int64_t FEW_ROWS = 3;  // for which the conversion does not pay
 constexpr int64_t STEPS = 16;    // from asking for weights to asking for more
 constexpr int COLUMNS = PANEL / WIDTH;
 constexpr int64_t LINEAR_ROWS = 96;  // of one piece, at most
+// Behind the sums in the scratch: a second panel's sums, and later what is to be written.
+constexpr int64_t RESULTS_AT = LINEAR_ROWS * PANEL;
 
 // So many rows that their sums fill the registers, but for a weight and an input.
 #if AIOENGINE_WIDTH == 16
@@ -126,7 +128,7 @@ static void add_up(
 template <class T>
 static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
     float* sums = scratch;
-    float* others = sums + LINEAR_ROWS * PANEL;
+    float* others = scratch + RESULTS_AT;
     float* wide = others + LINEAR_ROWS * PANEL;
     const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
     add_up<T>(a, p, p.panel, wide, sums);
@@ -135,7 +137,11 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
         add_up<T>(a, p, p.panel + a.gate_panels, wide, others);
         gate(num_sums, others, sums);
     }
-    write(a, p, sums);
+    round_sums(a, p, sums, scratch + RESULTS_AT);
+}
+
+static void write(const Linear& a, const LinearPiece& p, const float* scratch) {
+    write_results(a, p, scratch + RESULTS_AT);
 }
 
 static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
@@ -200,5 +206,5 @@ static int64_t scratch_floats(const Linear&) {
 
 namespace aioengine {
 extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
-    TILE_ROWS, max_rows, scratch_floats, widen, multiply};
+    TILE_ROWS, max_rows, scratch_floats, widen, multiply, write};
 }

@@ -96,73 +96,68 @@ static inline void write_row(const float* sums, int64_t count, const T* residual
     }
 }
 
-#if defined(__AVX512BF16__)
-static inline __m512 as_floats(__m256i rounded) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
-}
-
-// The same of whole lines, past the caches. A line that is written in them is read first, which nothing
-// hides here: a panel's rows are an output's whole width apart.
-static inline void stream_rows(
-    const float* sums, int64_t rows, int64_t stride, const BFloat16* residual, BFloat16* to) {
-    static_assert(aioengine::PANEL == 2 * WIDTH);
-    for (int64_t r = 0; r < rows; ++r, sums += aioengine::PANEL, to += stride) {
-        const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + WIDTH);
-        __m512i line = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-        if (residual) {
-            const __m512i more = _mm512_loadu_si512(residual + r * stride);
-            const __m512 first = _mm512_add_ps(
-                as_floats(_mm512_castsi512_si256(line)), as_floats(_mm512_castsi512_si256(more)));
-            const __m512 second = _mm512_add_ps(
-                as_floats(_mm512_extracti64x4_epi64(line, 1)),
-                as_floats(_mm512_extracti64x4_epi64(more, 1)));
-            line = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-        }
-        _mm512_stream_si512((__m512i*)to, line);
+template <class T>
+static inline void round_as(
+    const aioengine::Linear& a, const aioengine::LinearPiece& p, int64_t outputs, int64_t count,
+    const float* sums, void* results) {
+    const T* residual = (const T*)a.residual;
+    T* to = (T*)results;
+    for (int64_t r = p.first_row; r < p.last_row; ++r) {
+        const T* more = residual ? residual + r * outputs + p.panel * aioengine::PANEL : nullptr;
+        write_row(sums, count, more, to);
+        sums += aioengine::PANEL;
+        to += aioengine::PANEL;
     }
 }
-#endif
 
-template <class T>
-static inline void write_row_of(
-    const aioengine::Linear& a, const float* sums, int64_t count, int64_t at) {
-    const T* residual = (const T*)a.residual;
-    write_row(sums, count, residual ? residual + at : nullptr, (T*)a.out + at);
+// Outputs of a panel of `outputs` that are not padding.
+static inline int64_t panel_width(const aioengine::LinearPiece& p, int64_t outputs) {
+    return lesser(aioengine::PANEL, outputs - p.panel * aioengine::PANEL);
 }
 
-static inline void write(
-    const aioengine::Linear& a, const aioengine::LinearPiece& p, const float* sums) {
+static inline int64_t outputs_written(const aioengine::Linear& a) {
+    return a.gate_panels ? a.outputs / 2 : a.outputs;
+}
+
+// Makes of a piece's sums [rows, PANEL] what is to be written, [rows, PANEL] of the outputs' dtype.
+static inline void round_sums(
+    const aioengine::Linear& a, const aioengine::LinearPiece& p, const float* sums, void* results) {
     using aioengine::DType;
-    const int64_t outputs = a.gate_panels ? a.outputs / 2 : a.outputs;
-    const int64_t first = p.panel * aioengine::PANEL;
-    const int64_t left = outputs - first;
-    const int64_t count = left < aioengine::PANEL ? left : aioengine::PANEL;
+    const int64_t outputs = outputs_written(a), count = panel_width(p, outputs);
+    switch (a.dtype) {
+        case DType::Float32:
+            round_as<float>(a, p, outputs, count, sums, results);
+            break;
+        case DType::BFloat16:
+            round_as<BFloat16>(a, p, outputs, count, sums, results);
+            break;
+        case DType::Float16:
+#if defined(__F16C__)
+            round_as<Float16>(a, p, outputs, count, sums, results);
+#endif
+            break;
+    }
+}
+
+// Writes what `round_sums` has made. Whole lines of bfloat16 go past the caches: a line that is written in
+// them is read first, which nothing hides here, as a panel's rows are an output's whole width apart.
+static inline void write_results(
+    const aioengine::Linear& a, const aioengine::LinearPiece& p, const void* results) {
+    const int64_t outputs = outputs_written(a), count = panel_width(p, outputs);
+    const int64_t size = a.dtype == aioengine::DType::Float32 ? sizeof(float) : sizeof(BFloat16);
+    const char* from = (const char*)results;
+    char* to = (char*)a.out + (p.first_row * outputs + p.panel * aioengine::PANEL) * size;
+    const int64_t rows = p.last_row - p.first_row;
 #if defined(__AVX512BF16__)
-    BFloat16* to = (BFloat16*)a.out + p.first_row * outputs + first;
-    const bool is_aligned = (uintptr_t)to % 64 == 0 && outputs % aioengine::PANEL == 0;
-    if (a.dtype == DType::BFloat16 && is_aligned) {
-        const BFloat16* residual = (const BFloat16*)a.residual;
-        if (residual) residual += p.first_row * outputs + first;
-        stream_rows(sums, p.last_row - p.first_row, outputs, residual, to);
+    const bool is_aligned = (uintptr_t)to % LINE == 0 && outputs % aioengine::PANEL == 0;
+    if (size == sizeof(BFloat16) && is_aligned) {
+        for (int64_t r = 0; r < rows; ++r, from += LINE, to += outputs * size)
+            _mm512_stream_si512((__m512i*)to, _mm512_loadu_si512(from));
         return;
     }
 #endif
-    for (int64_t r = p.first_row; r < p.last_row; ++r, sums += aioengine::PANEL) {
-        const int64_t at = r * outputs + first;
-        switch (a.dtype) {
-            case DType::Float32:
-                write_row_of<float>(a, sums, count, at);
-                break;
-            case DType::BFloat16:
-                write_row_of<BFloat16>(a, sums, count, at);
-                break;
-            case DType::Float16:
-#if defined(__F16C__)
-                write_row_of<Float16>(a, sums, count, at);
-#endif
-                break;
-        }
-    }
+    for (int64_t r = 0; r < rows; ++r, from += aioengine::PANEL * size, to += outputs * size)
+        memcpy(to, from, count * size);
 }
 
 }  // namespace

@@ -62,8 +62,11 @@ struct AttentionKernels {
     int64_t (*max_rows)(const Attention&);
     // Floats of working memory that `attend` wants, aligned to 64 bytes.
     int64_t (*scratch_floats)(const Attention&, int64_t max_rows);
+    // These leave what the piece comes to in the scratch, or where it is split, in a.partial; `write` puts it
+    // into a.out.
     void (*attend)(const Attention&, const Piece&, float* scratch);
     void (*merge)(const Attention&, const Parts&, float* scratch);
+    void (*write)(const Attention&, const Piece&, float* scratch);
 };
 
 extern const AttentionKernels kernels_generic;

@@ -29,6 +29,7 @@ struct Linear {
     int64_t input_stride;
     const void* packed;   // [panels, depth, PANEL], or in pairs [panels, depth / 2, PANEL, 2]
     bool is_plain;        // `packed` is [outputs, depth], as PyTorch has it
+    bool is_paired;       // it lies in pairs, or is plain
     const float* scales;  // [outputs], or null: multiplies what an output adds up to
     const float* bias;    // [outputs], or null
     void* out;            // [rows, outputs], contiguous; [rows, outputs / 2] where gated
@@ -53,8 +54,10 @@ struct LinearKernels {
     int64_t (*scratch_floats)(const Linear&);  // that `multiply` wants
     // Where `multiply` reads a.input: makes it of x.
     void (*widen)(const Linear&, int64_t first_row, int64_t last_row, float* input);
+    // Leaves a piece's outputs in the scratch, as they are to be written, and `write` puts them into a.out.
     // `scratch` is a thread's own for all of its pieces, and begins with 64 bytes of zeros.
     void (*multiply)(const Linear&, const LinearPiece&, float* scratch);
+    void (*write)(const Linear&, const LinearPiece&, const float* scratch);
 };
 
 extern const LinearKernels linear_generic;

@@ -1,51 +1,15 @@
 // Paged attention: new keys and values written into their pages, and a step cut into pieces of work.
 
 #include <algorithm>
-#include <cstring>
-#include <memory>
 #include <utility>
 #include <vector>
 
-#include "dispatch.h"
 #include "memory.h"
 #include "ops.h"
-#include "parallel.h"
 
 namespace aioengine {
 
 namespace {
-
-// Copies new rows [R, heads, dim] into their slots of a cache.
-void write_rows(
-    const Tensor& rows, Tensor& cache, const int32_t* blocks, const int32_t* offsets,
-    const char* name) {
-    check_close(rows, 3, name);
-    const int64_t count = rows.size(0), heads = rows.size(1), dim = rows.size(2);
-    STD_TORCH_CHECK(
-        rows.scalar_type() == cache.scalar_type() && cache.size(2) == heads && cache.size(3) == dim,
-        name,
-        " must be of its cache's dtype and shape");
-    const int64_t size = rows.element_size();
-    const char* from = static_cast<const char*>(rows.const_data_ptr());
-    char* to = static_cast<char*>(cache.mutable_data_ptr());
-    int64_t source[2], target[3];
-    copy_strides(rows, 2, source);
-    copy_strides(cache, 3, target);
-    const bool is_whole = (source[1] == dim && target[2] == dim) || heads == 1;
-    const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, heads * dim * size));
-    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            const char* row = from + i * source[0] * size;
-            char* slot = to + (blocks[i] * target[0] + offsets[i] * target[1]) * size;
-            if (is_whole) {
-                std::memcpy(slot, row, heads * dim * size);
-                continue;
-            }
-            for (int64_t h = 0; h < heads; ++h)
-                std::memcpy(slot + h * target[2] * size, row + h * source[1] * size, dim * size);
-        }
-    });
-}
 
 // Which keys the tokens [first, last) of a sequence see between them.
 std::pair<int64_t, int64_t> keys_seen(
@@ -61,76 +25,13 @@ std::pair<int64_t, int64_t> keys_seen(
     return {begin, end};
 }
 
-// A step's work: pieces, the longest first, and what has to be merged afterwards.
-struct Work {
-    std::vector<Piece> pieces;
-    std::vector<Parts> parts;
-    int64_t num_partial = 0;  // floats that partial results take
-};
-
-Work cut(const Attention& a, int64_t num_sequences, int64_t max_rows) {
-    const int64_t group = a.heads / a.kv_heads;
-    const int64_t max_tokens = std::max<int64_t>(1, max_rows / group);
-    Work work;
-    int64_t total = 0;
-    for (int64_t s = 0; s < num_sequences; ++s) {
-        const int64_t num_new = a.query_start[s + 1] - a.query_start[s];
-        for (int64_t first = 0; first < num_new; first += max_tokens) {
-            const int64_t last = std::min(first + max_tokens, num_new);
-            const auto [begin, end] = keys_seen(a, a.seq_lens[s], num_new, first, last);
-            for (int64_t h = 0; h < a.kv_heads; ++h)
-                work.pieces.push_back({s, h, first, last - first, begin, end, -1});
-            total += a.kv_heads * (last - first) * (end - begin);
-        }
-    }
-    // A piece that would keep one thread busy while the others wait is split by keys.
-    const int64_t num_threads = torch::stable::get_num_threads();
-    const int64_t fair = std::max<int64_t>(1, total / std::max<int64_t>(1, 4 * num_threads));
-    std::vector<Piece> split;
-    if (num_threads > 1 && work.pieces.size() < static_cast<size_t>(4 * num_threads)) {
-        for (Piece& piece : work.pieces) {
-            const int64_t keys = piece.key_end - piece.key_begin;
-            const int64_t first = piece.key_begin / SEGMENT;
-            const int64_t segments = (piece.key_end - 1) / SEGMENT + 1 - first;
-            const int64_t count = std::min((piece.num_tokens * keys + fair - 1) / fair, segments);
-            if (count < 2) {
-                split.push_back(piece);
-                continue;
-            }
-            const int64_t size = piece.num_tokens * group * (2 + a.value_dim);
-            piece.partial = work.num_partial;
-            work.parts.push_back({piece, segments});
-            for (int64_t i = 0; i < count; ++i) {
-                const int64_t from = segments * i / count, to = segments * (i + 1) / count;
-                Piece part = piece;
-                part.key_begin = std::max(piece.key_begin, (first + from) * SEGMENT);
-                part.key_end = std::min(piece.key_end, (first + to) * SEGMENT);
-                part.partial = work.num_partial + from * size;
-                split.push_back(part);
-            }
-            work.num_partial += segments * size;
-        }
-        work.pieces = std::move(split);
-    }
-    std::stable_sort(work.pieces.begin(), work.pieces.end(), [](const Piece& x, const Piece& y) {
-        return x.num_tokens * (x.key_end - x.key_begin) > y.num_tokens * (y.key_end - y.key_begin);
-    });
-    return work;
+// Of a piece, or a part of one.
+int64_t segments_of(const Piece& piece) {
+    return (piece.key_end - 1) / SEGMENT + 1 - piece.key_begin / SEGMENT;
 }
 
 // Nothing is read beyond what the tensors hold; which blocks a table names is its maker's to know.
-void check_sizes(
-    const Attention& a, const Tensor& query, const Tensor& block_table,
-    const std::optional<Tensor>& block_ids, const std::optional<Tensor>& sinks,
-    const std::optional<Tensor>& distance_bias, int64_t num_sequences) {
-    STD_TORCH_CHECK(block_table.size(0) == num_sequences, "block_table must have a row for each sequence");
-    STD_TORCH_CHECK(
-        !block_ids || block_ids->numel() == query.size(0), "block_ids must have an entry for each token");
-    STD_TORCH_CHECK(!sinks || sinks->numel() == a.heads, "sinks must have an entry for each head");
-    STD_TORCH_CHECK(
-        !distance_bias || (distance_bias->size(0) == a.heads && a.num_distances > 0),
-        "distance_bias must have a row for each head");
-    STD_TORCH_CHECK(a.window >= 0, "window must not be negative");
+void check_sizes(const Attention& a, int64_t num_sequences, int64_t num_tokens) {
     const int64_t room = a.table_width * a.block_size;
     for (int64_t i = 0; i < num_sequences; ++i) {
         const int64_t tokens = a.query_start[i + 1] - a.query_start[i];
@@ -140,8 +41,176 @@ void check_sizes(
             "a sequence is longer than its row of block_table, or shorter than its tokens");
     }
     STD_TORCH_CHECK(
-        a.query_start[0] >= 0 && a.query_start[num_sequences] <= query.size(0),
+        a.query_start[0] >= 0 && a.query_start[num_sequences] <= num_tokens,
         "query must have a row for each token");
+}
+
+}  // namespace
+
+AttentionWork cut_attention(
+    Program& program, const Attention& a, int64_t num_sequences, int64_t num_threads) {
+    const AttentionKernels& kernels = *dispatch_table().attention;
+    const int64_t group = a.heads / a.kv_heads, max_rows = kernels.max_rows(a);
+    const int64_t max_tokens = std::max<int64_t>(1, max_rows / group);
+    std::vector<Piece> pieces;
+    int64_t total = 0;
+    for (int64_t s = 0; s < num_sequences; ++s) {
+        const int64_t num_new = a.query_start[s + 1] - a.query_start[s];
+        for (int64_t first = 0; first < num_new; first += max_tokens) {
+            const int64_t last = std::min(first + max_tokens, num_new);
+            const auto [begin, end] = keys_seen(a, a.seq_lens[s], num_new, first, last);
+            for (int64_t h = 0; h < a.kv_heads; ++h)
+                pieces.push_back({s, h, first, last - first, begin, end, -1});
+            total += a.kv_heads * (last - first) * (end - begin);
+        }
+    }
+    AttentionWork work{};
+    work.scratch_floats = kernels.scratch_floats(a, std::max(max_rows, group));
+    std::vector<Parts> parts;
+    // A piece that would keep one thread busy while the others wait is split by keys.
+    const int64_t fair = std::max<int64_t>(1, total / std::max<int64_t>(1, 4 * num_threads));
+    if (num_threads > 1 && pieces.size() < static_cast<size_t>(4 * num_threads)) {
+        std::vector<Piece> split;
+        for (Piece& piece : pieces) {
+            const int64_t keys = piece.key_end - piece.key_begin;
+            const int64_t first = piece.key_begin / SEGMENT, segments = segments_of(piece);
+            const int64_t count = std::min((piece.num_tokens * keys + fair - 1) / fair, segments);
+            if (count < 2) {
+                split.push_back(piece);
+                continue;
+            }
+            const int64_t size = piece.num_tokens * group * (2 + a.value_dim);
+            piece.partial = work.num_partial;
+            parts.push_back({piece, segments});
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t from = segments * i / count, to = segments * (i + 1) / count;
+                Piece part = piece;
+                part.key_begin = std::max(piece.key_begin, (first + from) * SEGMENT);
+                part.key_end = std::min(piece.key_end, (first + to) * SEGMENT);
+                part.partial = work.num_partial + from * size;
+                work.partial_floats = std::max(work.partial_floats, (to - from) * size);
+                split.push_back(part);
+            }
+            work.num_partial += segments * size;
+        }
+        pieces = std::move(split);
+    }
+    std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& x, const Piece& y) {
+        return x.num_tokens * (x.key_end - x.key_begin) > y.num_tokens * (y.key_end - y.key_begin);
+    });
+    work.pieces = program.copy(pieces.data(), pieces.size());
+    work.num_pieces = pieces.size();
+    work.parts = program.copy(parts.data(), parts.size());
+    work.num_parts = parts.size();
+    return work;
+}
+
+Pages pages_of(const Tensor& key_cache, const Tensor& value_cache) {
+    check_close(key_cache, 4, "key_cache");
+    check_close(value_cache, 4, "value_cache");
+    Pages pages{};
+    pages.keys = const_cast<void*>(key_cache.const_data_ptr());
+    pages.values = const_cast<void*>(value_cache.const_data_ptr());
+    copy_strides(key_cache, 3, pages.key_strides);
+    copy_strides(value_cache, 3, pages.value_strides);
+    return pages;
+}
+
+Places places_of(
+    Program& program, const Tensor& slot_blocks, const Tensor& slot_offsets, const Tensor& query_start,
+    const Tensor& seq_lens, const Tensor& block_table, const std::optional<Tensor>& block_ids) {
+    const auto copied = [&](const Tensor& tensor, const char* name) {
+        return tensor.numel() ? program.copy(read_ints(tensor, name), tensor.numel()) : nullptr;
+    };
+    STD_TORCH_CHECK(block_table.dim() == 2, "block_table must have 2 dimensions");
+    STD_TORCH_CHECK(
+        query_start.numel() == seq_lens.numel() + 1, "query_start must have S + 1 entries");
+    STD_TORCH_CHECK(
+        block_table.size(0) == seq_lens.numel(), "block_table must have a row for each sequence");
+    STD_TORCH_CHECK(
+        slot_blocks.numel() == slot_offsets.numel(), "there must be an offset for each slot's block");
+    Places places{};
+    places.slot_blocks = copied(slot_blocks, "slot_blocks");
+    places.slot_offsets = copied(slot_offsets, "slot_offsets");
+    places.query_start = copied(query_start, "query_start");
+    places.seq_lens = copied(seq_lens, "seq_lens");
+    places.block_table = copied(block_table, "block_table");
+    places.block_ids = block_ids ? copied(*block_ids, "block_ids") : nullptr;
+    places.num_ids = block_ids ? block_ids->numel() : 0;
+    places.num_slots = slot_blocks.numel();
+    places.num_sequences = seq_lens.numel();
+    places.table_width = block_table.size(1);
+    return places;
+}
+
+Attention attention_of(
+    const Tensor& key_cache, const Tensor& value_cache, const Places& places, DType dtype,
+    int64_t num_tokens, int64_t heads, const std::optional<Tensor>& sinks, int64_t window,
+    bool is_causal) {
+    const Pages pages = pages_of(key_cache, value_cache);
+    Attention a{};
+    a.dtype = dtype;
+    STD_TORCH_CHECK(
+        dtype_of(key_cache, *dispatch_table().attention) == dtype &&
+            value_cache.scalar_type() == key_cache.scalar_type(),
+        "query and caches must be of one dtype");
+    a.key_cache = pages.keys;
+    a.value_cache = pages.values;
+    std::copy_n(pages.key_strides, 3, a.key_strides);
+    std::copy_n(pages.value_strides, 3, a.value_strides);
+    a.heads = heads;
+    a.kv_heads = key_cache.size(2);
+    a.key_dim = key_cache.size(3);
+    a.value_dim = value_cache.size(3);
+    a.block_size = key_cache.size(1);
+    STD_TORCH_CHECK(
+        a.kv_heads > 0 && a.heads % a.kv_heads == 0 && value_cache.size(1) == a.block_size &&
+            value_cache.size(2) == a.kv_heads,
+        "query, key_cache and value_cache do not fit each other");
+    a.query_start = places.query_start;
+    a.seq_lens = places.seq_lens;
+    a.block_table = places.block_table;
+    a.table_width = places.table_width;
+    a.block_ids = places.block_ids;
+    a.sinks = read_floats(sinks, 1, "sinks");
+    a.window = window;
+    a.is_causal = is_causal;
+    STD_TORCH_CHECK(
+        !a.block_ids || places.num_ids == num_tokens, "block_ids must have an entry for each token");
+    STD_TORCH_CHECK(!sinks || sinks->numel() == heads, "sinks must have an entry for each head");
+    STD_TORCH_CHECK(a.window >= 0, "window must not be negative");
+    check_sizes(a, places.num_sequences, num_tokens);
+    return a;
+}
+
+namespace {
+
+// New rows of keys and values, and the pages that they go to.
+Heads new_rows(
+    const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+    const int32_t* blocks, const int32_t* offsets) {
+    check_close(key, 3, "key");
+    check_close(value, 3, "value");
+    const auto fits = [](const Tensor& rows, const Tensor& cache) {
+        return rows.scalar_type() == cache.scalar_type() && cache.size(2) == rows.size(1) &&
+               cache.size(3) == rows.size(2);
+    };
+    Heads heads{};
+    heads.pages = pages_of(key_cache, value_cache);
+    heads.pages->blocks = blocks;
+    heads.pages->offsets = offsets;
+    STD_TORCH_CHECK(fits(key, key_cache), "key must be of its cache's dtype and shape");
+    STD_TORCH_CHECK(fits(value, value_cache), "value must be of its cache's dtype and shape");
+    heads.dtype = dtype_of(key, *dispatch_table().attention);
+    heads.x[1] = key.const_data_ptr();
+    heads.x[2] = value.const_data_ptr();
+    copy_strides(key, 2, heads.strides[1]);
+    copy_strides(value, 2, heads.strides[2]);
+    heads.tokens = key.size(0);
+    heads.kv_heads = key.size(1);
+    heads.key_dim = key.size(2);
+    heads.value_dim = value.size(2);
+    return heads;
 }
 
 }  // namespace
@@ -149,14 +218,16 @@ void check_sizes(
 void write_kv(
     const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
     const Tensor& slot_blocks, const Tensor& slot_offsets) {
-    const int32_t* blocks = read_ints(slot_blocks, "slot_blocks");
-    const int32_t* offsets = read_ints(slot_offsets, "slot_offsets");
     for (const Tensor* slots : {&slot_blocks, &slot_offsets})
         STD_TORCH_CHECK(
             slots->numel() == key.size(0) && slots->numel() == value.size(0),
             "there must be a slot for each row");
-    write_rows(key, key_cache, blocks, offsets, "key");
-    write_rows(value, value_cache, blocks, offsets, "value");
+    run_between(key.size(0), [&](Program& program) {
+        add_heads(
+            program, new_rows(
+                         key, value, key_cache, value_cache, read_ints(slot_blocks, "slot_blocks"),
+                         read_ints(slot_offsets, "slot_offsets")));
+    });
 }
 
 Tensor attend(
@@ -166,63 +237,41 @@ Tensor attend(
     const std::optional<Tensor>& block_ids, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& distance_bias, double scale, double softcap, int64_t window,
     bool is_causal, bool blocks_in_window) {
-    const AttentionKernels& kernels = *dispatch_table().attention;
     check_close(query, 3, "query");
-    check_close(key_cache, 4, "key_cache");
-    check_close(value_cache, 4, "value_cache");
-    STD_TORCH_CHECK(
-        key_cache.scalar_type() == query.scalar_type() &&
-            value_cache.scalar_type() == query.scalar_type(),
-        "query and caches must be of one dtype");
-    const int64_t num_sequences = seq_lens.numel();
-    STD_TORCH_CHECK(query_start.numel() == num_sequences + 1, "query_start must have S + 1 entries");
-    STD_TORCH_CHECK(block_table.dim() == 2, "block_table must have 2 dimensions");
-    if (key && value) write_kv(*key, *value, key_cache, value_cache, slot_blocks, slot_offsets);
-    Attention a{};
-    a.dtype = dtype_of(query, kernels);
+    Tensor out = new_output(query, {query.size(0), query.size(1), value_cache.size(3)});
+    Team& team = own_team();
+    Program& program = team.begin();
+    const Places places = places_of(
+        program, slot_blocks, slot_offsets, query_start, seq_lens, block_table, block_ids);
+    Attention a = attention_of(
+        key_cache, value_cache, places, dtype_of(query, *dispatch_table().attention), query.size(0),
+        query.size(1), sinks, window, is_causal);
+    STD_TORCH_CHECK(a.key_dim == query.size(2), "query and key_cache do not fit each other");
     a.query = query.const_data_ptr();
-    a.key_cache = key_cache.const_data_ptr();
-    a.value_cache = value_cache.const_data_ptr();
     copy_strides(query, 2, a.query_strides);
-    copy_strides(key_cache, 3, a.key_strides);
-    copy_strides(value_cache, 3, a.value_strides);
-    a.heads = query.size(1);
-    a.kv_heads = key_cache.size(2);
-    a.key_dim = key_cache.size(3);
-    a.value_dim = value_cache.size(3);
-    a.block_size = key_cache.size(1);
-    STD_TORCH_CHECK(
-        a.key_dim == query.size(2) && a.kv_heads > 0 && a.heads % a.kv_heads == 0 &&
-            value_cache.size(1) == a.block_size && value_cache.size(2) == a.kv_heads,
-        "query, key_cache and value_cache do not fit each other");
-    a.query_start = read_ints(query_start, "query_start");
-    a.seq_lens = read_ints(seq_lens, "seq_lens");
-    a.block_table = read_ints(block_table, "block_table");
-    a.table_width = block_table.size(1);
-    a.block_ids = block_ids ? read_ints(*block_ids, "block_ids") : nullptr;
-    a.sinks = read_floats(sinks, 1, "sinks");
     a.distance_bias = read_floats(distance_bias, 2, "distance_bias");
     a.num_distances = distance_bias ? distance_bias->size(1) : 0;
+    STD_TORCH_CHECK(
+        !distance_bias || (distance_bias->size(0) == a.heads && a.num_distances > 0),
+        "distance_bias must have a row for each head");
     a.scale = static_cast<float>(scale);
     a.softcap = static_cast<float>(softcap);
-    a.window = window;
-    a.is_causal = is_causal;
     a.blocks_in_window = blocks_in_window;
-    check_sizes(a, query, block_table, block_ids, sinks, distance_bias, num_sequences);
-    Tensor out = new_output(query, {query.size(0), a.heads, a.value_dim});
     a.out = out.mutable_data_ptr();
-    const int64_t max_rows = kernels.max_rows(a);
-    const Work work = cut(a, num_sequences, max_rows);
-    const std::unique_ptr<float[]> partial(new float[work.num_partial]);
-    a.partial = partial.get();
-    const int64_t group = a.heads / a.kv_heads;
-    const int64_t num_floats = kernels.scratch_floats(a, std::max(max_rows, group));
-    share_out(work.pieces.size(), num_floats, [&](int64_t i, bool, float* scratch) {
-        kernels.attend(a, work.pieces[i], scratch);
-    });
-    share_out(work.parts.size(), num_floats, [&](int64_t i, bool, float* scratch) {
-        kernels.merge(a, work.parts[i], scratch);
-    });
+    if (key && value) {
+        STD_TORCH_CHECK(
+            places.num_slots == key->size(0) && places.num_slots == value->size(0),
+            "there must be a slot for each row");
+        add_heads(
+            program,
+            new_rows(*key, *value, key_cache, value_cache, places.slot_blocks, places.slot_offsets));
+    }
+    const AttentionWork work =
+        cut_attention(program, a, places.num_sequences, team.num_threads());
+    a.partial = static_cast<float*>(program.take(work.num_partial * sizeof(float)));
+    keep(program, {query, key_cache, value_cache, sinks.value_or(query), distance_bias.value_or(query)});
+    add_attention(program, a, work);
+    run_between(team, program, query.size(0));
     return out;
 }
 

@@ -1,13 +1,8 @@
 // Norms and rotary embeddings: what there is of a decoder layer between its matmuls and its attention.
 
-#include <algorithm>
-#include <array>
 #include <cstring>
-#include <optional>
 #include <tuple>
-#include <vector>
 
-#include "dispatch.h"
 #include "memory.h"
 #include "ops.h"
 
@@ -15,15 +10,8 @@ namespace aioengine {
 
 namespace {
 
-// Calls `work(first, last)` for parts of `count` rows of `width` numbers, on torch's threads.
-template <class Work>
-void by_rows(int64_t count, int64_t width, const Work& work) {
-    const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
-    torch::stable::parallel_for(0, count, grain, work);
-}
-
 // x [rows, dim] or [rows, heads, dim], for a kernel that has yet to be told of weights.
-Norm describe(const Tensor& x, const Tensor* residual) {
+Norm describe(const Tensor& x) {
     check_close(x, x.dim() == 3 ? 3 : 2, "x");
     Norm a{};
     a.dtype = dtype_of(x, *dispatch_table().attention);
@@ -32,77 +20,65 @@ Norm describe(const Tensor& x, const Tensor* residual) {
     a.heads = x.dim() == 3 ? x.size(1) : 1;
     a.strides[1] = x.dim() == 3 ? x.stride(1) : 0;
     a.dim = x.size(x.dim() - 1);
-    if (!residual) return a;
-    check_close(*residual, 2, "residual");
-    STD_TORCH_CHECK(
-        residual->scalar_type() == x.scalar_type() && residual->size(0) == x.size(0) &&
-            residual->size(1) == a.heads * a.dim,
-        "residual must be of the shape and dtype of x");
-    a.residual = residual->const_data_ptr();
-    a.residual_stride = residual->stride(0);
     return a;
-}
-
-// Of the shape of x, by what `a` says.
-Tensor run(Norm a, const Tensor& x) {
-    Tensor out = x.dim() == 3 ? new_output(x, {x.size(0), a.heads, a.dim})
-                              : new_output(x, {x.size(0), a.dim});
-    a.out = out.mutable_data_ptr();
-    by_rows(x.size(0), a.heads * a.dim, [&](int64_t first, int64_t last) {
-        (*dispatch_table().norm)(a, first, last);
-    });
-    return out;
-}
-
-Tensor rms_norm_of_torch(const Tensor& x, const Tensor& weight, double epsilon) {
-    using torch::stable::detail::from;
-    std::array<StableIValue, 4> stack{
-        from(x), from(std::vector<int64_t>{weight.size(0)}), from(std::optional<Tensor>(weight)),
-        from(std::optional<double>(epsilon))};
-    TORCH_ERROR_CODE_CHECK(  // that of torch/csrc/stable came after 2.11
-        torch_call_dispatcher("aten::rms_norm", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
-    return normalize(x, weight, epsilon, nullptr);
-}
-
-Tensor normalize(const Tensor& x, const Tensor& weight, double epsilon, const Tensor* residual) {
-    Norm a = describe(x, residual);
+void check_norm(const Tensor& weight, int64_t dim, DType dtype) {
     check_close(weight, 1, "weight");
     const bool is_float = weight.scalar_type() == ScalarType::Float;
     STD_TORCH_CHECK(
-        weight.size(0) == a.dim && (is_float || weight.scalar_type() == x.scalar_type()),
+        weight.size(0) == dim && (is_float || dtype_of(weight, *dispatch_table().attention) == dtype),
         "weight must be of the width of x, and of its dtype or float32");
+}
+
+void set_weight(Norm& a, const Tensor& weight, double epsilon) {
     a.weight = weight.const_data_ptr();
-    a.has_float_weight = is_float;
+    a.has_float_weight = weight.scalar_type() == ScalarType::Float;
     a.epsilon = static_cast<float>(epsilon);
-    return run(a, x);
 }
 
-Tensor normalize_for_layer(
-    const Tensor& x, const Tensor& weight, double epsilon, const Tensor* residual) {
-    if (x.scalar_type() != ScalarType::Float) return normalize(x, weight, epsilon, residual);
-    const Tensor normed = rms_norm_of_torch(x, weight, epsilon);
-    return residual ? add_rows(normed, *residual) : normed;
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+    Norm a = describe(x);
+    check_norm(weight, a.dim, a.dtype);
+    set_weight(a, weight, epsilon);
+    Tensor out = x.dim() == 3 ? new_output(x, {x.size(0), a.heads, a.dim})
+                              : new_output(x, {x.size(0), a.dim});
+    a.out = out.mutable_data_ptr();
+    run_between(x.size(0), [&](Program& program) {
+        keep(program, {x, weight});
+        add_norm(program, a, x.size(0));
+    });
+    return out;
 }
 
-Tensor add_rows(const Tensor& x, const Tensor& residual) {
-    return run(describe(x, &residual), x);
-}
-
-Tensor take_rows(const Tensor& x, const Tensor& rows) {
+Tensor argmax(const Tensor& x) {
     check_close(x, 2, "x");
-    const int64_t* places = read_rows(rows, x.size(0));
-    const int64_t count = rows.numel(), bytes = x.size(1) * x.element_size();
-    Tensor out = new_output(x, {count, x.size(1)});
-    char* to = static_cast<char*>(out.mutable_data_ptr());
+    STD_TORCH_CHECK(x.size(1) > 0, "x must have a width");
+    const DType dtype = dtype_of(x, *dispatch_table().attention);
+    const ArgmaxKernel kernel = *dispatch_table().argmax;
+    Tensor out = torch::stable::new_empty(x, {x.size(0)}, ScalarType::Long);
+    int64_t* to = static_cast<int64_t*>(out.mutable_data_ptr());
     const char* from = static_cast<const char*>(x.const_data_ptr());
-    for (int64_t i = 0; i < count; ++i)
-        std::memcpy(to + i * bytes, from + places[i] * x.stride(0) * x.element_size(), bytes);
+    const int64_t width = x.size(1), bytes = x.stride(0) * size_of(dtype);
+    share_out(x.size(0), x.size(0), 1, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r) to[r] = kernel(dtype, from + r * bytes, width);
+    });
+    return out;
+}
+
+Tensor widen(const Tensor& x) {
+    check_close(x, 2, "x");
+    const LinearKernels& kernels = *dispatch_table().linear;
+    Linear a{};
+    a.dtype = dtype_of(x, *dispatch_table().attention);
+    a.x = x.const_data_ptr();
+    a.stride = x.stride(0);
+    a.depth = x.size(1);
+    Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)}, ScalarType::Float);
+    float* to = static_cast<float*>(out.mutable_data_ptr());
+    share_out(x.size(0), x.size(0), 1, [&](int64_t first, int64_t last) { kernels.widen(a, first, last, to); });
     return out;
 }
 
@@ -118,42 +94,49 @@ Tensor put_rows(const Tensor& x, const Tensor& rows, int64_t count) {
     return out;
 }
 
-std::tuple<Tensor, Tensor> rotate(
-    const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
-    const DispatchTable& table = dispatch_table();
+Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t dim, DType dtype) {
     check_close(cos, 2, "cos");
     check_close(sin, 2, "sin");
-    const int64_t tokens = cos.size(0), dim = cos.size(1);
-    const auto describe = [&](const Tensor& x, const char* name) {
-        check_close(x, 3, name);
-        STD_TORCH_CHECK(
-            x.size(0) == tokens && x.size(2) == dim && x.scalar_type() == cos.scalar_type(),
-            name,
-            " must be of the dtype, the tokens and the width of cos");
-        Rotary a{};
-        a.dtype = dtype_of(x, *table.attention);
-        a.x = x.const_data_ptr();
-        copy_strides(x, 2, a.strides);
-        a.heads = x.size(1);
-        a.dim = dim;
-        a.cos = cos.const_data_ptr();
-        a.sin = sin.const_data_ptr();
-        a.cos_stride = cos.stride(0);
-        a.sin_stride = sin.stride(0);
-        return a;
-    };
     STD_TORCH_CHECK(dim % 2 == 0, "cos must have an even width");
+    for (const Tensor* each : {&cos, &sin})
+        STD_TORCH_CHECK(
+            each->size(0) == tokens && each->size(1) == dim &&
+                dtype_of(*each, *dispatch_table().attention) == dtype,
+            "cos and sin must be of the dtype, the tokens and the width of what they rotate");
+    Rotary a{};
+    a.cos = cos.const_data_ptr();
+    a.sin = sin.const_data_ptr();
+    a.cos_stride = cos.stride(0);
+    a.sin_stride = sin.stride(0);
+    return a;
+}
+
+std::tuple<Tensor, Tensor> rotate(
+    const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
+    check_close(query, 3, "query");
+    check_close(key, 3, "key");
     STD_TORCH_CHECK(
-        sin.size(0) == tokens && sin.size(1) == dim && sin.scalar_type() == cos.scalar_type(),
-        "sin must be of the dtype and shape of cos");
-    Rotary queries = describe(query, "query"), keys = describe(key, "key");
-    Tensor rotated_query = new_output(query, {tokens, queries.heads, dim});
-    Tensor rotated_key = new_output(key, {tokens, keys.heads, dim});
-    queries.out = rotated_query.mutable_data_ptr();
-    keys.out = rotated_key.mutable_data_ptr();
-    by_rows(tokens, (queries.heads + keys.heads) * dim, [&](int64_t first, int64_t last) {
-        (*table.rotary)(queries, first, last);
-        (*table.rotary)(keys, first, last);
+        key.size(0) == query.size(0) && key.size(2) == query.size(2) &&
+            key.scalar_type() == query.scalar_type(),
+        "key must be of the dtype, the tokens and the width of query");
+    Heads heads{};
+    heads.dtype = dtype_of(query, *dispatch_table().attention);
+    heads.x[0] = query.const_data_ptr();
+    heads.x[1] = key.const_data_ptr();
+    copy_strides(query, 2, heads.strides[0]);
+    copy_strides(key, 2, heads.strides[1]);
+    heads.tokens = query.size(0);
+    heads.heads = query.size(1);
+    heads.kv_heads = key.size(1);
+    heads.key_dim = query.size(2);
+    heads.angles = angles_of(cos, sin, heads.tokens, heads.key_dim, heads.dtype);
+    Tensor rotated_query = new_output(query, {heads.tokens, heads.heads, heads.key_dim});
+    Tensor rotated_key = new_output(key, {heads.tokens, heads.kv_heads, heads.key_dim});
+    heads.query = rotated_query.mutable_data_ptr();
+    heads.key = rotated_key.mutable_data_ptr();
+    run_between(heads.tokens, [&](Program& program) {
+        keep(program, {query, key, cos, sin});
+        add_heads(program, heads);
     });
     return {rotated_query, rotated_key};
 }

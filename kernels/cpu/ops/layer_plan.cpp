@@ -1,11 +1,13 @@
 // Decoder layers run from a plan: one by one, or all of a step in one call.
 
-#include "layer_plan.h"
+#include "layer_builder.h"
 
 #include <array>
 #include <memory>
 #include <tuple>
 #include <utility>
+
+#include "memory.h"
 
 namespace aioengine {
 
@@ -72,44 +74,15 @@ const PlannedLayer& layer_of(const Plan& plan, int64_t index) {
     return plan.layers[index];
 }
 
-Tensor normalized(const Tensor& x, const std::optional<PlannedNorm>& norm) {
-    return norm ? normalize_for_layer(x, norm->weight, norm->epsilon, nullptr) : x;
-}
-
-// x [T, hidden] -> query [T, heads, dim], and key and value [T, kv_heads, dim].
-std::tuple<Tensor, Tensor, Tensor> project(
-    const PlannedLayer& layer, const Tensor& x, const std::vector<Tensor>& angles) {
-    const int64_t tokens = x.size(0), dim = layer.head_dim;
-    const Tensor all = multiply(normalized(x, layer.norm), layer.qkv.weight(), 0, false, nullptr);
-    const auto part = [&](int64_t first, int64_t count) {
-        Tensor whole = all;
-        return torch::stable::view(
-            torch::stable::narrow(whole, 1, first * dim, count * dim), {tokens, count, dim});
-    };
-    Tensor query = normalized(part(0, layer.heads), layer.query_norm);
-    Tensor key = normalized(part(layer.heads, layer.kv_heads), layer.key_norm);
-    const Tensor value = part(layer.heads + layer.kv_heads, layer.kv_heads);
-    if (layer.angles < 0) return {query, key, value};
-    const size_t cos = 2 * static_cast<size_t>(layer.angles);
-    STD_TORCH_CHECK(cos + 1 < angles.size(), "the step has no such angles");
-    std::tie(query, key) = rotate(query, key, angles[cos], angles[cos + 1]);
-    return {query, key, value};
-}
-
-// x plus a matmul of `given`, which has a norm of its own or none.
-Tensor add(
-    const Tensor& x, const Tensor& given, const PlannedMatmul& matmul,
-    const std::optional<PlannedNorm>& norm) {
-    if (!norm) return multiply(given, matmul.weight(), 0, false, &x);
-    const Tensor found = multiply(given, matmul.weight(), 0, false, nullptr);
-    return normalize_for_layer(found, norm->weight, norm->epsilon, &x);
-}
-
-Tensor add_feed(const PlannedLayer& layer, const Tensor& x) {
-    STD_TORCH_CHECK(layer.up, "a module computes this layer's feed-forward part");
-    const Tensor inner = multiply(
-        normalized(x, layer.feed_norm), layer.up->weight(), layer.activation, layer.is_gated, nullptr);
-    return add(x, inner, *layer.down, layer.feed_out_norm);
+// Runs what `build` adds for rows like x, to `out`, which `kept` is read for.
+template <class Build>
+void run_built(const Tensor& x, std::vector<Tensor> kept, const Build& build) {
+    Team& team = own_team();
+    Program& program = team.begin();
+    Builder builder(team, program, x);
+    build(builder);
+    keep(program, std::move(kept));
+    run_between(team, program, x.size(0));
 }
 
 }  // namespace
@@ -136,22 +109,61 @@ Tensor pack_plan(
 
 std::tuple<Tensor, Tensor, Tensor> project(
     const Tensor& plan, int64_t index, const Tensor& x, std::vector<Tensor> angles) {
-    return project(layer_of(plan_of(plan), index), x, angles);
+    const PlannedLayer& layer = layer_of(plan_of(plan), index);
+    const int64_t tokens = x.size(0), dim = layer.head_dim;
+    Tensor all = new_output(x, {tokens, (layer.heads + 2 * layer.kv_heads) * dim});
+    Tensor parts[3];
+    const int64_t first[3] = {0, layer.heads, layer.heads + layer.kv_heads};
+    const int64_t counts[3] = {layer.heads, layer.kv_heads, layer.kv_heads};
+    std::vector<Tensor> kept = angles;
+    kept.insert(kept.end(), {plan, x, all});
+    run_built(x, kept, [&](Builder& builder) {
+        builder.add_qkv(layer, rows_of(x, builder.dtype(), "x"), all.mutable_data_ptr());
+        Heads heads = builder.heads_of(layer, all.const_data_ptr(), angles, tokens);
+        for (int i = 0; i < 3; ++i) {
+            const bool is_made = i < 2 && (heads.norms[i] || heads.angles);
+            parts[i] = is_made ? new_output(x, {tokens, counts[i], dim})
+                               : torch::stable::view(
+                                     torch::stable::narrow(all, 1, first[i] * dim, counts[i] * dim),
+                                     {tokens, counts[i], dim});
+            if (is_made) (i ? heads.key : heads.query) = parts[i].mutable_data_ptr();
+        }
+        builder.add_parts(heads);
+    });
+    return {parts[0], parts[1], parts[2]};
 }
 
 Tensor add_attended(const Tensor& plan, int64_t index, const Tensor& x, const Tensor& attended) {
     const PlannedLayer& layer = layer_of(plan_of(plan), index);
-    return add(x, attended, layer.out, layer.out_norm);
+    Tensor out = new_output(x, {x.size(0), x.size(1)});
+    run_built(x, {plan, x, attended}, [&](Builder& builder) {
+        builder.add(
+            rows_of(x, builder.dtype(), "x"), rows_of(attended, builder.dtype(), "attended"), layer.out,
+            layer.out_norm, out.mutable_data_ptr());
+    });
+    return out;
 }
 
 Tensor add_feed(const Tensor& plan, int64_t index, const Tensor& x) {
-    return add_feed(layer_of(plan_of(plan), index), x);
+    const PlannedLayer& layer = layer_of(plan_of(plan), index);
+    Tensor out = new_output(x, {x.size(0), x.size(1)});
+    run_built(x, {plan, x}, [&](Builder& builder) {
+        builder.add_feed(layer, rows_of(x, builder.dtype(), "x"), out.mutable_data_ptr());
+    });
+    return out;
 }
 
 Tensor finish(
-    const Tensor& plan, const Tensor& x, const std::optional<Tensor>& wanted, int64_t tokens) {
-    const Tensor normed = normalized(x, plan_of(plan).norm);
-    return wanted ? put_rows(normed, *wanted, tokens) : normed;
+    const Tensor& packed, const Tensor& x, const std::optional<Tensor>& wanted, int64_t tokens) {
+    const Plan& plan = plan_of(packed);
+    Tensor out = x;
+    if (plan.norm) {
+        out = new_output(x, {x.size(0), x.size(1)});
+        run_built(x, {packed, x}, [&](Builder& builder) {
+            builder.finish(rows_of(x, builder.dtype(), "x"), plan.norm, out.mutable_data_ptr());
+        });
+    }
+    return wanted ? put_rows(out, *wanted, tokens) : out;
 }
 
 Tensor run_plan(
@@ -165,30 +177,45 @@ Tensor run_plan(
         caches.size() == 2 * static_cast<size_t>(count) &&
             places.size() == GROUP_TENSORS * static_cast<size_t>(groups),
         "there must be two caches for each layer, and all metadata for each group");
-    Tensor found = x;
-    for (int64_t i = first; i < count; ++i) {
+    Team& team = own_team();
+    Program& program = team.begin();
+    Builder builder(team, program, x);
+    std::vector<Places> known;
+    for (int64_t i = 0; i < groups; ++i) {
+        const Tensor* t = &places[GROUP_TENSORS * i];
+        known.push_back(places_of(program, t[0], t[1], t[2], t[3], t[4], maybe(t[5])));
+    }
+    const int64_t num_wanted = wanted ? wanted->numel() : x.size(0);
+    const int64_t* chosen =
+        wanted ? program.copy(read_rows(*wanted, x.size(0)), num_wanted) : nullptr;
+    const auto cut = [&](const Rows& all) { return builder.take_rows(all, chosen, num_wanted); };
+    Rows found = rows_of(x, builder.dtype(), "x");
+    bool is_ended = false;
+    for (int64_t i = first; i < count && !is_ended; ++i) {
         const PlannedLayer& layer = plan.layers[i];
         STD_TORCH_CHECK(layer.group >= 0 && layer.group < groups, "the step has no such KV group");
-        const Tensor* t = &places[GROUP_TENSORS * layer.group];
-        const auto [query, key, value] = project(layer, found, angles);
-        const auto is_new = [&](const Tensor& part) {
-            return layer.stores ? std::optional<Tensor>(part) : std::nullopt;
-        };
-        Tensor attended = attend(
-            query, is_new(key), is_new(value), caches[2 * i], caches[2 * i + 1], t[0], t[1], t[2], t[3],
-            t[4], maybe(t[5]), layer.sinks, std::nullopt, layer.scale, layer.softcap, layer.window, true,
+        Rows attended = builder.add_attention(
+            layer, found, angles, caches[2 * i], caches[2 * i + 1], known[layer.group],
             blocks_in_window[layer.group] != 0);
-        attended = torch::stable::view(attended, {attended.size(0), attended.size(1) * attended.size(2)});
         const bool is_cut = wanted && i + 1 == count;
-        if (is_cut) found = take_rows(found, *wanted);
-        if (is_cut) attended = take_rows(attended, *wanted);
-        found = add(found, attended, layer.out, layer.out_norm);
-        if (!layer.up) return found;
-        found = add_feed(layer, found);
-        if (static_cast<size_t>(i) < rows.size())
-            found = add_rows(found, is_cut ? take_rows(rows[i], *wanted) : rows[i]);
+        if (is_cut) found = cut(found);
+        if (is_cut) attended = cut(attended);
+        found = builder.add(found, attended, layer.out, layer.out_norm);
+        is_ended = !layer.up;
+        if (is_ended) break;
+        found = builder.add_feed(layer, found);
+        if (static_cast<size_t>(i) >= rows.size()) continue;
+        const Rows more = rows_of(rows[i], builder.dtype(), "rows");
+        found = builder.add_rows(found, is_cut ? cut(more) : more);
     }
-    return finish(packed, found, wanted, x.size(0));
+    Tensor out = new_output(x, {found.count, found.width});
+    builder.finish(found, is_ended ? std::nullopt : plan.norm, out.mutable_data_ptr());
+    std::vector<Tensor> kept{packed, x};
+    for (std::vector<Tensor>* each : {&angles, &caches, &rows})
+        kept.insert(kept.end(), each->begin(), each->end());
+    keep(program, std::move(kept));
+    team.run(program);
+    return wanted && !is_ended ? put_rows(out, *wanted, x.size(0)) : out;
 }
 
 }  // namespace aioengine

@@ -1,12 +1,9 @@
 // Linear layers: weights packed into panels, and matmuls with them.
 
 #include <algorithm>
-#include <memory>
 
-#include "dispatch.h"
 #include "memory.h"
 #include "ops.h"
-#include "parallel.h"
 
 namespace aioengine {
 
@@ -23,7 +20,7 @@ Weights weights_of(const Tensor& packed, const AttentionKernels& kernels) {
 template <class T>
 void copy_to_panels(const T* from, int64_t stride, int64_t outputs, int64_t depth, T* to) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL;
-    torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    share_out(outputs, panels, 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
             const int64_t count = std::min<int64_t>(PANEL, outputs - panel * PANEL);
             const T* rows = from + panel * PANEL * stride;
@@ -80,91 +77,65 @@ Tensor pack_panels(const Tensor& weight) {
     return packed;
 }
 
-Tensor multiply(
-    const Tensor& x, const Weight& weight, int64_t activation, bool is_gated,
-    const Tensor* residual) {
+Linear linear_of(
+    const Weight& weight, DType dtype, int64_t rows, int64_t depth, int64_t activation, bool is_gated) {
     const auto& [packed, scales, bias, outputs] = weight;
     const DispatchTable& table = dispatch_table();
-    check_close(x, 2, "x");
     const bool is_plain = packed.dim() == 2, is_paired = is_plain || packed.dim() == 4;
     check_close(packed, is_plain ? 2 : (is_paired ? 4 : 3), "packed");
     STD_TORCH_CHECK(
         packed.is_contiguous() && (is_plain || packed.size(2) == PANEL), "packed is not packed");
-    const int64_t panels_of_all = is_plain ? (outputs + PANEL - 1) / PANEL : packed.size(0);
+    const int64_t panels = is_plain ? (outputs + PANEL - 1) / PANEL : packed.size(0);
     STD_TORCH_CHECK(
-        packed.size(1) * (is_paired && !is_plain ? 2 : 1) == x.size(1) &&
-            outputs <= panels_of_all * PANEL && outputs > (panels_of_all - 1) * PANEL &&
-            (!is_plain || packed.size(0) == outputs),
+        packed.size(1) * (is_paired && !is_plain ? 2 : 1) == depth && outputs <= panels * PANEL &&
+            outputs > (panels - 1) * PANEL && (!is_plain || packed.size(0) == outputs),
         "x and packed do not fit each other");
     STD_TORCH_CHECK(
         !is_plain || (table.bf16_gemm && !is_gated && packed.size(1) % PAIRED_DEPTH == 0 &&
                       packed.scalar_type() == ScalarType::BFloat16),
         "plain weights are of bfloat16, where the CPU multiplies it");
     STD_TORCH_CHECK(
-        !is_paired || (table.bf16_gemm && x.scalar_type() == ScalarType::BFloat16),
+        !is_paired || (table.bf16_gemm && dtype == DType::BFloat16),
         "weights in pairs are multiplied with bfloat16, where the CPU has instructions for them");
-    const LinearKernels& kernels = is_paired ? *table.bf16_gemm : *table.linear;
     Linear a{};
-    a.dtype = dtype_of(x, *table.attention);
+    a.dtype = dtype;
     a.weights = weights_of(packed, *table.attention);
-    a.x = x.const_data_ptr();
-    a.stride = x.stride(0);
     a.packed = packed.const_data_ptr();
     a.is_plain = is_plain;
+    a.is_paired = is_paired;
     a.scales = read_floats(scales, 1, "scales");
     a.bias = read_floats(bias, 1, "bias");
     for (const auto* each : {&scales, &bias})
         STD_TORCH_CHECK(!*each || (*each)->numel() == outputs, "scales and bias are of outputs");
-    a.rows = x.size(0);
-    a.depth = x.size(1);
+    a.rows = rows;
+    a.stride = a.depth = depth;
     a.outputs = outputs;
     STD_TORCH_CHECK(
         0 <= activation && activation <= static_cast<int64_t>(Activation::Gelu),
         "unknown activation");
     a.activation = static_cast<Activation>(activation);
     STD_TORCH_CHECK(!is_gated || outputs % (2 * PANEL) == 0, "gates must fill whole panels");
-    a.gate_panels = is_gated ? panels_of_all / 2 : 0;
+    a.gate_panels = is_gated ? panels / 2 : 0;
     a.places_at_once = places_at_once();
-    Tensor out = new_output(x, {a.rows, is_gated ? outputs / 2 : outputs});
-    a.out = out.mutable_data_ptr();
-    if (residual) {
-        check_close(*residual, 2, "residual");
-        STD_TORCH_CHECK(
-            residual->is_contiguous() && residual->scalar_type() == x.scalar_type() &&
-                residual->size(0) == out.size(0) && residual->size(1) == out.size(1),
-            "residual must be of the shape and dtype of the outputs");
-        a.residual = residual->const_data_ptr();
-    }
-    a.input = static_cast<const float*>(a.x);
-    a.input_stride = a.stride;
-    std::unique_ptr<float[]> floats;
-    if (a.dtype != DType::Float32 && !is_paired) {
-        floats.reset(new float[a.rows * a.depth]);
-        a.input = floats.get();
-        a.input_stride = a.depth;
-        const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, a.depth));
-        torch::stable::parallel_for(0, a.rows, grain, [&](int64_t first, int64_t last) {
-            kernels.widen(a, first, last, floats.get());
-        });
-    }
-    // Panel by panel within some rows: these stay in a core's cache, and weights are read once.
-    const int64_t panels = is_gated ? a.gate_panels : panels_of_all;
-    // All parts but the last are equal and a multiple of the unit, and as few as may be.
-    const int64_t max_rows = kernels.max_rows(a.depth), unit = kernels.unit_rows;
-    const int64_t even = a.rows / (a.rows / (max_rows + 1) + 1);
-    const int64_t rows = std::min(max_rows, (even / unit + 1) * unit);
-    const int64_t parts = (a.rows + rows - 1) / rows;
-    share_out(panels * parts, kernels.scratch_floats(a), [&](int64_t i, bool has_next, float* scratch) {
-        const int64_t first = i / panels * rows, last = std::min(first + rows, a.rows);
-        kernels.multiply(a, {i % panels, first, last, has_next && (i + 1) % panels != 0}, scratch);
-    });
-    return out;
+    return a;
 }
 
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
-    return multiply(x, {packed, scales, bias, outputs}, activation, is_gated, nullptr);
+    check_close(x, 2, "x");
+    const DType dtype = dtype_of(x, *dispatch_table().attention);
+    Linear a =
+        linear_of({packed, scales, bias, outputs}, dtype, x.size(0), x.size(1), activation, is_gated);
+    a.x = x.const_data_ptr();
+    a.stride = x.stride(0);
+    Tensor out = new_output(x, {a.rows, is_gated ? outputs / 2 : outputs});
+    a.out = out.mutable_data_ptr();
+    run_between(a.rows, [&](Program& program) {
+        keep(program, {x, packed, scales.value_or(x), bias.value_or(x)});
+        add_linear(program, a);
+    });
+    return out;
 }
 
 }  // namespace aioengine

@@ -6,6 +6,8 @@
 #include <tuple>
 #include <vector>
 
+#include "operators.h"
+#include "parallel.h"
 #include "tensors.h"
 
 namespace aioengine {
@@ -22,6 +24,27 @@ Tensor attend(
     const std::optional<Tensor>& distance_bias, double scale, double softcap, int64_t window,
     bool is_causal, bool blocks_in_window);
 
+// Where a step's tokens lie, of one KV group: kernels/attention.py. In memory of a program.
+struct Places {
+    const int32_t *slot_blocks, *slot_offsets, *query_start, *seq_lens, *block_table;
+    const int32_t* block_ids;  // or null
+    int64_t num_slots, num_sequences, num_ids, table_width;
+};
+
+Places places_of(
+    Program& program, const Tensor& slot_blocks, const Tensor& slot_offsets, const Tensor& query_start,
+    const Tensor& seq_lens, const Tensor& block_table, const std::optional<Tensor>& block_ids);
+
+// Keys and values of a layer, whose slots are yet to be told.
+Pages pages_of(const Tensor& key_cache, const Tensor& value_cache);
+
+// What attention of so many tokens is given; query, out, scale, softcap and what tells blocks and distances
+// apart are yet to be told.
+Attention attention_of(
+    const Tensor& key_cache, const Tensor& value_cache, const Places& places, DType dtype,
+    int64_t num_tokens, int64_t heads, const std::optional<Tensor>& sinks, int64_t window,
+    bool is_causal);
+
 // A weight as `pack_panels` has made it, of which `outputs` are not padding, or where bfloat16 is
 // multiplied as such, a plain one [outputs, depth]; and what goes with it.
 struct Weight {
@@ -30,11 +53,10 @@ struct Weight {
     int64_t outputs;
 };
 
-// x [rows, depth] times a weight. Where it is gated, the first half of the outputs are gates of the
-// second, and there are half as many. `residual`: null, or is added to the outputs once rounded.
-Tensor multiply(
-    const Tensor& x, const Weight& weight, int64_t activation, bool is_gated,
-    const Tensor* residual);
+// What a matmul of `rows` rows with a weight is given; x and out are yet to be told. Where it is gated, the
+// first half of the outputs are gates of the second, and there are half as many.
+Linear linear_of(
+    const Weight& weight, DType dtype, int64_t rows, int64_t depth, int64_t activation, bool is_gated);
 
 // A weight [outputs, depth] as [panels, depth, PANEL]; where the CPU multiplies pairs, one of bfloat16
 // as [panels, depth / 2, PANEL, 2].
@@ -45,21 +67,23 @@ Tensor linear(
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated);
 
 // x [rows, dim] or [rows, heads, dim] over the root of the mean square of each row (and head) plus epsilon,
-// times weight [dim], of the dtype of x or float32; `residual`: null, or [rows, heads * dim], is added to
-// what was rounded. Contiguous.
+// times weight [dim], of the dtype of x or float32. Contiguous.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon);
-Tensor normalize(const Tensor& x, const Tensor& weight, double epsilon, const Tensor* residual);
 
-// The same; float32 by torch's own operator, whose bits transformers' norms have.
-Tensor normalize_for_layer(
-    const Tensor& x, const Tensor& weight, double epsilon, const Tensor* residual);
+// The place [rows] int64 of the largest number of each row of x [rows, width], the first of several; and x
+// as float32.
+Tensor argmax(const Tensor& x);
+Tensor widen(const Tensor& x);
 
-// x plus `residual`, both [rows, dim]; contiguous.
-Tensor add_rows(const Tensor& x, const Tensor& residual);
+// Raises unless the weight is for rows of this width and dtype.
+void check_norm(const Tensor& weight, int64_t dim, DType dtype);
+void set_weight(Norm& a, const Tensor& weight, double epsilon);
 
-// `rows` of x [n, dim]; and the way back: [count, dim] with x at `rows`, zeros elsewhere.
-Tensor take_rows(const Tensor& x, const Tensor& rows);
+// The rows x [n, dim] at the places `rows` of [count, dim], zeros elsewhere.
 Tensor put_rows(const Tensor& x, const Tensor& rows, int64_t count);
+
+// What a rotation by cos and sin [tokens, dim] is given; x and out are yet to be told.
+Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t dim, DType dtype);
 
 // query [T, Hq, D] and key [T, Hkv, D], rotated by cos and sin [T, D].
 std::tuple<Tensor, Tensor> rotate(

@@ -1,56 +1,55 @@
-// Pieces of work for torch's own threads.
+// The team of the calling thread, and programs for it.
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstring>
-#include <memory>
+#include <vector>
 
-#include "memory.h"
+#include "team.h"
+#include "tensors.h"
 
 namespace aioengine {
 
-// What a thread wrote past the caches becomes visible to others before what it writes after this.
-inline void finish_streaming() {
-#if defined(__x86_64__)
-    __builtin_ia32_sfence();
-#endif
+// The calling thread's team: as many threads as torch says that operators have.
+Team& own_team();
+
+// Runs a program of one operator on so many rows, between others of torch.
+//
+// Few rows are for the team, as torch's operators need no second thread for them. Where there are many,
+// torch's threads are awake: they spin for milliseconds behind each operator, and our own beside them would
+// be too many for the cores.
+void run_between(Team& team, Program& program, int64_t rows);
+
+// The same of what `build` adds to an empty program.
+template <class Build>
+void run_between(int64_t rows, const Build& build) {
+    Team& team = own_team();
+    Program& program = team.begin();
+    build(program);
+    run_between(team, program, rows);
 }
 
-// Runs `work(i, has_next, scratch)` for each i in [0, count) on torch's threads. Each goes through a part
-// of its own, in order (`has_next`: i + 1 is likely to follow), so that what lies behind each other is
-// read by one; who has done takes from the others' parts. Each has `num_floats` of scratch, aligned,
-// which begin with 64 bytes of zeros.
+// Calls `work(first, last)` for ranges of [0, count) of `grain` at most; `rows`: as above.
 template <class Work>
-void share_out(int64_t count, int64_t num_floats, const Work& work) {
-    struct alignas(64) Part {
-        std::atomic<int64_t> next;
-        int64_t end;
-    };
-    const int64_t num_parts = std::min<int64_t>(count, torch::stable::get_num_threads());
-    std::unique_ptr<Part[]> parts(new Part[num_parts]);
-    for (int64_t i = 0; i < num_parts; ++i) {
-        parts[i].next = i * count / num_parts;
-        parts[i].end = (i + 1) * count / num_parts;
+struct Ranges {
+    const Work* work;
+    int64_t count, grain;
+
+    void commit(const Part& part) const {
+        const int64_t first = part.index * grain;
+        (*work)(first, std::min(first + grain, count));
     }
-    torch::stable::parallel_for(0, num_parts, 1, [&](int64_t begin, int64_t end) {
-        const size_t bytes = MemoryPool::rounded(num_floats * sizeof(float));
-        const auto give_back = [bytes](void* memory) { memory_pool().give(memory, bytes); };
-        std::unique_ptr<void, decltype(give_back)> memory(memory_pool().take(bytes), give_back);
-        std::memset(memory.get(), 0, std::min<size_t>(bytes, 64));
-        for (int64_t thread = begin; thread < end; ++thread) {
-            for (int64_t offset = 0; offset < num_parts; ++offset) {
-                Part& part = parts[(thread + offset) % num_parts];
-                for (int64_t i = part.next++; i < part.end; i = part.next++)
-                    work(i, i + 1 < part.end, static_cast<float*>(memory.get()));
-            }
-        }
-        finish_streaming();
+};
+
+template <class Work>
+void share_out(int64_t rows, int64_t count, int64_t grain, const Work& work) {
+    run_between(rows, [&](Program& program) {
+        program.add(Ranges<Work>{&work, count, grain}, (count + grain - 1) / grain);
     });
 }
+
+// Keeps tensors that a program reads as long as it.
+void keep(Program& program, std::vector<Tensor> tensors);
 
 }  // namespace aioengine

@@ -22,6 +22,8 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
         "int activation=0, bool is_gated=False) -> Tensor");
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+    library.def("argmax(Tensor x) -> Tensor");
+    library.def("widen(Tensor x) -> Tensor");
     library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
     library.def(
         "pack_plan(Tensor[] tensors, int[] sizes, float[] numbers, Tensor? norm, float epsilon) "
@@ -42,6 +44,8 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("pack_panels", TORCH_BOX(&aioengine::pack_panels));
     library.impl("linear", TORCH_BOX(&aioengine::linear));
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
+    library.impl("argmax", TORCH_BOX(&aioengine::argmax));
+    library.impl("widen", TORCH_BOX(&aioengine::widen));
     library.impl("rotate", TORCH_BOX(&aioengine::rotate));
     library.impl("pack_plan", TORCH_BOX(&aioengine::pack_plan));
     library.impl("project", TORCH_BOX(&aioengine::project));

@@ -16,7 +16,7 @@ shift
     | tar -x -C "$COPY"
 cd "$COPY"
 # Neither the CPU nor Linux is asked for tiles.
-sed -i '/1u << 22/d; s/return syscall(SYS_arch_prctl.*;/return true;/' kernels/cpu/ops/dispatch.cpp
+sed -i '/1u << 22/d; s/return syscall(SYS_arch_prctl.*;/return true;/' kernels/cpu/program/dispatch.cpp
 cat > compiler <<'EOF'
 #!/bin/sh
 case " $* " in

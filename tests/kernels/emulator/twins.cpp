@@ -54,14 +54,14 @@ struct Array {
     std::vector<char> bytes;
     Array(DType dtype, int64_t count, bool is_drawn = true)
         : bytes(count * (dtype == DType::Float32 ? 4 : 2)) {
-        for (int64_t i = 0; is_drawn && i < count; ++i) put(number, bytes.data(), i, drawn());
+        for (int64_t i = 0; is_drawn && i < count; ++i) put(dtype, bytes.data(), i, drawn());
     }
 };
 
 static float largest_error(DType dtype, const Array& a, const Array& b, int64_t count) {
     float worst = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const float x = get(number, a.bytes.data(), i), y = get(number, b.bytes.data(), i);
+        const float x = get(dtype, a.bytes.data(), i), y = get(dtype, b.bytes.data(), i);
         const float error = fabsf(x - y);
         if (!(error <= worst)) worst = error;
     }
@@ -75,10 +75,10 @@ static bool compare_attention(const AttentionKernels& one, const AttentionKernel
     const int64_t block_size = pick(1, 40), length = pick(1, 700);
     const int64_t num_new = pick(1, length < 9 ? length : 9);
     const int64_t blocks = (length + block_size - 1) / block_size;
-    Array query(number, num_new * heads * key_dim);
-    Array keys(number, blocks * block_size * kv_heads * key_dim);
-    Array values(number, blocks * block_size * kv_heads * value_dim);
-    Array out1(number, num_new * heads * value_dim), out2(number, num_new * heads * value_dim);
+    Array query(dtype, num_new * heads * key_dim);
+    Array keys(dtype, blocks * block_size * kv_heads * key_dim);
+    Array values(dtype, blocks * block_size * kv_heads * value_dim);
+    Array out1(dtype, num_new * heads * value_dim), out2(dtype, num_new * heads * value_dim);
     std::vector<int32_t> table(blocks), starts = {0, (int32_t)num_new}, lens = {(int32_t)length};
     for (int64_t i = 0; i < blocks; ++i) table[i] = (int32_t)(blocks - 1 - i);
     std::vector<float> sinks(heads), bias(heads * 5);
@@ -87,7 +87,7 @@ static bool compare_attention(const AttentionKernels& one, const AttentionKernel
     std::vector<int32_t> ids(num_new);
     for (int32_t& id : ids) id = (int32_t)pick(-1, 1);
     Attention a{};
-    a.dtype = number;
+    a.dtype = dtype;
     a.query = query.bytes.data();
     a.key_cache = keys.bytes.data();
     a.value_cache = values.bytes.data();
@@ -128,11 +128,12 @@ static bool compare_attention(const AttentionKernels& one, const AttentionKernel
             Piece piece = {0, head, 0, num_new, 0, length, is_split ? 0 : -1};
             kernels.attend(a, piece, scratch);
             if (is_split) kernels.merge(a, {piece, parts}, scratch);
+            kernels.write(a, piece, scratch);
         }
         free(scratch);
     }
-    const float error = largest_error(number, out1, out2, num_new * heads * value_dim);
-    const float bound = number == DType::Float32 ? 2e-5f : 2e-2f;
+    const float error = largest_error(dtype, out1, out2, num_new * heads * value_dim);
+    const float bound = dtype == DType::Float32 ? 2e-5f : 2e-2f;
     if (error <= bound) return true;
     printf("attention differs by %g: dims %ld %ld, length %ld\n", error, (long)key_dim,
            (long)value_dim, (long)length);
@@ -144,22 +145,22 @@ static bool compare_products(const LinearKernels& one, const LinearKernels& othe
     const bool is_gated = pick(0, 2) == 0;
     const int64_t outputs = is_gated ? 2 * PANEL * pick(1, 2) : pick(1, 100);
     const int64_t panels = (outputs + PANEL - 1) / PANEL;
-    Array x(number, rows * depth), packed(number, panels * depth * PANEL);
+    Array x(dtype, rows * depth), packed(dtype, panels * depth * PANEL);
     std::vector<int8_t> small(panels * depth * PANEL);
     for (int8_t& w : small) w = (int8_t)pick(-127, 127);
-    Array out1(number, rows * outputs), out2(number, rows * outputs);
+    Array out1(dtype, rows * outputs), out2(dtype, rows * outputs);
     std::vector<float> scales(outputs), bias(outputs), input(rows * depth);
     for (float& v : scales) v = drawn() / 100;
     for (float& v : bias) v = drawn();
     const bool is_small = pick(0, 1);
     Linear a{};
-    a.dtype = number;
+    a.dtype = dtype;
     a.weights = is_small                       ? Weights::Int8
-                : number == DType::Float32 ? Weights::Float32
+                : dtype == DType::Float32 ? Weights::Float32
                                             : Weights::BFloat16;
     a.x = x.bytes.data();
     a.stride = depth;
-    a.input = number == DType::Float32 ? (const float*)a.x : input.data();
+    a.input = dtype == DType::Float32 ? (const float*)a.x : input.data();
     a.input_stride = depth;
     a.packed = is_small ? (void*)small.data() : packed.bytes.data();
     a.scales = is_small ? scales.data() : nullptr;
@@ -174,12 +175,14 @@ static bool compare_products(const LinearKernels& one, const LinearKernels& othe
         a.out = which ? out2.bytes.data() : out1.bytes.data();
         const int64_t floats = kernels.scratch_floats(a);
         float* scratch = (float*)aligned_alloc(64, (size_t)(floats * 4 + 63) / 64 * 64);
-        if (number != DType::Float32) kernels.widen(a, 0, rows, input.data());
-        for (int64_t panel = 0; panel < (is_gated ? panels / 2 : panels); ++panel)
+        if (dtype != DType::Float32) kernels.widen(a, 0, rows, input.data());
+        for (int64_t panel = 0; panel < (is_gated ? panels / 2 : panels); ++panel) {
             kernels.multiply(a, {panel, 0, rows}, scratch);
+            kernels.write(a, {panel, 0, rows}, scratch);
+        }
         free(scratch);
     }
-    const float error = largest_error(number, out1, out2, rows * (is_gated ? outputs / 2 : outputs));
+    const float error = largest_error(dtype, out1, out2, rows * (is_gated ? outputs / 2 : outputs));
     // Products of two outputs are as large as 300 here.
     const float bound = (dtype == DType::Float32 ? 1e-4f : 0.3f) * (is_gated ? 10 : 1);
     if (error <= bound) return true;
@@ -193,8 +196,8 @@ int main(int argc, char** argv) {
     int failures = 0;
     for (int i = 0; i < count; ++i) {
         const DType dtype = i % 2 ? DType::BFloat16 : DType::Float32;
-        failures += !compare_attention(kernels_generic, TABLE(kernels_, INSTRUCTION_SET), number);
-        failures += !compare_products(linear_generic, TABLE(linear_, INSTRUCTION_SET), number);
+        failures += !compare_attention(kernels_generic, TABLE(kernels_, INSTRUCTION_SET), dtype);
+        failures += !compare_products(linear_generic, TABLE(linear_, INSTRUCTION_SET), dtype);
     }
     printf("%d problems, %d failures\n", 2 * count, failures);
     fflush(stdout);

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "argmax.h"
 #include "attention.h"
 #include "linear.h"
 #include "norm.h"
@@ -19,6 +20,7 @@ struct DispatchTable {
     const LinearKernels* bf16_gemm;
     const NormKernel* norm;
     const RotaryKernel* rotary;
+    const ArgmaxKernel* argmax;
 };
 
 // The table in use: the best of this CPU's, unless another one was chosen.

@@ -1,0 +1,195 @@
+"""Tokens per second on a busy machine, as a share of those on an idle one.
+
+Streams decode for a while at a time: alone, beside other processes that spin (in this scheduling
+group or in one of their own), beside one that reads memory, and beside threads of this process that
+run pure Python. Each share is that of the idle turns before and after; the last line is JSON. The
+fair share of a team of two threads on two cores beside 1, 2, 4 such processes is 0.67, 0.5, 0.33.
+
+    python benchmarks/busy.py [--model FOLDER] [--requests 1,8,32] [--seconds 4] [--rounds 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bare_loop import BareLoop, Probe
+
+from aioengine import AsyncEngine, SamplingParams, demo_model
+
+SPIN = "while True: pass"
+READ_MEMORY = """
+import numpy
+numbers = numpy.zeros(1 << 27)
+while True: numbers.sum()
+"""
+PROMPT = "The history of the lighthouse begins with fires on hills, and goes on with "
+IDLE = "idle"
+
+
+@contextmanager
+def processes(count: int, code: str = SPIN, *, own_group: bool = False) -> Iterator[None]:
+    """Meanwhile, so many processes run `code`; `own_group`: in a session, and so a scheduling
+    group (autogroup), of their own."""
+    forks = f"import os\nany(not os.fork() for _ in range({count - 1}))\n{code}"
+    command = [sys.executable, "-c", forks]
+    # In the same group: of a group of processes of their own all the same, to be ended by it.
+    group: dict[str, Any] = {"start_new_session": True} if own_group else {"process_group": 0}
+    running = subprocess.Popen(command, **group)
+    time.sleep(0.5 if code is SPIN else 2)
+    try:
+        yield
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+@contextmanager
+def python_threads(count: int) -> Iterator[None]:
+    """Meanwhile, so many threads of this process run pure Python."""
+    is_over = threading.Event()
+
+    def spin() -> None:
+        number = 0
+        while not is_over.is_set():
+            for _ in range(1000):
+                number += 1
+
+    threads = [threading.Thread(target=spin, daemon=True) for _ in range(count)]
+    for each in threads:
+        each.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for each in threads:
+            each.join()
+
+
+NEIGHBOURS: dict[str, Any] = {
+    "1 process": lambda: processes(1),
+    "2 processes": lambda: processes(2),
+    "4 processes": lambda: processes(4),
+    "1 process, own group": lambda: processes(1, own_group=True),
+    "2 processes, own group": lambda: processes(2, own_group=True),
+    "4 processes, own group": lambda: processes(4, own_group=True),
+    "1 that reads memory": lambda: processes(1, READ_MEMORY),
+    "1 Python thread": lambda: python_threads(1),
+    "2 Python threads": lambda: python_threads(2),
+}
+
+
+async def decode(
+    engine: AsyncEngine, bare: BareLoop, requests: int, seconds: float
+) -> tuple[float, dict[str, float]]:
+    """Tokens per second of so many streams; how late this loop and the bare one woke, in ms."""
+    params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True)
+    counts = [0] * requests
+    begun = asyncio.Event()
+
+    async def read(index: int) -> None:
+        async with engine.stream(f"{PROMPT} {index}", params) as stream:
+            async for delta in stream:
+                counts[index] += len(delta.token_ids)
+                if all(counts):
+                    begun.set()
+
+    tasks = [asyncio.create_task(read(index)) for index in range(requests)]
+    try:
+        await asyncio.wait_for(begun.wait(), 120)
+        probe = Probe()
+        bare.begin()
+        watching = asyncio.create_task(probe.run())
+        before, since = sum(counts), time.perf_counter()
+        await asyncio.sleep(seconds)
+        rate = (sum(counts) - before) / (time.perf_counter() - since)
+        watching.cancel()
+        lags = {**probe.summary("loop"), **await bare.end()}
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return rate, {name: lags[name] for name in ("loop_lag_p99", "bare_lag_p99")}
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    names = [name for name in NEIGHBOURS if options.only in name]
+    rates: dict[str, list[float]] = {}
+    shares: dict[str, dict[str, list[float]]] = {}
+    lags: dict[str, dict[str, list[dict[str, float]]]] = {}
+    bare = await BareLoop.spawn()
+    async with AsyncEngine.from_pretrained(
+        options.model, dtype=options.dtype, max_model_len=options.max_model_len
+    ) as engine:
+        for requests in options.requests:
+            key = f"{requests} requests"
+            shares[key] = {name: [] for name in names}
+            lags[key] = {name: [] for name in (IDLE, *names)}
+            turn = partial(decode, engine, bare, requests)
+            await turn(0.5)
+            idle, lag = await turn(options.seconds)
+            rates[key] = [idle]
+            for name in names * options.rounds:
+                with NEIGHBOURS[name]():
+                    busy, lag_beside = await turn(options.seconds)
+                after, lag = await turn(options.seconds)
+                rates[key].append(after)
+                lags[key][IDLE].append(lag)
+                lags[key][name].append(lag_beside)
+                shares[key][name].append(2 * busy / (idle + after))
+                shown = f"{busy:.1f} of {idle:.1f} and {after:.1f}: {shares[key][name][-1]:.3f}"
+                print(f"{key}, {name}: {shown}, {lag_beside}", file=sys.stderr)
+                idle = after
+    await bare.aclose()
+    return {
+        "benchmark": "busy",
+        "model": Path(options.model).name,
+        "dtype": options.dtype,
+        "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
+        "idle_tokens_per_s": {key: round(median(each), 1) for key, each in rates.items()},
+        "share_of_idle": {
+            key: {name: round(median(each), 3) for name, each in found.items()}
+            for key, found in shares.items()
+        },
+        "lag_ms": {
+            key: {
+                name: {kind: round(median(lag[kind] for lag in each), 1) for kind in each[0]}
+                for name, each in found.items()
+                if each
+            }
+            for key, found in lags.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=demo_model())
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument(
+        "--requests", type=lambda text: [*map(int, text.split(","))], default=[1, 8, 32]
+    )
+    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default="", help="neighbours whose name has this in it")
+    print(json.dumps(asyncio.run(measure(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

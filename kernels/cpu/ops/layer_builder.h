@@ -1,0 +1,250 @@
+// A decoder's layers as operators of a program.
+
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "layer_plan.h"
+#include "ops.h"
+
+namespace aioengine {
+
+// Rows of a step's numbers, `stride` numbers apart.
+struct Rows {
+    const char* data;
+    int64_t count, width, stride;
+};
+
+inline Rows rows_of(const Tensor& x, DType dtype, const char* name) {
+    check_close(x, 2, name);
+    STD_TORCH_CHECK(
+        dtype_of(x, *dispatch_table().attention) == dtype, name, " must be of the dtype of the layers");
+    return {static_cast<const char*>(x.const_data_ptr()), x.size(0), x.size(1), x.stride(0)};
+}
+
+// Memory of a program that one operator after the other uses.
+class Buffer {
+public:
+    char* hold(Program& program, size_t bytes) {
+        if (bytes > bytes_) memory_ = static_cast<char*>(program.take(bytes));
+        bytes_ = std::max(bytes_, bytes);
+        return memory_;
+    }
+
+private:
+    char* memory_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+// Adds the operators of layers to a program.
+class Builder {
+public:
+    Builder(Team& team, Program& program, const Tensor& x)
+        : team_(team), program_(program), dtype_(dtype_of(x, *dispatch_table().attention)),
+          size_(size_of(dtype_)) {}
+
+    DType dtype() const { return dtype_; }
+
+    // What a layer's queries, keys and values are made of: qkv [T, (heads + 2 kv_heads) * dim].
+    void add_qkv(const PlannedLayer& layer, const Rows& x, void* qkv) {
+        multiply(normalized(x, layer.norm), layer.qkv, 0, false, nullptr, qkv);
+    }
+
+    // Of that, what is yet to be told where it goes.
+    Heads heads_of(const PlannedLayer& layer, const void* qkv, const std::vector<Tensor>& angles,
+                   int64_t tokens) {
+        Heads heads{};
+        heads.dtype = dtype_;
+        heads.tokens = tokens;
+        heads.heads = layer.heads;
+        heads.kv_heads = layer.kv_heads;
+        heads.key_dim = heads.value_dim = layer.head_dim;
+        const int64_t first[3] = {0, layer.heads, layer.heads + layer.kv_heads};
+        for (int i = 0; i < 3; ++i) {
+            heads.x[i] = static_cast<const char*>(qkv) + first[i] * layer.head_dim * size_;
+            heads.strides[i][0] = (layer.heads + 2 * layer.kv_heads) * layer.head_dim;
+            heads.strides[i][1] = layer.head_dim;
+        }
+        const auto set_norm = [&](const std::optional<PlannedNorm>& norm, std::optional<Norm>& to) {
+            if (norm) to = norm_of(*norm, layer.head_dim);
+        };
+        set_norm(layer.query_norm, heads.norms[0]);
+        set_norm(layer.key_norm, heads.norms[1]);
+        if (layer.angles < 0) return heads;
+        const size_t cos = 2 * static_cast<size_t>(layer.angles);
+        STD_TORCH_CHECK(cos + 1 < angles.size(), "the step has no such angles");
+        heads.angles = angles_of(angles[cos], angles[cos + 1], tokens, layer.head_dim, dtype_);
+        return heads;
+    }
+
+    void add_parts(const Heads& heads) {
+        if (heads.query || heads.key || heads.pages) add_heads(program_, heads);
+    }
+
+    // All of a layer up to its output matmul: [T, heads * dim], until the next layer.
+    Rows add_attention(
+        const PlannedLayer& layer, const Rows& x, const std::vector<Tensor>& angles,
+        const Tensor& key_cache, const Tensor& value_cache, const Places& places, bool blocks_in_window) {
+        const int64_t tokens = x.count, width = layer.heads * layer.head_dim;
+        const int64_t all = width + 2 * layer.kv_heads * layer.head_dim;
+        char* qkv = inner_.hold(program_, tokens * (all + 2 * width) * size_);
+        char *query = qkv + tokens * all * size_, *attended = query + tokens * width * size_;
+        add_qkv(layer, x, qkv);
+        Heads heads = heads_of(layer, qkv, angles, tokens);
+        const bool is_made = heads.norms[0] || heads.angles;
+        heads.query = is_made ? query : nullptr;
+        if (layer.stores) {
+            STD_TORCH_CHECK(places.num_slots == tokens, "there must be a slot for each row");
+            heads.pages = pages_of(key_cache, value_cache);
+            heads.pages->blocks = places.slot_blocks;
+            heads.pages->offsets = places.slot_offsets;
+        }
+        add_parts(heads);
+        Attention a = attention_of(
+            key_cache, value_cache, places, dtype_, tokens, layer.heads, layer.sinks, layer.window, true);
+        STD_TORCH_CHECK(
+            a.kv_heads == layer.kv_heads && a.key_dim == layer.head_dim && a.value_dim == layer.head_dim,
+            "the caches do not fit the layer");
+        a.query = is_made ? query : heads.x[0];
+        a.query_strides[0] = is_made ? width : heads.strides[0][0];
+        a.query_strides[1] = layer.head_dim;
+        a.scale = static_cast<float>(layer.scale);
+        a.softcap = static_cast<float>(layer.softcap);
+        a.blocks_in_window = blocks_in_window;
+        a.out = attended;
+        const AttentionWork& work = work_of(a, places);
+        a.partial =
+            reinterpret_cast<float*>(partial_.hold(program_, work.num_partial * sizeof(float)));
+        aioengine::add_attention(program_, a, work);
+        return {attended, tokens, width, width};
+    }
+
+    // x plus a matmul of `given`, which has a norm of its own or none; to `out`, or where it fits.
+    Rows add(
+        const Rows& x, const Rows& given, const PlannedMatmul& matmul,
+        const std::optional<PlannedNorm>& norm, void* out = nullptr) {
+        const Rows to = stream(x, out);
+        if (!norm) {
+            multiply(given, matmul, 0, false, &x, const_cast<char*>(to.data));
+            return to;
+        }
+        char* found = found_.hold(program_, x.count * x.width * size_);
+        multiply(given, matmul, 0, false, nullptr, found);
+        normalize({found, x.count, x.width, x.width}, &*norm, &x, const_cast<char*>(to.data));
+        return to;
+    }
+
+    Rows add_feed(const PlannedLayer& layer, const Rows& x, void* out = nullptr) {
+        STD_TORCH_CHECK(layer.up, "a module computes this layer's feed-forward part");
+        const int64_t width = layer.up->outputs / (layer.is_gated ? 2 : 1);
+        char* inner = inner_.hold(program_, x.count * width * size_);
+        multiply(normalized(x, layer.feed_norm), *layer.up, layer.activation, layer.is_gated, nullptr, inner);
+        return add(x, {inner, x.count, width, width}, *layer.down, layer.feed_out_norm, out);
+    }
+
+    Rows add_rows(const Rows& x, const Rows& more) {
+        const Rows to = stream(x, nullptr);
+        normalize(x, nullptr, &more, const_cast<char*>(to.data));
+        return to;
+    }
+
+    Rows take_rows(const Rows& x, const int64_t* rows, int64_t count) {
+        char* to = static_cast<char*>(program_.take(count * x.width * size_));
+        add_take_rows(program_, x.data, x.stride * size_, rows, count, x.width * size_, to);
+        return {to, count, x.width, x.width};
+    }
+
+    // x with a norm or without, to `out`.
+    void finish(const Rows& x, const std::optional<PlannedNorm>& norm, void* out) {
+        if (norm) return normalize(x, &*norm, nullptr, out);
+        int64_t* rows = static_cast<int64_t*>(program_.take(x.count * sizeof(int64_t)));
+        for (int64_t i = 0; i < x.count; ++i) rows[i] = i;
+        add_take_rows(program_, x.data, x.stride * size_, rows, x.count, x.width * size_, out);
+    }
+
+private:
+    Norm norm_of(const PlannedNorm& norm, int64_t dim) const {
+        check_norm(norm.weight, dim, dtype_);
+        Norm a{};
+        set_weight(a, norm.weight, norm.epsilon);
+        return a;
+    }
+
+    void normalize(const Rows& x, const PlannedNorm* norm, const Rows* residual, void* out) {
+        Norm a = norm ? norm_of(*norm, x.width) : Norm{};
+        a.dtype = dtype_;
+        a.x = x.data;
+        a.strides[0] = x.stride;
+        a.heads = 1;
+        a.dim = x.width;
+        a.out = out;
+        if (residual) {
+            STD_TORCH_CHECK(
+                residual->count == x.count && residual->width == x.width,
+                "what is added must be of the shape of x");
+            a.residual = residual->data;
+            a.residual_stride = residual->stride;
+        }
+        add_norm(program_, a, x.count);
+    }
+
+    Rows normalized(const Rows& x, const std::optional<PlannedNorm>& norm) {
+        if (!norm) return x;
+        char* to = normed_.hold(program_, x.count * x.width * size_);
+        normalize(x, &*norm, nullptr, to);
+        return {to, x.count, x.width, x.width};
+    }
+
+    void multiply(
+        const Rows& x, const PlannedMatmul& matmul, int64_t activation, bool is_gated,
+        const Rows* residual, void* out) {
+        Linear a = linear_of(matmul.weight(), dtype_, x.count, x.width, activation, is_gated);
+        a.x = x.data;
+        a.stride = x.stride;
+        a.out = out;
+        if (residual) {
+            STD_TORCH_CHECK(
+                residual->stride == a.outputs && residual->count == a.rows && !is_gated,
+                "residual must be of the shape of the outputs");
+            a.residual = residual->data;
+        }
+        const bool has_floats = dtype_ != DType::Float32 && !a.is_paired;
+        char* floats = has_floats ? floats_.hold(program_, a.rows * a.depth * sizeof(float)) : nullptr;
+        add_linear(program_, a, reinterpret_cast<float*>(floats));
+    }
+
+    // Where what follows x goes: `out`, or the one of two places that x is not at.
+    Rows stream(const Rows& x, void* out) {
+        char* to = static_cast<char*>(out);
+        for (Buffer& buffer : streams_) {
+            if (to) break;
+            char* place = buffer.hold(program_, x.count * x.width * size_);
+            if (place != x.data) to = place;
+        }
+        return {to, x.count, x.width, x.width};
+    }
+
+    // Layers of one KV group share it where they see the same keys.
+    const AttentionWork& work_of(const Attention& a, const Places& places) {
+        for (const auto& [known, work] : works_)
+            if (known.block_table == a.block_table && known.heads == a.heads &&
+                known.kv_heads == a.kv_heads && known.window == a.window && known.key_dim == a.key_dim &&
+                known.value_dim == a.value_dim)
+                return work;
+        works_.emplace_back(a, cut_attention(program_, a, places.num_sequences, team_.num_threads()));
+        return works_.back().second;
+    }
+
+    Team& team_;
+    Program& program_;
+    const DType dtype_;
+    const int64_t size_;
+    Buffer streams_[2], normed_, inner_, found_, floats_, partial_;
+    std::deque<std::pair<Attention, AttentionWork>> works_;
+};
+
+}  // namespace aioengine
