@@ -18,15 +18,14 @@ import argparse
 import json
 import statistics
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from neighbours import python_threads
 from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,28 +201,6 @@ class Counted(TorchDispatchMode):
         return found
 
 
-@contextmanager
-def spinning(count: int) -> Iterator[None]:
-    """Meanwhile, `count` threads run pure Python."""
-    ends = threading.Event()
-
-    def spin() -> None:
-        number = 0
-        while not ends.is_set():
-            for _ in range(1000):
-                number += 1
-
-    threads = [threading.Thread(target=spin, daemon=True) for _ in range(count)]
-    for each in threads:
-        each.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        for each in threads:
-            each.join()
-
-
 def milliseconds(step: Callable[[], Any], count: int) -> float:
     """The median time of a call."""
     times = []
@@ -254,7 +231,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             lambda plan=plan: runner.step(plan).read(), options.steps
         )
     plan = plan_of(runner, options.requests, {})
-    with spinning(1):
+    with python_threads(1):
         found["beside_python_ms"] = milliseconds(lambda: runner.step(plan).read(), 3)
     return found
 
