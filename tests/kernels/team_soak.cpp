@@ -17,7 +17,7 @@ using namespace aioengine;
 
 namespace {
 
-constexpr int64_t WIDTH = 16;
+constexpr int64_t WIDTH = 16, MOST_PARTS = 12;
 
 std::atomic<int64_t> stopped{0}, computed{0};
 
@@ -89,15 +89,15 @@ int main(int count, char** arguments) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     Team team(threads);
     int64_t programs = 0, operators = 0, parts_of_all = 0;
-    std::vector<int64_t> expected, next;
+    std::vector<int64_t> expected, next, result(MOST_PARTS * WIDTH);
+    std::vector<std::atomic<int64_t>> commits(MOST_PARTS);
     while (std::chrono::steady_clock::now() < end) {
         Program& program = team.begin();
-        const int64_t parts = 1 + random() % 12, length = 1 + random() % 30;
+        const int64_t parts = 1 + random() % MOST_PARTS, length = 1 + random() % 30;
         const int64_t bytes = parts * WIDTH * sizeof(int64_t);
         int64_t* rows[2] = {
             static_cast<int64_t*>(program.take(bytes)), static_cast<int64_t*>(program.take(bytes))};
-        auto* commits = static_cast<std::atomic<int64_t>*>(program.take(parts * sizeof(int64_t)));
-        for (int64_t i = 0; i < parts; ++i) new (&commits[i]) std::atomic<int64_t>(0);
+        for (std::atomic<int64_t>& each : commits) each = 0;
         expected.assign(parts * WIDTH, 0);
         for (int64_t i = 0; i < parts * WIDTH; ++i) expected[i] = rows[0][i] = random();
         for (int64_t number = 0; number < length; ++number) {
@@ -105,20 +105,21 @@ int main(int count, char** arguments) {
             int64_t* to = rows[(number + 1) % 2];
             next.resize(parts * WIDTH);
             if (random() % 4 == 0) {
-                program.add(Copy{from, to, commits}, parts);
+                program.add(Copy{from, to, commits.data()}, parts);
                 continue;
             }
-            program.add(Mix{from, to, commits, parts, number}, parts, WIDTH * 2, random() % 2);
+            program.add(Mix{from, to, commits.data(), parts, number}, parts, WIDTH * 2, random() % 2);
             int64_t total = 0;
             for (int64_t value : expected) total = total * 31 + value;
             for (int64_t i = 0; i < parts * WIDTH; ++i) next[i] = total + expected[i] * 7 + number;
             expected = next;
         }
+        program.add(Copy{rows[length % 2], result.data(), commits.data()}, parts);
         team.run(program);
         int failed = check(
-            std::memcmp(rows[length % 2], expected.data(), bytes) == 0, "what a program came to");
+            std::memcmp(result.data(), expected.data(), bytes) == 0, "what a program came to");
         for (int64_t i = 0; i < parts; ++i)
-            failed += check(commits[i] == length, "how often a part was committed");
+            failed += check(commits[i] == length + 1, "how often a part was committed");
         if (failed) return 1;
         ++programs;
         operators += length;

@@ -68,7 +68,7 @@ def test_threads_that_stop_at_random(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(name: str, tmp_path: Path) -> None:
     old, new = MUTANTS[name]
-    source = " ".join(TEAM.read_text().split(" "))
+    source = TEAM.read_text()
     assert source.count(old) == 1
     program = build(source.replace(old, new), tmp_path, "-Wno-unused")
     with suppress(subprocess.TimeoutExpired):  # or it waits for ever

@@ -20,7 +20,7 @@ static int64_t argmax_of(const T* x, int64_t count) {
     for (int64_t first = 0; first < count; first += BLOCK_NUMBERS) {
         const int64_t last = lesser(first + BLOCK_NUMBERS, count);
         const int64_t whole = first + (last - first) / WIDTH * WIDTH;
-        // Of what is not a number no comparison says so: it shows in a sum of differences.
+        // Of what is not a number no comparison says so: it is marked apart.
         Floats highest = splat(none), odd = {};
         for (int64_t i = first; i < whole; i += WIDTH) {
             const Floats each = load(x + i);

@@ -81,7 +81,7 @@ public:
         return heads;
     }
 
-    void add_parts(const Heads& heads) {
+    void add_heads_if_any(const Heads& heads) {
         if (heads.query || heads.key || heads.pages) add_heads(program_, heads);
     }
 
@@ -103,7 +103,7 @@ public:
             heads.pages->blocks = places.slot_blocks;
             heads.pages->offsets = places.slot_offsets;
         }
-        add_parts(heads);
+        add_heads_if_any(heads);
         Attention a = attention_of(
             key_cache, value_cache, places, dtype_, tokens, layer.heads, layer.sinks, layer.window, true);
         STD_TORCH_CHECK(

@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor> project(
                                      {tokens, counts[i], dim});
             if (is_made) (i ? heads.key : heads.query) = parts[i].mutable_data_ptr();
         }
-        builder.add_parts(heads);
+        builder.add_heads_if_any(heads);
     });
     return {parts[0], parts[1], parts[2]};
 }

@@ -120,16 +120,18 @@ struct Prepare {
             const int64_t width = heads(which) * h.key_dim;
             const void* from = h.x[which];
             int64_t strides[2] = {h.strides[which][0], h.strides[which][1]};
-            if (h.norms[which]) {
-                Norm a = *h.norms[which];
+            const auto place = [&](auto& a, bool is_rotated) {
                 a.dtype = h.dtype;
                 a.x = from;
                 a.strides[0] = strides[0];
                 a.strides[1] = strides[1];
                 a.heads = heads(which);
                 a.dim = h.key_dim;
-                a.residual = nullptr;
-                a.out = room(part, which, false) - begin * width * size;
+                a.out = room(part, which, is_rotated) - begin * width * size;
+            };
+            if (h.norms[which]) {
+                Norm a = *h.norms[which];
+                place(a, false);
                 normalize(a, begin, end);
                 from = a.out;
                 strides[0] = width;
@@ -137,13 +139,7 @@ struct Prepare {
             }
             if (!h.angles) continue;
             Rotary a = *h.angles;
-            a.dtype = h.dtype;
-            a.x = from;
-            a.strides[0] = strides[0];
-            a.strides[1] = strides[1];
-            a.heads = heads(which);
-            a.dim = h.key_dim;
-            a.out = room(part, which, true) - begin * width * size;
+            place(a, true);
             rotate(a, begin, end);
         }
     }

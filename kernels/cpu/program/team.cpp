@@ -63,12 +63,15 @@ void Scratch::Free::operator()(void* memory) const {
     std::free(memory);
 }
 
-float* Scratch::hold(int64_t num_floats) {
-    if (num_floats > num_floats_) {
-        memory_.reset();
-        memory_.reset(static_cast<float*>(aligned(num_floats * sizeof(float))));
-        num_floats_ = num_floats;
-    }
+void Scratch::grow(int64_t num_floats) {
+    if (num_floats <= num_floats_) return;
+    num_floats_ = 0;
+    memory_.reset();
+    memory_.reset(static_cast<float*>(aligned(num_floats * sizeof(float))));
+    num_floats_ = num_floats;
+}
+
+float* Scratch::clear() {
     if (num_floats_) std::memset(memory_.get(), 0, std::min(LINE, num_floats_ * sizeof(float)));
     return memory_.get();
 }
@@ -110,16 +113,23 @@ void Program::end() {
 }
 
 void Program::prepare() {
-    int64_t most = 0;
-    for (const Operation& operation : operations_) most = std::max(most, operation.num_parts);
+    most_parts_ = most_floats_ = 0;
+    for (const Operation& operation : operations_) {
+        most_parts_ = std::max(most_parts_, operation.num_parts);
+        most_floats_ = std::max(most_floats_, operation.scratch_floats);
+    }
     const bool is_worn = progress_.load(std::memory_order_relaxed) >> COUNT_BITS > MOST_EPOCHS;
-    if (most > num_parts_ || is_worn) {
-        num_parts_ = std::max(most, num_parts_);
+    if (most_parts_ > num_parts_ || is_worn) {
+        num_parts_ = std::max(most_parts_, num_parts_);
         parts_.reset(new std::atomic<uint64_t>[num_parts_]());
     }
     if (is_worn) progress_.store(0, std::memory_order_relaxed);
     first_epoch_ = (progress_.load(std::memory_order_relaxed) >> COUNT_BITS) + 1;
     progress_.store(first_epoch_ << COUNT_BITS, std::memory_order_release);
+}
+
+bool Program::is_done() const {
+    return (progress_.load(std::memory_order_acquire) >> COUNT_BITS) - first_epoch_ >= operations_.size();
 }
 
 void Program::work(int64_t thread, int64_t num_threads, Scratch& scratch) {
@@ -130,7 +140,7 @@ void Program::work(int64_t thread, int64_t num_threads, Scratch& scratch) {
         const Operation& operation = operations_[index];
         const int64_t first =
             operation.is_ordered ? 0 : thread * operation.num_parts / num_threads;
-        float* memory = scratch.hold(operation.scratch_floats);
+        float* memory = scratch.clear();
         const int64_t start = now();
         const int64_t count = take_parts(operation, epoch, first, memory);
         const int64_t patience =
@@ -253,12 +263,31 @@ Program& Team::begin() {
 
 void Team::run(Program& program) {
     program.prepare();
-    current_.store(&program);
-    posted_.fetch_add(1);
-    posted_.notify_all();
-    program.work(0, num_threads_, scratch_);
+    // Nobody is woken where there is nothing to share.
+    const bool is_shared = program.most_parts_ > 1;
+    if (is_shared) {
+        current_.store(&program);
+        posted_.fetch_add(1);
+        posted_.notify_all();
+    }
+    work(program, 0, scratch_);
     current_.store(nullptr);
+    finish(program);
+}
+
+void Team::work(Program& program, int64_t thread, Scratch& scratch) {
+    try {
+        scratch.grow(program.most_floats_);
+    } catch (const std::bad_alloc&) {
+        return;
+    }
+    program.work(thread, num_threads_, scratch);
+}
+
+void Team::finish(Program& program) {
+    const bool is_done = program.is_done();
     if (!program.num_inside_.load()) program.end();
+    if (!is_done) throw std::bad_alloc();
 }
 
 void Team::help(int64_t thread) {
@@ -275,7 +304,7 @@ void Team::help(int64_t thread) {
         if (!program) continue;
         // It is not used again while somebody is inside; and who was inside in time sees it still here.
         program->num_inside_.fetch_add(1);
-        if (current_.load() == program) program->work(thread, num_threads_, scratch);
+        if (current_.load() == program) work(*program, thread, scratch);
         program->num_inside_.fetch_sub(1);
     }
 }

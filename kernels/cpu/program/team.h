@@ -44,7 +44,10 @@ struct Operation {
 // A thread's own working memory.
 class Scratch {
 public:
-    float* hold(int64_t num_floats);
+    // Makes room for so many numbers. Raises std::bad_alloc.
+    void grow(int64_t num_floats);
+    // The memory, of which the first 64 bytes are zero.
+    float* clear();
 
 private:
     struct Free {
@@ -103,6 +106,7 @@ private:
     void begin();
     void end();
     void prepare();
+    bool is_done() const;
     void work(int64_t thread, int64_t num_threads, Scratch& scratch);
     int64_t take_parts(const Operation&, uint64_t epoch, int64_t first, float* scratch);
     void wait(const Operation&, uint64_t epoch, int64_t first, float* scratch, int64_t patience);
@@ -121,6 +125,7 @@ private:
     // is as good as not taken.
     std::unique_ptr<std::atomic<uint64_t>[]> parts_;
     int64_t num_parts_ = 0;
+    int64_t most_parts_ = 0, most_floats_ = 0;  // of one operator
     alignas(64) std::atomic<int64_t> num_inside_{0};  // helpers
 };
 
@@ -138,7 +143,7 @@ public:
 
     // An empty program, to be added to and to be run. To be called by the team's own thread, as `run`.
     Program& begin();
-    // Computes all of a program. Its memory may be read until the next call of `begin`.
+    // Computes all of a program, whose memory is not to be read after that. Raises std::bad_alloc.
     void run(Program& program);
     // The same by threads of somebody else's. `share_out(work)` calls work(i) for each i below
     // num_threads(), and returns when all calls have.
@@ -147,13 +152,16 @@ public:
         program.prepare();
         share_out([&](int64_t thread) {
             thread_local Scratch scratch;
-            program.work(thread, num_threads_, scratch);
+            work(program, thread, scratch);
         });
-        program.end();
+        finish(program);
     }
 
 private:
     void help(int64_t thread);
+    // Takes part in a program, if there is memory for it.
+    void work(Program& program, int64_t thread, Scratch& scratch);
+    void finish(Program& program);
 
     std::vector<std::unique_ptr<Program>> programs_;
     alignas(64) std::atomic<Program*> current_{nullptr};
