@@ -72,6 +72,10 @@ class Device(ABC):
         self._thread = threading.Thread(target=self._run, name="aioengine-device", daemon=True)
         self._thread.start()
 
+    def has_room(self, num_in_flight: int) -> bool:
+        """Return whether a step may be planned while so many have not ended."""
+        return num_in_flight <= self.run_ahead
+
     def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
         """Queue a job of the decoder. The future ends with its (read) result or its exception."""
         return self._submit(DECODER, job)
@@ -87,6 +91,13 @@ class Device(ABC):
 
     def rest(self) -> None:  # noqa: B027 - only a thread that both queues share holds jobs back
         """Say that no step follows for now, so that nothing is held back for one."""
+
+    def release(self, kept: list[Any]) -> asyncio.Future[Any]:
+        """Let go of what is kept, and of all that jobs have brought here, on the launch thread.
+
+        Gigabytes take a second to be given back to the system.
+        """
+        return self.submit_step(kept.clear)
 
     async def aclose(self) -> None:
         """Cancel what has not begun, wait for what runs, end the threads. Idempotent."""

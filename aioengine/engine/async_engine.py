@@ -137,8 +137,7 @@ class AsyncEngine:
             self._final = core.statistics()
         kept = core.release()
         self._lifecycle.clear_frames()
-        # Gigabytes take a second to be given back to the system: not on the loop's thread.
-        dropping = core.device.submit_step(kept.clear)
+        dropping = core.device.release(kept)
         await asyncio.wait([dropping])
         if not dropping.cancelled():
             dropping.exception()  # is seen: a device that is broken may refuse this too

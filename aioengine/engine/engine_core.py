@@ -25,6 +25,7 @@ from aioengine.engine.request_tracker import RequestTracker
 from aioengine.errors import EngineDeadError, RequestAbortedError
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.sampling_params import SamplingParams
+from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
 from aioengine.types import OUTCOMES, EngineState, EngineStatistics, Prompt
@@ -205,16 +206,25 @@ class EngineCore:
         device = self.device
         while in_flight and in_flight[0][1].done():
             self._commit(*in_flight.pop(0))
-        plan = self.scheduler.schedule() if len(in_flight) <= device.run_ahead else None
+        plan = self.scheduler.schedule() if device.has_room(len(in_flight)) else None
         if plan is not None:
-            handle = device.submit_step(partial(timed, self.loaded.runner.step, plan))
+            handle = self._launch(plan)
             handle.add_done_callback(self._note_end)
             in_flight.append((plan, handle))
-            if len(in_flight) <= device.run_ahead:
+            if device.has_room(len(in_flight)):
                 self._changed.set()
         elif not in_flight:
             device.rest()
         self.encoder_jobs.start(self.scheduler.schedule_media())
+
+    def _launch(self, plan: StepPlan) -> asyncio.Future[Any]:
+        """Hand a step to the device: to its queue, or as a job."""
+        device, runner = self.device, self.loaded.runner
+        if isinstance(device, CpuDevice) and device.takes_queued:
+            steps, number = runner.decode_steps, runner.put(plan)
+            if steps is not None and number is not None:
+                return device.submit_queued(steps.queue, number, partial(steps.read, plan, number))
+        return device.submit_step(partial(timed, runner.step, plan))
 
     def _note_end(self, handle: asyncio.Future[Any]) -> None:
         if not handle.cancelled():

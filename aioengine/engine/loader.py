@@ -118,6 +118,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         measure = partial(measure_activations, model, processor, backend=backend)
         limits = resolve_limits(config, sizes, device, measure)
         runner = ModelRunner(model, limits, backend)
+        runner.find_decode_steps()
     eos_token_ids = _eos_token_ids(model)
     return Loaded(
         runner=runner,

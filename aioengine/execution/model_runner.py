@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
 from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.execution.decode_steps import DecodeSteps, find_decode_steps
 from aioengine.kernels.attention import (
     AttentionBackend,
     AttentionMetadata,
@@ -55,7 +56,25 @@ class ModelRunner:
         self._last = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=model.device)
         self._places: dict[str, int] = {}
         self._sampler = Sampler()
-        model.bind(_allocate_pages(model, limits), backend or select_backend("auto", model.device))
+        self._pages = _allocate_pages(model, limits)
+        self._backend = backend or select_backend("auto", model.device)
+        self.decode_steps: DecodeSteps | None = None
+        """Takes steps that need no Python, if this model has such; see `find_decode_steps`."""
+        model.bind(self._pages, self._backend)
+
+    def find_decode_steps(self) -> None:
+        """Try whether steps can do without Python. To be called before the first step."""
+        self.decode_steps = find_decode_steps(
+            self.model, self._limits, self._pages, self._backend, self._last
+        )
+
+    def put(self, plan: StepPlan) -> int | None:
+        """Queue a step behind the one before, which this does not compute; its number in
+        `decode_steps`. None where `step` has to."""
+        number = None if self.decode_steps is None else self.decode_steps.put(plan, self._places)
+        if number is not None:
+            self._places = {s.request_id: place for place, s in enumerate(plan.sequences)}
+        return number
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> Launched[StepResult]:

@@ -59,6 +59,12 @@ class Sampling:
     adjustments: Adjustments | None = None
     constraint: Constraint | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the most probable token is taken, and nothing else is wanted."""
+        scores = (self.logprobs, self.prompt_logprobs, self.adjustments, self.constraint)
+        return self.temperature == 0 and all(each is None for each in scores)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:

@@ -56,6 +56,16 @@ class NativeOperators:
         is_usual = all(slot.distance_bias is None for slot in slots)
         self._slots = slots if is_usual and len(slots) == len(layers) else None
 
+    @property
+    def whole(self) -> Tensor | None:
+        """The layers as `pack_plan` has packed them, where `run` is one call for all of them."""
+        return None if self._slots is None or self._stops else self._plan
+
+    def caches(self, pages: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """The pages of each layer, keys and values in turns, of all that the slots name."""
+        assert self._slots is not None
+        return [each for slot in self._slots for each in pages[slot.layer]]
+
     def prepare(self, angles: Sequence[Angles]) -> Sequence[Tensor]:
         """See `Operators`: cosines and sines in turns."""
         return [each for pair in angles for each in pair]
@@ -92,7 +102,7 @@ class NativeOperators:
             return None
         num_tokens, last = len(x), len(self._layers) - 1
         wanted = rows_wanted(self._slots[-1], num_tokens)
-        caches = [each for slot in self._slots for each in step.caches[slot.layer]]
+        caches = self.caches(step.caches)
         places = [each for meta in step.metadata for each in _places(meta)]
         in_window = [int(meta.blocks_in_window) for meta in step.metadata]
         first = 0

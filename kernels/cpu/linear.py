@@ -69,17 +69,20 @@ class NativeLinear:
 class PlainLinear:
     """Multiplies with a weight [out, in] where PyTorch has it, which others may use meanwhile.
 
-    `bias` [out] is copied. Of what `reads_plain` takes; the same bits as a `NativeLinear` of it.
+    `bias` [out] is copied. Of what `reads_plain` takes; where the CPU multiplies bfloat16, the same
+    bits as a `NativeLinear` of it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = weight.detach()
-        self._bias = _copied(bias)
+        if not is_available():
+            raise RuntimeError("the C++ kernels were not built")
+        self.num_outputs = len(weight)
+        self.operands = weight.detach(), None, _copied(bias)
         self._multiply = torch.ops.aioengine_cpu.linear.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` [..., in] -> [..., out], bfloat16 both. Raises RuntimeError for anything else."""
-        out: Tensor = self._multiply(_rows(x), self._weight, None, self._bias, len(self._weight))
+        """`x` [..., in] -> [..., out], of the weight's dtype both."""
+        out: Tensor = self._multiply(_rows(x), *self.operands, self.num_outputs)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -94,15 +97,15 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def reads_plain(weight: Tensor) -> bool:
-    """Return whether `PlainLinear` takes a weight: bfloat16 where the CPU multiplies it."""
+    """Return whether `PlainLinear` takes a weight, and is the faster way."""
     return (
-        weight.dtype is torch.bfloat16
+        weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and weight.device.type == "cpu"
         and weight.dim() == 2
         and weight.is_contiguous()
         and weight.numel() > 0
-        and weight.shape[1] % PAIRED_INPUTS == 0
-        and has_bfloat16()
+        and is_available()
+        and instruction_set() != "generic"  # without wide vectors, PyTorch's own
     )
 
 

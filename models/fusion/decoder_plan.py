@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.cpu.decode_queue import DecodeParts
 from aioengine.kernels.cpu.layer_operators import NativeOperators
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.layer_plan import (
@@ -40,12 +41,13 @@ from aioengine.kernels.layer_plan import (
 from aioengine.kernels.layer_slot import slot_of
 from aioengine.kernels.matmul import TorchLinear
 from aioengine.kernels.torch_operators import TorchOperators
+from aioengine.models.fusion.decode_parts import find_decode_parts
 from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
 from aioengine.models.fusion.layer_parts import Kind, attention_of, find_layer
 from aioengine.models.fusion.swap import subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows, stand_ins
 
-__all__ = ["layer_by_layer", "plan_decoder", "run_decoder_plan"]
+__all__ = ["decode_parts_of", "layer_by_layer", "plan_decoder", "run_decoder_plan"]
 
 Forward = Callable[..., Tensor]
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -128,6 +130,13 @@ def run_decoder_plan(
     if found is None or positions.dim() not in found.axes or (rows and not found.takes_rows):
         return None
     return run_plan(found.plan, found.operators, embeds, positions, rows)
+
+
+def decode_parts_of(model: Any, decoder: nn.Module) -> tuple[NativeOperators, DecodeParts] | None:
+    """What steps without Python in between take of transformers' `model`; None where its `decoder`
+    has no plan that they know."""
+    found: _Decoder | None = getattr(decoder, _DECODER, None)
+    return None if found is None else find_decode_parts(model, found.plan, found.operators)
 
 
 @contextmanager

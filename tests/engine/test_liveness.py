@@ -359,6 +359,8 @@ async def test_a_dead_device_is_told_to_everyone(
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(engine._core.loaded.runner, during, fail)
+        if during == "step":
+            monkeypatch.setattr(engine._core.loaded.runner, "put", fail)
         open_streams.append(engine.stream("<image>", greedy(400), images=[tiny_image(1)]))
         for stream in open_streams:
             with pytest.raises(EngineDeadError) as caught:

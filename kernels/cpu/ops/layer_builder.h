@@ -26,6 +26,23 @@ inline Rows rows_of(const Tensor& x, DType dtype, const char* name) {
     return {static_cast<const char*>(x.const_data_ptr()), x.size(0), x.size(1), x.stride(0)};
 }
 
+// Cosines and sines of one kind for a step's tokens.
+struct Angles {
+    Rotary rotary;  // what it says of them
+    int64_t dim;
+};
+
+inline std::vector<Angles> angles_of(const std::vector<Tensor>& angles, int64_t tokens, DType dtype) {
+    STD_TORCH_CHECK(angles.size() % 2 == 0, "angles are cosines and sines");
+    std::vector<Angles> found;
+    for (size_t i = 0; i < angles.size(); i += 2) {
+        check_close(angles[i], 2, "cos");
+        const int64_t dim = angles[i].size(1);
+        found.push_back({angles_of(angles[i], angles[i + 1], tokens, dim, dtype), dim});
+    }
+    return found;
+}
+
 // Memory of a program that one operator after the other uses.
 class Buffer {
 public:
@@ -43,11 +60,14 @@ private:
 // Adds the operators of layers to a program.
 class Builder {
 public:
+    // For rows of the dtype of x.
     Builder(Team& team, Program& program, const Tensor& x)
         : team_(team), program_(program), dtype_(dtype_of(x, *dispatch_table().attention)),
           size_(size_of(dtype_)) {}
 
     DType dtype() const { return dtype_; }
+    int64_t size() const { return size_; }
+    Program& program() { return program_; }
 
     // What a layer's queries, keys and values are made of: qkv [T, (heads + 2 kv_heads) * dim].
     void add_qkv(const PlannedLayer& layer, const Rows& x, void* qkv) {
@@ -55,7 +75,7 @@ public:
     }
 
     // Of that, what is yet to be told where it goes.
-    Heads heads_of(const PlannedLayer& layer, const void* qkv, const std::vector<Tensor>& angles,
+    Heads heads_of(const PlannedLayer& layer, const void* qkv, const std::vector<Angles>& angles,
                    int64_t tokens) {
         Heads heads{};
         heads.dtype = dtype_;
@@ -75,9 +95,10 @@ public:
         set_norm(layer.query_norm, heads.norms[0]);
         set_norm(layer.key_norm, heads.norms[1]);
         if (layer.angles < 0) return heads;
-        const size_t cos = 2 * static_cast<size_t>(layer.angles);
-        STD_TORCH_CHECK(cos + 1 < angles.size(), "the step has no such angles");
-        heads.angles = angles_of(angles[cos], angles[cos + 1], tokens, layer.head_dim, dtype_);
+        const size_t kind = static_cast<size_t>(layer.angles);
+        STD_TORCH_CHECK(kind < angles.size(), "the step has no such angles");
+        STD_TORCH_CHECK(angles[kind].dim == layer.head_dim, "angles must be as wide as heads");
+        heads.angles = angles[kind].rotary;
         return heads;
     }
 
@@ -87,7 +108,7 @@ public:
 
     // All of a layer up to its output matmul: [T, heads * dim], until the next layer.
     Rows add_attention(
-        const PlannedLayer& layer, const Rows& x, const std::vector<Tensor>& angles,
+        const PlannedLayer& layer, const Rows& x, const std::vector<Angles>& angles,
         const Tensor& key_cache, const Tensor& value_cache, const Places& places, bool blocks_in_window) {
         const int64_t tokens = x.count, width = layer.heads * layer.head_dim;
         const int64_t all = width + 2 * layer.kv_heads * layer.head_dim;
@@ -199,6 +220,8 @@ private:
         return {to, x.count, x.width, x.width};
     }
 
+public:
+    // A matmul, with an activation of the outputs or half of them, plus a residual or none.
     void multiply(
         const Rows& x, const PlannedMatmul& matmul, int64_t activation, bool is_gated,
         const Rows* residual, void* out) {
@@ -217,6 +240,7 @@ private:
         add_linear(program_, a, reinterpret_cast<float*>(floats));
     }
 
+private:
     // Where what follows x goes: `out`, or the one of two places that x is not at.
     Rows stream(const Rows& x, void* out) {
         char* to = static_cast<char*>(out);
@@ -246,5 +270,22 @@ private:
     Buffer streams_[2], normed_, inner_, found_, floats_, partial_;
     std::deque<std::pair<Attention, AttentionWork>> works_;
 };
+
+// A step of all layers: what is known of its tokens.
+struct LayerStep {
+    std::vector<Angles> angles;
+    const std::vector<Tensor>& caches;  // keys and values of each layer
+    std::vector<Places> places;         // of each KV group
+    const std::vector<int64_t>& blocks_in_window;
+    const std::vector<Tensor>& rows;  // that are added behind the first layers
+    // Rows that are read of what comes after the last attention, null for all.
+    const int64_t* wanted;
+    int64_t num_wanted;
+};
+
+// Adds the layers from `first` on. They end early before a feed-forward part that a module computes, and say
+// so. What they have come to: the rows that are wanted, or all.
+std::pair<Rows, bool> add_layers(
+    Builder& builder, const Plan& plan, const LayerStep& step, int64_t first, Rows x);
 
 }  // namespace aioengine

@@ -60,6 +60,8 @@ PlannedLayer layer_of(const Tensor* t, const int64_t* n, const double* f) {
     return layer;
 }
 
+}  // namespace
+
 const Plan& plan_of(const Tensor& packed) {
     const bool is_one = packed.is_cpu() && packed.scalar_type() == ScalarType::Byte &&
                         packed.numel() == static_cast<int64_t>(sizeof(Plan));
@@ -67,6 +69,8 @@ const Plan& plan_of(const Tensor& packed) {
     STD_TORCH_CHECK(plan && plan->self == plan, "plan must be what pack_plan has returned");
     return *plan;
 }
+
+namespace {
 
 const PlannedLayer& layer_of(const Plan& plan, int64_t index) {
     STD_TORCH_CHECK(
@@ -119,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor> project(
     kept.insert(kept.end(), {plan, x, all});
     run_built(x, kept, [&](Builder& builder) {
         builder.add_qkv(layer, rows_of(x, builder.dtype(), "x"), all.mutable_data_ptr());
-        Heads heads = builder.heads_of(layer, all.const_data_ptr(), angles, tokens);
+        Heads heads = builder.heads_of(layer, all.const_data_ptr(), angles_of(angles, tokens, builder.dtype()), tokens);
         for (int i = 0; i < 3; ++i) {
             const bool is_made = i < 2 && (heads.norms[i] || heads.angles);
             parts[i] = is_made ? new_output(x, {tokens, counts[i], dim})
@@ -166,48 +170,62 @@ Tensor finish(
     return wanted ? put_rows(out, *wanted, tokens) : out;
 }
 
+void check_step(const Plan& plan, size_t num_caches, size_t num_groups) {
+    STD_TORCH_CHECK(
+        num_caches == 2 * plan.layers.size(), "there must be two caches for each layer");
+    for (const PlannedLayer& layer : plan.layers)
+        STD_TORCH_CHECK(
+            layer.group >= 0 && static_cast<size_t>(layer.group) < num_groups,
+            "the step has no such KV group");
+}
+
+std::pair<Rows, bool> add_layers(
+    Builder& builder, const Plan& plan, const LayerStep& step, int64_t first, Rows x) {
+    const auto cut = [&](const Rows& all) { return builder.take_rows(all, step.wanted, step.num_wanted); };
+    const size_t count = plan.layers.size();
+    for (size_t i = first; i < count; ++i) {
+        const PlannedLayer& layer = plan.layers[i];
+        Rows attended = builder.add_attention(
+            layer, x, step.angles, step.caches[2 * i], step.caches[2 * i + 1], step.places[layer.group],
+            step.blocks_in_window[layer.group] != 0);
+        const bool is_cut = step.wanted && i + 1 == count;
+        if (is_cut) x = cut(x);
+        if (is_cut) attended = cut(attended);
+        x = builder.add(x, attended, layer.out, layer.out_norm);
+        if (!layer.up) return {x, true};
+        x = builder.add_feed(layer, x);
+        if (i >= step.rows.size()) continue;
+        const Rows more = rows_of(step.rows[i], builder.dtype(), "rows");
+        x = builder.add_rows(x, is_cut ? cut(more) : more);
+    }
+    return {x, false};
+}
+
 Tensor run_plan(
     const Tensor& packed, int64_t first, const Tensor& x, std::vector<Tensor> angles,
     std::vector<Tensor> caches, std::vector<Tensor> places, std::vector<int64_t> blocks_in_window,
     std::vector<Tensor> rows, const std::optional<Tensor>& wanted) {
     const Plan& plan = plan_of(packed);
-    const int64_t count = plan.layers.size(), groups = blocks_in_window.size();
-    layer_of(plan, first);
+    check_step(plan, caches.size(), blocks_in_window.size());
     STD_TORCH_CHECK(
-        caches.size() == 2 * static_cast<size_t>(count) &&
-            places.size() == GROUP_TENSORS * static_cast<size_t>(groups),
-        "there must be two caches for each layer, and all metadata for each group");
+        places.size() == GROUP_TENSORS * blocks_in_window.size(), "each group must have all metadata");
+    layer_of(plan, first);
     Team& team = own_team();
     Program& program = team.begin();
     Builder builder(team, program, x);
     std::vector<Places> known;
-    for (int64_t i = 0; i < groups; ++i) {
+    for (size_t i = 0; i < blocks_in_window.size(); ++i) {
         const Tensor* t = &places[GROUP_TENSORS * i];
         known.push_back(places_of(program, t[0], t[1], t[2], t[3], t[4], maybe(t[5])));
     }
     const int64_t num_wanted = wanted ? wanted->numel() : x.size(0);
     const int64_t* chosen =
         wanted ? program.copy(read_rows(*wanted, x.size(0)), num_wanted) : nullptr;
-    const auto cut = [&](const Rows& all) { return builder.take_rows(all, chosen, num_wanted); };
-    Rows found = rows_of(x, builder.dtype(), "x");
-    bool is_ended = false;
-    for (int64_t i = first; i < count && !is_ended; ++i) {
-        const PlannedLayer& layer = plan.layers[i];
-        STD_TORCH_CHECK(layer.group >= 0 && layer.group < groups, "the step has no such KV group");
-        Rows attended = builder.add_attention(
-            layer, found, angles, caches[2 * i], caches[2 * i + 1], known[layer.group],
-            blocks_in_window[layer.group] != 0);
-        const bool is_cut = wanted && i + 1 == count;
-        if (is_cut) found = cut(found);
-        if (is_cut) attended = cut(attended);
-        found = builder.add(found, attended, layer.out, layer.out_norm);
-        is_ended = !layer.up;
-        if (is_ended) break;
-        found = builder.add_feed(layer, found);
-        if (static_cast<size_t>(i) >= rows.size()) continue;
-        const Rows more = rows_of(rows[i], builder.dtype(), "rows");
-        found = builder.add_rows(found, is_cut ? cut(more) : more);
-    }
+    const LayerStep step{
+        angles_of(angles, x.size(0), builder.dtype()), caches, std::move(known), blocks_in_window, rows,
+        chosen, num_wanted};
+    const auto [found, is_ended] =
+        add_layers(builder, plan, step, first, rows_of(x, builder.dtype(), "x"));
     Tensor out = new_output(x, {found.count, found.width});
     builder.finish(found, is_ended ? std::nullopt : plan.norm, out.mutable_data_ptr());
     std::vector<Tensor> kept{packed, x};

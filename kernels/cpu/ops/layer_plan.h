@@ -44,4 +44,10 @@ struct Plan {
     std::optional<PlannedNorm> norm;  // of the last layer's rows
 };
 
+// What `pack_plan` has returned. Raises for anything else.
+const Plan& plan_of(const Tensor& packed);
+
+// Raises unless a step brings caches for all layers and knows their KV groups.
+void check_step(const Plan& plan, size_t num_caches, size_t num_groups);
+
 }  // namespace aioengine

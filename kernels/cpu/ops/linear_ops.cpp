@@ -81,7 +81,10 @@ Linear linear_of(
     const Weight& weight, DType dtype, int64_t rows, int64_t depth, int64_t activation, bool is_gated) {
     const auto& [packed, scales, bias, outputs] = weight;
     const DispatchTable& table = dispatch_table();
-    const bool is_plain = packed.dim() == 2, is_paired = is_plain || packed.dim() == 4;
+    const bool is_plain = packed.dim() == 2;
+    const bool is_pairwise = table.bf16_gemm && dtype == DType::BFloat16 &&
+                             packed.scalar_type() == ScalarType::BFloat16;
+    const bool is_paired = is_plain ? is_pairwise && packed.size(1) % PAIRED_DEPTH == 0 : packed.dim() == 4;
     check_close(packed, is_plain ? 2 : (is_paired ? 4 : 3), "packed");
     STD_TORCH_CHECK(
         packed.is_contiguous() && (is_plain || packed.size(2) == PANEL), "packed is not packed");
@@ -90,12 +93,9 @@ Linear linear_of(
         packed.size(1) * (is_paired && !is_plain ? 2 : 1) == depth && outputs <= panels * PANEL &&
             outputs > (panels - 1) * PANEL && (!is_plain || packed.size(0) == outputs),
         "x and packed do not fit each other");
+    STD_TORCH_CHECK(!is_plain || !is_gated, "outputs of plain weights are not gated");
     STD_TORCH_CHECK(
-        !is_plain || (table.bf16_gemm && !is_gated && packed.size(1) % PAIRED_DEPTH == 0 &&
-                      packed.scalar_type() == ScalarType::BFloat16),
-        "plain weights are of bfloat16, where the CPU multiplies it");
-    STD_TORCH_CHECK(
-        !is_paired || (table.bf16_gemm && dtype == DType::BFloat16),
+        !is_paired || is_pairwise,
         "weights in pairs are multiplied with bfloat16, where the CPU has instructions for them");
     Linear a{};
     a.dtype = dtype;

@@ -123,4 +123,22 @@ Tensor run_plan(
     std::vector<Tensor> caches, std::vector<Tensor> places, std::vector<int64_t> blocks_in_window,
     std::vector<Tensor> rows, const std::optional<Tensor>& wanted);
 
+// A queue of steps of single tokens (decode.cpp): as bytes, which own it. `plan` of layers; `table` [vocab,
+// hidden] of embeddings, which are multiplied by `scale`; the output head as `linear` takes it; `caches` and
+// `blocks_in_window` as above; `angles` [positions, D], cosines and sines of each kind in turns. `steps` int32
+// [n, words] is written by the host, `results` int64 [n, 2 + m] by `decode`, and so is `last` [m], the tokens
+// of the step before. `event`: the file of an event that counts steps.
+Tensor pack_decoder(
+    const Tensor& plan, const Tensor& table, double scale, const Tensor& head,
+    const std::optional<Tensor>& scales, const std::optional<Tensor>& bias, int64_t outputs,
+    std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> blocks_in_window,
+    const Tensor& steps, const Tensor& results, const Tensor& last, int64_t event);
+
+// Computes what is queued and what is queued meanwhile, until nothing has come for so long or it is to stop.
+// Returns how many steps are done since the beginning.
+int64_t decode(const Tensor& decoder, int64_t patience_us);
+
+// The logits [count, vocab] of the last step that had so many sequences; none may run.
+Tensor decoder_logits(const Tensor& decoder, int64_t count);
+
 }  // namespace aioengine

@@ -36,6 +36,12 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def(
         "run_plan(Tensor plan, int first, Tensor x, Tensor[] angles, Tensor(a!)[] caches, "
         "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted) -> Tensor");
+    library.def(
+        "pack_decoder(Tensor plan, Tensor table, float scale, Tensor head, Tensor? scales, Tensor? bias, "
+        "int outputs, Tensor(a!)[] caches, Tensor[] angles, int[] blocks_in_window, Tensor steps, "
+        "Tensor(b!) results, Tensor(c!) last, int event) -> Tensor");
+    library.def("decode(Tensor(a!) decoder, int patience_us) -> int");
+    library.def("decoder_logits(Tensor decoder, int count) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
@@ -53,6 +59,9 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("add_feed", TORCH_BOX(&aioengine::add_feed));
     library.impl("finish", TORCH_BOX(&aioengine::finish));
     library.impl("run_plan", TORCH_BOX(&aioengine::run_plan));
+    library.impl("pack_decoder", TORCH_BOX(&aioengine::pack_decoder));
+    library.impl("decode", TORCH_BOX(&aioengine::decode));
+    library.impl("decoder_logits", TORCH_BOX(&aioengine::decoder_logits));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {

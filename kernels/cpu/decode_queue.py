@@ -1,0 +1,198 @@
+"""Decode steps that follow each other without Python in between.
+
+The loop's thread writes a step into the queue, as numbers, and goes on; the launch thread is inside
+`run`, in C++, and computes what is there, from token ids to token ids (kernels/cpu/ops/decode.cpp).
+A file tells the loop that steps are done. So neither waits for the interpreter's lock to let the
+other go on, which any thread of the application may hold for milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.cpu.library import LIBRARY
+from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear
+from aioengine.kernels.layer_plan import Angles
+
+__all__ = ["DecodeParts", "DecodeQueue", "QueuedToken"]
+
+MOST_STEPS = 16
+"""Steps in the queue."""
+_NEW_ANGLES = 512
+"""Positions whose angles are made at a time."""
+
+
+class QueuedToken(NamedTuple):
+    """One sequence's part of a step.
+
+    `token`: its id, or -1 less the place of a sequence in the step before, whose token it is.
+    `position`: for its angles. `length`: of its context, itself included. `shift`: 1 where the pages
+    hold its keys and values already, and they are written to the next token's place, where nobody
+    reads them.
+    """
+
+    token: int
+    position: int
+    length: int
+    shift: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DecodeParts:
+    """What a decoder is made of, from token ids to logits.
+
+    `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, which are
+    multiplied by `scale`. `make_angles`: of positions [n], cosines and sines [n, dim] of each kind.
+    """
+
+    plan: Tensor
+    table: Tensor
+    scale: float
+    head: NativeLinear | PlainLinear
+    make_angles: Callable[[Tensor], Sequence[Angles]]
+
+
+class DecodeQueue:
+    """A queue of steps of one engine. `run` is called by its launch thread, all else by its loop.
+
+    `caches`: keys and values of each layer, in turns. `blocks_in_window`: of each KV group, as
+    `AttentionMetadata` has it; `max_blocks`: of a sequence in a group. `last` [m] int64: the tokens
+    of the step before, of m sequences at most, which may be written between two steps. `max_len`:
+    positions that there are. Raises RuntimeError where these do not go together.
+    """
+
+    def __init__(
+        self,
+        parts: DecodeParts,
+        caches: Sequence[Tensor],
+        *,
+        blocks_in_window: Sequence[bool],
+        max_blocks: int,
+        max_len: int,
+        last: Tensor,
+    ) -> None:
+        self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self.event)
+        groups, most = len(blocks_in_window), len(last)
+        self._num_groups = groups
+        self._make_angles = parts.make_angles
+        kinds = parts.make_angles(torch.zeros(1, dtype=torch.int64))
+        # Most of it is never written, and takes no memory.
+        self._angles = [
+            torch.empty(max_len, each.shape[-1], dtype=each.dtype) for pair in kinds for each in pair
+        ]
+        self._num_angles = 0
+        num_words = 1 + groups + most * (len(QueuedToken._fields) + groups * max_blocks)
+        steps = torch.empty(MOST_STEPS, num_words, dtype=torch.int32)
+        results = torch.empty(MOST_STEPS, 2 + most, dtype=torch.int64)
+        self._steps, self._results = steps.numpy(), results.numpy()
+        self._decoder: Tensor = torch.ops.aioengine_cpu.pack_decoder(
+            parts.plan,
+            parts.table,
+            parts.scale,
+            *parts.head.operands,
+            parts.head.num_outputs,
+            [*caches],
+            self._angles,
+            [*map(int, blocks_in_window)],
+            steps,
+            results,
+            last,
+            self.event,
+        )
+        self._address = self._decoder.data_ptr()
+        self._set = _setter()
+        self._limit = 0
+        self.num_put = 0
+        self.num_done = 0
+
+    def put(
+        self, tokens: Sequence[QueuedToken], tables: Sequence[Sequence[Sequence[int]]]
+    ) -> int | None:
+        """Write a step; `tables[g]`: the blocks of each sequence in a KV group. Returns its number.
+
+        None where the queue is full, or a position lies beyond those that there are. Nothing is
+        computed before the next `let`.
+        """
+        if self.num_put - self.num_done >= MOST_STEPS:
+            return None
+        if not self._has_angles(max(token.position for token in tokens)):
+            return None
+        words = [len(tokens)]
+        widths = [max(map(len, group)) for group in tables]
+        words += widths
+        for token in tokens:
+            words += token
+        for width, group in zip(widths, tables, strict=True):
+            for blocks in group:
+                words += blocks
+                words += [0] * (width - len(blocks))
+        self._steps[self.num_put % MOST_STEPS, : len(words)] = words
+        self.num_put += 1
+        return self.num_put - 1
+
+    def let(self, limit: int | None = None) -> None:
+        """Let the launch thread compute what is put, up to the step `limit`, None for all; it waits
+        for more only where there is none."""
+        self._limit = sys.maxsize if limit is None else limit
+        self._set(self._address, self.num_put, self._limit)
+
+    def see(self) -> int:
+        """Take note of the steps that are done, for which `event` was readable; how many are."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.event)
+        self.num_done = self._set(self._address, self.num_put, self._limit)
+        return self.num_done
+
+    def read(self, number: int, count: int) -> tuple[list[int], float, float]:
+        """The `count` tokens of a step that is done, and when it began and ended, in seconds."""
+        began, ended, *tokens = self._results[number % MOST_STEPS, : 2 + count].tolist()
+        return tokens, began / 1e9, ended / 1e9
+
+    def run(self, patience_s: float) -> int:
+        """Compute what is put, until nothing has come for so long. Returns how many are done.
+
+        Raises RuntimeError for a step that says what cannot be.
+        """
+        found: int = torch.ops.aioengine_cpu.decode(self._decoder, round(patience_s * 1e6))
+        return found
+
+    def logits(self, count: int) -> Tensor:
+        """Logits [count, vocab] of the last step, in the dtype of the layers; nothing may run."""
+        found: Tensor = torch.ops.aioengine_cpu.decoder_logits(self._decoder, count)
+        return found
+
+    def _has_angles(self, position: int) -> bool:
+        if position < self._num_angles:
+            return True
+        first, most = self._num_angles, len(self._angles[0]) if self._angles else position + 1
+        if position >= most:
+            return False
+        end = min(most, (position // _NEW_ANGLES + 1) * _NEW_ANGLES)
+        with torch.inference_mode():
+            made = self._make_angles(torch.arange(first, end))
+            for table, found in zip(self._angles, (x for pair in made for x in pair), strict=True):
+                table[first:end] = found
+        self._num_angles = end
+        return True
+
+
+@cache
+def _setter() -> Callable[[int, int, int], int]:
+    """A call that keeps the interpreter's lock, as it takes less time than to get that again."""
+    function = ctypes.PyDLL(str(LIBRARY)).aioengine_decoder_set
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int64
+    found: Callable[[int, int, int], int] = function
+    return found
