@@ -7,14 +7,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from aioengine.streams.device import DECODER, ENCODER, Device, Job, failure_of, settle
+from aioengine.streams.device import DECODER, ENCODER, Device, Job, StepQueue, failure_of, settle
 from aioengine.streams.pace import Pace
 from aioengine.streams.thread_priority import step_back
 from aioengine.types import read
 
-__all__ = ["CpuDevice", "StepQueue"]
+__all__ = ["CpuDevice"]
 
 
 PATIENCE_S = 0.05
@@ -22,35 +22,12 @@ PATIENCE_S = 0.05
 something else, as it has to have the interpreter's lock for that."""
 
 
-class StepQueue(Protocol):
-    """Interface of steps that one call on the compute thread does one after the other, while the
-    loop adds more. They have numbers, from 0 on.
-
-    `event`: a file that can be read when steps are done, until `see`. `num_put`, `num_done`: steps
-    that are there, and those of them that are done as far as the loop has seen.
-    """
-
-    event: int
-    num_put: int
-    num_done: int
-
-    def let(self, limit: int | None = None) -> None:
-        """Let them be done up to the step `limit`, at which `run` returns; None: all, and those
-        that come."""
-
-    def see(self) -> int:
-        """Take note of what is done; how many steps are."""
-
-    def run(self, patience_s: float) -> int:
-        """Do them, and wait so long for more. Returns how many are done."""
-
-
 class _Queued(NamedTuple):
     """A step in the queue, and its handle. `read` gives its result, and when it began and ended."""
 
     number: int
     future: asyncio.Future[Any]
-    read: Callable[[], tuple[Any, float, float]]
+    read: Callable[[], Any]
 
 
 _QUEUE = Job(lambda: None, None)  # type: ignore[arg-type]
@@ -104,8 +81,8 @@ class CpuDevice(Device):
         return num_in_flight <= ahead
 
     @property
-    def takes_queued(self) -> bool:
-        """Return whether `submit_queued` may be called: a queue does not wait for other steps."""
+    def takes_queued(self) -> bool:  # type: ignore[override]
+        """See `Device`: what is queued does not wait for other steps."""
         return not self._num_other_steps and not self._is_closed
 
     def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -117,12 +94,9 @@ class CpuDevice(Device):
         return future
 
     def submit_queued(
-        self, queue: StepQueue, number: int, read: Callable[[], tuple[Any, float, float]]
+        self, queue: StepQueue, number: int, read: Callable[[], Any]
     ) -> asyncio.Future[Any]:
-        """Have a step that was put into the queue done. The future ends with what `read` gives.
-
-        A device has one queue.
-        """
+        """See `Device`."""
         future: asyncio.Future[Any] = self._bridge.loop.create_future()
         if self._queue is None:
             self._queue = queue

@@ -14,11 +14,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from aioengine.streams.loop_bridge import LoopBridge
 
-__all__ = ["DECODER", "ENCODER", "Device", "Job", "failure_of", "settle"]
+__all__ = ["DECODER", "ENCODER", "Device", "Job", "StepQueue", "failure_of", "settle"]
 
 DECODER, ENCODER = "decoder", "encoder"
 
@@ -43,6 +43,27 @@ def settle(future: asyncio.Future[Any], result: Any, error: Exception | None) ->
         future.set_exception(error)
 
 
+class StepQueue(Protocol):
+    """Interface of steps that one call on the launch thread does one after the other, while the
+    loop adds more. They have numbers, from 0 on.
+
+    `event`: a file that can be read when steps are done, until `see`. `num_put`: steps there are.
+    """
+
+    event: int
+    num_put: int
+
+    def let(self, limit: int | None = None) -> None:
+        """Let them be done up to the step `limit`, at which `run` returns; None: all, and those
+        that come."""
+
+    def see(self) -> int:
+        """Take note of what is done; how many steps are."""
+
+    def run(self, patience_s: float) -> int:
+        """Do them, and wait so long for more. Returns how many are done."""
+
+
 class Job(NamedTuple):
     """A function that waits in a queue, and its handle."""
 
@@ -55,12 +76,14 @@ class Device(ABC):
     """The two queues, and the threads that take jobs from them.
 
     Methods are called on the loop that it was made for. `run_ahead` is how many steps may be
-    planned before the oldest has committed. `gather_s` is how long an item that is ready for the
+    planned before the oldest has committed. `takes_queued`: whether `submit_queued` may be called
+    now. `gather_s` is how long an item that is ready for the
     encoder waits for others that are being made ready.
     """
 
     run_ahead: int
     gather_s: float
+    takes_queued: bool = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """A subclass that needs more than this in `_launch_all` makes it first: it begins here."""
@@ -79,6 +102,16 @@ class Device(ABC):
     def submit_step(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
         """Queue a job of the decoder. The future ends with its (read) result or its exception."""
         return self._submit(DECODER, job)
+
+    def submit_queued(
+        self, queue: StepQueue, number: int, read: Callable[[], Any]
+    ) -> asyncio.Future[Any]:
+        """Have a step that was put into the queue done, after the steps before it.
+
+        The future ends with what `read` gives: a result, and when the step began and ended. A
+        device has one queue.
+        """
+        raise NotImplementedError
 
     def submit_encode(
         self, job: Callable[[], Any], *, patience: int | None = None

@@ -25,7 +25,6 @@ from aioengine.engine.request_tracker import RequestTracker
 from aioengine.errors import EngineDeadError, RequestAbortedError
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.sampling_params import SamplingParams
-from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
 from aioengine.types import OUTCOMES, EngineState, EngineStatistics, Prompt
@@ -220,10 +219,9 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> asyncio.Future[Any]:
         """Hand a step to the device: to its queue, or as a job."""
         device, runner = self.device, self.loaded.runner
-        if isinstance(device, CpuDevice) and device.takes_queued:
-            steps, number = runner.decode_steps, runner.put(plan)
-            if steps is not None and number is not None:
-                return device.submit_queued(steps.queue, number, partial(steps.read, plan, number))
+        steps = runner.decode_steps
+        if steps is not None and device.takes_queued and (number := runner.put(plan)) is not None:
+            return device.submit_queued(steps.queue, number, partial(steps.read, plan, number))
         return device.submit_step(partial(timed, runner.step, plan))
 
     def _note_end(self, handle: asyncio.Future[Any]) -> None:

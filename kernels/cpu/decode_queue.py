@@ -37,9 +37,9 @@ class QueuedToken(NamedTuple):
     """One sequence's part of a step.
 
     `token`: its id, or -1 less the place of a sequence in the step before, whose token it is.
-    `position`: for its angles. `length`: of its context, itself included. `shift`: 1 where the pages
-    hold its keys and values already, and they are written to the next token's place, where nobody
-    reads them.
+    `position`: for its angles. `length`: of its context, itself included. `shift`: 1 where the
+    pages hold its keys and values already, and they are written to the next token's place, where
+    nobody reads them.
     """
 
     token: int
@@ -89,9 +89,8 @@ class DecodeQueue:
         self._make_angles = parts.make_angles
         kinds = parts.make_angles(torch.zeros(1, dtype=torch.int64))
         # Most of it is never written, and takes no memory.
-        self._angles = [
-            torch.empty(max_len, each.shape[-1], dtype=each.dtype) for pair in kinds for each in pair
-        ]
+        flat = [each for pair in kinds for each in pair]
+        self._angles = [torch.empty(max_len, each.shape[-1], dtype=each.dtype) for each in flat]
         self._num_angles = 0
         num_words = 1 + groups + most * (len(QueuedToken._fields) + groups * max_blocks)
         steps = torch.empty(MOST_STEPS, num_words, dtype=torch.int32)

@@ -1,0 +1,235 @@
+"""Steps without Python in between: the same tokens as by Python, whatever the requests are."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine import AsyncEngine, RequestOutput, SamplingParams
+from aioengine.errors import EngineDeadError
+from aioengine.kernels.cpu import library
+from aioengine.kernels.cpu.decode_queue import QueuedToken
+from aioengine.streams.pace import Pace
+from tests.support.engines import assert_at_rest, greedy, running_engine, settled, until
+from tests.support.tiny import save_tiny_llava, tiny_image
+
+pytestmark = pytest.mark.skipif(
+    not library.is_available() or library.instruction_set() == "generic",
+    reason="the layers are not planned here",
+)
+
+TEXTS = ["hello", "What is this? " * 7, "one two three " * 12, "a", "one two three " * 12 + "four"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("queue") / "llava"
+    save_tiny_llava(folder, hidden_size=128, intermediate_size=192)
+    return folder
+
+
+@asynccontextmanager
+async def opened(folder: Path, *, queues: bool, **options: Any) -> AsyncIterator[AsyncEngine]:
+    async with running_engine(folder, **options) as engine:
+        assert engine._core.loaded.runner.decode_steps is not None
+        if not queues:
+            engine._core.loaded.runner.decode_steps = None
+        yield engine
+
+
+@contextmanager
+def planning(monkeypatch: pytest.MonkeyPatch, ahead: int | None) -> Iterator[None]:
+    """Have devices plan so many steps ahead, whatever they measure; None: as they do."""
+    with monkeypatch.context() as patched:
+        if ahead is not None:
+            patched.setattr(Pace, "ahead", ahead)
+        yield
+
+
+def num_queued(engine: AsyncEngine) -> int:
+    steps = engine._core.loaded.runner.decode_steps
+    return 0 if steps is None else steps.queue.num_put - 1  # one is the trial's
+
+
+async def ask(engine: AsyncEngine, number: int) -> RequestOutput:
+    text, params = TEXTS[number % len(TEXTS)], greedy(6 + 5 * (number % 7))
+    if number % 3 == 1:
+        return await engine.generate(f"<image>{text}", params, images=[tiny_image(number)])
+    if number % 7 == 6:  # who goes another way takes the others along for as long as it lives
+        params = SamplingParams(temperature=1, seed=number, max_tokens=9, ignore_eos=True)
+    return await engine.generate(text, params)
+
+
+async def all_tokens(engine: AsyncEngine) -> list[tuple[int, ...]]:
+    found = []
+    for _ in range(2):  # the second time with the prefixes of the first
+        outputs = await asyncio.gather(*(ask(engine, number) for number in range(15)))
+        found += [output.token_ids for output in outputs]
+    await settled(engine)
+    assert_at_rest(engine)
+    return found
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "few blocks": {"kv_cache_bytes": 280_000, "max_model_len": 256},
+    "few at a time": {"max_num_seqs": 3, "max_num_batched_tokens": 16},
+}
+
+
+@pytest.mark.parametrize("ahead", [None, 5])
+@pytest.mark.parametrize("name", SETTINGS)
+async def test_the_same_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, ahead: int | None
+) -> None:
+    options = {"dtype": "float32", **SETTINGS[name]}
+    async with opened(folder, queues=False, **options) as engine:
+        wanted = await all_tokens(engine)
+    with planning(monkeypatch, ahead):
+        async with opened(folder, queues=True, **options) as engine:
+            assert await all_tokens(engine) == wanted
+            assert num_queued(engine) > 20
+            if name == "few blocks":
+                assert engine.statistics().preemptions > 0
+
+
+async def test_a_stop_found_late_gives_no_token_too_many(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with planning(monkeypatch, 6):
+        async with opened(folder, queues=True, dtype="float32") as engine:
+            whole = (await engine.generate("hello", greedy(30))).token_ids
+            for length in (3, 11, 20):
+                stop = whole[length - 1]
+                first = whole.index(stop) + 1
+                params = greedy(30, stop_token_ids=[stop])
+                company = engine.generate("a", greedy(25))
+                output, other = await asyncio.gather(engine.generate("hello", params), company)
+                assert output.token_ids == whole[:first]
+                assert len(other.token_ids) == 25
+            await settled(engine)
+            assert_at_rest(engine)
+
+
+async def test_streams_that_are_closed_in_the_middle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with planning(monkeypatch, 6):
+        async with opened(folder, queues=True, dtype="float32") as engine:
+            wanted = (await engine.generate("hello", greedy(40))).token_ids
+            for count in range(1, 12, 3):
+                rest = asyncio.create_task(engine.generate("hello", greedy(40)))
+                async with engine.stream("a", greedy(200)) as stream:
+                    for _ in range(count):
+                        await stream.receive()
+                assert (await rest).token_ids == wanted
+            await settled(engine)
+            assert_at_rest(engine)
+
+
+async def test_a_step_that_cannot_be_ends_the_engine_and_not_the_process(folder: Path) -> None:
+    sizes = {"dtype": "float32", "device": "cpu", "max_model_len": 512}
+    async with AsyncEngine.from_pretrained(folder, **sizes) as engine:
+        queue = engine._core.loaded.runner.decode_steps.queue
+        put = queue.put
+
+        def put_wrongly(tokens: Any, tables: Any) -> Any:
+            return put([QueuedToken(10**6, *token[1:]) for token in tokens], tables)
+
+        queue.put = put_wrongly
+        with pytest.raises(EngineDeadError) as caught:
+            await engine.generate("hello", greedy(20))
+        assert "there is no such token" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("token", "tables"),
+    [
+        (QueuedToken(-1 - 10**6, 0, 1, 0), [[[0]]]),
+        (QueuedToken(1, 0, 10**6, 0), [[[0]]]),
+        (QueuedToken(1, 0, 0, 0), [[[0]]]),
+        (QueuedToken(1, -1, 1, 0), [[[0]]]),
+        (QueuedToken(1, 0, 1, 0), [[[]]]),
+    ],
+)
+async def test_what_a_step_may_not_say(folder: Path, token: QueuedToken, tables: Any) -> None:
+    async with opened(folder, queues=True, dtype="float32") as engine:
+        queue = engine._core.loaded.runner.decode_steps.queue
+
+        def run() -> None:
+            queue.put([token], tables)
+            queue.let()
+            queue.run(0)
+
+        if token.token < 0:  # it stands for the last place that there is, whose token is known
+            await asyncio.to_thread(run)
+        else:
+            with pytest.raises(RuntimeError, match="token|angles|block"):
+                await asyncio.to_thread(run)
+
+
+async def test_positions_beyond_the_first_ones(folder: Path) -> None:
+    """Angles are made as they are needed."""
+    found = []
+    for queues in (False, True):
+        async with opened(folder, queues=queues, dtype="float32", max_model_len=600) as engine:
+            prompt = [5 + i % 40 for i in range(505)]
+            output = await engine.generate(prompt, greedy(90))
+            found.append(output.token_ids)
+    assert found[0] == found[1] and len(found[1]) == 90
+
+
+# ---- the interpreter's lock
+
+
+async def test_a_step_asks_for_the_lock_at_most_four_times(folder: Path) -> None:
+    """Beside a thread that never gives it away: whoever asks waits for a switch interval.
+
+    So the time that steps take tells how often it was asked for, the loop's part included.
+    """
+    interval_s, before = 0.05, sys.getswitchinterval()
+    is_over = threading.Event()
+
+    def spin() -> None:
+        while not is_over.is_set():
+            pass
+
+    async with opened(folder, queues=True, dtype="float32", max_model_len=512) as engine:
+        engine._core.device._pace = _One()
+        async with engine.stream("hello", greedy(400)) as stream:
+            for _ in range(5):
+                await stream.receive()
+            await until(lambda: num_queued(engine) > 5)
+            spinning = threading.Thread(target=spin)
+            sys.setswitchinterval(interval_s)
+            try:
+                spinning.start()
+                await stream.receive()
+                count, since = 0, time.perf_counter()
+                while count < 20:
+                    delta = await stream.receive()
+                    assert delta is not None
+                    count += len(delta.token_ids)
+                seconds = time.perf_counter() - since
+            finally:
+                is_over.set()
+                sys.setswitchinterval(before)
+                spinning.join()
+    assert seconds / count / interval_s <= 4
+
+
+class _One(Pace):
+    """Each step waits until the one before has been seen."""
+
+    @property
+    def ahead(self) -> int:
+        return 0
