@@ -7,16 +7,18 @@ on the host, so that a step's launches can be captured. A device may also take a
 
     x  [T, hidden] --norm--> qkv --> norms of heads --> rotation --> pages, attention
     x += out(attended), with a norm of its own or without
+    x += out(attended to an encoder's rows), where there is cross-attention
     x += feed-forward(norm(x)), likewise
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, rms_norm
+from torch.nn.functional import embedding, layer_norm
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext
@@ -24,6 +26,7 @@ from aioengine.kernels.matmul import Activation, Matmul
 
 __all__ = [
     "Angles",
+    "CrossPlan",
     "DecoderPlan",
     "FeedForwardPlan",
     "LayerPlan",
@@ -34,6 +37,7 @@ __all__ = [
     "rows_wanted",
     "run_layer",
     "run_plan",
+    "slots_of",
 ]
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
@@ -42,10 +46,14 @@ Angles: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormPlan:
-    """An RMS norm: `weight` [dim], of the rows' dtype or float32. Computed in float32."""
+    """An RMS norm: `weight` [dim], of the rows' dtype or float32. Computed in float32.
+
+    With a `bias`, of the weight's dtype, a layer norm (Ba et al., 2016).
+    """
 
     weight: Tensor
     epsilon: float
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,14 +67,31 @@ class FeedForwardPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CrossPlan:
+    """Attention over an encoder's rows: see `LayerPlan`. `key_value`: of these rows, outputs are
+    heads of keys, then of values."""
+
+    norm: NormPlan | None
+    query: Matmul
+    key_value: Matmul
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention: AttentionArgs
+    slot: Slot | None = None
+    out: Matmul
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerPlan:
     """One decoder layer. A norm that is None is not there.
 
     `qkv`: outputs are heads of queries, then of keys, then of values, `head_dim` each.
     `query_norm`, `key_norm`: of each head. `angles`: which of the step's rotate queries and keys,
     None for none. `out_norm`, `feed_out_norm`: of what attention and the feed-forward layer give,
-    before it is added. `feed_forward`: a plan, or a module [1, T, hidden] -> the same, which may
-    return more beside it. `slot`: the layer's pages.
+    before it is added. `cross`: attention over an encoder's rows, behind the layer's own.
+    `feed_forward`: a plan, or a module [1, T, hidden] -> the same, which may return more beside it.
+    `slot`: the layer's pages.
     """
 
     norm: NormPlan | None
@@ -81,6 +106,7 @@ class LayerPlan:
     slot: Slot | None = None
     out: Matmul
     out_norm: NormPlan | None = None
+    cross: CrossPlan | None = None
     feed_norm: NormPlan | None
     feed_forward: FeedForwardPlan | Callable[[Tensor], Any]
     feed_out_norm: NormPlan | None = None
@@ -91,12 +117,14 @@ class DecoderPlan:
     """All layers, the norm after them, and how a step's angles are made.
 
     `make_angles`: embeddings [T, hidden] and positions [T] or [3, T] -> angles of each kind, whose
-    axes are merged already.
+    axes are merged already. `places` [n, hidden]: the row of a token's position is added to its
+    embedding.
     """
 
     layers: tuple[LayerPlan, ...]
     norm: NormPlan
     make_angles: Callable[[Tensor, Tensor], Sequence[Angles]]
+    places: Tensor | None = None
 
 
 class Operators(Protocol):
@@ -115,6 +143,15 @@ class Operators(Protocol):
 
     def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """`x` plus the output matmul of `attended` [T, Hq * D]."""
+
+    def project_cross(self, index: int, x: Tensor) -> Tensor:
+        """Query [T, Hq, D] of cross-attention."""
+
+    def project_memory(self, index: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value [R, Hkv, D] of an encoder's rows [R, dim]."""
+
+    def add_crossed(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
+        """`x` plus the output matmul of cross-attention, of `attended` [T, Hq * D]."""
 
     def add_feed(self, index: int, x: Tensor) -> Tensor:
         """`x` plus the feed-forward layer of it."""
@@ -135,25 +172,30 @@ def run_plan(
     positions: Tensor,
     rows: Sequence[Tensor] = (),
     slots: Sequence[Slot] | None = None,
+    memory: Tensor | None = None,
 ) -> Tensor:
     """The last hidden states [T, hidden] of embeddings `x` [T, hidden] at `positions`.
 
-    `rows` [T, hidden] each: added behind the first layers. `slots`: taken for the layers' own.
+    `rows` [T, hidden] each: added behind the first layers. `slots`, `memory` [R, dim]: taken for
+    the layers' own, in the order in which they attend, and for the step's.
     """
     angles = operators.prepare(plan.make_angles(x, positions))
-    last = plan.layers[-1].slot if slots is None else None
+    own = slots_of(plan.layers)
+    last = own[-1] if slots is None else None
+    if plan.places is not None:
+        x = x + embedding(positions, plan.places)
     x = x.contiguous()
     if isinstance(last, LayerSlot) and last.holder.current is not None:
+        memory = last.holder.current.memory
         found = operators.run(x, angles, rows, last.holder.current)
         if found is not None:
             return found
     num_tokens = x.shape[0]
     wanted = rows_wanted(last, num_tokens)
+    places = iter(own if slots is None else slots)
     for index, layer in enumerate(plan.layers):
-        slot = layer.slot if slots is None else slots[index]
-        assert slot is not None, "a layer has no pages"
         cut = wanted if index + 1 == len(plan.layers) else None
-        x = run_layer(operators, index, layer, x, angles, slot, cut)
+        x = run_layer(operators, index, layer, x, angles, places, cut, memory)
         if index < len(rows):
             x = x + (rows[index] if cut is None else rows[index][cut])
     return operators.finish(x, wanted, num_tokens)
@@ -165,17 +207,39 @@ def run_layer(
     layer: LayerPlan,
     x: Tensor,
     angles: Sequence[Tensor],
-    slot: Slot,
+    slots: Iterator[Slot],
     wanted: Tensor | None,
+    memory: Tensor | None = None,
 ) -> Tensor:
-    """The rows `wanted` of a layer's result, [n, hidden]; all of them for None."""
+    """The rows `wanted` of a layer's result, [n, hidden]; all of them for None.
+
+    `slots` gives the next slot of each attention; `memory` [R, dim] is for cross-attention.
+    """
     query, key, value = operators.project(index, x, angles)
-    attended = slot.attend(query, key, value, layer.attention).flatten(-2)
+    attended = next(slots).attend(query, key, value, layer.attention).flatten(-2)
+    add = operators.add_attended
+    if layer.cross is not None:
+        assert memory is not None, "cross-attention needs an encoder's rows"
+        x = add(index, x, attended)
+        query, (key, value) = (
+            operators.project_cross(index, x),
+            operators.project_memory(index, memory),
+        )
+        attended = next(slots).attend(query, key, value, layer.cross.attention).flatten(-2)
+        add = operators.add_crossed
     if wanted is not None:
         x, attended = x[wanted], attended[wanted]
         if not len(wanted):
             return x  # a feed-forward layer that is a module may know no empty batch
-    return operators.add_feed(index, operators.add_attended(index, x, attended))
+    return operators.add_feed(index, add(index, x, attended))
+
+
+def slots_of(layers: Sequence[LayerPlan]) -> list[Slot]:
+    """The slots of layers, in the order in which they attend."""
+    plans = [each for layer in layers for each in (layer, layer.cross) if each is not None]
+    found = [plan.slot for plan in plans if plan.slot is not None]
+    assert len(found) == len(plans), "a layer has no pages"
+    return found
 
 
 def rows_wanted(slot: Slot | None, num_tokens: int) -> Tensor | None:
@@ -199,8 +263,11 @@ def add_module(
 
 
 def normalize(x: Tensor, norm: NormPlan) -> Tensor:
-    """`x` [..., dim] with an RMS norm in PyTorch: in the weight's dtype, rounded to that of `x`."""
+    """`x` [..., dim] with a norm in PyTorch: in the weight's dtype, rounded to that of `x`."""
     weight = norm.weight
-    if weight.dtype == x.dtype:
-        return rms_norm(x, weight.shape, weight, norm.epsilon)
-    return rms_norm(x.to(weight.dtype), weight.shape, weight, norm.epsilon).to(x.dtype)
+    rows = x if weight.dtype == x.dtype else x.to(weight.dtype)
+    if norm.bias is None:
+        found = rms_norm(rows, weight.shape, weight, norm.epsilon)
+    else:
+        found = layer_norm(rows, weight.shape, weight, norm.bias, norm.epsilon)
+    return found if weight.dtype == x.dtype else found.to(x.dtype)

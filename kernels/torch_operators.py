@@ -15,6 +15,7 @@ from torch import Tensor, rms_norm
 
 from aioengine.kernels.layer_plan import (
     Angles,
+    CrossPlan,
     FeedForwardPlan,
     LayerPlan,
     NormPlan,
@@ -75,6 +76,28 @@ class TorchOperators:
         layer = self._layers[index]
         # What goes into the first layer is the caller's.
         return _add(x.clone() if index == 0 else x, attended, layer.out, layer.out_norm)
+
+    def project_cross(self, index: int, x: Tensor) -> Tensor:
+        """See `Operators`."""
+        cross = self._cross(index)
+        normed = x if cross.norm is None else normalize(x, cross.norm)
+        return cross.query(normed).view(x.shape[0], -1, cross.head_dim)
+
+    def project_memory(self, index: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Operators`."""
+        cross = self._cross(index)
+        both = cross.key_value(memory).view(memory.shape[0], -1, cross.head_dim)
+        key, value = both.chunk(2, dim=1)
+        return key, value
+
+    def add_crossed(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
+        """See `Operators`."""
+        return _add(x, attended, self._cross(index).out, None)
+
+    def _cross(self, index: int) -> CrossPlan:
+        cross = self._layers[index].cross
+        assert cross is not None, "the layer has no cross-attention"
+        return cross
 
     def add_feed(self, index: int, x: Tensor) -> Tensor:
         """See `Operators`."""

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from aioengine.core.plan import UNSAMPLED, Limits, SequencePlan, StepPlan, StepResult
-from aioengine.kernels.attention import AttentionBackend, build_metadata
+from aioengine.kernels.attention import (
+    AttentionBackend,
+    build_cross_metadata,
+    build_metadata,
+)
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.decode_queue import DecodeQueue, QueuedToken
 from aioengine.kernels.pool import LayerPages
@@ -44,7 +48,7 @@ class DecodeSteps:
         tokens = [_queued(s, places) for s in sequences]
         if None in tokens:
             return None
-        groups = zip(*(s.block_tables for s in sequences), strict=True)
+        groups = zip(*(s.block_tables + s.cross_tables for s in sequences), strict=True)
         return self.queue.put([token for token in tokens if token], [*groups])
 
     def read(self, plan: StepPlan, number: int) -> tuple[StepResult, float, float]:
@@ -65,7 +69,7 @@ def find_decode_steps(
     `pages`: of each layer, as they are bound to the model, free as yet; `last` [max_num_seqs]
     int64: the tokens of the step before.
     """
-    if type(backend) is not CpuBackend or model.device.type != "cpu" or limits.num_cross_groups:
+    if type(backend) is not CpuBackend or model.device.type != "cpu":
         return None
     found = decode_parts_of(model.model, model.decoder())
     if found is None or not backend.knows(found[1].table, pages[0][0]):
@@ -75,8 +79,10 @@ def find_decode_steps(
         queue = DecodeQueue(
             parts,
             operators.caches(pages),
-            blocks_in_window=[False] * limits.num_groups,
-            max_blocks=-(-limits.max_model_len // limits.block_size) + 1,
+            is_cross=[False] * limits.num_groups + [True] * limits.num_cross_groups,
+            max_blocks=1
+            + max(limits.max_model_len, limits.max_encoder_len) // limits.block_size
+            + 1,
             max_len=limits.max_model_len,
             last=last,
         )
@@ -88,7 +94,7 @@ def find_decode_steps(
 
 def _is_plain(s: SequencePlan) -> bool:
     """Return whether all that a sequence wants is the most probable token behind its one token."""
-    if s.end - s.start != 1 or not s.samples or s.rows or s.cross_tables or s.encoder_key:
+    if s.end - s.start != 1 or not s.samples or s.rows or s.encoder_key:
         return False
     sampling = s.sampling
     return sampling is None or sampling.is_plain
@@ -106,13 +112,15 @@ def _queued(s: SequencePlan, places: Mapping[str, int]) -> QueuedToken | None:
     (token,) = s.token_ids
     if token == UNSAMPLED:
         token = -1 - places[s.request_id]
-    return QueuedToken(token, position, s.end, int(s.is_stored))
+    return QueuedToken(token, position, s.end, int(s.is_stored), s.num_encoder_rows)
 
 
 # The trial.
 
 _LENGTHS = (5, 2)
 """Tokens of the sequences that are tried."""
+_MEMORY_ROWS = 3
+"""Of an encoder, for each."""
 
 
 @torch.inference_mode()
@@ -121,34 +129,58 @@ def _agrees(model: TransformersModel, limits: Limits, queue: DecodeQueue) -> boo
 
     What the pages of the first blocks hold is overwritten.
     """
-    count = min(len(_LENGTHS), limits.max_num_seqs, limits.num_blocks // limits.num_groups)
+    num_groups = limits.num_groups + limits.num_cross_groups
+    count = min(len(_LENGTHS), limits.max_num_seqs, limits.num_blocks // num_groups)
     most = min(limits.block_size, limits.max_model_len) - 1
-    lengths = [max(1, min(length, most - 1)) for length in _LENGTHS[:count]]
-    if most < 2:
+    if most < 2 or not count:
         return False
-    tables = [[[g * count + i] for i in range(count)] for g in range(limits.num_groups)]
+    lengths = [max(1, min(length, most - 1)) for length in _LENGTHS[:count]]
+    tables = [[[g * count + i] for i in range(count)] for g in range(num_groups)]
     generator = torch.Generator().manual_seed(0)
     vocab = min(model.vocab_size, len(model.model.get_input_embeddings().weight))
     ids = [torch.randint(vocab, (n + 1,), generator=generator) for n in lengths]
+    num_rows = min(_MEMORY_ROWS, limits.max_encoder_len)
+    memory = [
+        torch.randn(num_rows, model.row_size, generator=generator).to(model.dtype)
+        for _ in range(count if limits.num_cross_groups else 0)
+    ]
 
     def run(starts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Logits [n, vocab] of the last of these tokens."""
         tokens = torch.cat([x[a:b] for x, a, b in zip(ids, starts, ends, strict=True)])
-        metadata = [
+        sizes = [b - a for a, b in zip(starts, ends, strict=True)]
+        is_first = not any(starts)
+        own = [
             build_metadata(
                 block_size=limits.block_size, block_tables=table, starts=starts, ends=ends
             )
-            for table in tables
+            for table in tables[: limits.num_groups]
         ]
-        positions = model.positions_for(starts, ends, None)
-        hidden = model.forward(model.embed_input_ids(tokens), positions, metadata)
-        sizes = torch.tensor([b - a for a, b in zip(starts, ends, strict=True)])
-        return model.compute_logits(hidden[sizes.cumsum(0) - 1])
+        cross = [
+            build_cross_metadata(
+                block_size=limits.block_size,
+                block_tables=table,
+                query_lens=sizes,
+                context_lens=[num_rows] * count,
+                is_new=[is_first] * count,
+            )
+            for table in tables[limits.num_groups :]
+        ]
+        hidden = model.forward(
+            model.embed_input_ids(tokens),
+            model.positions_for(starts, ends, None),
+            own + cross,
+            memory if is_first else [],
+        )
+        return model.compute_logits(hidden[torch.tensor(sizes).cumsum(0) - 1])
 
     try:
         run([0] * count, lengths)
         wanted = run(lengths, [n + 1 for n in lengths])
-        tokens = [QueuedToken(int(x[-1]), n, n + 1, 0) for x, n in zip(ids, lengths, strict=True)]
+        tokens = [
+            QueuedToken(int(x[-1]), n, n + 1, num_memory_rows=num_rows)
+            for x, n in zip(ids, lengths, strict=True)
+        ]
         number = queue.put(tokens, tables)
         if number is None:
             return False

@@ -39,13 +39,14 @@ class QueuedToken(NamedTuple):
     `token`: its id, or -1 less the place of a sequence in the step before, whose token it is.
     `position`: for its angles. `length`: of its context, itself included. `shift`: 1 where the
     pages hold its keys and values already, and they are written to the next token's place, where
-    nobody reads them.
+    nobody reads them. `num_memory_rows`: of an encoder, that cross-attention reads.
     """
 
     token: int
     position: int
     length: int
-    shift: int
+    shift: int = 0
+    num_memory_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -53,12 +54,14 @@ class DecodeParts:
     """What a decoder is made of, from token ids to logits.
 
     `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, which are
-    multiplied by `scale`. `make_angles`: of positions [n], cosines and sines [n, dim] of each kind.
+    multiplied by `scale`; `places` [n, hidden]: a row of which is added to a token's, by its
+    position. `make_angles`: of positions [n], cosines and sines [n, dim] of each kind.
     """
 
     plan: Tensor
     table: Tensor
     scale: float
+    places: Tensor | None
     head: NativeLinear | PlainLinear
     make_angles: Callable[[Tensor], Sequence[Angles]]
 
@@ -66,8 +69,8 @@ class DecodeParts:
 class DecodeQueue:
     """A queue of steps of one engine. `run` is called by its launch thread, all else by its loop.
 
-    `caches`: keys and values of each layer, in turns. `blocks_in_window`: of each KV group, as
-    `AttentionMetadata` has it; `max_blocks`: of a sequence in a group. `last` [m] int64: the tokens
+    `caches`: keys and values of each layer's attention, in turns. `is_cross`: of each KV group;
+    `max_blocks`: of a sequence in a group. `last` [m] int64: the tokens
     of the step before, of m sequences at most, which may be written between two steps. `max_len`:
     positions that there are. Raises RuntimeError where these do not go together.
     """
@@ -77,14 +80,14 @@ class DecodeQueue:
         parts: DecodeParts,
         caches: Sequence[Tensor],
         *,
-        blocks_in_window: Sequence[bool],
+        is_cross: Sequence[bool],
         max_blocks: int,
         max_len: int,
         last: Tensor,
     ) -> None:
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self.event)
-        groups, most = len(blocks_in_window), len(last)
+        groups, most = len(is_cross), len(last)
         self._num_groups = groups
         self._make_angles = parts.make_angles
         kinds = parts.make_angles(torch.zeros(1, dtype=torch.int64))
@@ -92,6 +95,7 @@ class DecodeQueue:
         flat = [each for pair in kinds for each in pair]
         self._angles = [torch.empty(max_len, each.shape[-1], dtype=each.dtype) for each in flat]
         self._num_angles = 0
+        self._max_len = max_len if parts.places is None else min(max_len, len(parts.places))
         num_words = 1 + groups + most * (len(QueuedToken._fields) + groups * max_blocks)
         steps = torch.empty(MOST_STEPS, num_words, dtype=torch.int32)
         results = torch.empty(MOST_STEPS, 2 + most, dtype=torch.int64)
@@ -100,11 +104,12 @@ class DecodeQueue:
             parts.plan,
             parts.table,
             parts.scale,
+            parts.places,
             *parts.head.operands,
             parts.head.num_outputs,
             [*caches],
             self._angles,
-            [*map(int, blocks_in_window)],
+            [*map(int, is_cross)],
             steps,
             results,
             last,
@@ -175,7 +180,7 @@ class DecodeQueue:
     def _has_angles(self, position: int) -> bool:
         if position < self._num_angles:
             return True
-        first, most = self._num_angles, len(self._angles[0]) if self._angles else position + 1
+        first, most = self._num_angles, self._max_len
         if position >= most:
             return False
         end = min(most, (position // _NEW_ANGLES + 1) * _NEW_ANGLES)

@@ -14,7 +14,7 @@ from torch import Tensor
 from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.cpu.backend import CpuBackend, places_of
 from aioengine.kernels.cpu.linear import NativeLinear
-from aioengine.kernels.cpu.norm import rms_norm
+from aioengine.kernels.cpu.norm import compute_norm
 from aioengine.kernels.layer_plan import (
     Angles,
     FeedForwardPlan,
@@ -44,7 +44,7 @@ class NativeOperators:
         tensors = [each for layer in layers for each in _tensors(layer)]
         sizes = [each for layer in layers for each in _sizes(layer)]
         numbers = [each for layer in layers for each in _numbers(layer)]
-        last = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
+        last = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.epsilon)
         self._plan: Tensor = self._ops.pack_plan(tensors, sizes, numbers, *last)
         # Where a module computes a layer's feed-forward part.
         self._stops = [
@@ -52,9 +52,10 @@ class NativeOperators:
             for index, layer in enumerate(layers)
             if not isinstance(layer.feed_forward, FeedForwardPlan)
         ]
-        slots = [layer.slot for layer in layers if isinstance(layer.slot, LayerSlot)]
+        plans = [each for layer in layers for each in (layer, layer.cross) if each is not None]
+        slots = [plan.slot for plan in plans if isinstance(plan.slot, LayerSlot)]
         is_usual = all(slot.distance_bias is None for slot in slots)
-        self._slots = slots if is_usual and len(slots) == len(layers) else None
+        self._slots = slots if is_usual and len(slots) == len(plans) else None
 
     @property
     def whole(self) -> Tensor | None:
@@ -82,10 +83,25 @@ class NativeOperators:
         found: Tensor = self._ops.add_attended(self._plan, index, x, attended)
         return found
 
+    def project_cross(self, index: int, x: Tensor) -> Tensor:
+        """See `Operators`."""
+        found: Tensor = self._ops.project_cross(self._plan, index, x)
+        return found
+
+    def project_memory(self, index: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Operators`."""
+        found: tuple[Tensor, Tensor] = self._ops.project_memory(self._plan, index, memory)
+        return found
+
+    def add_crossed(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
+        """See `Operators`."""
+        found: Tensor = self._ops.add_crossed(self._plan, index, x, attended)
+        return found
+
     def add_feed(self, index: int, x: Tensor) -> Tensor:
         """See `Operators`."""
         if not isinstance(self._layers[index].feed_forward, FeedForwardPlan):
-            return add_module(self._layers[index], x, _normalize)
+            return add_module(self._layers[index], x, compute_norm)
         found: Tensor = self._ops.add_feed(self._plan, index, x)
         return found
 
@@ -129,31 +145,36 @@ def _takes(x: Tensor, step: StepContext) -> bool:
         return False
     # The pages of all layers are of one dtype.
     is_known = step.backend.knows(x, step.caches[0][0])
-    return is_known and all(meta.is_causal for meta in step.metadata)
+    # What an encoder has made anew is written layer by layer.
+    is_there = (meta.is_causal or not meta.slot_blocks.shape[0] for meta in step.metadata)
+    return is_known and all(is_there)
 
 
 def _places(meta: AttentionMetadata) -> list[Tensor]:
     return [_NOTHING if each is None else each for each in places_of(meta)]
 
 
-def _normalize(x: Tensor, norm: NormPlan) -> Tensor:
-    return rms_norm(x, norm.weight, norm.epsilon)
-
-
 # What `pack_plan` (kernels/cpu/ops/layer_plan.cpp) takes of a layer, in its order.
 
 
 def _tensors(layer: LayerPlan) -> list[Tensor]:
-    norms = [_NOTHING if each is None else each.weight for each in _norms(layer)]
-    sinks = layer.attention.sinks
-    feed = layer.feed_forward
+    sinks, cross, feed = layer.attention.sinks, layer.cross, layer.feed_forward
     products = [layer.qkv, layer.out]
     inner = [feed.up, feed.down] if isinstance(feed, FeedForwardPlan) else [None, None]
+    crossed = [None] * 3 if cross is None else [cross.query, cross.key_value, cross.out]
     return [
-        *norms,
+        *(each for norm in _norms(layer) for each in _weights(norm)),
         *(each for product in (*products, *inner) for each in _operands(product)),
         _NOTHING if sinks is None else sinks.to(torch.float32).contiguous(),
+        *_weights(None if cross is None else cross.norm),
+        *(each for product in crossed for each in _operands(product)),
     ]
+
+
+def _weights(norm: NormPlan | None) -> list[Tensor]:
+    if norm is None:
+        return [_NOTHING] * 2
+    return [norm.weight, _NOTHING if norm.bias is None else norm.bias]
 
 
 def _operands(product: Matmul | None) -> list[Tensor]:
@@ -172,17 +193,26 @@ def _sizes(layer: LayerPlan) -> list[int]:
     if isinstance(feed, FeedForwardPlan):
         inner = [int(feed.activation), int(feed.is_gated), feed.up.num_outputs]
     activation, is_gated, num_inner = inner
+    cross, crossed = layer.cross, [0] * 4
+    if cross is not None:
+        of_cross = cross.slot.group if isinstance(cross.slot, LayerSlot) else 0
+        crossed = [cross.num_heads, cross.num_kv_heads, cross.head_dim, of_cross]
     return [
         *(layer.num_heads, layer.num_kv_heads, layer.head_dim),
         -1 if layer.angles is None else layer.angles,
         *(layer.attention.window or 0, group, int(stores)),
         *(activation, is_gated, layer.out.num_outputs, num_inner),
+        *crossed,
     ]
 
 
 def _numbers(layer: LayerPlan) -> list[float]:
     epsilons = [0.0 if each is None else each.epsilon for each in _norms(layer)]
-    return [*epsilons, layer.attention.scale, layer.attention.softcap or 0.0]
+    norm, scale = None, 0.0
+    if layer.cross is not None:
+        norm, scale = layer.cross.norm, layer.cross.attention.scale
+    last = [0.0 if norm is None else norm.epsilon, scale]
+    return [*epsilons, layer.attention.scale, layer.attention.softcap or 0.0, *last]
 
 
 def _norms(layer: LayerPlan) -> list[NormPlan | None]:

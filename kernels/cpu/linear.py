@@ -106,7 +106,12 @@ def reads_plain(weight: Tensor) -> bool:
         and weight.numel() > 0
         and is_available()
         and instruction_set() != "generic"  # without wide vectors, PyTorch's own
+        and not (_is_for_pairs(weight) and weight.shape[1] % PAIRED_INPUTS)  # oneDNN's
     )
+
+
+def _is_for_pairs(weight: Tensor) -> bool:
+    return weight.dtype is torch.bfloat16 and has_bfloat16()
 
 
 def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
@@ -115,6 +120,6 @@ def native_way(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
         return None
     if instruction_set() == "generic":
         return None  # without wide vectors, PyTorch's own
-    if has_bfloat16() and weight.dtype is torch.bfloat16 and weight.shape[1] % PAIRED_INPUTS:
+    if _is_for_pairs(weight) and weight.shape[1] % PAIRED_INPUTS:
         return None  # oneDNN's
     return NativeLinear(weight.detach(), None if bias is None else bias.detach())

@@ -76,6 +76,9 @@ class EncoderDecoderModel(TransformersModel):
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
         """Do as the base class, with the step's memory; the probe has one of `NUM_PROBE_ROWS`."""
         step = self._holder.current
+        found = None if step is None else self.run_plan(decoder, embeds, positions)
+        if found is not None:
+            return found
         memory = embeds.new_zeros(NUM_PROBE_ROWS, self.row_size) if step is None else step.memory
         assert memory is not None
         return self.run_decoder(decoder, embeds, positions, encoder_hidden_states=memory[None])

@@ -13,7 +13,7 @@ from torch import nn
 from aioengine.models.fusion.decoder_plan import plan_decoder
 from aioengine.models.fusion.encoder_attention import route_encoders
 from aioengine.models.fusion.fused_mlp import fuse_activations
-from aioengine.models.fusion.fused_rms_norm import fuse_norms
+from aioengine.models.fusion.fused_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary

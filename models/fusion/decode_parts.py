@@ -40,7 +40,12 @@ def find_decode_parts(
         return [(cos.to(rows.dtype), sin.to(rows.dtype)) for cos, sin in found]
 
     return operators, DecodeParts(
-        plan=operators.whole, table=rows, scale=scale, head=head, make_angles=make_angles
+        plan=operators.whole,
+        table=rows,
+        scale=scale,
+        places=plan.places,
+        head=head,
+        make_angles=make_angles,
     )
 
 

@@ -21,29 +21,33 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.cpu.decode_queue import DecodeParts
 from aioengine.kernels.cpu.layer_operators import NativeOperators
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.layer_plan import (
     Angles,
+    CrossPlan,
     DecoderPlan,
     LayerPlan,
     Operators,
     rows_wanted,
     run_layer,
     run_plan,
+    slots_of,
 )
-from aioengine.kernels.layer_slot import slot_of
+from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext, StepHolder, slot_of
 from aioengine.kernels.matmul import TorchLinear
+from aioengine.kernels.reference import ReferenceBackend
 from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.models.fusion.decode_parts import find_decode_parts
-from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
-from aioengine.models.fusion.layer_parts import Kind, attention_of, find_layer
+from aioengine.models.fusion.layer_parts import NORMS, Kind, attentions_of, find_layer
 from aioengine.models.fusion.swap import subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows, stand_ins
 
@@ -54,6 +58,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _LAYER = "_aioengine_layer"
 _DECODER = "_aioengine_decoder"
 _ROWS = "deepstack_visual_embeds"
+_MEMORY = "encoder_hidden_states"
 _FOR_ATTENTION = frozenset(
     ("attention_mask", "cache_position", "past_key_values", "position_ids", "use_cache")
 )
@@ -80,7 +85,7 @@ class _Layer:
         assert slot is not None
         wanted = rows_wanted(slot, len(x)) if self.is_last else None
         angles = self.operators.prepare([(cos, sin)])
-        found = run_layer(self.operators, 0, self.plan, x, angles, slot, wanted)
+        found = run_layer(self.operators, 0, self.plan, x, angles, iter([slot]), wanted)
         return found if wanted is None else x.index_copy(0, wanted, found)
 
 
@@ -116,6 +121,19 @@ class _Rotary:
         found = [self.module(x, ids, *args, **named) for args, named in self.calls]
         assert all(len(cos) == 1 for cos, _ in found), "the module does not merge the axes"
         return [(cos[0], sin[0]) for cos, sin in found]
+
+
+def _no_angles(embeds: Tensor, positions: Tensor) -> list[Angles]:
+    return []
+
+
+def _places(decoder: nn.Module) -> Tensor | None:
+    """The rows that learned positions add to embeddings, from position 0 on."""
+    module = getattr(decoder, "embed_positions", None)
+    weight, offset = getattr(module, "weight", None), getattr(module, "offset", 0)
+    if not isinstance(weight, Tensor) or not isinstance(offset, int):
+        return None
+    return weight.detach()[offset:]
 
 
 def run_decoder_plan(
@@ -169,9 +187,10 @@ def plan_decoder(decoder: nn.Module) -> int:
             if layer is None:
                 continue
             kind = type(module)
-            if kind not in kinds:
+            if layer.plan.cross is None and kind not in kinds:
                 kinds[kind] = _planned_class(kind)
-            swap(module, kinds[kind], **{_LAYER: layer})
+            # What also reads an encoder's rows runs with all others, or as it is.
+            swap(module, kinds.get(kind, kind), **{_LAYER: layer})
             count += 1
         setattr(decoder, _DECODER, _tried_decoder(decoder))
     return count
@@ -215,9 +234,9 @@ def _fits(x: Tensor, angles: tuple[Tensor, Tensor] | None, head_dim: int) -> boo
 
 def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
     """The layer with its attention's arguments, if it comes to the module's own bits."""
-    attention = attention_of(module)
+    attentions = attentions_of(module)
     weight = next(module.parameters(), None)
-    if attention is None or weight is None:
+    if not attentions or weight is None:
         return None
     matmul, operators, roundings = _device(weight)
     guess = find_layer(module, matmul)
@@ -225,9 +244,9 @@ def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
         return None
     x = random_rows(1, _TRIAL_ROWS, guess.out.num_outputs, like=weight)
     cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1)
+    memory = None if guess.cross is None else _memory(guess.cross, like=weight)
     with stand_ins(module):
-        stand_in = slot_of(attention)
-        assert isinstance(stand_in, StandIn)
+        slots = [slot_of(each) for each in attentions]
         try:
             wanted = module(
                 x,
@@ -236,17 +255,48 @@ def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
                 position_ids=torch.arange(_TRIAL_ROWS, device=x.device)[None] << 20,
                 use_cache=False,
                 position_embeddings=(cos[None], sin[None]),
+                **({} if memory is None else {_MEMORY: memory[None]}),
             )
             wanted = wanted[0]
+            wanted = wanted[0] if wanted.dim() == 3 else wanted
         except Exception:
             return None  # it wants other arguments
-        for angles in (0, None):
-            plan = replace(guess, attention=stand_in.args, angles=angles)
-            layer = _Layer(plan, attention, operators([plan]), is_last)
-            found = partial(layer.compute, x[0], cos, sin)
+        for angles, is_scaled in product((0, None), (False, True)):
+            args = [_args_of(*pair, is_scaled) for pair in zip(attentions, slots, strict=True)]
+            cross = None if guess.cross is None else replace(guess.cross, attention=args[1])
+            plan = replace(guess, attention=args[0], cross=cross, angles=angles)
+            layer = _Layer(plan, attentions[0], operators([plan]), is_last)
+            found = partial(_run_tried, layer, x[0], (cos, sin), slots, memory)
             if agree(found, lambda: wanted, roundings=roundings):
                 return layer
     return None
+
+
+def _args_of(attention: nn.Module, slot: Slot | None, is_scaled: bool) -> AttentionArgs:
+    """What the layer's attention was called with, its queries as they come out of their matmul.
+
+    `is_scaled`: the module has scaled them before.
+    """
+    assert isinstance(slot, StandIn)
+    factor = getattr(attention, "scaling", 1.0) if is_scaled else 1.0
+    return slot.args._replace(scale=slot.args.scale * factor)
+
+
+def _run_tried(
+    layer: _Layer,
+    x: Tensor,
+    angles: Angles,
+    slots: Sequence[Slot | None],
+    memory: Tensor | None,
+) -> Tensor:
+    prepared = layer.operators.prepare([angles])
+    places = iter([slot for slot in slots if slot is not None])
+    return run_layer(layer.operators, 0, layer.plan, x, prepared, places, None, memory)
+
+
+def _memory(cross: CrossPlan, like: Tensor) -> Tensor:
+    """An encoder's rows for a trial, [T, dim]."""
+    return random_rows(_TRIAL_ROWS, cross.out.num_outputs, like=like, seed=3)
 
 
 def _device(weight: Tensor) -> tuple[Kind, type[NativeOperators] | type[TorchOperators], int]:
@@ -261,19 +311,21 @@ def _device(weight: Tensor) -> tuple[Kind, type[NativeOperators] | type[TorchOpe
 
 def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
     """The plan of a decoder that does nothing but call its layers, if all of these have one."""
-    modules = getattr(decoder, "layers", None)
-    rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
-    if not isinstance(modules, nn.ModuleList) or not modules or not isinstance(rotary, nn.Module):
+    modules, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    norm = getattr(decoder, "norm", getattr(decoder, "layer_norm", None))
+    if not isinstance(modules, nn.ModuleList) or not modules or not isinstance(norm, NORMS):
         return None
     layers: list[_Layer | None] = [getattr(module, _LAYER, None) for module in modules]
     around = [each for each in (decoder, rotary, norm) if isinstance(each, nn.Module)]
     if None in layers or any(each._forward_hooks or each._forward_pre_hooks for each in around):
         return None
-    if not isinstance(norm, FusedRMSNorm):
-        return None
     plans = [layer.plan for layer in layers if layer is not None]
+    holder = plans[0].slot.holder if isinstance(plans[0].slot, LayerSlot) else StepHolder()
+    places = _places(decoder)
+    if places is None and not isinstance(rotary, nn.Module):
+        return None
     _, kind, roundings = _device(norm.weight)
-    trial = _Trial(decoder, plans[0].out.num_outputs, norm.weight, roundings)
+    trial = _Trial(decoder, plans[0], norm.weight, roundings, holder)
     with stand_ins(decoder):
         seen = trial.watch(rotary, modules)
         if seen is None:
@@ -283,11 +335,13 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
             plan if plan.angles is None else replace(plan, angles=index)
             for plan, index in zip(plans, angles, strict=True)
         )
-        plan = DecoderPlan(planned, norm.fused[1], _Rotary(rotary, axes_of_text, calls))
+        make_angles = _Rotary(rotary, axes_of_text, calls) if rotary is not None else _no_angles
+        plan = DecoderPlan(planned, norm.fused[1], make_angles, places)
         operators = kind(planned, plan.norm)
         if not trial.agrees(plan, operators, wanted=output):
             return None
-        axes = frozenset([1, 2] if trial.agrees(plan, operators, axes=2) else [1])
+        has_axes = places is None and trial.agrees(plan, operators, axes=2)
+        axes = frozenset([1, 2] if has_axes else [1])
         takes_rows = trial.agrees(plan, operators, has_rows=True)
     return _Decoder(plan, operators, axes, takes_rows)
 
@@ -297,14 +351,20 @@ class _Trial:
     """A decoder on random rows, with attention that stands in."""
 
     decoder: nn.Module
-    width: int
+    layer: LayerPlan  # the first
     weight: Tensor  # rows have its dtype and device
     roundings: int
+    holder: StepHolder
 
     @property
     def embeds(self) -> Tensor:
         """[T, hidden]."""
-        return random_rows(_TRIAL_ROWS, self.width, like=self.weight)
+        return random_rows(_TRIAL_ROWS, self.layer.out.num_outputs, like=self.weight)
+
+    @property
+    def memory(self) -> Tensor | None:
+        """[T, dim], where there is cross-attention."""
+        return None if self.layer.cross is None else _memory(self.layer.cross, like=self.weight)
 
     def positions(self, axes: int) -> Tensor:
         """[T], or [3, T] with other ones on each axis."""
@@ -321,7 +381,12 @@ class _Trial:
             given["visual_pos_masks"] = torch.ones(
                 1, _TRIAL_ROWS, dtype=torch.bool, device=self.weight.device
             )
-        output: Tensor = self.decoder(**given).last_hidden_state[0]
+        if self.memory is not None:
+            given[_MEMORY] = self.memory[None]
+        # Some modules ask the step for the positions of its tokens.
+        step = StepContext((), (), ReferenceBackend(), positions)
+        with self.holder.hold(step):
+            output: Tensor = self.decoder(**given).last_hidden_state[0]
         return output
 
     def agrees(
@@ -337,14 +402,16 @@ class _Trial:
         if has_rows and _ROWS not in inspect.signature(self.decoder.forward).parameters:
             return False
         count = 2 if has_rows else 0
-        rows = random_rows(count, _TRIAL_ROWS, self.width, like=self.weight, seed=2).unbind(0)
-        slots = [StandIn() for _ in plan.layers]
-        found = partial(run_plan, plan, operators, self.embeds, self.positions(axes), rows, slots)
+        width = self.layer.out.num_outputs
+        rows = random_rows(count, _TRIAL_ROWS, width, like=self.weight, seed=2).unbind(0)
+        slots = [StandIn() for _ in slots_of(plan.layers)]
+        given = self.embeds, self.positions(axes), rows, slots, self.memory
+        found = partial(run_plan, plan, operators, *given)
         own = partial(self.run, axes, rows) if wanted is None else wanted.clone
         return agree(found, own, roundings=self.roundings)
 
     def watch(
-        self, rotary: nn.Module, layers: nn.ModuleList
+        self, rotary: nn.Module | None, layers: nn.ModuleList
     ) -> tuple[int | None, list[_Call], list[int], Tensor] | None:
         """Find how the rotary module is called, and which call's angles each layer is given.
 
@@ -366,9 +433,12 @@ class _Trial:
 
         def note_layer(_: nn.Module, args: Any, named: dict[str, Any]) -> None:
             given = named.get("position_embeddings")
-            kinds.append(next(i for i, each in enumerate(made) if each is given))
+            found = (i for i, each in enumerate(made) if each is given)
+            kinds.append(next(found) if rotary is not None else 0)
 
-        hooks = [rotary.register_forward_hook(note_call, with_kwargs=True)]
+        hooks: list[Any] = []
+        if rotary is not None:
+            hooks.append(rotary.register_forward_hook(note_call, with_kwargs=True))
         hooks += [each.register_forward_pre_hook(note_layer, with_kwargs=True) for each in layers]
         try:
             output = self.run()
@@ -377,6 +447,6 @@ class _Trial:
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(kinds) != len(layers) or len(axes) != 1:
+        if len(kinds) != len(layers) or len(axes) != (rotary is not None):
             return None
-        return axes.pop(), calls, kinds, output
+        return axes.pop() if axes else None, calls, kinds, output

@@ -70,21 +70,29 @@ _KEYS_FROM_ELSEWHERE = frozenset(
 """Arguments of a forward whose keys and values are of another tensor than its queries."""
 
 
-def layer_names_of(module: nn.Module) -> LayerNames:
-    """Look up the names of the layers of `module`: its class's own, or the table's."""
+_OF_ONE_INPUT = frozenset({"self_attn", "SelfAttention"})
+"""Names of attention modules whose class takes keys from elsewhere, and which are not given any."""
+
+
+def layer_names_of(module: nn.Module, name: str = "") -> LayerNames:
+    """Look up the names of the layers of `module`: its class's own, or the table's.
+
+    `name`: what the module that holds it calls it.
+    """
     own = getattr(type(module), "layer_names", None)
     if isinstance(own, LayerNames):
         return own
     found = next((names for names in _FEED_FORWARD if _has(module, names)), None)
     activated = None if found is None or found.gate else (found.activation, found.up)
-    return LayerNames([*_merged(module)], found, activated)
+    return LayerNames([*_merged(module, name)], found, activated)
 
 
-def _merged(module: nn.Module) -> Iterator[tuple[str, ...]]:
+def _merged(module: nn.Module, name: str) -> Iterator[tuple[str, ...]]:
     for names in _QUERY_KEY_VALUE:
         if _has(module, names[1:]):
             known = inspect.signature(type(module).forward).parameters
-            yield names if _KEYS_FROM_ELSEWHERE.isdisjoint(known) else names[1:]
+            is_one = name in _OF_ONE_INPUT or _KEYS_FROM_ELSEWHERE.isdisjoint(known)
+            yield names if is_one else names[1:]
     yield from (names for names in _GATE_UP if _has(module, names))
 
 

@@ -6,29 +6,33 @@ What is found is a guess: whether a layer computes what the plan says is shown b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.cpu.linear import NativeLinear
-from aioengine.kernels.layer_plan import FeedForwardPlan, LayerPlan, NormPlan
+from aioengine.kernels.layer_plan import CrossPlan, FeedForwardPlan, LayerPlan, NormPlan
 from aioengine.kernels.layer_slot import slot_of
 from aioengine.kernels.matmul import TorchLinear
-from aioengine.models.fusion.fused_mlp import ActivatedFeedForward
-from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm
+from aioengine.models.fusion.fused_mlp import ActivatedFeedForward, ActivatedLinear
+from aioengine.models.fusion.fused_norm import FusedLayerNorm, FusedRMSNorm
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 
-__all__ = ["Kind", "attention_of", "find_layer"]
+__all__ = ["NORMS", "Kind", "attentions_of", "find_layer"]
+
+NORMS = (FusedLayerNorm, FusedRMSNorm)
 
 
 class _Norms(NamedTuple):
-    """Names of a layer's norms, None where there is none: see `LayerPlan`."""
+    """Names of a layer's norms, None where there is none: see `LayerPlan`, and `CrossPlan`."""
 
     norm: str | None
     out_norm: str | None
     feed_norm: str | None
     feed_out_norm: str | None
+    cross_norm: str | None = None
 
 
 _NORMS = (
@@ -40,17 +44,18 @@ _NORMS = (
     ),
     _Norms("input_layernorm", None, "post_attention_layernorm", None),
     _Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    _Norms("self_attn_layer_norm", None, "final_layer_norm", None, "encoder_attn_layer_norm"),
 )
 _HEAD_NORMS = ("q_norm", "k_norm")
+_OF_CROSS = {"q_proj", "out_proj"}
 _IDLE = (nn.Dropout, nn.Identity)
 Kind: TypeAlias = type[NativeLinear] | type[TorchLinear]
 """Matmuls of one device."""
 
 
-def attention_of(layer: nn.Module) -> nn.Module | None:
-    """The one child of a layer that has a slot."""
-    found = [child for child in layer.children() if slot_of(child) is not None]
-    return found[0] if len(found) == 1 else None
+def attentions_of(layer: nn.Module) -> list[nn.Module]:
+    """The children of a layer that have slots: its attention, and perhaps cross-attention."""
+    return [child for child in layer.children() if slot_of(child) is not None]
 
 
 def find_layer(layer: nn.Module, kind: Kind) -> LayerPlan | None:
@@ -58,27 +63,33 @@ def find_layer(layer: nn.Module, kind: Kind) -> LayerPlan | None:
 
     Its attention's arguments are not known yet. Modules with hooks are left alone.
     """
-    attention = attention_of(layer)
-    if attention is None or any(_is_hooked(each) for each in layer.modules()):
+    attentions = attentions_of(layer)
+    if not 1 <= len(attentions) <= 2 or any(_is_hooked(each) for each in layer.modules()):
         return None
-    norms = {name: each for name, each in layer.named_children() if isinstance(each, FusedRMSNorm)}
+    norms = {name: each for name, each in layer.named_children() if isinstance(each, NORMS)}
     others = [
         each
         for each in layer.children()
-        if each is not attention and not isinstance(each, (FusedRMSNorm, *_IDLE))
+        if each not in attentions and not isinstance(each, (*NORMS, *_IDLE))
     ]
     names = next((each for each in _NORMS if {*filter(None, each)} == {*norms}), None)
-    if names is None or len(others) != 1:
+    found, feed = _attention(attentions[0], kind), _feed_forward(others, kind)
+    if names is None or found is None or feed is None:
         return None
-    found = _attention(attention, kind)
-    if found is None:
+    if (names.cross_norm is None) != (len(attentions) == 1):
         return None
     plans: dict[str, Any] = {
         field: None if name is None else norms[name].fused[1]
         for field, name in names._asdict().items()
     }
-    feed_forward = _feed_forward(others[0], kind)
-    return LayerPlan(**plans, **found, slot=slot_of(attention), feed_forward=feed_forward)
+    cross, cross_norm = None, plans.pop("cross_norm")
+    if len(attentions) == 2:
+        parts = _cross_attention(attentions[1], kind)
+        if parts is None:
+            return None
+        cross = CrossPlan(norm=cross_norm, **parts, slot=slot_of(attentions[1]))
+    own = slot_of(attentions[0])
+    return LayerPlan(**plans, **found, slot=own, cross=cross, feed_forward=feed)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -88,11 +99,9 @@ def _is_hooked(module: nn.Module) -> bool:
 def _attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:
     """The parts of an attention layer: see `LayerPlan`."""
     parts = [child for child in module.children() if isinstance(child, PackedPart)]
-    norms = {name: each for name, each in module.named_children() if isinstance(each, FusedRMSNorm)}
+    norms = {name: each for name, each in module.named_children() if isinstance(each, NORMS)}
     others = [
-        child
-        for child in module.children()
-        if not isinstance(child, (PackedPart, FusedRMSNorm, *_IDLE))
+        child for child in module.children() if not isinstance(child, (PackedPart, *NORMS, *_IDLE))
     ]
     head_dim = getattr(module, "head_dim", None)
     if len(parts) != 3 or len(others) != 1 or not isinstance(head_dim, int):
@@ -100,7 +109,7 @@ def _attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:
     merged, (out,) = parts[0].merged, others
     is_whole = all(part.merged is merged for part in parts) and len(merged.sizes) == 3
     is_whole = is_whole and merged.sizes[1] == merged.sizes[2]
-    if not is_whole or [part.index for part in parts] != [0, 1, 2]:
+    if not is_whole or sorted(part.index for part in parts) != [0, 1, 2]:
         return None
     if not isinstance(merged.packed, kind) or not isinstance(out, Packed):
         return None
@@ -121,8 +130,37 @@ def _attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:
     }
 
 
+def _cross_attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:
+    """The parts of an attention layer whose keys and values are an encoder's: see `CrossPlan`."""
+    parts = [child for child in module.children() if isinstance(child, PackedPart)]
+    whole = {name: each for name, each in module.named_children() if isinstance(each, Packed)}
+    kinds = (PackedPart, Packed, *_IDLE)
+    head_dim = getattr(module, "head_dim", None)
+    if not all(isinstance(child, kinds) for child in module.children()) or len(parts) != 2:
+        return None
+    if {*whole} != _OF_CROSS or not isinstance(head_dim, int):
+        return None
+    merged, query, out = parts[0].merged, whole["q_proj"].packed, whole["out_proj"].packed
+    if parts[1].merged is not merged or len({*merged.sizes}) != 1 or len(merged.sizes) != 2:
+        return None
+    if not all(isinstance(each, kind) for each in (query, out, merged.packed)):
+        return None
+    num_queries = whole["q_proj"].out_features
+    if num_queries % head_dim or merged.sizes[0] % head_dim:
+        return None
+    return {
+        "query": query,
+        "key_value": merged.packed,
+        "num_heads": num_queries // head_dim,
+        "num_kv_heads": merged.sizes[0] // head_dim,
+        "head_dim": head_dim,
+        "attention": AttentionArgs(scale=1.0),
+        "out": out,
+    }
+
+
 def _head_norms(
-    norms: dict[str, FusedRMSNorm], head_dim: int
+    norms: dict[str, FusedLayerNorm | FusedRMSNorm], head_dim: int
 ) -> tuple[NormPlan | None, NormPlan | None] | None:
     """Norms of queries and keys, if there are any: then both, of each head."""
     if not norms:
@@ -130,12 +168,24 @@ def _head_norms(
     if {*norms} != {*_HEAD_NORMS}:
         return None
     query, key = (norms[name].fused[1] for name in _HEAD_NORMS)
-    is_of_heads = len(query.weight) == len(key.weight) == head_dim
+    is_of_heads = len(query.weight) == len(key.weight) == head_dim and query.bias is None
     return (query, key) if is_of_heads and query.epsilon == key.epsilon else None
 
 
-def _feed_forward(module: nn.Module, kind: Kind) -> FeedForwardPlan | nn.Module:
-    """The module's plan; itself where it is of another kind."""
+def _feed_forward(modules: Sequence[nn.Module], kind: Kind) -> FeedForwardPlan | nn.Module | None:
+    """The plan of what a layer holds beside attention and norms; a module itself of another
+    kind."""
+    if len(modules) == 2:
+        first, second = modules
+        if not isinstance(first, ActivatedLinear) or not isinstance(second, Packed):
+            return None
+        inner, activation = first.activated
+        outer: Any = second.packed
+        is_known = isinstance(inner, kind) and isinstance(outer, kind)
+        return FeedForwardPlan(inner, activation, False, outer) if is_known else None
+    if len(modules) != 1:
+        return None
+    (module,) = modules
     if isinstance(module, ActivatedFeedForward):
         names, up, activation = module.fused
         down = getattr(getattr(module, names.down), "packed", None)

@@ -166,8 +166,8 @@ def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Line
     """Layers that can be packed, those together whose names say that they have one input."""
     free = own_layers(model, nn.Linear, without)
     parents = Counter(id(child) for module in model.modules() for child in module.children())
-    for parent in list(model.modules()):
-        for names in layer_names_of(parent).merged:
+    for path, parent in list(model.named_modules()):
+        for names in layer_names_of(parent, path.rpartition(".")[2]).merged:
             found = [id(getattr(parent, name, None)) for name in names]
             layers = [free[each] for each in found if each in free and parents[each] == 1]
             if len(layers) > 1 and _are_alike(layers):

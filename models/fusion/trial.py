@@ -55,6 +55,8 @@ def largest_error(found: Tensor, wanted: Tensor) -> float:
 class StandIn:
     """Attention for a trial: of every row all of its query, key and value, and no other row.
 
+    Queries are multiplied by the scale, which a module may also do itself.
+
     `args`: what it was called with last.
     """
 
@@ -65,7 +67,7 @@ class StandIn:
         self.args = args
         group = query.shape[1] // key.shape[1]
         seen = key * 2 + value * 4
-        return query + seen.repeat_interleave(group, dim=1)
+        return query * args.scale + seen.repeat_interleave(group, dim=1)
 
 
 @contextmanager

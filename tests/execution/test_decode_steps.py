@@ -173,7 +173,7 @@ async def test_what_a_step_may_not_say(folder: Path, token: QueuedToken, tables:
         if token.token < 0:  # it stands for the last place that there is, whose token is known
             await asyncio.to_thread(run)
         else:
-            with pytest.raises(RuntimeError, match="token|angles|block"):
+            with pytest.raises(RuntimeError, match=r"token|angles|block"):
                 await asyncio.to_thread(run)
 
 

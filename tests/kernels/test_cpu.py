@@ -23,6 +23,7 @@ from aioengine.kernels.cpu import library, norm
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import Activation, NativeLinear, native_way
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.layer_plan import NormPlan
 from aioengine.kernels.linear import pack_linear
 from aioengine.kernels.reference import ReferenceBackend
 from tests.kernels.paging import PagedBatch, make_batch
@@ -561,9 +562,9 @@ def test_norms(dim: int, dtype: torch.dtype, instruction_set: str) -> None:
     torch.manual_seed(dim)
     x, weight = torch.randn(2, 9, dim).to(dtype) * 30, torch.randn(dim).to(dtype)
     exact = torch.nn.functional.rms_norm(x.double(), (dim,), weight.double(), 1e-5)
-    found = norm.rms_norm(x, weight, 1e-5)
+    found = norm.compute_norm(x, NormPlan(weight, 1e-5))
     assert found.dtype is dtype and found.shape == x.shape
     torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps * 4, atol=1e-6)
-    assert torch.equal(norm.rms_norm(x[:, 4:5], weight, 1e-5), found[:, 4:5])
+    assert torch.equal(norm.compute_norm(x[:, 4:5], NormPlan(weight, 1e-5)), found[:, 4:5])
     with pytest.raises(RuntimeError, match="width"):
-        norm.rms_norm(x, torch.ones(dim + 1, dtype=dtype), 1e-5)
+        norm.compute_norm(x, NormPlan(torch.ones(dim + 1, dtype=dtype), 1e-5))

@@ -10,14 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, build_metadata
+from aioengine.kernels.attention import (
+    AttentionArgs,
+    AttentionMetadata,
+    build_cross_metadata,
+    build_metadata,
+)
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.layer_operators import NativeOperators
 from aioengine.kernels.cpu.linear import NativeLinear
-from aioengine.kernels.cpu.norm import rms_norm
+from aioengine.kernels.cpu.norm import compute_norm
 from aioengine.kernels.cpu.rotary import rotate
 from aioengine.kernels.layer_plan import (
+    CrossPlan,
     DecoderPlan,
     FeedForwardPlan,
     LayerPlan,
@@ -53,8 +59,9 @@ def matmul(outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool) -> 
     return NativeLinear((random(outputs, inputs) / 8).to(dtype), bias)
 
 
-def norm_of(dim: int, dtype: torch.dtype, seed: int) -> NormPlan:
-    return NormPlan((1 + random(dim, seed=seed) / 8).to(dtype), EPSILON * (1 + seed))
+def norm_of(dim: int, dtype: torch.dtype, seed: int, *, has_bias: bool = False) -> NormPlan:
+    bias = random(dim, seed=seed + 20).to(dtype) if has_bias else None
+    return NormPlan((1 + random(dim, seed=seed) / 8).to(dtype), EPSILON * (1 + seed), bias)
 
 
 def layer_plan(
@@ -89,7 +96,7 @@ def layer_plan(
 def normed(x: Tensor, norm: NormPlan | None) -> Tensor:
     if norm is None:
         return x
-    return rms_norm(x, norm.weight, norm.epsilon)
+    return compute_norm(x, norm)
 
 
 def angles(tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -120,6 +127,13 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
             "feed_out_norm": wide[3],
         },
         "no angles": {"angles": None},
+        "layer norms": {
+            "norm": norm_of(HIDDEN, dtype, 0, has_bias=True),
+            "feed_norm": norm_of(HIDDEN, dtype, 1, has_bias=True),
+            "angles": None,
+            "has_bias": True,
+            "is_gated": False,
+        },
     }
 
 
@@ -264,6 +278,73 @@ def test_operators_in_pytorch(instruction_set: str, variant: str) -> None:
     assert torch.equal(x, before)
 
 
+class CrossDecoder(Decoder):
+    """Two layers that also read an encoder's rows, and no angles but learned places."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.holder = dtype, StepHolder()
+        layers = []
+        for index in range(2):
+            slots = [
+                LayerSlot(2 * index + i, i, self.holder, is_last=2 * index + i == 3)
+                for i in range(2)
+            ]
+            cross = CrossPlan(
+                norm=norm_of(HIDDEN, dtype, 7, has_bias=True),
+                query=matmul(HEADS * HEAD, HIDDEN, dtype, has_bias=True),
+                key_value=matmul(2 * KV_HEADS * HEAD, HIDDEN, dtype, has_bias=True),
+                num_heads=HEADS,
+                num_kv_heads=KV_HEADS,
+                head_dim=HEAD,
+                attention=AttentionArgs(0.2),
+                slot=slots[1],
+                out=matmul(HIDDEN, HEADS * HEAD, dtype, has_bias=True),
+            )
+            own = {**variants(dtype)["layer norms"], "slot": slots[0], "cross": cross}
+            layers.append(layer_plan(dtype, **own))
+        norm = norm_of(HIDDEN, dtype, 5, has_bias=True)
+        places = random(9, HIDDEN, seed=9).to(dtype)
+        self.plan = DecoderPlan(tuple(layers), norm, lambda *_: [], places)
+        self.native = NativeOperators(self.plan.layers, self.plan.norm)
+        self.caches = torch.zeros(4, 2, 5, 4, KV_HEADS, HEAD, dtype=dtype)
+
+    def step(self, memory: Tensor | None, backend: CpuBackend | None = None) -> StepContext:
+        """Two sequences; where there is `memory` [7, hidden], that of both is written."""
+        cross = build_cross_metadata(
+            block_size=4,
+            block_tables=[[1], [4]],
+            query_lens=[3, 3],
+            context_lens=[4, 3],
+            is_new=[memory is not None] * 2,
+        )
+        caches = [(keys, values) for keys, values in self.caches]
+        rows = torch.zeros(1, HIDDEN, dtype=self.dtype) if memory is None else memory
+        return StepContext([metadata(None), cross], caches, backend or CpuBackend(), memory=rows)
+
+    def run_step(self, x: Tensor, step: StepContext, operators: Operators | None = None) -> Tensor:
+        with self.holder.hold(step):
+            return run_plan(self.plan, operators or self.native, x, torch.arange(len(x)))
+
+
+def test_layers_that_read_an_encoders_rows(dtype: torch.dtype) -> None:
+    decoder = CrossDecoder(dtype)
+    x, memory = random(6, HIDDEN).to(dtype), random(7, HIDDEN, seed=8).to(dtype)
+    first = decoder.run_step(x, decoder.step(memory))
+    assert decoder.caches[1].any() and decoder.caches[3].any(), "they are written layer by layer"
+    kept = decoder.caches.clone()
+    whole = decoder.run_step(x, decoder.step(None))
+    assert torch.equal(whole, first)
+    assert torch.equal(decoder.run_step(x, decoder.step(None, _OwnBackend())), whole)
+    assert torch.equal(decoder.caches, kept)
+    part = torch.tensor([5, 2])
+    found = decoder.run_step(x, replace(decoder.step(None), wanted=part))
+    assert torch.equal(found[part], whole[part])
+    if dtype is torch.float32:
+        plain = TorchOperators(decoder.plan.layers, decoder.plan.norm)
+        found = decoder.run_step(x, decoder.step(memory), plain)
+        torch.testing.assert_close(found, whole, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("returns", ["rows", "more"])
 def test_a_module_in_the_place_of_a_feed_forward_layer(dtype: torch.dtype, returns: str) -> None:
     """In the middle and at the end; the last one is given the rows that are read alone."""
@@ -317,4 +398,4 @@ def test_a_plan_lies_where_it_was_made() -> None:
         with pytest.raises(RuntimeError, match="pack_plan"):
             ops.add_feed(other, 0, x)
     with pytest.raises(RuntimeError, match="same number of layers"):
-        ops.pack_plan([x], [1], [1.0], None, 0.0)
+        ops.pack_plan([x], [1], [1.0], None, None, 0.0)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu import library
-from aioengine.kernels.cpu.norm import rms_norm
+from aioengine.kernels.cpu.norm import compute_norm
+from aioengine.kernels.layer_plan import NormPlan
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels were not built")
 WIDTH = 1024
@@ -27,7 +28,7 @@ def resident_bytes() -> int:
 
 def ones(rows: int, value: float) -> Tensor:
     """[rows, WIDTH] of `value`, by an operator of ours."""
-    return rms_norm(torch.ones(rows, WIDTH), torch.full((WIDTH,), value), 0.0)
+    return compute_norm(torch.ones(rows, WIDTH), NormPlan(torch.full((WIDTH,), value), 0.0))
 
 
 def test_what_is_held_keeps_its_numbers() -> None:
@@ -48,11 +49,11 @@ def test_what_is_held_keeps_its_numbers() -> None:
 def test_it_is_used_again() -> None:
     """Nobody else who asks for as much in between gets it."""
     x, weight = torch.ones(4096, WIDTH), torch.ones(WIDTH)
-    made = rms_norm(x, weight, 0.0)
+    made = compute_norm(x, NormPlan(weight, 0.0))
     place = made.data_ptr()
     del made
     others = [torch.zeros(4096, WIDTH) for _ in range(3)]
-    assert rms_norm(x, weight, 0.0).data_ptr() == place
+    assert compute_norm(x, NormPlan(weight, 0.0)).data_ptr() == place
     assert not any(each.any() for each in others)
 
 

@@ -1,4 +1,4 @@
-"""Steps in a queue: done in one call while the loop adds more, and the encoder still has its turn."""
+"""Steps in a queue: one call does them while the loop adds more; the encoder has its turn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -42,10 +43,8 @@ class FakeQueue:
             self._changed.notify_all()
 
     def see(self) -> int:
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self.event)
-        except BlockingIOError:
-            pass
         return self.num_done
 
     def run(self, patience_s: float) -> int:

@@ -1,4 +1,4 @@
-// What an RMS norm is given, and the tables of functions that compute it.
+// What a norm is given, and the tables of functions that compute it.
 
 #pragma once
 
@@ -14,7 +14,8 @@ struct Norm {
     int64_t strides[2];
     int64_t heads;
     const void* weight;    // [dim], or null: then nothing is normalized
-    bool has_float_weight;  // the weight is of float32, not of the dtype of x
+    const void* bias;      // [dim], or null; where there is one, rows are centred before they are scaled
+    bool has_float_weight;  // weight and bias are of float32, not of the dtype of x
     const void* residual;  // [rows, heads * dim], or null: is added to what was rounded
     int64_t residual_stride;
     void* out;  // [rows, heads, dim], contiguous

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -30,7 +31,8 @@ namespace {
 //   position: of the token, for its angles
 //   length: of the sequence's context, the token included
 //   shift: 1 where the token's keys and values are there already; they go to where the next one's will
-constexpr int64_t SEQUENCE_WORDS = 4;
+//   memory: rows of an encoder's that cross-attention reads, whose keys and values are there
+constexpr int64_t SEQUENCE_WORDS = 5;
 // In front of a step's tokens: when it began and ended, in nanoseconds.
 constexpr int64_t RESULT_TIMES = 2;
 
@@ -44,9 +46,10 @@ struct Decoder {
     const Decoder* self;  // a copy of the bytes is no decoder
     Tensor plan, table;
     double scale;  // of embeddings
+    std::optional<Tensor> positions;  // whose row is added to a token's embedding
     PlannedMatmul head;
     std::vector<Tensor> caches, angles;
-    std::vector<int64_t> blocks_in_window;
+    std::vector<int64_t> is_cross;  // for each KV group
     Tensor steps, results, last;
     int event;
     std::vector<char> logits = {};
@@ -61,22 +64,26 @@ struct Decoder {
     void run(int64_t index);
 };
 
-// Numbers at `from`, times a scale, rounded.
-void scale_row(DType dtype, const char* from, int64_t count, float scale, char* to) {
+// Numbers at x become change(i, number), rounded. Of float32 or bfloat16.
+template <class Change>
+void change_row(DType dtype, char* x, int64_t count, const Change& change) {
     for (int64_t i = 0; i < count; ++i) {
         if (dtype == DType::Float32) {
-            reinterpret_cast<float*>(to)[i] = reinterpret_cast<const float*>(from)[i] * scale;
+            float& at = reinterpret_cast<float*>(x)[i];
+            at = change(i, at);
             continue;
         }
-        uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(from)[i]) << 16;
-        float value;
-        std::memcpy(&value, &bits, sizeof value);
-        value *= scale;
-        std::memcpy(&bits, &value, sizeof bits);
+        uint16_t& at = reinterpret_cast<uint16_t*>(x)[i];
+        const float value = change(i, std::bit_cast<float>(static_cast<uint32_t>(at) << 16));
+        const uint32_t bits = std::bit_cast<uint32_t>(value);
         const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-        reinterpret_cast<uint16_t*>(to)[i] =
-            is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+        at = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
     }
+}
+
+float number_at(DType dtype, const char* x, int64_t i) {
+    if (dtype == DType::Float32) return reinterpret_cast<const float*>(x)[i];
+    return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(x)[i]) << 16);
 }
 
 struct Argmax {
@@ -92,11 +99,15 @@ struct Argmax {
 
 Places places_of_group(
     Program& program, const int32_t* sequences, int64_t count, const int32_t* table, int64_t width,
-    int64_t block_size, const int32_t* query_start) {
+    int64_t block_size, bool is_cross, const int32_t* query_start) {
     int32_t* blocks = static_cast<int32_t*>(program.take(3 * count * sizeof(int32_t)));
     int32_t *offsets = blocks + count, *lengths = offsets + count;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t* sequence = sequences + i * SEQUENCE_WORDS;
+        if (is_cross) {
+            lengths[i] = sequence[4];
+            continue;
+        }
         const int64_t place = sequence[2] - 1 + sequence[3];
         STD_TORCH_CHECK(
             0 < sequence[2] && 0 <= place && place / block_size < width,
@@ -111,14 +122,15 @@ Places places_of_group(
     places.query_start = query_start;
     places.seq_lens = lengths;
     places.block_table = program.copy(table, count * width);
-    places.num_slots = places.num_sequences = count;
+    places.num_slots = is_cross ? 0 : count;
+    places.num_sequences = count;
     places.table_width = width;
     return places;
 }
 
 void Decoder::run(int64_t index) {
     const int64_t began = now_ns();
-    const int64_t place = index % steps.size(0), groups = blocks_in_window.size();
+    const int64_t place = index % steps.size(0), groups = is_cross.size();
     const int32_t* words = static_cast<const int32_t*>(steps.const_data_ptr()) + place * steps.size(1);
     int64_t* result = static_cast<int64_t*>(results.mutable_data_ptr()) + place * results.size(1);
     int64_t* sampled = static_cast<int64_t*>(last.mutable_data_ptr());
@@ -145,10 +157,16 @@ void Decoder::run(int64_t index) {
         const int64_t token = sequence[0] < 0 ? sampled[before] : sequence[0];
         STD_TORCH_CHECK(0 <= token && token < table.size(0), "there is no such token");
         const char* from = static_cast<const char*>(table.const_data_ptr()) + token * row_bytes;
-        if (scale == 1)
-            std::memcpy(x + i * row_bytes, from, row_bytes);
-        else
-            scale_row(type, from, hidden, static_cast<float>(scale), x + i * row_bytes);
+        char* row = x + i * row_bytes;
+        std::memcpy(row, from, row_bytes);
+        if (scale != 1)
+            change_row(type, row, hidden, [&](int64_t, float each) { return each * static_cast<float>(scale); });
+        if (positions) {
+            STD_TORCH_CHECK(
+                0 <= sequence[1] && sequence[1] < positions->size(0), "there is no such position");
+            const char* more = static_cast<const char*>(positions->const_data_ptr()) + sequence[1] * row_bytes;
+            change_row(type, row, hidden, [&](int64_t k, float each) { return each + number_at(type, more, k); });
+        }
         for (size_t k = 0; k < angles.size(); ++k) {
             STD_TORCH_CHECK(
                 0 <= sequence[1] && sequence[1] < angles[k].size(0), "there are no such angles");
@@ -171,10 +189,11 @@ void Decoder::run(int64_t index) {
     const int32_t* rows = sequences + count * SEQUENCE_WORDS;
     for (int64_t i = 0; i < groups; rows += count * widths[i++])
         places.push_back(places_of_group(
-            program, sequences, count, rows, widths[i], block_size(), query_start));
+            program, sequences, count, rows, widths[i], block_size(), is_cross[i] != 0, query_start));
 
     const Plan& layers = plan_of(plan);
-    const LayerStep step{std::move(turned), caches, std::move(places), blocks_in_window, {}, nullptr, count};
+    const std::vector<int64_t> no_blocks(groups);
+    const LayerStep step{std::move(turned), caches, std::move(places), no_blocks, {}, nullptr, count};
     const auto [found, is_ended] = add_layers(builder, layers, step, 0, {x, count, hidden, hidden});
     STD_TORCH_CHECK(!is_ended, "a module computes a part of a layer");
     char* normed = static_cast<char*>(program.take(count * row_bytes));
@@ -205,15 +224,24 @@ Decoder& decoder_of(const Tensor& packed) {
 }  // namespace
 
 Tensor pack_decoder(
-    const Tensor& plan, const Tensor& table, double scale, const Tensor& head,
-    const std::optional<Tensor>& scales, const std::optional<Tensor>& bias, int64_t outputs,
-    std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> blocks_in_window,
+    const Tensor& plan, const Tensor& table, double scale, const std::optional<Tensor>& positions,
+    const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
+    int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& results, const Tensor& last, int64_t event) {
-    check_step(plan_of(plan), caches.size(), blocks_in_window.size());
+    check_step(plan_of(plan), caches.size(), is_cross.size());
     check_close(table, 2, "table");
     const DType dtype = dtype_of(table, *dispatch_table().attention);
     STD_TORCH_CHECK(table.is_contiguous(), "table must be contiguous");
-    STD_TORCH_CHECK(scale == 1 || dtype != DType::Float16, "embeddings of float16 are not scaled");
+    STD_TORCH_CHECK(
+        (scale == 1 && !positions) || dtype != DType::Float16,
+        "embeddings of float16 are neither scaled nor added to");
+    if (positions) {
+        check_close(*positions, 2, "positions");
+        STD_TORCH_CHECK(
+            positions->is_contiguous() && positions->size(1) == table.size(1) &&
+                positions->scalar_type() == table.scalar_type(),
+            "positions must be contiguous, and of the table's width and dtype");
+    }
     STD_TORCH_CHECK(angles.size() % 2 == 0, "angles are cosines and sines");
     for (const Tensor& each : angles) {
         check_close(each, 2, "angles");
@@ -231,8 +259,8 @@ Tensor pack_decoder(
             results.size(1) == RESULT_TIMES + last.numel(),
         "steps must be int32, results and last int64, of one number of steps and sequences");
     std::unique_ptr<Decoder> decoder(new Decoder{
-        nullptr, plan, table, scale, {head, scales, bias, outputs}, std::move(caches), std::move(angles),
-        std::move(blocks_in_window), steps, results, last, static_cast<int>(event)});
+        nullptr, plan, table, scale, positions, {head, scales, bias, outputs}, std::move(caches),
+        std::move(angles), std::move(is_cross), steps, results, last, static_cast<int>(event)});
     decoder->self = decoder.get();
     const std::array<int64_t, 1> bytes{sizeof(Decoder)}, strides{1};
     return torch::stable::from_blob(

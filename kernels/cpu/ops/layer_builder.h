@@ -132,16 +132,33 @@ public:
             "the caches do not fit the layer");
         a.query = is_made ? query : heads.x[0];
         a.query_strides[0] = is_made ? width : heads.strides[0][0];
-        a.query_strides[1] = layer.head_dim;
         a.scale = static_cast<float>(layer.scale);
         a.softcap = static_cast<float>(layer.softcap);
         a.blocks_in_window = blocks_in_window;
-        a.out = attended;
-        const AttentionWork& work = work_of(a, places);
-        a.partial =
-            reinterpret_cast<float*>(partial_.hold(program_, work.num_partial * sizeof(float)));
-        aioengine::add_attention(program_, a, work);
-        return {attended, tokens, width, width};
+        return attend(a, places, tokens, attended);
+    }
+
+    // A layer's queries of what an encoder has made: x [T, hidden] -> [T, heads * dim].
+    void add_cross_query(const PlannedCross& cross, const Rows& x, void* query) {
+        multiply(normalized(x, cross.norm), cross.query, 0, false, nullptr, query);
+    }
+
+    // And their attention, over pages that hold the encoder's keys and values already.
+    Rows add_cross_attention(
+        const PlannedCross& cross, const Rows& x, const Tensor& key_cache, const Tensor& value_cache,
+        const Places& places) {
+        const int64_t tokens = x.count, width = cross.heads * cross.head_dim;
+        char* query = inner_.hold(program_, 2 * tokens * width * size_);
+        add_cross_query(cross, x, query);
+        Attention a = attention_of(
+            key_cache, value_cache, places, dtype_, tokens, cross.heads, std::nullopt, 0, false);
+        STD_TORCH_CHECK(
+            a.kv_heads == cross.kv_heads && a.key_dim == cross.head_dim && a.value_dim == cross.head_dim,
+            "the caches do not fit the layer's cross-attention");
+        a.query = query;
+        a.query_strides[0] = width;
+        a.scale = static_cast<float>(cross.scale);
+        return attend(a, places, tokens, query + tokens * width * size_);
     }
 
     // x plus a matmul of `given`, which has a norm of its own or none; to `out`, or where it fits.
@@ -188,10 +205,22 @@ public:
     }
 
 private:
+    // The attention of `tokens` whose heads lie side by side, to `out`.
+    Rows attend(Attention& a, const Places& places, int64_t tokens, char* out) {
+        const int64_t width = a.heads * a.value_dim;
+        a.query_strides[1] = a.key_dim;
+        a.out = out;
+        const AttentionWork& work = work_of(a, places);
+        a.partial =
+            reinterpret_cast<float*>(partial_.hold(program_, work.num_partial * sizeof(float)));
+        aioengine::add_attention(program_, a, work);
+        return {out, tokens, width, width};
+    }
+
     Norm norm_of(const PlannedNorm& norm, int64_t dim) const {
-        check_norm(norm.weight, dim, dtype_);
+        check_norm(norm.weight, norm.bias, dim, dtype_);
         Norm a{};
-        set_weight(a, norm.weight, norm.epsilon);
+        set_weight(a, norm.weight, norm.bias, norm.epsilon);
         return a;
     }
 
@@ -255,7 +284,8 @@ private:
     // Layers of one KV group share it where they see the same keys.
     const AttentionWork& work_of(const Attention& a, const Places& places) {
         for (const auto& [known, work] : works_)
-            if (known.block_table == a.block_table && known.heads == a.heads &&
+            if (known.block_table == a.block_table && known.is_causal == a.is_causal &&
+                known.seq_lens == a.seq_lens && known.heads == a.heads &&
                 known.kv_heads == a.kv_heads && known.window == a.window && known.key_dim == a.key_dim &&
                 known.value_dim == a.value_dim)
                 return work;

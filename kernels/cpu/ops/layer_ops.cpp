@@ -25,32 +25,51 @@ Norm describe(const Tensor& x) {
 
 }  // namespace
 
-void check_norm(const Tensor& weight, int64_t dim, DType dtype) {
+void check_norm(const Tensor& weight, const std::optional<Tensor>& bias, int64_t dim, DType dtype) {
     check_close(weight, 1, "weight");
     const bool is_float = weight.scalar_type() == ScalarType::Float;
     STD_TORCH_CHECK(
         weight.size(0) == dim && (is_float || dtype_of(weight, *dispatch_table().attention) == dtype),
         "weight must be of the width of x, and of its dtype or float32");
+    if (!bias) return;
+    check_close(*bias, 1, "bias");
+    STD_TORCH_CHECK(
+        bias->size(0) == dim && bias->scalar_type() == weight.scalar_type(),
+        "bias must be of the width and dtype of weight");
 }
 
-void set_weight(Norm& a, const Tensor& weight, double epsilon) {
+void set_weight(Norm& a, const Tensor& weight, const std::optional<Tensor>& bias, double epsilon) {
     a.weight = weight.const_data_ptr();
+    a.bias = bias ? bias->const_data_ptr() : nullptr;
     a.has_float_weight = weight.scalar_type() == ScalarType::Float;
     a.epsilon = static_cast<float>(epsilon);
 }
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+namespace {
+
+Tensor normalized(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, double epsilon) {
     Norm a = describe(x);
-    check_norm(weight, a.dim, a.dtype);
-    set_weight(a, weight, epsilon);
+    check_norm(weight, bias, a.dim, a.dtype);
+    set_weight(a, weight, bias, epsilon);
     Tensor out = x.dim() == 3 ? new_output(x, {x.size(0), a.heads, a.dim})
                               : new_output(x, {x.size(0), a.dim});
     a.out = out.mutable_data_ptr();
     run_between(x.size(0), [&](Program& program) {
-        keep(program, {x, weight});
+        keep(program, {x, weight, bias.value_or(weight)});
         add_norm(program, a, x.size(0));
     });
     return out;
+}
+
+}  // namespace
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+    return normalized(x, weight, std::nullopt, epsilon);
+}
+
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double epsilon) {
+    return normalized(x, weight, bias, epsilon);
 }
 
 Tensor argmax(const Tensor& x) {

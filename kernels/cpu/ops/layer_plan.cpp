@@ -14,7 +14,7 @@ namespace aioengine {
 namespace {
 
 // What a layer takes of each list.
-constexpr size_t LAYER_TENSORS = 19, LAYER_SIZES = 11, LAYER_NUMBERS = 8;
+constexpr size_t LAYER_TENSORS = 36, LAYER_SIZES = 15, LAYER_NUMBERS = 10;
 // What a KV group takes of the list of its step's metadata.
 constexpr size_t GROUP_TENSORS = 6;
 
@@ -22,9 +22,10 @@ std::optional<Tensor> maybe(const Tensor& tensor) {
     return tensor.numel() ? std::optional<Tensor>(tensor) : std::nullopt;
 }
 
-std::optional<PlannedNorm> norm_of(const Tensor& weight, double epsilon) {
-    if (!weight.numel()) return std::nullopt;
-    return PlannedNorm{weight, epsilon};
+// Of a weight and a bias.
+std::optional<PlannedNorm> norm_of(const Tensor* t, double epsilon) {
+    if (!t[0].numel()) return std::nullopt;
+    return PlannedNorm{t[0], epsilon, maybe(t[1])};
 }
 
 PlannedMatmul matmul_of(const Tensor* t, int64_t outputs) {
@@ -33,12 +34,12 @@ PlannedMatmul matmul_of(const Tensor* t, int64_t outputs) {
 
 PlannedLayer layer_of(const Tensor* t, const int64_t* n, const double* f) {
     PlannedLayer layer{};
-    layer.norm = norm_of(t[0], f[0]);
-    layer.query_norm = norm_of(t[1], f[1]);
-    layer.key_norm = norm_of(t[2], f[2]);
-    layer.out_norm = norm_of(t[3], f[3]);
-    layer.feed_norm = norm_of(t[4], f[4]);
-    layer.feed_out_norm = norm_of(t[5], f[5]);
+    layer.norm = norm_of(t, f[0]);
+    layer.query_norm = norm_of(t + 2, f[1]);
+    layer.key_norm = norm_of(t + 4, f[2]);
+    layer.out_norm = norm_of(t + 6, f[3]);
+    layer.feed_norm = norm_of(t + 8, f[4]);
+    layer.feed_out_norm = norm_of(t + 10, f[5]);
     layer.scale = f[6];
     layer.softcap = f[7];
     layer.heads = n[0];
@@ -50,13 +51,24 @@ PlannedLayer layer_of(const Tensor* t, const int64_t* n, const double* f) {
     layer.stores = n[6] != 0;
     layer.activation = n[7];
     layer.is_gated = n[8] != 0;
-    layer.qkv = matmul_of(t + 6, (n[0] + 2 * n[1]) * n[2]);
-    layer.out = matmul_of(t + 9, n[9]);
-    if (t[12].numel()) {
-        layer.up = matmul_of(t + 12, n[10]);
-        layer.down = matmul_of(t + 15, n[9]);
+    layer.qkv = matmul_of(t + 12, (n[0] + 2 * n[1]) * n[2]);
+    layer.out = matmul_of(t + 15, n[9]);
+    if (t[18].numel()) {
+        layer.up = matmul_of(t + 18, n[10]);
+        layer.down = matmul_of(t + 21, n[9]);
     }
-    layer.sinks = maybe(t[18]);
+    layer.sinks = maybe(t[24]);
+    if (t[27].numel())
+        layer.cross = PlannedCross{
+            norm_of(t + 25, f[8]),
+            matmul_of(t + 27, n[11] * n[13]),
+            matmul_of(t + 30, 2 * n[12] * n[13]),
+            matmul_of(t + 33, n[9]),
+            n[11],
+            n[12],
+            n[13],
+            n[14],
+            f[9]};
     return layer;
 }
 
@@ -93,7 +105,7 @@ void run_built(const Tensor& x, std::vector<Tensor> kept, const Build& build) {
 
 Tensor pack_plan(
     std::vector<Tensor> tensors, std::vector<int64_t> sizes, std::vector<double> numbers,
-    const std::optional<Tensor>& norm, double epsilon) {
+    const std::optional<Tensor>& norm, const std::optional<Tensor>& bias, double epsilon) {
     const size_t count = tensors.size() / LAYER_TENSORS;
     STD_TORCH_CHECK(
         count > 0 && tensors.size() == LAYER_TENSORS * count && sizes.size() == LAYER_SIZES * count &&
@@ -101,7 +113,7 @@ Tensor pack_plan(
         "lists must have the same number of layers");
     auto plan = std::make_unique<Plan>();
     plan->self = plan.get();
-    if (norm) plan->norm = PlannedNorm{*norm, epsilon};
+    if (norm) plan->norm = PlannedNorm{*norm, epsilon, bias};
     for (size_t i = 0; i < count; ++i)
         plan->layers.push_back(layer_of(
             &tensors[LAYER_TENSORS * i], &sizes[LAYER_SIZES * i], &numbers[LAYER_NUMBERS * i]));
@@ -135,6 +147,51 @@ std::tuple<Tensor, Tensor, Tensor> project(
         builder.add_heads_if_any(heads);
     });
     return {parts[0], parts[1], parts[2]};
+}
+
+namespace {
+
+const PlannedCross& cross_of(const PlannedLayer& layer) {
+    STD_TORCH_CHECK(layer.cross, "the layer has no cross-attention");
+    return *layer.cross;
+}
+
+}  // namespace
+
+Tensor project_cross(const Tensor& plan, int64_t index, const Tensor& x) {
+    const PlannedCross& cross = cross_of(layer_of(plan_of(plan), index));
+    Tensor query = new_output(x, {x.size(0), cross.heads, cross.head_dim});
+    run_built(x, {plan, x}, [&](Builder& builder) {
+        builder.add_cross_query(cross, rows_of(x, builder.dtype(), "x"), query.mutable_data_ptr());
+    });
+    return query;
+}
+
+std::tuple<Tensor, Tensor> project_memory(const Tensor& plan, int64_t index, const Tensor& memory) {
+    const PlannedCross& cross = cross_of(layer_of(plan_of(plan), index));
+    const int64_t rows = memory.size(0), width = cross.kv_heads * cross.head_dim;
+    Tensor both = new_output(memory, {rows, 2 * width});
+    run_built(memory, {plan, memory}, [&](Builder& builder) {
+        builder.multiply(
+            rows_of(memory, builder.dtype(), "memory"), cross.key_value, 0, false, nullptr,
+            both.mutable_data_ptr());
+    });
+    const auto part = [&](int64_t first) {
+        return torch::stable::view(
+            torch::stable::narrow(both, 1, first, width), {rows, cross.kv_heads, cross.head_dim});
+    };
+    return {part(0), part(width)};
+}
+
+Tensor add_crossed(const Tensor& plan, int64_t index, const Tensor& x, const Tensor& attended) {
+    const PlannedCross& cross = cross_of(layer_of(plan_of(plan), index));
+    Tensor out = new_output(x, {x.size(0), x.size(1)});
+    run_built(x, {plan, x, attended}, [&](Builder& builder) {
+        builder.add(
+            rows_of(x, builder.dtype(), "x"), rows_of(attended, builder.dtype(), "attended"), cross.out,
+            std::nullopt, out.mutable_data_ptr());
+    });
+    return out;
 }
 
 Tensor add_attended(const Tensor& plan, int64_t index, const Tensor& x, const Tensor& attended) {
@@ -171,27 +228,46 @@ Tensor finish(
 }
 
 void check_step(const Plan& plan, size_t num_caches, size_t num_groups) {
-    STD_TORCH_CHECK(
-        num_caches == 2 * plan.layers.size(), "there must be two caches for each layer");
-    for (const PlannedLayer& layer : plan.layers)
+    size_t count = 0;
+    const auto check = [&](int64_t group) {
         STD_TORCH_CHECK(
-            layer.group >= 0 && static_cast<size_t>(layer.group) < num_groups,
-            "the step has no such KV group");
+            group >= 0 && static_cast<size_t>(group) < num_groups, "the step has no such KV group");
+        count += 2;
+    };
+    for (const PlannedLayer& layer : plan.layers) {
+        check(layer.group);
+        if (layer.cross) check(layer.cross->group);
+    }
+    STD_TORCH_CHECK(num_caches == count, "there must be two caches for each layer's attention");
 }
 
 std::pair<Rows, bool> add_layers(
     Builder& builder, const Plan& plan, const LayerStep& step, int64_t first, Rows x) {
     const auto cut = [&](const Rows& all) { return builder.take_rows(all, step.wanted, step.num_wanted); };
     const size_t count = plan.layers.size();
+    const Tensor* caches = step.caches.data();
+    for (int64_t i = 0; i < first; ++i) caches += plan.layers[i].cross ? 4 : 2;
     for (size_t i = first; i < count; ++i) {
         const PlannedLayer& layer = plan.layers[i];
         Rows attended = builder.add_attention(
-            layer, x, step.angles, step.caches[2 * i], step.caches[2 * i + 1], step.places[layer.group],
+            layer, x, step.angles, caches[0], caches[1], step.places[layer.group],
             step.blocks_in_window[layer.group] != 0);
+        caches += 2;
+        const PlannedMatmul* out = &layer.out;
+        const std::optional<PlannedNorm>* out_norm = &layer.out_norm;
+        static const std::optional<PlannedNorm> none;
+        if (layer.cross) {
+            x = builder.add(x, attended, layer.out, layer.out_norm);
+            attended = builder.add_cross_attention(
+                *layer.cross, x, caches[0], caches[1], step.places[layer.cross->group]);
+            out = &layer.cross->out;
+            out_norm = &none;
+            caches += 2;
+        }
         const bool is_cut = step.wanted && i + 1 == count;
         if (is_cut) x = cut(x);
         if (is_cut) attended = cut(attended);
-        x = builder.add(x, attended, layer.out, layer.out_norm);
+        x = builder.add(x, attended, *out, *out_norm);
         if (!layer.up) return {x, true};
         x = builder.add_feed(layer, x);
         if (i >= step.rows.size()) continue;

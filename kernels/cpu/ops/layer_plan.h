@@ -15,6 +15,7 @@ namespace aioengine {
 struct PlannedNorm {
     Tensor weight;
     double epsilon;
+    std::optional<Tensor> bias;  // of a layer norm
 };
 
 struct PlannedMatmul {
@@ -25,9 +26,18 @@ struct PlannedMatmul {
     Weight weight() const { return {packed, scales, bias, outputs}; }
 };
 
+// Attention over what an encoder has made, behind a layer's own.
+struct PlannedCross {
+    std::optional<PlannedNorm> norm;
+    PlannedMatmul query, key_value, out;
+    int64_t heads, kv_heads, head_dim, group;
+    double scale;
+};
+
 struct PlannedLayer {
     std::optional<PlannedNorm> norm, query_norm, key_norm, out_norm, feed_norm, feed_out_norm;
     PlannedMatmul qkv, out;
+    std::optional<PlannedCross> cross;
     std::optional<PlannedMatmul> up, down;  // none where a module computes the feed-forward layer
     std::optional<Tensor> sinks;
     int64_t heads, kv_heads, head_dim;
@@ -47,7 +57,7 @@ struct Plan {
 // What `pack_plan` has returned. Raises for anything else.
 const Plan& plan_of(const Tensor& packed);
 
-// Raises unless a step brings caches for all layers and knows their KV groups.
+// Raises unless a step brings caches for all layers and their cross-attention, and knows the KV groups.
 void check_step(const Plan& plan, size_t num_caches, size_t num_groups);
 
 }  // namespace aioengine

@@ -75,9 +75,12 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon);
 Tensor argmax(const Tensor& x);
 Tensor widen(const Tensor& x);
 
-// Raises unless the weight is for rows of this width and dtype.
-void check_norm(const Tensor& weight, int64_t dim, DType dtype);
-void set_weight(Norm& a, const Tensor& weight, double epsilon);
+// The same with a bias, of rows that are centred first.
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double epsilon);
+
+// Raises unless weight and bias are for rows of this width and dtype.
+void check_norm(const Tensor& weight, const std::optional<Tensor>& bias, int64_t dim, DType dtype);
+void set_weight(Norm& a, const Tensor& weight, const std::optional<Tensor>& bias, double epsilon);
 
 // The rows x [n, dim] at the places `rows` of [count, dim], zeros elsewhere.
 Tensor put_rows(const Tensor& x, const Tensor& rows, int64_t count);
@@ -89,16 +92,22 @@ Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t d
 std::tuple<Tensor, Tensor> rotate(
     const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin);
 
-// A plan (layer_plan.h) of layers, in lists of their tensors, sizes and numbers, and of the norm after them
-// with its epsilon: as bytes, which own it. They are the plan only where they lie.
+// A plan (layer_plan.h) of layers, in lists of their tensors, sizes and numbers, and of the norm after them,
+// with a bias or none and its epsilon: as bytes, which own it. They are the plan only where they lie.
 Tensor pack_plan(
     std::vector<Tensor> tensors, std::vector<int64_t> sizes, std::vector<double> numbers,
-    const std::optional<Tensor>& norm, double epsilon);
+    const std::optional<Tensor>& norm, const std::optional<Tensor>& bias, double epsilon);
 
 // A layer up to its attention: x [T, hidden] -> query [T, Hq, D], key and value [T, Hkv, D]. `angles`: cos
 // and sin [T, D] of one kind after the other.
 std::tuple<Tensor, Tensor, Tensor> project(
     const Tensor& plan, int64_t index, const Tensor& x, std::vector<Tensor> angles);
+
+// Of a layer's cross-attention: the queries [T, Hq, D] of x [T, hidden], keys and values [R, Hkv, D] of an
+// encoder's rows [R, dim], and x plus the output matmul of what was attended to, [T, Hq * D].
+Tensor project_cross(const Tensor& plan, int64_t index, const Tensor& x);
+std::tuple<Tensor, Tensor> project_memory(const Tensor& plan, int64_t index, const Tensor& memory);
+Tensor add_crossed(const Tensor& plan, int64_t index, const Tensor& x, const Tensor& attended);
 
 // x [T, hidden] plus the layer's output matmul of what was attended to, [T, Hq * D].
 Tensor add_attended(const Tensor& plan, int64_t index, const Tensor& x, const Tensor& attended);
@@ -124,14 +133,15 @@ Tensor run_plan(
     std::vector<Tensor> rows, const std::optional<Tensor>& wanted);
 
 // A queue of steps of single tokens (decode.cpp): as bytes, which own it. `plan` of layers; `table` [vocab,
-// hidden] of embeddings, which are multiplied by `scale`; the output head as `linear` takes it; `caches` and
-// `blocks_in_window` as above; `angles` [positions, D], cosines and sines of each kind in turns. `steps` int32
+// hidden] of embeddings, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is
+// added, if there are any; the output head as `linear` takes it; `caches` as above; `is_cross`: of each KV
+// group; `angles` [positions, D], cosines and sines of each kind in turns. `steps` int32
 // [n, words] is written by the host, `results` int64 [n, 2 + m] by `decode`, and so is `last` [m], the tokens
 // of the step before. `event`: the file of an event that counts steps.
 Tensor pack_decoder(
-    const Tensor& plan, const Tensor& table, double scale, const Tensor& head,
-    const std::optional<Tensor>& scales, const std::optional<Tensor>& bias, int64_t outputs,
-    std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> blocks_in_window,
+    const Tensor& plan, const Tensor& table, double scale, const std::optional<Tensor>& positions,
+    const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
+    int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& results, const Tensor& last, int64_t event);
 
 // Computes what is queued and what is queued meanwhile, until nothing has come for so long or it is to stop.

@@ -22,14 +22,18 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
         "int activation=0, bool is_gated=False) -> Tensor");
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+    library.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor");
     library.def("argmax(Tensor x) -> Tensor");
     library.def("widen(Tensor x) -> Tensor");
     library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
     library.def(
-        "pack_plan(Tensor[] tensors, int[] sizes, float[] numbers, Tensor? norm, float epsilon) "
-        "-> Tensor");
+        "pack_plan(Tensor[] tensors, int[] sizes, float[] numbers, Tensor? norm, Tensor? bias, "
+        "float epsilon) -> Tensor");
     library.def(
         "project(Tensor plan, int index, Tensor x, Tensor[] angles) -> (Tensor, Tensor, Tensor)");
+    library.def("project_cross(Tensor plan, int index, Tensor x) -> Tensor");
+    library.def("project_memory(Tensor plan, int index, Tensor memory) -> (Tensor, Tensor)");
+    library.def("add_crossed(Tensor plan, int index, Tensor x, Tensor attended) -> Tensor");
     library.def("add_attended(Tensor plan, int index, Tensor x, Tensor attended) -> Tensor");
     library.def("add_feed(Tensor plan, int index, Tensor x) -> Tensor");
     library.def("finish(Tensor plan, Tensor x, Tensor? wanted, int tokens) -> Tensor");
@@ -37,8 +41,9 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "run_plan(Tensor plan, int first, Tensor x, Tensor[] angles, Tensor(a!)[] caches, "
         "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted) -> Tensor");
     library.def(
-        "pack_decoder(Tensor plan, Tensor table, float scale, Tensor head, Tensor? scales, Tensor? bias, "
-        "int outputs, Tensor(a!)[] caches, Tensor[] angles, int[] blocks_in_window, Tensor steps, "
+        "pack_decoder(Tensor plan, Tensor table, float scale, Tensor? positions, Tensor head, "
+        "Tensor? scales, Tensor? bias, int outputs, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
+        "Tensor steps, "
         "Tensor(b!) results, Tensor(c!) last, int event) -> Tensor");
     library.def("decode(Tensor(a!) decoder, int patience_us) -> int");
     library.def("decoder_logits(Tensor decoder, int count) -> Tensor");
@@ -50,11 +55,15 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("pack_panels", TORCH_BOX(&aioengine::pack_panels));
     library.impl("linear", TORCH_BOX(&aioengine::linear));
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
+    library.impl("layer_norm", TORCH_BOX(&aioengine::layer_norm));
     library.impl("argmax", TORCH_BOX(&aioengine::argmax));
     library.impl("widen", TORCH_BOX(&aioengine::widen));
     library.impl("rotate", TORCH_BOX(&aioengine::rotate));
     library.impl("pack_plan", TORCH_BOX(&aioengine::pack_plan));
     library.impl("project", TORCH_BOX(&aioengine::project));
+    library.impl("project_cross", TORCH_BOX(&aioengine::project_cross));
+    library.impl("project_memory", TORCH_BOX(&aioengine::project_memory));
+    library.impl("add_crossed", TORCH_BOX(&aioengine::add_crossed));
     library.impl("add_attended", TORCH_BOX(&aioengine::add_attended));
     library.impl("add_feed", TORCH_BOX(&aioengine::add_feed));
     library.impl("finish", TORCH_BOX(&aioengine::finish));

@@ -43,7 +43,7 @@ from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, att
 from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.models.fusion.decoder_plan import plan_decoder, run_decoder_plan
 from aioengine.models.fusion.fused_mlp import fuse_activations
-from aioengine.models.fusion.fused_rms_norm import fuse_norms
+from aioengine.models.fusion.fused_norm import fuse_norms
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
 from aioengine.models.fusion.trial import StandIn

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from aioengine.kernels.cpu import library
-from aioengine.models.fusion.fused_rms_norm import FusedRMSNorm, fuse_norms
+from aioengine.models.fusion.fused_norm import FusedLayerNorm, FusedRMSNorm, fuse_norms
 
 
 def drawn(norm: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -23,17 +23,17 @@ def drawn(norm: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("dim", [8, 100, 1024])
 def test_usual_norms(kind: type[nn.Module], dtype: torch.dtype, dim: int) -> None:
     norm = drawn(kind(dim, 1e-5), dtype)
     plain = copy.deepcopy(norm)
     assert fuse_norms(nn.Sequential(norm)) == 1
-    assert isinstance(norm, FusedRMSNorm)
+    assert isinstance(norm, FusedLayerNorm if kind is nn.LayerNorm else FusedRMSNorm)
     x = torch.randn(1, 7, dim).to(dtype)
     found, wanted = norm(x), plain(x)
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    close = 2 * torch.finfo(dtype).eps
+    close = (6 if kind is nn.LayerNorm else 2) * torch.finfo(dtype).eps  # which ends in a sum
     torch.testing.assert_close(found, wanted, atol=close, rtol=close)
     assert torch.equal(norm(x[:, 3:4]), found[:, 3:4]), "a row has no company"
     if library.is_available():
@@ -77,4 +77,5 @@ def test_what_is_left_alone() -> None:
     hooked = drawn(LlamaRMSNorm(8), torch.float32)
     hooked.register_forward_hook(lambda *_: None)
     double = drawn(LlamaRMSNorm(8), torch.float64)
-    assert fuse_norms(nn.Sequential(hooked, double, nn.RMSNorm(8), nn.LayerNorm(8))) == 0
+    others = nn.LayerNorm((2, 8)), nn.LayerNorm(8, bias=False), nn.LayerNorm(8).double()
+    assert fuse_norms(nn.Sequential(hooked, double, nn.RMSNorm(8), *others)) == 0

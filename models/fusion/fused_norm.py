@@ -1,11 +1,11 @@
-"""RMS norms computed by one operator instead of six, where that is the same norm.
+"""Norms computed by one operator of ours, where that is the same norm.
 
-A module is taken for such a norm by its name and what it holds, and for one of two kinds by trial:
-its weight multiplies, or its weight plus 1 does, in float32 (Gemma's). What an operator makes of
-random rows must be as close to the norm in float64 as what the module makes of them. On a CPU ours
-is taken where it was built. In 16 bits PyTorch's is six operators again there, and ours rounds once
-where most modules round twice; in float32, which ours adds up in another order, it may be two units
-of the largest number off.
+A module is taken for an RMS norm by its name and what it holds, and for one of two kinds by trial:
+its weight multiplies, or its weight plus 1 does, in float32 (Gemma's). Layer norms are PyTorch's
+own. What an operator makes of random rows must be as close to the norm in float64 as what the
+module makes of them. On a CPU ours is taken where it was built. In 16 bits PyTorch's RMS norm is
+six operators again there, and ours rounds once where most modules round twice; in float32, which
+ours adds up in another order, it may be two units of the largest number off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import layer_norm, rms_norm
 
 from aioengine.kernels.cpu import norm as native
 from aioengine.kernels.cpu.library import instruction_set, is_available
@@ -23,17 +23,13 @@ from aioengine.kernels.layer_plan import NormPlan, normalize
 from aioengine.models.fusion.swap import swap
 from aioengine.models.fusion.trial import agree, largest_error, random_rows
 
-__all__ = ["FusedRMSNorm", "fuse_norms"]
+__all__ = ["FusedLayerNorm", "FusedRMSNorm", "fuse_norms"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EPSILONS = ("variance_epsilon", "eps")
 
 
 Compute = Callable[[Tensor, NormPlan], Tensor]
-
-
-def _native(x: Tensor, norm: NormPlan) -> Tensor:
-    return native.rms_norm(x, norm.weight, norm.epsilon)
 
 
 class FusedRMSNorm(nn.Module):
@@ -48,20 +44,34 @@ class FusedRMSNorm(nn.Module):
         return compute(hidden_states, norm)
 
 
+class FusedLayerNorm(nn.LayerNorm):
+    """The same of a layer norm."""
+
+    fused: tuple[Compute, NormPlan]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., dim] -> [..., dim]."""
+        compute, norm = self.fused
+        return compute(input, norm)
+
+
 def fuse_norms(model: nn.Module) -> int:
-    """Make the RMS norms of `model` fused ones, in place; how many were.
+    """Make the norms of `model` fused ones, in place; how many were.
 
     float64 is left alone: it is for parity, and transformers' own norms compute in float32 then.
     """
     count = 0
     with torch.no_grad():
         for module in list(model.modules()):
-            epsilon = _epsilon(module)
-            found = None if epsilon is None else _fused(module, epsilon)
-            if found is None:
-                continue
-            swap(module, FusedRMSNorm, fused=found)
-            count += 1
+            epsilon, found = _epsilon(module), None
+            kind: type[nn.Module] = FusedRMSNorm
+            if isinstance(module, nn.LayerNorm):
+                found, kind = _fused_layer_norm(module), FusedLayerNorm
+            elif epsilon is not None:
+                found = _fused(module, epsilon)
+            if found is not None:
+                swap(module, kind, fused=found)
+                count += 1
     return count
 
 
@@ -90,11 +100,33 @@ def _fused(module: nn.Module, epsilon: float) -> tuple[Compute, NormPlan] | None
             break
     else:
         return None
+    return _best(module, rows, exact, NormPlan(factor, epsilon))
+
+
+def _fused_layer_norm(module: nn.LayerNorm) -> tuple[Compute, NormPlan] | None:
+    """The best operator for PyTorch's own layer norm of one dimension, with weight and bias."""
+    weight, bias = module.weight, module.bias
+    if type(module) is not nn.LayerNorm or module._forward_hooks:
+        return None
+    if any(each is None or each.dtype not in _DTYPES or each.is_meta for each in (weight, bias)):
+        return None
+    if weight.dim() != 1:
+        return None
+    rows = random_rows(8, len(weight)) + random_rows(8, 1, seed=1)
+    rows = rows * torch.logspace(-3, 2, 8, dtype=torch.float32)[:, None]
+    rows = rows.to(weight.device, weight.dtype)
+    exact = layer_norm(rows.double(), weight.shape, weight.double(), bias.double(), module.eps)
+    return _best(module, rows, exact, NormPlan(weight, module.eps, bias))
+
+
+def _best(
+    module: nn.Module, rows: Tensor, exact: Tensor, norm: NormPlan
+) -> tuple[Compute, NormPlan] | None:
+    """The operator that is as close to the `exact` norm of `rows` as the module is."""
     error = largest_error(module(rows), exact)
-    if weight.dtype == torch.float32:
+    if rows.dtype == torch.float32:
         error = max(error, 2 * torch.finfo(torch.float32).eps * float(exact.abs().max()))
-    norm = NormPlan(factor, epsilon)
-    for compute in (*([_native] if _takes(weight) else []), normalize):
+    for compute in (*([native.compute_norm] if _takes(norm.weight) else []), normalize):
         if largest_error(compute(rows, norm), exact) <= error:
             return compute, norm
     return None
