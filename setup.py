@@ -45,6 +45,7 @@ PARTS = {
     "norm": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "rotary": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "argmax": {"avx2": AVX2, "avx512": AVX512},
+    "weights": {"avx2": AVX2, "avx512": AVX512},
 }
 
 

@@ -1,4 +1,4 @@
-"""Logits as they are read: in float32 at least, and the largest of each row.
+"""Logits as they are read: in float32 at least, the largest of each row, or one that is drawn.
 
 On a CPU both are ours where the operators were built. PyTorch's have their threads meet at the end
 of each, and so wait for one that has lost its core.
@@ -6,12 +6,28 @@ of each, and so wait for one that has lost its core.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 
-__all__ = ["argmax", "to_floats"]
+__all__ = ["Choice", "argmax", "draw", "draws", "to_floats"]
+
+
+class Choice(NamedTuple):
+    """How a token is drawn, as the operators take it.
+
+    `top_k` of 0 and `top_p` of 1 leave all tokens; `min_p`: of the largest probability. `pick`: the
+    number in [0, 1) that draws.
+    """
+
+    temperature: float
+    top_k: float
+    top_p: float
+    min_p: float
+    pick: float
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -19,6 +35,17 @@ def argmax(logits: Tensor) -> Tensor:
     if not _is_ours(logits):
         return logits.argmax(dim=-1)
     found: Tensor = torch.ops.aioengine_cpu.argmax(logits)
+    return found
+
+
+def draws(logits: Tensor) -> bool:
+    """Return whether `draw` takes such logits."""
+    return _is_ours(logits)
+
+
+def draw(logits: Tensor, choices: Tensor) -> Tensor:
+    """`logits` [n, vocab] -> tokens, int64 [n], each by a `Choice`, float64 [n, 5]."""
+    found: Tensor = torch.ops.aioengine_cpu.draw(logits, choices)
     return found
 
 

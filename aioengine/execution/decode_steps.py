@@ -1,7 +1,8 @@
 """Steps of single tokens that need no Python on their way: which plans are such steps, and how they
 are put into the queue.
 
-A step may go this way if each of its sequences has one token, and takes the most probable one next.
+A step may go this way if each of its sequences has one token, and the next one is the most probable
+or drawn, and does not depend on those before it in other ways than by what the model has computed.
 Whether a model's steps can is found in a trial, on random tokens: the logits have to be the model's
 own, bit for bit.
 """
@@ -93,7 +94,7 @@ def find_decode_steps(
 
 
 def _is_plain(s: SequencePlan) -> bool:
-    """Return whether all that a sequence wants is the most probable token behind its one token."""
+    """Return whether all that a sequence wants is a token behind its one token."""
     if s.end - s.start != 1 or not s.samples or s.rows or s.encoder_key:
         return False
     sampling = s.sampling
@@ -112,7 +113,14 @@ def _queued(s: SequencePlan, places: Mapping[str, int]) -> QueuedToken | None:
     (token,) = s.token_ids
     if token == UNSAMPLED:
         token = -1 - places[s.request_id]
-    return QueuedToken(token, position, s.end, int(s.is_stored), s.num_encoder_rows)
+    banned: list[int] = []
+    choice = None
+    if s.sampling is not None:
+        choice = s.sampling.choice(s.output_index)
+        if s.sampling.adjustments is not None:
+            banned = s.sampling.adjustments.banned_at(s.output_index)
+    numbers = token, position, s.end, int(s.is_stored), s.num_encoder_rows
+    return QueuedToken(*numbers, banned, choice)
 
 
 # The trial.

@@ -50,6 +50,16 @@ class Adjustments:
         return any(lists) or self.has_penalties
 
     @property
+    def only_bans(self) -> bool:
+        """Return whether nothing is asked for but that some tokens do not come."""
+        lists = self.allowed is not None, self.bias, self.bad_words
+        return not any(lists) and not self.has_penalties
+
+    def banned_at(self, length: int) -> list[int]:
+        """The tokens that may not come behind `length` output tokens."""
+        return [token_id for token_id, until in self.banned if length < until]
+
+    @property
     def has_penalties(self) -> bool:
         """Return whether tokens that have come before cost."""
         return (

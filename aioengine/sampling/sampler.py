@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aioengine.kernels.logits import argmax
+from aioengine.kernels.logits import Choice, argmax, draws
+from aioengine.kernels.logits import draw as draw_tokens
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.sampling.logits_processors import Adjuster, Adjustments
 from aioengine.sampling.logprobs import Scores, chunk_rows, score
@@ -61,9 +62,18 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the most probable token is taken, and nothing else is wanted."""
-        scores = (self.logprobs, self.prompt_logprobs, self.adjustments, self.constraint)
-        return self.temperature == 0 and all(each is None for each in scores)
+        """Return whether all that is wanted is a token that is not banned."""
+        if self.logprobs is not None or self.prompt_logprobs is not None or self.constraint:
+            return False
+        return self.adjustments is None or self.adjustments.only_bans
+
+    def choice(self, index: int) -> Choice | None:
+        """How output token `index` is drawn; None: it is the most probable one."""
+        if not self.temperature:
+            return None
+        temperature = max(self.temperature, COLDEST)
+        pick = uniform(self.seed, index)
+        return Choice(temperature, self.top_k, self.top_p, self.min_p, pick)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +166,8 @@ class _Filter:
 class _Draw:
     """Some sequences, all with a positive temperature, whose tokens are drawn at a time.
 
-    `rows` [m]: in the batch, None for all of it; `temperature`, `min_p` and `picks` [m] float64.
+    `rows` [m]: in the batch, None for all of it; `temperature`, `min_p` and `picks` [m] float64;
+    `choices` [m * 5] float64: all of it, for operators that take it so, on a CPU.
     """
 
     rows: Staged | None
@@ -166,6 +177,7 @@ class _Draw:
     is_filtered: bool
     by_k: _Filter | None
     by_p: _Filter | None
+    choices: Staged | None
 
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
@@ -207,6 +219,12 @@ def _prepare_draw(
         staged = buffer.put(places), top_p, buffer.put(top_k) if by_k else None
         return _Filter(*staged, max(top_k))
 
+    def choice_of(row: int) -> Choice:
+        found = samplings[row].choice(indices[row])
+        assert found is not None
+        return found
+
+    is_cpu = buffer.device.type == "cpu"
     has_k = [0 < s.top_k < vocab_size for s in chosen]
     by_p = [i for i, s in enumerate(chosen) if s.top_p < 1 and not has_k[i]]
     return _Draw(
@@ -217,6 +235,7 @@ def _prepare_draw(
         is_filtered=any(s.top_k or s.top_p < 1 or s.min_p for s in chosen),
         by_k=filtered([i for i, has in enumerate(has_k) if has], by_k=True),
         by_p=filtered(by_p, by_k=False),
+        choices=floats(number for row in rows for number in choice_of(row)) if is_cpu else None,
     )
 
 
@@ -233,6 +252,8 @@ def _choose(logits: Tensor, draws: Sequence[_Draw]) -> Tensor:
 
 def _drawn(logits: Tensor, draw: _Draw) -> Tensor:
     """Random token ids [m] of `logits` [m, vocab]."""
+    if draw.choices is not None and draws(logits):
+        return draw_tokens(logits, draw.choices.tensor.view(len(logits), -1))
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logits = logits.to(dtype)
     # The largest becomes 0 before the division, so that a small temperature cannot overflow.

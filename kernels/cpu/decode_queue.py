@@ -24,13 +24,21 @@ from torch import Tensor
 from aioengine.kernels.cpu.library import LIBRARY
 from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear
 from aioengine.kernels.layer_plan import Angles
+from aioengine.kernels.logits import Choice
 
 __all__ = ["DecodeParts", "DecodeQueue", "QueuedToken"]
 
 MOST_STEPS = 16
 """Steps in the queue."""
+MOST_BANNED = 256
+"""Tokens that may not come, of one sequence."""
+_NUM_WORDS = 6
+"""Of a sequence in a step, beside its blocks and the tokens that are banned."""
 _NEW_ANGLES = 512
 """Positions whose angles are made at a time."""
+
+
+_MOST_PROBABLE = Choice(0.0, 0.0, 1.0, 0.0, 0.0)
 
 
 class QueuedToken(NamedTuple):
@@ -39,7 +47,9 @@ class QueuedToken(NamedTuple):
     `token`: its id, or -1 less the place of a sequence in the step before, whose token it is.
     `position`: for its angles. `length`: of its context, itself included. `shift`: 1 where the
     pages hold its keys and values already, and they are written to the next token's place, where
-    nobody reads them. `num_memory_rows`: of an encoder, that cross-attention reads.
+    nobody reads them. `num_memory_rows`: of an encoder, that cross-attention reads. `banned`:
+    tokens that may not come next. `choice`: how that is drawn, see `Choice`; None: it is the most
+    probable one.
     """
 
     token: int
@@ -47,6 +57,8 @@ class QueuedToken(NamedTuple):
     length: int
     shift: int = 0
     num_memory_rows: int = 0
+    banned: Sequence[int] = ()
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -96,10 +108,13 @@ class DecodeQueue:
         self._angles = [torch.empty(max_len, each.shape[-1], dtype=each.dtype) for each in flat]
         self._num_angles = 0
         self._max_len = max_len if parts.places is None else min(max_len, len(parts.places))
-        num_words = 1 + groups + most * (len(QueuedToken._fields) + groups * max_blocks)
+        num_words = 1 + groups + most * (_NUM_WORDS + groups * max_blocks + MOST_BANNED)
         steps = torch.empty(MOST_STEPS, num_words, dtype=torch.int32)
+        choices = torch.zeros(MOST_STEPS, most * len(Choice._fields), dtype=torch.float64)
         results = torch.empty(MOST_STEPS, 2 + most, dtype=torch.int64)
-        self._steps, self._results = steps.numpy(), results.numpy()
+        self._steps, self._choices, self._results = (
+            each.numpy() for each in (steps, choices, results)
+        )
         self._decoder: Tensor = torch.ops.aioengine_cpu.pack_decoder(
             parts.plan,
             parts.table,
@@ -111,6 +126,7 @@ class DecodeQueue:
             self._angles,
             [*map(int, is_cross)],
             steps,
+            choices,
             results,
             last,
             self.event,
@@ -126,23 +142,31 @@ class DecodeQueue:
     ) -> int | None:
         """Write a step; `tables[g]`: the blocks of each sequence in a KV group. Returns its number.
 
-        None where the queue is full, or a position lies beyond those that there are. Nothing is
-        computed before the next `let`.
+        None where the queue is full, a position lies beyond those that there are, or more tokens
+        are banned than there is room for. Nothing is computed before the next `let`.
         """
         if self.num_put - self.num_done >= MOST_STEPS:
             return None
         if not self._has_angles(max(token.position for token in tokens)):
             return None
+        if any(len(token.banned) > MOST_BANNED for token in tokens):
+            return None
         words = [len(tokens)]
         widths = [max(map(len, group)) for group in tables]
         words += widths
         for token in tokens:
-            words += token
+            words += (token.token, token.position, token.length, token.shift)
+            words += (token.num_memory_rows, len(token.banned))
         for width, group in zip(widths, tables, strict=True):
             for blocks in group:
                 words += blocks
                 words += [0] * (width - len(blocks))
-        self._steps[self.num_put % MOST_STEPS, : len(words)] = words
+        for token in tokens:
+            words += token.banned
+        place = self.num_put % MOST_STEPS
+        self._steps[place, : len(words)] = words
+        numbers = [number for token in tokens for number in token.choice or _MOST_PROBABLE]
+        self._choices[place, : len(numbers)] = numbers
         self.num_put += 1
         return self.num_put - 1
 

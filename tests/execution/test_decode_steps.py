@@ -63,8 +63,12 @@ async def ask(engine: AsyncEngine, number: int) -> RequestOutput:
     text, params = TEXTS[number % len(TEXTS)], greedy(6 + 5 * (number % 7))
     if number % 3 == 1:
         return await engine.generate(f"<image>{text}", params, images=[tiny_image(number)])
-    if number % 7 == 6:  # who goes another way takes the others along for as long as it lives
-        params = SamplingParams(temperature=1, seed=number, max_tokens=9, ignore_eos=True)
+    if number % 7 == 3:  # some tokens may not come
+        params = SamplingParams(temperature=0, max_tokens=12, min_tokens=6)
+    if number % 7 == 5:  # who goes another way takes the others along for as long as it lives
+        params = greedy(9, logprobs=2)
+    if number % 7 == 6:
+        params = SamplingParams(temperature=1, top_p=0.9, seed=number, max_tokens=19)
     return await engine.generate(text, params)
 
 

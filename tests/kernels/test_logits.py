@@ -1,13 +1,15 @@
-"""The largest of rows, and rows as floats, beside PyTorch's."""
+"""The largest of rows, tokens that are drawn, and rows as floats."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu import library
-from aioengine.kernels.logits import argmax, to_floats
+from aioengine.kernels.logits import Choice, argmax, draw, draws, to_floats
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels here")
 
@@ -64,3 +66,82 @@ def test_others_are_pytorchs() -> None:
     assert torch.equal(argmax(logits), logits.argmax(-1)) and to_floats(logits) is logits
     assert argmax(torch.empty(0, 4)).tolist() == []
     assert argmax(torch.arange(6).view(2, 3)).tolist() == [2, 2]
+
+
+# ---- tokens that are drawn
+
+
+def drawn_exactly(logits: list[float], choice: Choice) -> set[int]:
+    """The tokens that may be drawn, in float64: the pick may lie on an edge."""
+    top = max(logits)
+    weights = [math.exp((x - top) / choice.temperature) for x in logits]
+    ranked = sorted(weights, reverse=True)
+    head = ranked[: int(choice.top_k)] if 0 < choice.top_k < len(ranked) else ranked
+    before, least = 0.0, head[0]
+    for weight in head:
+        if before >= choice.top_p * sum(head):
+            break
+        before, least = before + weight, weight
+    # Weights as good as equal may be taken for equal, or not.
+    found = set()
+    for slack in (1 - 1e-5, 1 + 1e-5):
+        floor = max(choice.min_p, least) * slack
+        kept = [weight if weight >= floor else 0.0 for weight in weights]
+        lowest, highest = ((choice.pick + edge) * sum(kept) for edge in (-1e-5, 1e-5))
+        sum_so_far = 0.0
+        for token, weight in enumerate(kept):
+            if weight and sum_so_far <= highest and sum_so_far + weight >= lowest:
+                found.add(token)
+            sum_so_far += weight
+    return found
+
+
+CHOICES = {
+    "all": Choice(1.0, 0, 1.0, 0.0, 0.3),
+    "cold": Choice(0.05, 0, 1.0, 0.0, 0.9),
+    "top k": Choice(1.5, 5, 1.0, 0.0, 0.7),
+    "top p": Choice(2.0, 0, 0.6, 0.0, 0.99),
+    "nearly all of p": Choice(50.0, 0, 0.9999, 0.0, 0.5),
+    "min p": Choice(1.0, 0, 1.0, 0.2, 0.8),
+    "all filters": Choice(3.0, 40, 0.7, 0.01, 0.45),
+}
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 1000, 4099])
+@pytest.mark.parametrize("name", CHOICES)
+def test_drawn_tokens(dtype: torch.dtype, name: str, width: int) -> None:
+    torch.manual_seed(width)
+    logits = (3 * torch.randn(4, width)).to(dtype)
+    if not draws(logits):
+        pytest.skip("not converted here")
+    picks = (0.0, 0.25, CHOICES[name].pick, 1 - 2**-53)
+    choices = [CHOICES[name]._replace(pick=pick) for pick in picks]
+    found = draw(logits, torch.tensor(choices, dtype=torch.float64)).tolist()
+    for row, choice, token in zip(logits.tolist(), choices, found, strict=True):
+        assert token in drawn_exactly(row, choice)
+    alone = [
+        draw(logits[i : i + 1], torch.tensor(choices[i : i + 1], dtype=torch.float64)).item()
+        for i in range(4)
+    ]
+    assert alone == found, "a row has no company"
+
+
+def test_what_is_improbable_is_drawn_as_often_as_it_is_probable() -> None:
+    logits = torch.tensor([[0.0, -4.0, -INF, -2.0]]).expand(20_000, -1).contiguous()
+    picks = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    choices = torch.tensor([[1.0, 0, 1.0, 0, 0]], dtype=torch.float64).repeat(20_000, 1)
+    choices[:, 4] = picks
+    counts = draw(logits, choices).bincount(minlength=4) / 20_000
+    torch.testing.assert_close(counts, logits[0].softmax(-1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("numbers", [[NAN] * 5, [-INF] * 5, [0.0, NAN, 1.0], [INF, 0.0, INF]])
+def test_what_cannot_be_drawn_gives_a_token_all_the_same(
+    dtype: torch.dtype, numbers: list[float]
+) -> None:
+    logits = torch.tensor([numbers], dtype=dtype)
+    if not draws(logits):
+        pytest.skip("not converted here")
+    for choice in CHOICES.values():
+        (token,) = draw(logits, torch.tensor([choice], dtype=torch.float64)).tolist()
+        assert 0 <= token < len(numbers)

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <utility>
 
+#include "draw.h"
 #include "layer_builder.h"
 #include "memory.h"
 
@@ -26,13 +27,16 @@ namespace aioengine {
 namespace {
 
 // Of a queued step, in front: how many sequences, then how wide the table of each KV group is. Behind that
-// SEQUENCE_WORDS for each sequence, and the tables.
+// SEQUENCE_WORDS for each sequence, the tables, and for each sequence the tokens that may not come.
 //   token: an id, or -1 less the place of a sequence in the step before, whose token it is
 //   position: of the token, for its angles
 //   length: of the sequence's context, the token included
 //   shift: 1 where the token's keys and values are there already; they go to where the next one's will
 //   memory: rows of an encoder's that cross-attention reads, whose keys and values are there
-constexpr int64_t SEQUENCE_WORDS = 5;
+//   banned: how many tokens may not come
+constexpr int64_t SEQUENCE_WORDS = 6;
+// Numbers that a choice is made of.
+constexpr int64_t CHOICE_NUMBERS = sizeof(Choice) / sizeof(double);
 // In front of a step's tokens: when it began and ended, in nanoseconds.
 constexpr int64_t RESULT_TIMES = 2;
 
@@ -50,7 +54,7 @@ struct Decoder {
     PlannedMatmul head;
     std::vector<Tensor> caches, angles;
     std::vector<int64_t> is_cross;  // for each KV group
-    Tensor steps, results, last;
+    Tensor steps, choices, results, last;
     int event;
     std::vector<char> logits = {};
 
@@ -85,17 +89,6 @@ float number_at(DType dtype, const char* x, int64_t i) {
     if (dtype == DType::Float32) return reinterpret_cast<const float*>(x)[i];
     return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(x)[i]) << 16);
 }
-
-struct Argmax {
-    DType dtype;
-    const char* x;
-    int64_t width, row_bytes;
-    int64_t* to;
-
-    void commit(const Part& part) const {
-        to[part.index] = (*dispatch_table().argmax)(dtype, x + part.index * row_bytes, width);
-    }
-};
 
 Places places_of_group(
     Program& program, const int32_t* sequences, int64_t count, const int32_t* table, int64_t width,
@@ -139,6 +132,8 @@ void Decoder::run(int64_t index) {
     STD_TORCH_CHECK(0 < count && count <= last.numel(), "a step has too many sequences, or none");
     int64_t num_words = 1 + groups + count * SEQUENCE_WORDS;
     for (int64_t i = 0; i < groups; ++i) num_words += count * std::max(widths[i], 0);
+    for (int64_t i = 0; i < count; ++i)
+        num_words += std::max(sequences[i * SEQUENCE_WORDS + 5], 0);
     STD_TORCH_CHECK(num_words <= steps.size(1), "a step is larger than its place in the queue");
 
     const DType type = dtype();
@@ -202,8 +197,22 @@ void Decoder::run(int64_t index) {
     if (logits.size() < logit_bytes) logits.resize(logit_bytes);
     builder.multiply({normed, count, hidden, hidden}, head, 0, false, nullptr, logits.data());
     int64_t* chosen = static_cast<int64_t*>(program.take(count * sizeof(int64_t)));
-    program.add(
-        Argmax{type, logits.data(), head.outputs, head.outputs * builder.size(), chosen}, count);
+    int64_t* num_banned = static_cast<int64_t*>(program.take(count * sizeof(int64_t)));
+    const int32_t** banned = static_cast<const int32_t**>(program.take(count * sizeof(int32_t*)));
+    for (int64_t i = 0; i < count; ++i) {
+        num_banned[i] = std::max(sequences[i * SEQUENCE_WORDS + 5], 0);
+        for (int64_t k = 0; k < num_banned[i]; ++k)
+            STD_TORCH_CHECK(0 <= rows[k] && rows[k] < head.outputs, "there is no such token to be banned");
+        banned[i] = program.copy(rows, num_banned[i]);
+        rows += num_banned[i];
+    }
+    const Choice* drawn = reinterpret_cast<const Choice*>(
+        static_cast<const double*>(choices.const_data_ptr()) + place * choices.size(1));
+    const bool is_drawn =
+        std::any_of(drawn, drawn + count, [](const Choice& each) { return each.temperature > 0; });
+    add_choices(
+        program, {type, logits.data(), count, head.outputs, head.outputs * builder.size(),
+                  is_drawn ? program.copy(drawn, count) : nullptr, banned, num_banned, chosen});
     team.run(program);
     // Its memory stays until another is begun.
     std::copy_n(chosen, count, sampled);
@@ -227,7 +236,7 @@ Tensor pack_decoder(
     const Tensor& plan, const Tensor& table, double scale, const std::optional<Tensor>& positions,
     const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
     int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
-    const Tensor& steps, const Tensor& results, const Tensor& last, int64_t event) {
+    const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event) {
     check_step(plan_of(plan), caches.size(), is_cross.size());
     check_close(table, 2, "table");
     const DType dtype = dtype_of(table, *dispatch_table().attention);
@@ -250,17 +259,20 @@ Tensor pack_decoder(
             "angles must be contiguous and of the table's dtype");
     }
     check_close(steps, 2, "steps");
+    check_close(choices, 2, "choices");
     check_close(results, 2, "results");
     check_close(last, 1, "last");
     STD_TORCH_CHECK(
         steps.scalar_type() == ScalarType::Int && results.scalar_type() == ScalarType::Long &&
             last.scalar_type() == ScalarType::Long && steps.is_contiguous() && results.is_contiguous() &&
-            steps.size(0) > 0 && results.size(0) == steps.size(0) &&
+            steps.size(0) > 0 && results.size(0) == steps.size(0) && choices.is_contiguous() &&
+            choices.scalar_type() == ScalarType::Double && choices.size(0) == steps.size(0) &&
+            choices.size(1) == CHOICE_NUMBERS * last.numel() &&
             results.size(1) == RESULT_TIMES + last.numel(),
-        "steps must be int32, results and last int64, of one number of steps and sequences");
+        "steps must be int32, choices float64, results and last int64, of one number of steps and sequences");
     std::unique_ptr<Decoder> decoder(new Decoder{
         nullptr, plan, table, scale, positions, {head, scales, bias, outputs}, std::move(caches),
-        std::move(angles), std::move(is_cross), steps, results, last, static_cast<int>(event)});
+        std::move(angles), std::move(is_cross), steps, choices, results, last, static_cast<int>(event)});
     decoder->self = decoder.get();
     const std::array<int64_t, 1> bytes{sizeof(Decoder)}, strides{1};
     return torch::stable::from_blob(

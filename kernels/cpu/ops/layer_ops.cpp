@@ -3,6 +3,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "draw.h"
 #include "memory.h"
 #include "ops.h"
 
@@ -83,6 +84,28 @@ Tensor argmax(const Tensor& x) {
     const int64_t width = x.size(1), bytes = x.stride(0) * size_of(dtype);
     share_out(x.size(0), x.size(0), 1, [&](int64_t first, int64_t last) {
         for (int64_t r = first; r < last; ++r) to[r] = kernel(dtype, from + r * bytes, width);
+    });
+    return out;
+}
+
+Tensor draw(const Tensor& logits, const Tensor& choices) {
+    check_close(logits, 2, "logits");
+    check_close(choices, 2, "choices");
+    constexpr int64_t NUMBERS = sizeof(Choice) / sizeof(double);
+    STD_TORCH_CHECK(
+        logits.size(1) > 0 && choices.scalar_type() == ScalarType::Double && choices.is_contiguous() &&
+            choices.size(0) == logits.size(0) && choices.size(1) == NUMBERS,
+        "choices must be float64, 5 for each row of logits, which must have a width");
+    const DType dtype = dtype_of(logits, *dispatch_table().attention);
+    Tensor out = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
+    run_between(logits.size(0), [&](Program& program) {
+        keep(program, {logits, choices, out});
+        // Nothing is written to logits, as nothing is banned.
+        char* x = static_cast<char*>(const_cast<void*>(logits.const_data_ptr()));
+        add_choices(
+            program, {dtype, x, logits.size(0), logits.size(1), logits.stride(0) * size_of(dtype),
+                      static_cast<const Choice*>(choices.const_data_ptr()), nullptr, nullptr,
+                      static_cast<int64_t*>(out.mutable_data_ptr())});
     });
     return out;
 }

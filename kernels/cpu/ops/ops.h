@@ -70,6 +70,9 @@ Tensor linear(
 // times weight [dim], of the dtype of x or float32. Contiguous.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon);
 
+// Tokens [rows] int64 drawn of logits [rows, vocab], by a choice (see Choice) float64 [rows, 5] each.
+Tensor draw(const Tensor& logits, const Tensor& choices);
+
 // The place [rows] int64 of the largest number of each row of x [rows, width], the first of several; and x
 // as float32.
 Tensor argmax(const Tensor& x);
@@ -136,13 +139,13 @@ Tensor run_plan(
 // hidden] of embeddings, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is
 // added, if there are any; the output head as `linear` takes it; `caches` as above; `is_cross`: of each KV
 // group; `angles` [positions, D], cosines and sines of each kind in turns. `steps` int32
-// [n, words] is written by the host, `results` int64 [n, 2 + m] by `decode`, and so is `last` [m], the tokens
+// [n, words] and `choices` float64 [n, 5 * m] (see Choice) are written by the host, `results` int64 [n, 2 + m] by `decode`, and so is `last` [m], the tokens
 // of the step before. `event`: the file of an event that counts steps.
 Tensor pack_decoder(
     const Tensor& plan, const Tensor& table, double scale, const std::optional<Tensor>& positions,
     const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
     int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
-    const Tensor& steps, const Tensor& results, const Tensor& last, int64_t event);
+    const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event);
 
 // Computes what is queued and what is queued meanwhile, until nothing has come for so long or it is to stop.
 // Returns how many steps are done since the beginning.

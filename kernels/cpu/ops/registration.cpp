@@ -24,6 +24,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor");
     library.def("argmax(Tensor x) -> Tensor");
+    library.def("draw(Tensor logits, Tensor choices) -> Tensor");
     library.def("widen(Tensor x) -> Tensor");
     library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
     library.def(
@@ -43,7 +44,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def(
         "pack_decoder(Tensor plan, Tensor table, float scale, Tensor? positions, Tensor head, "
         "Tensor? scales, Tensor? bias, int outputs, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
-        "Tensor steps, "
+        "Tensor steps, Tensor choices, "
         "Tensor(b!) results, Tensor(c!) last, int event) -> Tensor");
     library.def("decode(Tensor(a!) decoder, int patience_us) -> int");
     library.def("decoder_logits(Tensor decoder, int count) -> Tensor");
@@ -57,6 +58,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
     library.impl("layer_norm", TORCH_BOX(&aioengine::layer_norm));
     library.impl("argmax", TORCH_BOX(&aioengine::argmax));
+    library.impl("draw", TORCH_BOX(&aioengine::draw));
     library.impl("widen", TORCH_BOX(&aioengine::widen));
     library.impl("rotate", TORCH_BOX(&aioengine::rotate));
     library.impl("pack_plan", TORCH_BOX(&aioengine::pack_plan));

@@ -15,16 +15,16 @@ namespace {
 #if defined(__x86_64__)
 constexpr DispatchTable AMX_BF16 = {
     "amx_bf16", &kernels_amx_bf16, &linear_avx512_bf16,
-    &bf16_gemm_amx_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512};
+    &bf16_gemm_amx_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX512_BF16 = {
     "avx512_bf16", &kernels_avx512_bf16, &linear_avx512_bf16,
-    &bf16_gemm_avx512_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512};
+    &bf16_gemm_avx512_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX512 = {
     "avx512", &kernels_avx512, &linear_avx512, nullptr,
-    &norm_avx512, &rotary_avx512, &argmax_avx512};
+    &norm_avx512, &rotary_avx512, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX2 = {
     "avx2", &kernels_avx2, &linear_avx2, nullptr, &norm_avx2,
-    &rotary_avx2, &argmax_avx2};
+    &rotary_avx2, &argmax_avx2, &weights_avx2};
 
 // Whether there are tiles for bfloat16 and Linux lets this process have them.
 bool may_use_tiles() {
@@ -41,7 +41,7 @@ bool may_use_tiles() {
 #endif
 constexpr DispatchTable GENERIC = {
     "generic", &kernels_generic, &linear_generic, nullptr,
-    &norm_generic, &rotary_generic, &argmax_generic};
+    &norm_generic, &rotary_generic, &argmax_generic, &weights_generic};
 
 const DispatchTable* by_name(const std::string& name) {
 #if defined(__x86_64__)

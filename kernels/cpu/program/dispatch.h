@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "rotary.h"
+#include "weights.h"
 
 namespace aioengine {
 
@@ -21,6 +22,7 @@ struct DispatchTable {
     const NormKernel* norm;
     const RotaryKernel* rotary;
     const ArgmaxKernel* argmax;
+    const WeightsKernel* weights;
 };
 
 // The table in use: the best of this CPU's, unless another one was chosen.
