@@ -77,8 +77,8 @@ def drawn_exactly(logits: list[float], choice: Choice) -> set[int]:
     weights = [math.exp((x - top) / choice.temperature) for x in logits]
     ranked = sorted(weights, reverse=True)
     head = ranked[: int(choice.top_k)] if 0 < choice.top_k < len(ranked) else ranked
-    before, least = 0.0, head[0]
-    for weight in head:
+    before, least = 0.0, head[0] if len(head) < len(ranked) or choice.top_p < 1 else 0.0
+    for weight in head if least else []:
         if before >= choice.top_p * sum(head):
             break
         before, least = before + weight, weight
