@@ -8,6 +8,7 @@ host knows the token of the step before.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,12 +53,14 @@ class Adjustments:
     @property
     def only_bans(self) -> bool:
         """Return whether nothing is asked for but that some tokens do not come."""
-        lists = self.allowed is not None, self.bias, self.bad_words
-        return not any(lists) and not self.has_penalties
+        if self.allowed is not None or self.bad_words or self.has_penalties:
+            return False
+        return all(value == -math.inf for _, value in self.bias)
 
     def banned_at(self, length: int) -> list[int]:
-        """The tokens that may not come behind `length` output tokens."""
-        return [token_id for token_id, until in self.banned if length < until]
+        """The tokens that may not come behind `length` output tokens, where there are only bans."""
+        ever = [token_id for token_id, _ in self.bias]
+        return ever + [token_id for token_id, until in self.banned if length < until]
 
     @property
     def has_penalties(self) -> bool:
