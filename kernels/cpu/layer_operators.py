@@ -34,11 +34,19 @@ _NOTHING = torch.empty(0, dtype=torch.float32)
 class NativeOperators:
     """See `Operators`. For layers whose matmuls are `NativeLinear`; float32, bfloat16, float16.
 
-    `norm`: after the last layer, None where these layers are not all. Raises RuntimeError where
+    `norm`: after the last layer, None where these layers are not all. `by_pages`: whether `encode`
+    attends by our own operator, not PyTorch's. Raises RuntimeError where
     shapes or dtypes do not go together.
     """
 
-    def __init__(self, layers: Sequence[LayerPlan], norm: NormPlan | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerPlan],
+        norm: NormPlan | None = None,
+        *,
+        by_pages: bool = False,
+    ) -> None:
+        self._by_pages = by_pages
         self._layers = layers
         self._ops = torch.ops.aioengine_cpu
         tensors = [each for layer in layers for each in _tensors(layer)]
@@ -81,6 +89,12 @@ class NativeOperators:
     def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """See `Operators`."""
         found: Tensor = self._ops.add_attended(self._plan, index, x, attended)
+        return found
+
+    def encode(self, x: Tensor, angles: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+        """The only layer's result, of an encoder: each row of `x` [rows, hidden] attends to all of
+        its sequence, of which there are some of these lengths; or `x` [n, rows, hidden] of n."""
+        found: Tensor = self._ops.encode_layer(self._plan, x, [*angles], [*lengths], self._by_pages)
         return found
 
     def project_cross(self, index: int, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from aioengine.models.fusion.decoder_plan import plan_decoder
 from aioengine.models.fusion.encoder_attention import route_encoders
+from aioengine.models.fusion.encoder_layers import plan_encoders
 from aioengine.models.fusion.fused_mlp import fuse_activations
 from aioengine.models.fusion.fused_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
@@ -30,6 +31,7 @@ PASSES: tuple[Callable[[nn.Module], int], ...] = (
     fuse_norms,
     fuse_rotary,
     route_encoders,
+    plan_encoders,  # of layers that ask for that attention
     route_experts,  # on a GPU, where the plain ones wait
 )
 """What is done to a whole model on a CPU, in order. Each mutates it and returns how many modules it

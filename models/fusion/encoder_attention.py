@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.cpu.encoder_attention import attend_to_all, is_faster
 from aioengine.kernels.dense import dense_attention
+from aioengine.kernels.layer_slot import slot_of
 from aioengine.models.fusion.swap import route
 
 __all__ = ["FULL_ATTENTION_NAME", "route_encoders"]
@@ -60,6 +62,11 @@ def _attend_fully(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' signature: `query` [n, Hq, T, Dk] and so on -> [n, T, Hq, Dv]."""
+    slot = slot_of(module)
+    if slot is not None:  # in a trial, of one sequence
+        args = AttentionArgs(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+        return slot.attend(query, key, value, args)[None], None
     is_plain = attention_mask is None and all(
         name in _HARMLESS or value is None or value is False for name, value in kwargs.items()
     )

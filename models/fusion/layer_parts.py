@@ -45,6 +45,9 @@ _NORMS = (
     _Norms("input_layernorm", None, "post_attention_layernorm", None),
     _Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     _Norms("self_attn_layer_norm", None, "final_layer_norm", None, "encoder_attn_layer_norm"),
+    _Norms("self_attn_layer_norm", None, "final_layer_norm", None),
+    _Norms("layer_norm1", None, "layer_norm2", None),
+    _Norms("norm1", None, "norm2", None),
 )
 _HEAD_NORMS = ("q_norm", "k_norm")
 _OF_CROSS = {"q_proj", "out_proj"}
@@ -58,12 +61,15 @@ def attentions_of(layer: nn.Module) -> list[nn.Module]:
     return [child for child in layer.children() if slot_of(child) is not None]
 
 
-def find_layer(layer: nn.Module, kind: Kind) -> LayerPlan | None:
+def find_layer(
+    layer: nn.Module, kind: Kind, attentions: Sequence[nn.Module] | None = None
+) -> LayerPlan | None:
     """Guess a layer's plan, if it holds such parts, matmuls of one kind and nothing else.
 
-    Its attention's arguments are not known yet. Modules with hooks are left alone.
+    `attentions`: those of its children, which have slots where it is None. Its attention's
+    arguments are not known yet. Modules with hooks are left alone.
     """
-    attentions = attentions_of(layer)
+    attentions = attentions_of(layer) if attentions is None else attentions
     if not 1 <= len(attentions) <= 2 or any(_is_hooked(each) for each in layer.modules()):
         return None
     norms = {name: each for name, each in layer.named_children() if isinstance(each, NORMS)}
@@ -104,6 +110,8 @@ def _attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:
         child for child in module.children() if not isinstance(child, (PackedPart, *NORMS, *_IDLE))
     ]
     head_dim = getattr(module, "head_dim", None)
+    if not parts and isinstance(head_dim, int) and not norms:
+        return _joined_attention(module, head_dim, kind)
     if len(parts) != 3 or len(others) != 1 or not isinstance(head_dim, int):
         return None
     merged, (out,) = parts[0].merged, others
@@ -125,6 +133,29 @@ def _attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:
         "head_dim": head_dim,
         "query_norm": of_heads[0],
         "key_norm": of_heads[1],
+        "attention": AttentionArgs(scale=1.0),
+        "out": out.packed,
+    }
+
+
+def _joined_attention(module: nn.Module, head_dim: int, kind: Kind) -> dict[str, Any] | None:
+    """The same of a layer whose queries, keys and values are one matmul from the beginning."""
+    children = dict(module.named_children())
+    if {*children} != {"qkv", "proj"}:
+        return None
+    qkv, out = children["qkv"], children["proj"]
+    if not isinstance(qkv, Packed) or not isinstance(out, Packed):
+        return None
+    if not isinstance(qkv.packed, kind) or not isinstance(out.packed, kind):
+        return None
+    if qkv.out_features % (3 * head_dim):
+        return None
+    num_heads = qkv.out_features // (3 * head_dim)
+    return {
+        "qkv": qkv.packed,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": head_dim,
         "attention": AttentionArgs(scale=1.0),
         "out": out.packed,
     }

@@ -123,6 +123,12 @@ Tensor add_feed(const Tensor& plan, int64_t index, const Tensor& x);
 Tensor finish(
     const Tensor& plan, const Tensor& x, const std::optional<Tensor>& wanted, int64_t tokens);
 
+// An encoder's layer, a plan of one: x [rows, hidden] of sequences of these lengths, each row of which attends
+// to all of its sequence; or x [n, rows, hidden] of n sequences, whatever lengths say. `by_pages`: by our own attention, not PyTorch's.
+Tensor encode_layer(
+    const Tensor& plan, const Tensor& x, std::vector<Tensor> angles, std::vector<int64_t> lengths,
+    bool by_pages);
+
 // All layers of a step from the layer `first` on, and `finish`: x [T, hidden], `project`, attention over
 // the pages of its KV group, `add_attended`, `add_feed`, plus `rows` [T, hidden] behind the first layers, and
 // so on. One operator, as a layer of few tokens takes less than a millisecond, and leaves nothing of its

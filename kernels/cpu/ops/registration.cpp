@@ -39,6 +39,8 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("add_feed(Tensor plan, int index, Tensor x) -> Tensor");
     library.def("finish(Tensor plan, Tensor x, Tensor? wanted, int tokens) -> Tensor");
     library.def(
+        "encode_layer(Tensor plan, Tensor x, Tensor[] angles, int[] lengths, bool by_pages) -> Tensor");
+    library.def(
         "run_plan(Tensor plan, int first, Tensor x, Tensor[] angles, Tensor(a!)[] caches, "
         "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted) -> Tensor");
     library.def(
@@ -69,6 +71,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("add_attended", TORCH_BOX(&aioengine::add_attended));
     library.impl("add_feed", TORCH_BOX(&aioengine::add_feed));
     library.impl("finish", TORCH_BOX(&aioengine::finish));
+    library.impl("encode_layer", TORCH_BOX(&aioengine::encode_layer));
     library.impl("run_plan", TORCH_BOX(&aioengine::run_plan));
     library.impl("pack_decoder", TORCH_BOX(&aioengine::pack_decoder));
     library.impl("decode", TORCH_BOX(&aioengine::decode));
