@@ -3,7 +3,10 @@
 Whoever needs numbers of the host in a step puts them into its `StepBuffer` first, and gets a
 `Staged` each; `send` copies all of them at once, and from then on they are tensors of the device,
 parts of one buffer at a fixed address. Of the same sizes put in the same order, each lies where it
-lay in the step before. On a CPU the buffer is the device's own, and nothing is copied.
+lay in the step before.
+
+On a CPU there is no buffer: what is put is there at once, and no operator of PyTorch's is called
+for it, as each of them has to get the interpreter's lock back.
 
 On CUDA the host's side is a ring of pinned buffers: one is written anew only when the copy out of
 it has been done.
@@ -16,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,24 +62,29 @@ class StepBuffer:
         self._parts: dict[torch.dtype, list[tuple[Tensor, Staged]]] = {each: [] for each in _CODES}
         self._ring: deque[_HostBuffer] = deque()
         self._there = torch.empty(0, dtype=torch.uint8)
+        self._is_here = self.device.type == "cpu"
 
     def put(self, values: Iterable[float] | Tensor, dtype: torch.dtype = torch.int64) -> Staged:
         """Take numbers [n], or a tensor of the CPU of any shape, as `dtype`: float64, int64, int32
         or bool. A tensor must stay as it is until they are sent."""
         if isinstance(values, Tensor):
-            numbers, shape = values.to(dtype).flatten(), values.shape
+            numbers, shape = values if values.dtype == dtype else values.to(dtype), values.shape
         else:
             listed = array(_CODES[dtype], values)
-            numbers = (
-                torch.frombuffer(listed, dtype=dtype) if listed else torch.empty(0, dtype=dtype)
-            )
+            kind = bool if dtype == torch.bool else listed.typecode
+            numbers = torch.from_numpy(np.frombuffer(listed, kind) if listed else np.empty(0, kind))
             shape = numbers.shape
         staged = Staged(shape)
-        self._parts[dtype].append((numbers, staged))
+        if self._is_here:
+            staged.tensor = numbers
+        else:
+            self._parts[dtype].append((numbers.flatten(), staged))
         return staged
 
     def send(self) -> None:
         """Copy what was put since the last time to the device, in the current stream."""
+        if self._is_here:
+            return
         sizes = [
             sum(numbers.numel() for numbers, _ in parts) * dtype.itemsize
             for dtype, parts in self._parts.items()

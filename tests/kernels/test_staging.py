@@ -48,6 +48,7 @@ def test_tensors_keep_their_shape() -> None:
 def test_equal_sizes_lie_at_equal_addresses() -> None:
     """A captured graph reads from the addresses that it was captured with."""
     buffer = StepBuffer("cpu")
+    buffer._is_here = False  # as if it were another device's
 
     def addresses(number: int) -> list[int]:
         staged = [
