@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 
-__all__ = ["Choice", "argmax", "draw", "draws", "to_floats"]
+__all__ = ["MOST_PROBABLE", "Choice", "argmax", "draw", "draws", "to_floats"]
 
 
 class Choice(NamedTuple):
@@ -30,6 +30,9 @@ class Choice(NamedTuple):
     pick: float
 
 
+MOST_PROBABLE = Choice(0.0, 0.0, 1.0, 0.0, 0.0)
+
+
 def argmax(logits: Tensor) -> Tensor:
     """`logits` [n, vocab] -> the place of each row's largest, int64 [n]; the first of several."""
     if not _is_ours(logits):
@@ -43,9 +46,18 @@ def draws(logits: Tensor) -> bool:
     return _is_ours(logits)
 
 
-def draw(logits: Tensor, choices: Tensor) -> Tensor:
-    """`logits` [n, vocab] -> tokens, int64 [n], each by a `Choice`, float64 [n, 5]."""
-    found: Tensor = torch.ops.aioengine_cpu.draw(logits, choices)
+def draw(
+    logits: Tensor,
+    choices: Tensor,
+    banned: Tensor | None = None,
+    num_banned: Tensor | None = None,
+) -> Tensor:
+    """`logits` [n, vocab] -> tokens, int64 [n], each by a `Choice`, float64 [n, 5].
+
+    `banned` int32: tokens that may not come, of each row so many as `num_banned` [n] int32 says;
+    their logits become -infinity.
+    """
+    found: Tensor = torch.ops.aioengine_cpu.draw(logits, choices, banned, num_banned)
     return found
 
 

@@ -113,13 +113,10 @@ def _queued(s: SequencePlan, places: Mapping[str, int]) -> QueuedToken | None:
     (token,) = s.token_ids
     if token == UNSAMPLED:
         token = -1 - places[s.request_id]
-    banned: list[int] = []
-    choice = None
-    if s.sampling is not None:
-        choice = s.sampling.choice(s.output_index)
-        if s.sampling.adjustments is not None:
-            banned = s.sampling.adjustments.banned_at(s.output_index)
     numbers = token, position, s.end, int(s.is_stored), s.num_encoder_rows
+    if s.sampling is None:
+        return QueuedToken(*numbers)
+    banned, choice = s.sampling.bans_at(s.output_index), s.sampling.choice(s.output_index)
     return QueuedToken(*numbers, banned, choice)
 
 

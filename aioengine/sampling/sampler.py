@@ -17,8 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aioengine.kernels.logits import Choice, argmax, draws
-from aioengine.kernels.logits import draw as draw_tokens
+from aioengine.kernels.logits import MOST_PROBABLE, Choice, argmax, draw, draws
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.sampling.logits_processors import Adjuster, Adjustments
 from aioengine.sampling.logprobs import Scores, chunk_rows, score
@@ -66,6 +65,10 @@ class Sampling:
         if self.logprobs is not None or self.prompt_logprobs is not None or self.constraint:
             return False
         return self.adjustments is None or self.adjustments.only_bans
+
+    def bans_at(self, index: int) -> Sequence[int]:
+        """The tokens that may not be output token `index`, where there are only bans."""
+        return () if self.adjustments is None else self.adjustments.banned_at(index)
 
     def choice(self, index: int) -> Choice | None:
         """How output token `index` is drawn; None: it is the most probable one."""
@@ -129,17 +132,44 @@ class Sampler:
         Returns what chooses, once the buffer has been sent: of logits [n, vocab], which may be
         overwritten, and one bit mask per row, or None (see `Adjuster`).
         """
+        if buffer.device.type != "cpu" or not all(s.is_plain for s in samplings):
+            return self._prepare(buffer, samplings, indices, vocab_size)
+        asked = [*zip(samplings, indices, strict=True)]
+        banned = [s.bans_at(index) for s, index in asked]
+        if max(map(len, banned), default=0) >= vocab_size:
+            return self._prepare(buffer, samplings, indices, vocab_size)
+        numbers = (n for s, index in asked for n in s.choice(index) or MOST_PROBABLE)
+        choices = buffer.put(numbers, torch.float64)
+        bans = buffer.put((token for tokens in banned for token in tokens), torch.int32)
+        counts = buffer.put(map(len, banned), torch.int32)
+
+        def chosen_of(logits: Tensor, masks: Sequence[Tensor | None]) -> Sampled:
+            if not draws(logits):
+                return self._prepare(buffer, samplings, indices, vocab_size)(logits, masks)
+            table = choices.tensor.view(len(asked), -1)
+            return Sampled(draw(logits, table, bans.tensor, counts.tensor), None)
+
+        return chosen_of
+
+    def _prepare(
+        self,
+        buffer: StepBuffer,
+        samplings: Sequence[Sampling],
+        indices: Sequence[int],
+        vocab_size: int,
+    ) -> Callable[[Tensor, Sequence[Tensor | None]], Sampled]:
+        """The same for all that may be asked for."""
         scored = tuple(row for row, s in enumerate(samplings) if s.logprobs is not None)
         places = buffer.put(scored) if scored else None
         most = max((samplings[row].logprobs or 0 for row in scored), default=0)
         is_adjusted = any(s.adjustments or s.constraint for s in samplings)
         adjusting = self._adjuster.prepare(buffer, [(s.adjustments, s) for s in samplings], indices)
-        draws = _prepare_draws(buffer, samplings, indices, vocab_size)
+        drawn = _prepare_draws(buffer, samplings, indices, vocab_size)
 
         def chosen_of(logits: Tensor, masks: Sequence[Tensor | None]) -> Sampled:
             raw = None if places is None else logits[places.tensor]
             logits = adjusting.adjust(logits, masks)
-            token_ids = _choose(logits, draws)
+            token_ids = _choose(logits, drawn)
             adjusting.note(token_ids)
             is_barred = None
             if is_adjusted:
@@ -183,9 +213,9 @@ class _Draw:
 def choose(logits: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
     """One token id per row of `logits` [n, vocab] -> int64 [n] on the same device."""
     buffer = StepBuffer(logits.device)
-    draws = _prepare_draws(buffer, samplings, indices, logits.shape[-1])
+    drawn = _prepare_draws(buffer, samplings, indices, logits.shape[-1])
     buffer.send()
-    return _choose(logits, draws)
+    return _choose(logits, drawn)
 
 
 def _prepare_draws(
@@ -239,33 +269,33 @@ def _prepare_draw(
     )
 
 
-def _choose(logits: Tensor, draws: Sequence[_Draw]) -> Tensor:
+def _choose(logits: Tensor, drawn: Sequence[_Draw]) -> Tensor:
     """The most probable tokens [n] of `logits` [n, vocab], or those that are drawn."""
     token_ids = None
-    for draw in draws:
-        if draw.rows is None:
-            return _drawn(logits, draw)
+    for part in drawn:
+        if part.rows is None:
+            return _drawn(logits, part)
         token_ids = argmax(logits) if token_ids is None else token_ids
-        token_ids[draw.rows.tensor] = _drawn(logits[draw.rows.tensor], draw)
+        token_ids[part.rows.tensor] = _drawn(logits[part.rows.tensor], part)
     return argmax(logits) if token_ids is None else token_ids
 
 
-def _drawn(logits: Tensor, draw: _Draw) -> Tensor:
+def _drawn(logits: Tensor, rows: _Draw) -> Tensor:
     """Random token ids [m] of `logits` [m, vocab]."""
-    if draw.choices is not None and draws(logits):
-        return draw_tokens(logits, draw.choices.tensor.view(len(logits), -1))
+    if rows.choices is not None and draws(logits):
+        return draw(logits, rows.choices.tensor.view(len(logits), -1))
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logits = logits.to(dtype)
     # The largest becomes 0 before the division, so that a small temperature cannot overflow.
     weights = logits - logits.amax(dim=-1, keepdim=True)
-    weights.div_(draw.temperature.tensor[:, None].to(dtype)).exp_()
-    if draw.is_filtered:
+    weights.div_(rows.temperature.tensor[:, None].to(dtype)).exp_()
+    if rows.is_filtered:
         # The largest weight is 1.
-        floor = draw.min_p.tensor[:, None].to(dtype, copy=True)
-        for rows, least in _thresholds(weights, draw):
-            floor[rows, 0] = torch.maximum(floor[rows, 0], least)
+        floor = rows.min_p.tensor[:, None].to(dtype, copy=True)
+        for places, least in _thresholds(weights, rows):
+            floor[places, 0] = torch.maximum(floor[places, 0], least)
         weights.masked_fill_(weights < floor, 0.0)
-    return _invert(weights, draw.picks.tensor[:, None])
+    return _invert(weights, rows.picks.tensor[:, None])
 
 
 def _thresholds(weights: Tensor, draw: _Draw) -> Iterator[tuple[Tensor, Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from aioengine.kernels.cpu.library import LIBRARY
 from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear
 from aioengine.kernels.layer_plan import Angles
-from aioengine.kernels.logits import Choice
+from aioengine.kernels.logits import MOST_PROBABLE, Choice
 
 __all__ = ["DecodeParts", "DecodeQueue", "QueuedToken"]
 
@@ -36,9 +36,6 @@ _NUM_WORDS = 6
 """Of a sequence in a step, beside its blocks and the tokens that are banned."""
 _NEW_ANGLES = 512
 """Positions whose angles are made at a time."""
-
-
-_MOST_PROBABLE = Choice(0.0, 0.0, 1.0, 0.0, 0.0)
 
 
 class QueuedToken(NamedTuple):
@@ -102,6 +99,8 @@ class DecodeQueue:
         groups, most = len(is_cross), len(last)
         self._num_groups = groups
         self._make_angles = parts.make_angles
+        # A token has to be left.
+        self._most_banned = min(MOST_BANNED, parts.head.num_outputs - 1)
         kinds = parts.make_angles(torch.zeros(1, dtype=torch.int64))
         # Most of it is never written, and takes no memory.
         flat = [each for pair in kinds for each in pair]
@@ -149,7 +148,7 @@ class DecodeQueue:
             return None
         if not self._has_angles(max(token.position for token in tokens)):
             return None
-        if any(len(token.banned) > MOST_BANNED for token in tokens):
+        if any(len(token.banned) > self._most_banned for token in tokens):
             return None
         words = [len(tokens)]
         widths = [max(map(len, group)) for group in tables]
@@ -165,7 +164,7 @@ class DecodeQueue:
             words += token.banned
         place = self.num_put % MOST_STEPS
         self._steps[place, : len(words)] = words
-        numbers = [number for token in tokens for number in token.choice or _MOST_PROBABLE]
+        numbers = [number for token in tokens for number in token.choice or MOST_PROBABLE]
         self._choices[place, : len(numbers)] = numbers
         self.num_put += 1
         return self.num_put - 1

@@ -135,9 +135,12 @@ class NativeOperators:
         caches = self.caches(step.caches)
         places = [each for meta in step.metadata for each in _places(meta)]
         in_window = [int(meta.blocks_in_window) for meta in step.metadata]
+        is_cross = (not meta.is_causal and meta.slot_blocks.shape[0] for meta in step.metadata)
+        memory = step.memory if any(is_cross) else None
+        others = caches, places, in_window, rows, wanted, memory
         first = 0
         for stop in self._stops:
-            x = self._run(first, x, angles, caches, places, in_window, rows, wanted)
+            x = self._run(first, x, angles, *others)
             x = self.add_feed(stop, x)
             if stop < len(rows):
                 is_cut = stop == last and wanted is not None
@@ -145,7 +148,7 @@ class NativeOperators:
             first = stop + 1
         if first > last:
             return self.finish(x, wanted, num_tokens)
-        return self._run(first, x, angles, caches, places, in_window, rows, wanted)
+        return self._run(first, x, angles, *others)
 
     def _run(self, first: int, x: Tensor, *step: object) -> Tensor:
         found: Tensor = self._ops.run_plan(self._plan, first, x, *step)
@@ -159,9 +162,7 @@ def _takes(x: Tensor, step: StepContext) -> bool:
         return False
     # The pages of all layers are of one dtype.
     is_known = step.backend.knows(x, step.caches[0][0])
-    # What an encoder has made anew is written layer by layer.
-    is_there = (meta.is_causal or not meta.slot_blocks.shape[0] for meta in step.metadata)
-    return is_known and all(is_there)
+    return is_known
 
 
 def _places(meta: AttentionMetadata) -> list[Tensor]:

@@ -143,10 +143,16 @@ public:
         multiply(normalized(x, cross.norm), cross.query, 0, false, nullptr, query);
     }
 
-    // And their attention, over pages that hold the encoder's keys and values already.
+    // And their attention, over pages; where there are slots for rows of the encoder's, `memory`, the keys and
+    // values of these go there first.
     Rows add_cross_attention(
         const PlannedCross& cross, const Rows& x, const Tensor& key_cache, const Tensor& value_cache,
-        const Places& places) {
+        const Places& places, const std::optional<Rows>& memory) {
+        if (places.num_slots) {
+            STD_TORCH_CHECK(
+                memory && memory->count == places.num_slots, "there must be a slot for each row of memory");
+            write_memory(cross, *memory, key_cache, value_cache, places);
+        }
         const int64_t tokens = x.count, width = cross.heads * cross.head_dim;
         char* query = inner_.hold(program_, 2 * tokens * width * size_);
         add_cross_query(cross, x, query);
@@ -205,6 +211,28 @@ public:
     }
 
 private:
+    void write_memory(
+        const PlannedCross& cross, const Rows& memory, const Tensor& key_cache, const Tensor& value_cache,
+        const Places& places) {
+        const int64_t width = cross.kv_heads * cross.head_dim;
+        char* both = memory_.hold(program_, memory.count * 2 * width * size_);
+        multiply(memory, cross.key_value, 0, false, nullptr, both);
+        Heads heads{};
+        heads.dtype = dtype_;
+        heads.tokens = memory.count;
+        heads.kv_heads = cross.kv_heads;
+        heads.key_dim = heads.value_dim = cross.head_dim;
+        for (int i = 1; i < 3; ++i) {
+            heads.x[i] = both + (i - 1) * width * size_;
+            heads.strides[i][0] = 2 * width;
+            heads.strides[i][1] = cross.head_dim;
+        }
+        heads.pages = pages_of(key_cache, value_cache);
+        heads.pages->blocks = places.slot_blocks;
+        heads.pages->offsets = places.slot_offsets;
+        add_heads(program_, heads);
+    }
+
     // The attention of `tokens` whose heads lie side by side, to `out`.
     Rows attend(Attention& a, const Places& places, int64_t tokens, char* out) {
         const int64_t width = a.heads * a.value_dim;
@@ -297,7 +325,7 @@ private:
     Program& program_;
     const DType dtype_;
     const int64_t size_;
-    Buffer streams_[2], normed_, inner_, found_, floats_, partial_;
+    Buffer streams_[2], normed_, inner_, found_, floats_, partial_, memory_;
     std::deque<std::pair<Attention, AttentionWork>> works_;
 };
 
@@ -311,6 +339,7 @@ struct LayerStep {
     // Rows that are read of what comes after the last attention, null for all.
     const int64_t* wanted;
     int64_t num_wanted;
+    std::optional<Rows> memory;  // of an encoder, where its keys and values are to be written
 };
 
 // Adds the layers from `first` on. They end early before a feed-forward part that a module computes, and say

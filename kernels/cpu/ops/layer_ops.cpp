@@ -88,7 +88,9 @@ Tensor argmax(const Tensor& x) {
     return out;
 }
 
-Tensor draw(const Tensor& logits, const Tensor& choices) {
+Tensor draw(
+    Tensor& logits, const Tensor& choices, const std::optional<Tensor>& banned,
+    const std::optional<Tensor>& num_banned) {
     check_close(logits, 2, "logits");
     check_close(choices, 2, "choices");
     constexpr int64_t NUMBERS = sizeof(Choice) / sizeof(double);
@@ -98,14 +100,35 @@ Tensor draw(const Tensor& logits, const Tensor& choices) {
         "choices must be float64, 5 for each row of logits, which must have a width");
     const DType dtype = dtype_of(logits, *dispatch_table().attention);
     Tensor out = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
-    run_between(logits.size(0), [&](Program& program) {
+    const int64_t rows = logits.size(0);
+    STD_TORCH_CHECK(banned.has_value() == num_banned.has_value(), "banned and num_banned go together");
+    run_between(rows, [&](Program& program) {
         keep(program, {logits, choices, out});
-        // Nothing is written to logits, as nothing is banned.
-        char* x = static_cast<char*>(const_cast<void*>(logits.const_data_ptr()));
-        add_choices(
-            program, {dtype, x, logits.size(0), logits.size(1), logits.stride(0) * size_of(dtype),
-                      static_cast<const Choice*>(choices.const_data_ptr()), nullptr, nullptr,
-                      static_cast<int64_t*>(out.mutable_data_ptr())});
+        Choices a{
+            dtype, static_cast<char*>(logits.mutable_data_ptr()), rows, logits.size(1),
+            logits.stride(0) * size_of(dtype), static_cast<const Choice*>(choices.const_data_ptr()), nullptr,
+            nullptr, static_cast<int64_t*>(out.mutable_data_ptr())};
+        if (banned) {
+            const int32_t* tokens = read_ints(*banned, "banned");
+            const int32_t* counts = read_ints(*num_banned, "num_banned");
+            STD_TORCH_CHECK(num_banned->numel() == rows, "num_banned must have an entry for each row");
+            auto** firsts = static_cast<const int32_t**>(program.take(rows * sizeof(int32_t*)));
+            auto* numbers = static_cast<int64_t*>(program.take(rows * sizeof(int64_t)));
+            const int32_t* all = program.copy(tokens, banned->numel());
+            int64_t first = 0;
+            for (int64_t i = 0; i < rows; ++i) {
+                STD_TORCH_CHECK(
+                    counts[i] >= 0 && first + counts[i] <= banned->numel(), "num_banned counts too many");
+                firsts[i] = all + first;
+                numbers[i] = counts[i];
+                first += counts[i];
+            }
+            for (int64_t i = 0; i < first; ++i)
+                STD_TORCH_CHECK(0 <= all[i] && all[i] < a.width, "there is no such token to be banned");
+            a.banned = firsts;
+            a.num_banned = numbers;
+        }
+        add_choices(program, a);
     });
     return out;
 }

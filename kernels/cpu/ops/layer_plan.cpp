@@ -259,7 +259,7 @@ std::pair<Rows, bool> add_layers(
         if (layer.cross) {
             x = builder.add(x, attended, layer.out, layer.out_norm);
             attended = builder.add_cross_attention(
-                *layer.cross, x, caches[0], caches[1], step.places[layer.cross->group]);
+                *layer.cross, x, caches[0], caches[1], step.places[layer.cross->group], step.memory);
             out = &layer.cross->out;
             out_norm = &none;
             caches += 2;
@@ -280,7 +280,7 @@ std::pair<Rows, bool> add_layers(
 Tensor run_plan(
     const Tensor& packed, int64_t first, const Tensor& x, std::vector<Tensor> angles,
     std::vector<Tensor> caches, std::vector<Tensor> places, std::vector<int64_t> blocks_in_window,
-    std::vector<Tensor> rows, const std::optional<Tensor>& wanted) {
+    std::vector<Tensor> rows, const std::optional<Tensor>& wanted, const std::optional<Tensor>& memory) {
     const Plan& plan = plan_of(packed);
     check_step(plan, caches.size(), blocks_in_window.size());
     STD_TORCH_CHECK(
@@ -299,12 +299,13 @@ Tensor run_plan(
         wanted ? program.copy(read_rows(*wanted, x.size(0)), num_wanted) : nullptr;
     const LayerStep step{
         angles_of(angles, x.size(0), builder.dtype()), caches, std::move(known), blocks_in_window, rows,
-        chosen, num_wanted};
+        chosen, num_wanted,
+        memory ? std::optional<Rows>(rows_of(*memory, builder.dtype(), "memory")) : std::nullopt};
     const auto [found, is_ended] =
         add_layers(builder, plan, step, first, rows_of(x, builder.dtype(), "x"));
     Tensor out = new_output(x, {found.count, found.width});
     builder.finish(found, is_ended ? std::nullopt : plan.norm, out.mutable_data_ptr());
-    std::vector<Tensor> kept{packed, x};
+    std::vector<Tensor> kept{packed, x, memory.value_or(x)};
     for (std::vector<Tensor>* each : {&angles, &caches, &rows})
         kept.insert(kept.end(), each->begin(), each->end());
     keep(program, std::move(kept));

@@ -70,8 +70,11 @@ Tensor linear(
 // times weight [dim], of the dtype of x or float32. Contiguous.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon);
 
-// Tokens [rows] int64 drawn of logits [rows, vocab], by a choice (see Choice) float64 [rows, 5] each.
-Tensor draw(const Tensor& logits, const Tensor& choices);
+// Tokens [rows] int64 of logits [rows, vocab], by a choice (see Choice) float64 [rows, 5] each. `banned`: those
+// that may not come, of each row so many as `num_banned` says, whose logits become -infinity; null: none.
+Tensor draw(
+    Tensor& logits, const Tensor& choices, const std::optional<Tensor>& banned,
+    const std::optional<Tensor>& num_banned);
 
 // The place [rows] int64 of the largest number of each row of x [rows, width], the first of several; and x
 // as float32.
@@ -135,11 +138,12 @@ Tensor encode_layer(
 // caller in the caches. It ends early before a feed-forward layer that a module computes.
 // `caches`: keys and values of each layer; `places`: of each KV group, slot_blocks, slot_offsets,
 // query_start, seq_lens, block_table and block_ids (empty for none). `wanted` [n] int64: the rows that are
-// computed of what comes after the last attention, none for all.
+// computed of what comes after the last attention, none for all. `memory` [R, dim]: rows of an encoder that
+// there are slots for.
 Tensor run_plan(
     const Tensor& packed, int64_t first, const Tensor& x, std::vector<Tensor> angles,
     std::vector<Tensor> caches, std::vector<Tensor> places, std::vector<int64_t> blocks_in_window,
-    std::vector<Tensor> rows, const std::optional<Tensor>& wanted);
+    std::vector<Tensor> rows, const std::optional<Tensor>& wanted, const std::optional<Tensor>& memory);
 
 // A queue of steps of single tokens (decode.cpp): as bytes, which own it. `plan` of layers; `table` [vocab,
 // hidden] of embeddings, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is

@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor");
     library.def("argmax(Tensor x) -> Tensor");
-    library.def("draw(Tensor logits, Tensor choices) -> Tensor");
+    library.def("draw(Tensor(a!) logits, Tensor choices, Tensor? banned=None, Tensor? num_banned=None) -> Tensor");
     library.def("widen(Tensor x) -> Tensor");
     library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
     library.def(
@@ -42,7 +42,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "encode_layer(Tensor plan, Tensor x, Tensor[] angles, int[] lengths, bool by_pages) -> Tensor");
     library.def(
         "run_plan(Tensor plan, int first, Tensor x, Tensor[] angles, Tensor(a!)[] caches, "
-        "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted) -> Tensor");
+        "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted, Tensor? memory) -> Tensor");
     library.def(
         "pack_decoder(Tensor plan, Tensor table, float scale, Tensor? positions, Tensor head, "
         "Tensor? scales, Tensor? bias, int outputs, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
