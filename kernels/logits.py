@@ -17,7 +17,7 @@ __all__ = ["MOST_PROBABLE", "Choice", "argmax", "draw", "draws", "to_floats"]
 
 
 class Choice(NamedTuple):
-    """How a token is drawn, as the operators take it.
+    """The draw of a token, as the operators take it.
 
     `top_k` of 0 and `top_p` of 1 leave all tokens; `min_p`: of the largest probability. `pick`: the
     number in [0, 1) that draws.

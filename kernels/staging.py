@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,8 +70,9 @@ class StepBuffer:
             numbers, shape = values if values.dtype == dtype else values.to(dtype), values.shape
         else:
             listed = array(_CODES[dtype], values)
-            kind = bool if dtype == torch.bool else listed.typecode
-            numbers = torch.from_numpy(np.frombuffer(listed, kind) if listed else np.empty(0, kind))
+            numbers = (
+                torch.frombuffer(listed, dtype=dtype) if listed else torch.empty(0, dtype=dtype)
+            )
             shape = numbers.shape
         staged = Staged(shape)
         if self._is_here:

@@ -1,4 +1,4 @@
-"""How far ahead of a device work has to be planned, so that the device never waits for the loop."""
+"""The estimate of how far ahead work is planned, so that a device never waits for the loop."""
 
 from __future__ import annotations
 

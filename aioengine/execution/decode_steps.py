@@ -65,7 +65,7 @@ def find_decode_steps(
     backend: AttentionBackend,
     last: Tensor,
 ) -> DecodeSteps | None:
-    """What lets a model's steps of single tokens do without Python, if they can.
+    """The way for a model's steps of single tokens without Python, if they can take one.
 
     `pages`: of each layer, as they are bound to the model, free as yet; `last` [max_num_seqs]
     int64: the tokens of the step before.
@@ -102,7 +102,7 @@ def _is_plain(s: SequencePlan) -> bool:
 
 
 def _queued(s: SequencePlan, places: Mapping[str, int]) -> QueuedToken | None:
-    """What the queue is given of a sequence; None where its position is not a number of its own."""
+    """A sequence as the queue takes it; None where its position is not a number of its own."""
     position = s.start
     known = None if s.inputs is None else s.inputs.positions
     if known is not None:

@@ -71,7 +71,7 @@ class Sampling:
         return () if self.adjustments is None else self.adjustments.banned_at(index)
 
     def choice(self, index: int) -> Choice | None:
-        """How output token `index` is drawn; None: it is the most probable one."""
+        """The draw of output token `index`; None: it is the most probable one."""
         if not self.temperature:
             return None
         temperature = max(self.temperature, COLDEST)

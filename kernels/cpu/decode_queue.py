@@ -60,7 +60,7 @@ class QueuedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DecodeParts:
-    """What a decoder is made of, from token ids to logits.
+    """The parts of a decoder, from token ids to logits.
 
     `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, which are
     multiplied by `scale`; `places` [n, hidden]: a row of which is added to a token's, by its

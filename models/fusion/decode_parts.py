@@ -1,4 +1,4 @@
-"""What a planned decoder is made of from token ids to logits, for steps without Python in between.
+"""The parts of a planned decoder from token ids to logits, for steps without Python in between.
 
 What is found here is a guess by what the modules are; whether it computes what the model does is
 for a trial to show (`aioengine.execution.decode_steps`).

@@ -151,8 +151,8 @@ def run_decoder_plan(
 
 
 def decode_parts_of(model: Any, decoder: nn.Module) -> tuple[NativeOperators, DecodeParts] | None:
-    """What steps without Python in between take of transformers' `model`; None where its `decoder`
-    has no plan that they know."""
+    """The parts of transformers' `model` that steps without Python in between take; None where its
+    `decoder` has no plan that they know."""
     found: _Decoder | None = getattr(decoder, _DECODER, None)
     return None if found is None else find_decode_parts(model, found.plan, found.operators)
 
@@ -273,7 +273,7 @@ def _tried(module: nn.Module, *, is_last: bool) -> _Layer | None:
 
 
 def _args_of(attention: nn.Module, slot: Slot | None, is_scaled: bool) -> AttentionArgs:
-    """What the layer's attention was called with, its queries as they come out of their matmul.
+    """Arguments of the layer's attention, its queries as they come out of their matmul.
 
     `is_scaled`: the module has scaled them before.
     """
@@ -283,15 +283,10 @@ def _args_of(attention: nn.Module, slot: Slot | None, is_scaled: bool) -> Attent
 
 
 def _run_tried(
-    layer: _Layer,
-    x: Tensor,
-    angles: Angles,
-    slots: Sequence[Slot | None],
-    memory: Tensor | None,
+    layer: _Layer, x: Tensor, angles: Angles, slots: Sequence[Any], memory: Tensor | None
 ) -> Tensor:
     prepared = layer.operators.prepare([angles])
-    places = iter([slot for slot in slots if slot is not None])
-    return run_layer(layer.operators, 0, layer.plan, x, prepared, places, None, memory)
+    return run_layer(layer.operators, 0, layer.plan, x, prepared, iter(slots), None, memory)
 
 
 def _memory(cross: CrossPlan, like: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def _standing_in(attention: nn.Module) -> Iterator[StandIn]:
 def _compute_with(
     layer: _Layer, stand_in: StandIn, x: Tensor, angles: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """What the layer makes of `x` [T, hidden] where a stand-in attends."""
+    """The layer's result of `x` [T, hidden] where a stand-in attends."""
     operators = layer.operators
     query, key, value = operators.project(0, x, () if angles is None else angles)
     attended = stand_in.attend(query, key, value, layer.plan.attention).flatten(-2)

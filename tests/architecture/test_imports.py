@@ -120,7 +120,8 @@ def test_nothing_dangerous_is_imported() -> None:
     refused = {"pickle", "shelve", "marshal", "dill", "joblib", "cloudpickle"}
     refused |= {"subprocess", "multiprocessing", "signal", "atexit", "ctypes"}
     for path in files():
-        own = {"ctypes"} if path.match("cli/memory.py") else set()
+        is_known = path.match("cli/memory.py") or path.match("cpu/decode_queue.py")
+        own = {"ctypes"} if is_known else set()
         assert not top_level_imports(path) & refused - own, path.name
 
 
@@ -142,7 +143,9 @@ def test_nothing_dangerous_is_called() -> None:
     for path in files():
         for name, node in _calls(path):
             where = f"{path.relative_to(ROOT)}:{node.lineno}"
-            assert name not in refused, where
+            # A server's process is its own.
+            own = {"sys.setswitchinterval"} if path.match("cli/serve.py") else set()
+            assert name not in refused - own, where
             allows = [k for k in node.keywords if k.arg == "allow_pickle"]
             assert all(ast.unparse(k.value) == "False" for k in allows), where
             if name in ("np.load", "numpy.load"):
