@@ -113,6 +113,7 @@ class CpuDevice(Device):
 
     def rest(self) -> None:
         """See `Device`."""
+        self._ended_s = None  # the next step will not have been waited for
         with self._changed:
             if self._step_may_follow:
                 self._step_may_follow = False

@@ -34,8 +34,8 @@ MOST_BANNED = 256
 """Tokens that may not come, of one sequence."""
 _NUM_WORDS = 6
 """Of a sequence in a step, beside its blocks and the tokens that are banned."""
-_NEW_ANGLES = 512
-"""Positions whose angles are made at a time."""
+ANGLE_BLOCK = 512
+"""Positions whose angles are made at a time, on the loop."""
 
 
 class QueuedToken(NamedTuple):
@@ -105,7 +105,7 @@ class DecodeQueue:
         # Most of it is never written, and takes no memory.
         flat = [each for pair in kinds for each in pair]
         self._angles = [torch.empty(max_len, each.shape[-1], dtype=each.dtype) for each in flat]
-        self._num_angles = 0
+        self._blocks: set[int] = set()  # of angles that are made
         self._max_len = max_len if parts.places is None else min(max_len, len(parts.places))
         num_words = 1 + groups + most * (_NUM_WORDS + groups * max_blocks + MOST_BANNED)
         steps = torch.empty(MOST_STEPS, num_words, dtype=torch.int32)
@@ -146,7 +146,7 @@ class DecodeQueue:
         """
         if self.num_put - self.num_done >= MOST_STEPS:
             return None
-        if not self._has_angles(max(token.position for token in tokens)):
+        if not self._make_room(tokens):
             return None
         if any(len(token.banned) > self._most_banned for token in tokens):
             return None
@@ -200,18 +200,22 @@ class DecodeQueue:
         found: Tensor = torch.ops.aioengine_cpu.decoder_logits(self._decoder, count)
         return found
 
-    def _has_angles(self, position: int) -> bool:
-        if position < self._num_angles:
-            return True
-        first, most = self._num_angles, self._max_len
-        if position >= most:
+    def _make_room(self, tokens: Sequence[QueuedToken]) -> bool:
+        """Make the angles of the tokens' positions, a block at a time; False: there are none."""
+        blocks = {token.position // ANGLE_BLOCK for token in tokens}
+        if any(not 0 <= token.position < self._max_len for token in tokens):
             return False
-        end = min(most, (position // _NEW_ANGLES + 1) * _NEW_ANGLES)
-        with torch.inference_mode():
-            made = self._make_angles(torch.arange(first, end))
-            for table, found in zip(self._angles, (x for pair in made for x in pair), strict=True):
-                table[first:end] = found
-        self._num_angles = end
+        for block in blocks - self._blocks:
+            first, end = (
+                min(each * ANGLE_BLOCK, len(self._angles[0]) if self._angles else 0)
+                for each in (block, block + 1)
+            )
+            with torch.inference_mode():
+                made = self._make_angles(torch.arange(first, end))
+                flat = [each for pair in made for each in pair]
+                for table, found in zip(self._angles, flat, strict=True):
+                    table[first:end] = found
+            self._blocks.add(block)
         return True
 
 

@@ -178,6 +178,14 @@ def test_it_works_on_uvloop(queue: FakeQueue) -> None:
     assert queue.log == [f"q{i}" for i in range(5)]
 
 
+async def test_a_rest_is_no_slow_turn(device: CpuDevice, queue: FakeQueue) -> None:
+    await submit(device, queue)
+    device.rest()
+    assert device._ended_s is None
+    await submit(device, queue)
+    assert device.has_room(0) and not device.has_room(1)
+
+
 # ---- how far ahead
 
 
