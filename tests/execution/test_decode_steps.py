@@ -161,13 +161,14 @@ async def test_a_step_that_cannot_be_ends_the_engine_and_not_the_process(folder:
         (QueuedToken(-1 - 10**6, 0, 1, 0), [[[0]]]),
         (QueuedToken(1, 0, 10**6, 0), [[[0]]]),
         (QueuedToken(1, 0, 0, 0), [[[0]]]),
-        (QueuedToken(1, -1, 1, 0), [[[0]]]),
         (QueuedToken(1, 0, 1, 0), [[[]]]),
     ],
 )
 async def test_what_a_step_may_not_say(folder: Path, token: QueuedToken, tables: Any) -> None:
     async with opened(folder, queues=True, dtype="float32") as engine:
         queue = engine._core.loaded.runner.decode_steps.queue
+        for position in (-1, 10**6):
+            assert queue.put([QueuedToken(1, position, 1)], [[[0]]]) is None
 
         def run() -> None:
             queue.put([token], tables)
