@@ -70,10 +70,10 @@ class Sampling:
         """The tokens that may not be output token `index`, where there are only bans."""
         return () if self.adjustments is None else self.adjustments.banned_at(index)
 
-    def choice(self, index: int) -> Choice | None:
-        """The draw of output token `index`; None: it is the most probable one."""
+    def choice(self, index: int) -> Choice:
+        """The draw of output token `index`."""
         if not self.temperature:
-            return None
+            return MOST_PROBABLE
         temperature = max(self.temperature, COLDEST)
         pick = uniform(self.seed, index)
         return Choice(temperature, self.top_k, self.top_p, self.min_p, pick)
@@ -138,7 +138,7 @@ class Sampler:
         banned = [s.bans_at(index) for s, index in asked]
         if max(map(len, banned), default=0) >= vocab_size:
             return self._prepare(buffer, samplings, indices, vocab_size)
-        numbers = (n for s, index in asked for n in s.choice(index) or MOST_PROBABLE)
+        numbers = (n for s, index in asked for n in s.choice(index))
         choices = buffer.put(numbers, torch.float64)
         bans = buffer.put((token for tokens in banned for token in tokens), torch.int32)
         counts = buffer.put(map(len, banned), torch.int32)
@@ -249,11 +249,6 @@ def _prepare_draw(
         staged = buffer.put(places), top_p, buffer.put(top_k) if by_k else None
         return _Filter(*staged, max(top_k))
 
-    def choice_of(row: int) -> Choice:
-        found = samplings[row].choice(indices[row])
-        assert found is not None
-        return found
-
     is_cpu = buffer.device.type == "cpu"
     has_k = [0 < s.top_k < vocab_size for s in chosen]
     by_p = [i for i, s in enumerate(chosen) if s.top_p < 1 and not has_k[i]]
@@ -265,7 +260,9 @@ def _prepare_draw(
         is_filtered=any(s.top_k or s.top_p < 1 or s.min_p for s in chosen),
         by_k=filtered([i for i, has in enumerate(has_k) if has], by_k=True),
         by_p=filtered(by_p, by_k=False),
-        choices=floats(number for row in rows for number in choice_of(row)) if is_cpu else None,
+        choices=floats(number for row in rows for number in samplings[row].choice(indices[row]))
+        if is_cpu
+        else None,
     )
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from aioengine.kernels.cpu.library import LIBRARY
 from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear
 from aioengine.kernels.layer_plan import Angles
-from aioengine.kernels.logits import MOST_PROBABLE, Choice
 
 __all__ = ["DecodeParts", "DecodeQueue", "QueuedToken"]
 
@@ -32,6 +31,7 @@ MOST_STEPS = 16
 """Steps in the queue."""
 MOST_BANNED = 256
 """Tokens that may not come, of one sequence."""
+_CHOICE_NUMBERS = 5
 _NUM_WORDS = 6
 """Of a sequence in a step, beside its blocks and the tokens that are banned."""
 ANGLE_BLOCK = 512
@@ -45,8 +45,7 @@ class QueuedToken(NamedTuple):
     `position`: for its angles. `length`: of its context, itself included. `shift`: 1 where the
     pages hold its keys and values already, and they are written to the next token's place, where
     nobody reads them. `num_memory_rows`: of an encoder, that cross-attention reads. `banned`:
-    tokens that may not come next. `choice`: how that is drawn, see `Choice`; None: it is the most
-    probable one.
+    tokens that may not come next. `choice`: how that is drawn, see `Choice` in `kernels.logits`.
     """
 
     token: int
@@ -55,7 +54,7 @@ class QueuedToken(NamedTuple):
     shift: int = 0
     num_memory_rows: int = 0
     banned: Sequence[int] = ()
-    choice: Choice | None = None
+    choice: Sequence[float] = (0.0, 0.0, 1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -109,7 +108,7 @@ class DecodeQueue:
         self._max_len = max_len if parts.places is None else min(max_len, len(parts.places))
         num_words = 1 + groups + most * (_NUM_WORDS + groups * max_blocks + MOST_BANNED)
         steps = torch.empty(MOST_STEPS, num_words, dtype=torch.int32)
-        choices = torch.zeros(MOST_STEPS, most * len(Choice._fields), dtype=torch.float64)
+        choices = torch.zeros(MOST_STEPS, most * _CHOICE_NUMBERS, dtype=torch.float64)
         results = torch.empty(MOST_STEPS, 2 + most, dtype=torch.int64)
         self._steps, self._choices, self._results = (
             each.numpy() for each in (steps, choices, results)
@@ -164,7 +163,7 @@ class DecodeQueue:
             words += token.banned
         place = self.num_put % MOST_STEPS
         self._steps[place, : len(words)] = words
-        numbers = [number for token in tokens for number in token.choice or MOST_PROBABLE]
+        numbers = [number for token in tokens for number in token.choice]
         self._choices[place, : len(numbers)] = numbers
         self.num_put += 1
         return self.num_put - 1
