@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioengine.kernels.choice import Choice
 from aioengine.kernels.cpu import library
-from aioengine.kernels.logits import argmax, draw, draws, to_floats
+from aioengine.kernels.logits import Choice, argmax, draw, draws, to_floats
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels here")
 
