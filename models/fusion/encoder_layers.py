@@ -86,14 +86,14 @@ def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
     others = (value for name, value in given.items() if name not in _HARMLESS)
     if any(value is not None and value is not False for value in others):
         return None
-    if x.dim() != (2 if layer.is_flat else 3) or not x.is_contiguous() or not x.numel():
+    if x.dim() != (2 if layer.is_flat else 3) or not x.numel():
         return None
     if (angles is None) != (layer.plan.angles is None) or (ends is None) == layer.is_flat:
         return None
     if angles is not None and any(each.dtype != x.dtype or each.dim() != 2 for each in angles):
         return None
     lengths: list[int] = ends.diff().tolist() if layer.is_flat else []
-    return layer.operators.encode(x, angles or (), lengths)
+    return layer.operators.encode(x.contiguous(), angles or (), lengths)
 
 
 def _tried(module: nn.Module) -> _Layer | None:

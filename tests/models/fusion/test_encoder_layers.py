@@ -1,0 +1,157 @@
+"""Encoder layers as one operator: which are planned, and that they compute what they did."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aioengine.kernels.cpu import library
+from aioengine.models.fusion import PASSES
+from aioengine.models.fusion.encoder_layers import _LAYER
+from tests.support.tiny import draw_weights
+
+pytestmark = pytest.mark.skipif(
+    not library.is_available() or library.instruction_set() == "generic",
+    reason="matmuls are PyTorch's here",
+)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def clip() -> nn.Module:
+    return hf.CLIPVisionModel(hf.CLIPVisionConfig(image_size=28, patch_size=14, **SIZES))
+
+
+def siglip() -> nn.Module:
+    config = hf.SiglipVisionConfig(
+        image_size=28, patch_size=14, vision_use_head=False, **{**SIZES, "num_attention_heads": 4}
+    )
+    return hf.SiglipVisionModel(config)
+
+
+def whisper() -> nn.Module:
+    config = hf.WhisperConfig(
+        d_model=64,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        decoder_layers=1,
+        encoder_ffn_dim=96,
+        num_mel_bins=8,
+        max_source_positions=20,
+        vocab_size=50,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return hf.WhisperModel(config).get_encoder()
+
+
+class Count(TorchDispatchMode):
+    """Operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def packed(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model with all passes run, and as it was."""
+    draw_weights(model)
+    plain = copy.deepcopy(model.eval().requires_grad_(False))
+    for each in PASSES:
+        each(model)
+    return model, plain
+
+
+def num_planned(model: nn.Module) -> int:
+    return sum(hasattr(module, _LAYER) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("build", [clip, siglip, whisper])
+@torch.inference_mode()
+def test_what_an_encoder_gives(build: Any, count: int, dtype: torch.dtype) -> None:
+    with torch.inference_mode(False):
+        model, plain = packed(build().to(dtype))
+    assert num_planned(model) == 2
+    shape = (count, 8, 40) if build is whisper else (count, 3, 28, 28)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with Count() as counted:
+        found = model(x).last_hidden_state
+    assert counted.names.count("aioengine_cpu.encode_layer.default") == 2
+    wanted = plain(x).last_hidden_state
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    bound = (1e-5 if dtype is torch.float32 else 4e-2) * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=bound, rtol=0)
+    if dtype is torch.float32:
+        alone = torch.cat([model(x[i : i + 1]).last_hidden_state for i in range(count)])
+        torch.testing.assert_close(alone, found, atol=1e-6 * float(wanted.abs().max()), rtol=0)
+
+
+def layer_and_rows(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Tensor]:
+    model, plain = packed(clip().to(dtype))
+    layers = [
+        next(module for module in each.modules() if type(module).__name__ == "CLIPEncoderLayer")
+        for each in (model, plain)
+    ]
+    return layers[0], layers[1], torch.randn(2, 6, 64).to(dtype)
+
+
+def test_a_mask_is_left_to_the_layers_own_forward() -> None:
+    layer, plain, x = layer_and_rows()
+    mask = torch.zeros(2, 1, 6, 6).masked_fill(torch.arange(6) > 3, -torch.inf)
+    with torch.inference_mode(), Count() as counted:
+        found = layer(x, mask)
+        assert "aioengine_cpu.encode_layer.default" not in counted.names
+        torch.testing.assert_close(found, plain(x, mask), atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_do_not_lie_close() -> None:
+    layer, plain, _ = layer_and_rows()
+    with torch.inference_mode(), Count() as counted:
+        wide = torch.randn(2, 6, 128)[..., ::2]
+        found = layer(wide, None)
+        assert "aioengine_cpu.encode_layer.default" in counted.names
+        torch.testing.assert_close(found, plain(wide, None), atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_of_another_kind_stays() -> None:
+    class Twice(hf.models.clip.modeling_clip.CLIPEncoderLayer):  # type: ignore[misc,name-defined]
+        def forward(self, hidden_states: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+            return 2 * super().forward(hidden_states, attention_mask)
+
+    model = clip()
+    for module in model.modules():
+        if type(module).__name__ == "CLIPEncoderLayer":
+            module.__class__ = Twice
+    model, _ = packed(model)
+    assert num_planned(model) == 0
+
+
+def test_ends_of_sequences_that_do_not_fit_are_refused() -> None:
+    layer, _, x = layer_and_rows()
+    operators = getattr(layer, _LAYER).operators
+    rows = x.flatten(0, 1)
+    for lengths in ([6, 5], [13], [], [12, 0]):
+        with pytest.raises(RuntimeError, match="lengths|sequences"):
+            operators.encode(rows, (), lengths)
+    torch.testing.assert_close(
+        operators.encode(rows, (), [6, 6]), operators.encode(x, (), []).flatten(0, 1)
+    )
