@@ -150,7 +150,7 @@ def test_ends_of_sequences_that_do_not_fit_are_refused() -> None:
     operators = getattr(layer, _LAYER).operators
     rows = x.flatten(0, 1)
     for lengths in ([6, 5], [13], [], [12, 0]):
-        with pytest.raises(RuntimeError, match="lengths|sequences"):
+        with pytest.raises(RuntimeError, match=r"lengths|sequences"):
             operators.encode(rows, (), lengths)
     torch.testing.assert_close(
         operators.encode(rows, (), [6, 6]), operators.encode(x, (), []).flatten(0, 1)
