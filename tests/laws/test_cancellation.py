@@ -67,6 +67,7 @@ class Points:
         self.strike: Callable[[], object] = lambda: None
         device, input_processor = engine._core.device, engine._core.input_processor
         monkeypatch.setattr(device, "submit_step", self._watch_future(device.submit_step))
+        monkeypatch.setattr(device, "submit_queued", self._watch_future(device.submit_queued))
         monkeypatch.setattr(device, "submit_encode", self._watch_future(device.submit_encode))
         monkeypatch.setattr(input_processor_module, "run_in", self._watch_coroutine(run_in))
         pipeline = input_processor.media
@@ -83,11 +84,11 @@ class Points:
         return self.seen - 1 == self.number
 
     def _watch_future(self, submit: Any) -> Any:
-        def watched(job: Any, **options: Any) -> Any:
+        def watched(*job: Any, **options: Any) -> Any:
             hit = self._hit()
             if hit and not self.after:
                 self.strike()
-            future = submit(job, **options)
+            future = submit(*job, **options)
             if hit and self.after:
                 future.add_done_callback(lambda _: self.strike())
             return future
