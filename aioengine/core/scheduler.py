@@ -209,7 +209,9 @@ class Scheduler:
             return
         if request.is_exhausted or not step.budget:
             return
-        if request.awaits_tokens and request.num_pending:
+        # A step knows the tokens of the one before it alone, which may have left the request out.
+        is_late = request.last_step != step.step_id - 1
+        if request.num_pending and (request.awaits_tokens or is_late):
             return
         if not request.has_slot and step.num_slots >= self.limits.max_num_seqs:
             return

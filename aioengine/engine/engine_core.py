@@ -195,6 +195,8 @@ class EngineCore:
             self.step(in_flight)
             if self.scheduler.is_stalled:
                 raise RuntimeError("requests are pending and nothing can move them")
+            if self._changed.is_set():
+                await asyncio.sleep(0)  # others on the loop have their turn between two plans
             await self._changed.wait()
 
     def step(self, in_flight: list[tuple[StepPlan, asyncio.Future[Any]]]) -> None:

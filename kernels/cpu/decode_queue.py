@@ -94,7 +94,8 @@ class DecodeQueue:
         last: Tensor,
     ) -> None:
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self.event)
+        # At the process's end the launch thread may still tell of steps: the system closes it.
+        weakref.finalize(self, os.close, self.event).atexit = False
         groups, most = len(is_cross), len(last)
         self._num_groups = groups
         self._make_angles = parts.make_angles
@@ -131,7 +132,6 @@ class DecodeQueue:
         )
         self._address = self._decoder.data_ptr()
         self._set = _setter()
-        self._limit = 0
         self.num_put = 0
         self.num_done = 0
 
@@ -171,14 +171,13 @@ class DecodeQueue:
     def let(self, limit: int | None = None) -> None:
         """Let the launch thread compute what is put, up to the step `limit`, None for all; it waits
         for more only where there is none."""
-        self._limit = sys.maxsize if limit is None else limit
-        self._set(self._address, self.num_put, self._limit)
+        self._set(self._address, self.num_put, sys.maxsize if limit is None else limit)
 
     def see(self) -> int:
         """Take note of the steps that are done, for which `event` was readable; how many are."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.event)
-        self.num_done = self._set(self._address, self.num_put, self._limit)
+        self.num_done = self._set(self._address, -1, -1)
         return self.num_done
 
     def read(self, number: int, count: int) -> tuple[list[int], float, float]:

@@ -320,7 +320,8 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
     if places is None and not isinstance(rotary, nn.Module):
         return None
     _, kind, roundings = _device(norm.weight)
-    trial = _Trial(decoder, plans[0], norm.weight, roundings, holder)
+    num_places = None if places is None else len(places)
+    trial = _Trial(decoder, plans[0], norm.weight, roundings, holder, num_places)
     with stand_ins(decoder):
         seen = trial.watch(rotary, modules)
         if seen is None:
@@ -350,6 +351,7 @@ class _Trial:
     weight: Tensor  # rows have its dtype and device
     roundings: int
     holder: StepHolder
+    num_places: int | None  # that there are, where positions are learned
 
     @property
     def embeds(self) -> Tensor:
@@ -364,6 +366,8 @@ class _Trial:
     def positions(self, axes: int) -> Tensor:
         """[T], or [3, T] with other ones on each axis."""
         first = torch.tensor(_TRIAL_POSITIONS, device=self.weight.device)
+        if self.num_places is not None:
+            first = first % self.num_places
         return first if axes == 1 else torch.stack([first, first.flip(0), first + 3])
 
     def run(self, axes: int = 1, rows: Sequence[Tensor] = ()) -> Tensor:

@@ -93,6 +93,8 @@ def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
     if angles is not None and any(each.dtype != x.dtype or each.dim() != 2 for each in angles):
         return None
     lengths: list[int] = ends.diff().tolist() if layer.is_flat else []
+    if any(length <= 0 for length in lengths):
+        return None
     return layer.operators.encode(x.contiguous(), angles or (), lengths)
 
 

@@ -38,6 +38,9 @@ def all_limits(draw: st.DrawFn) -> Limits:
 
 
 # Few different parts, so that prompts share prefixes and images.
+DEPTHS = (0, 0, 1, 1, 3, 6)
+"""Steps that are planned before the oldest has committed."""
+depths = st.sampled_from(DEPTHS)
 part = st.one_of(st.integers(0, 1), st.sampled_from(IMAGES))
 prompt = st.lists(part, min_size=1, max_size=6).filter(
     lambda parts: sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE
@@ -162,7 +165,7 @@ def check_end(world: World) -> None:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(all_limits(), st.integers(0, 1), st.lists(operation, max_size=60))
+@given(all_limits(), depths, st.lists(operation, max_size=60))
 def test_every_interleaving_ends_well(
     limits: Limits, depth: int, operations: list[tuple[str, object]]
 ) -> None:
@@ -176,7 +179,7 @@ def test_every_interleaving_ends_well(
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     all_limits(),
-    st.integers(0, 1),
+    depths,
     st.lists(submission, min_size=2, max_size=12),
     st.integers(0, 2**32),
 )
@@ -200,7 +203,7 @@ def test_many_crowds(shard: int) -> None:
     """The same with plain random numbers: hundreds of worlds a second, none of them minimal."""
     for seed in range(shard * 500, shard * 500 + 500):
         random = Random(seed)
-        world, depth, count = World(random_limits(random)), random.randint(0, 1), 0
+        world, depth, count = World(random_limits(random)), random.choice(DEPTHS), 0
         for _ in range(random.randint(2, 12) + random.randint(0, 150)):
             if count < 2 or random.random() < 0.15:
                 perform(world, depth, "submit", random_submission(random), count)

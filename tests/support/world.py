@@ -134,6 +134,7 @@ class World:
     encodes: list[EncodePlan] = field(default_factory=list)
     decoding: list[str] = field(default_factory=list)
     last_token: dict[str, int] = field(default_factory=dict)
+    made: dict[str, dict[int, int]] = field(default_factory=dict)  # output tokens, by index
     leaders: dict[str, Request] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)
     shared: set[str] = field(default_factory=set)
@@ -165,6 +166,9 @@ class World:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.check_plan(plan)
+            before = {s.request_id for s in self.steps[-1].sequences} if self.steps else set()
+            late = {s.request_id for s in plan.sequences if s.token_ids[-1] == UNSAMPLED}
+            assert late <= before, "a step knows the tokens of the one before it alone"
             self.steps.append(plan)
         self.check()
         return plan
@@ -250,8 +254,14 @@ class World:
             for token in sequence.token_ids
         ]
         tokens = list(request.tokens(0, sequence.start)) + given
-        if UNSAMPLED in tokens[: sequence.start]:  # committed meanwhile in truth, not yet here
-            raise AssertionError("a chunk planned over two unknown tokens")
+        if UNSAMPLED in tokens[: sequence.start]:
+            assert sequence.request_id not in self.live, "a chunk planned over two unknown tokens"
+            # It has ended, and steps that were planned before that go on with what they sampled.
+            made, first = self.made[sequence.request_id], len(request.prompt_token_ids)
+            tokens = [
+                made[position - first] if token == UNSAMPLED else token
+                for position, token in enumerate(tokens)
+            ]
         for row in sequence.rows:
             assert row.key in self.rows, "an encoder row is read that is not there"
         states = chain(request, tokens)
@@ -266,6 +276,7 @@ class World:
         token = sample(states[sequence.end - 1])
         if sequence.samples:
             self.last_token[sequence.request_id] = token
+            self.made.setdefault(sequence.request_id, {})[sequence.output_index] = token
         return token
 
     def slots(self, sequence: SequencePlan, position: int) -> list[tuple[int, tuple[int, int]]]:

@@ -313,17 +313,18 @@ Tensor decoder_logits(const Tensor& packed, int64_t count) {
 
 }  // namespace aioengine
 
-// Says how many steps are queued and before which one `decode` stops. Returns how many are done.
+// Says how many steps are queued and before which one `decode` stops, unless that is -1. Returns how many are
+// done.
 extern "C" __attribute__((visibility("default"))) int64_t aioengine_decoder_set(
     void* memory, int64_t published, int64_t limit) {
     auto& decoder = *static_cast<aioengine::Decoder*>(memory);
     int64_t done;
     {
         const std::lock_guard<std::mutex> lock(decoder.mutex);
-        decoder.published = published;
-        decoder.limit = limit;
+        if (published >= 0) decoder.published = published;
+        if (limit >= 0) decoder.limit = limit;
         done = decoder.done;
     }
-    decoder.changed.notify_all();
+    if (limit >= 0) decoder.changed.notify_all();
     return done;
 }

@@ -97,6 +97,8 @@ struct Choose {
 int64_t draw(
     DType dtype, const void* x, int64_t count, const Choice& choice, float* weights, float* spare) {
     (*dispatch_table().weights)(dtype, x, count, static_cast<float>(choice.temperature), weights);
+    // Logits that are not numbers leave no weight at all: any token will do.
+    if (!(total_of(weights, count) > 0)) return count - 1;
     const float floor = std::max(static_cast<float>(choice.min_p), threshold(weights, count, choice, spare));
     if (floor > 0)
         for (int64_t i = 0; i < count; ++i)
@@ -105,7 +107,7 @@ int64_t draw(
     const double total = total_of(weights, count);
     const double target = std::min(choice.pick * total, std::nextafter(total, 0.0));
     double before = 0;
-    int64_t last = count - 1;  // logits that are not numbers leave no weight at all: any token will do
+    int64_t last = count - 1;
     for (int64_t first = 0; first < count; first += BLOCK) {
         const int64_t size = std::min(BLOCK, count - first);
         const double after = before + sum_of(weights + first, size);
