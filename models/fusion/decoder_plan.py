@@ -63,6 +63,7 @@ _FOR_ATTENTION = frozenset(
     ("attention_mask", "cache_position", "past_key_values", "position_ids", "use_cache")
 )
 """Arguments of layers that only their attention reads, which has its slot."""
+_NO_ANGLES: Callable[..., list[Angles]] = lambda *_: []  # noqa: E731
 _TRIAL_POSITIONS = (0, 1, 7, 2, 300)
 _TRIAL_ROWS = len(_TRIAL_POSITIONS)
 
@@ -121,10 +122,6 @@ class _Rotary:
         found = [self.module(x, ids, *args, **named) for args, named in self.calls]
         assert all(len(cos) == 1 for cos, _ in found), "the module does not merge the axes"
         return [(cos[0], sin[0]) for cos, sin in found]
-
-
-def _no_angles(embeds: Tensor, positions: Tensor) -> list[Angles]:
-    return []
 
 
 def _places(decoder: nn.Module) -> Tensor | None:
@@ -331,7 +328,7 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
             plan if plan.angles is None else replace(plan, angles=index)
             for plan, index in zip(plans, angles, strict=True)
         )
-        make_angles = _Rotary(rotary, axes_of_text, calls) if rotary is not None else _no_angles
+        make_angles = _Rotary(rotary, axes_of_text, calls) if rotary is not None else _NO_ANGLES
         plan = DecoderPlan(planned, norm.fused[1], make_angles, places)
         operators = kind(planned, plan.norm)
         if not trial.agrees(plan, operators, wanted=output):
