@@ -102,9 +102,9 @@ async def test_no_callback_of_the_loop_grows(folder: Path) -> None:
                 streams = await submit(engine, 0, count)
                 await until(lambda spans=spans: len(spans.spans) >= 3)
                 await engine.aclose()
-            for stream in streams:
-                with pytest.raises(RequestAbortedError):
-                    await stream.result()
+            ends = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
+            aborted = sum(isinstance(end, RequestAbortedError) for end in ends)
+            assert aborted > 0.9 * count, "all but the few that have ended before"
         most.append(lines.most)
     few, many = most
     for kind in ("EngineCore._run", "RequestTracker.admit", "EncoderJobs._encode"):
