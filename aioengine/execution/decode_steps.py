@@ -76,14 +76,13 @@ def find_decode_steps(
     if found is None or not backend.knows(found[1].table, pages[0][0]):
         return None
     operators, parts = found
+    longest = max(limits.max_model_len, limits.max_encoder_len)
     try:
         queue = DecodeQueue(
             parts,
             operators.caches(pages),
             is_cross=[False] * limits.num_groups + [True] * limits.num_cross_groups,
-            max_blocks=1
-            + max(limits.max_model_len, limits.max_encoder_len) // limits.block_size
-            + 1,
+            max_blocks=longest // limits.block_size + 2,
             max_len=limits.max_model_len,
             last=last,
         )

@@ -78,9 +78,9 @@ class DecodeQueue:
     """A queue of steps of one engine. `run` is called by its launch thread, all else by its loop.
 
     `caches`: keys and values of each layer's attention, in turns. `is_cross`: of each KV group;
-    `max_blocks`: of a sequence in a group. `last` [m] int64: the tokens
-    of the step before, of m sequences at most, which may be written between two steps. `max_len`:
-    positions that there are. Raises RuntimeError where these do not go together.
+    `max_blocks`: of a sequence in a group. `last` [m] int64: the tokens of the step before, of m
+    sequences at most, which may be written between two steps. `max_len`: positions that there are.
+    Raises RuntimeError where these do not go together.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ class DecodeQueue:
         # At the process's end the launch thread may still tell of steps: the system closes it.
         weakref.finalize(self, os.close, self.event).atexit = False
         groups, most = len(is_cross), len(last)
-        self._num_groups = groups
         self._make_angles = parts.make_angles
         # A token has to be left.
         self._most_banned = min(MOST_BANNED, parts.head.num_outputs - 1)

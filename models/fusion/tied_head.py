@@ -2,7 +2,8 @@
 
 A weight that is packed is somewhere else, and embeddings are read by rows: the head would take
 memory for a second time. So the kernels read a plain weight: for a single row as fast as a packed
-one, for many at half its rate where the CPU has no tiles, which is still several times PyTorch's.
+one, for many slower where the CPU has no tiles (docs/decisions/decode-queue.md), and faster than
+PyTorch's.
 """
 
 from __future__ import annotations
