@@ -29,19 +29,22 @@ from setuptools.errors import CompileError
 SOURCES = Path("kernels/cpu")
 NAME = "aioengine.kernels.cpu.libaioengine_cpu"
 TORCH_2_11 = "-DTORCH_TARGET_VERSION=0x020b000000000000"
-INCLUDES = ["-I", SOURCES / "include", "-I", SOURCES / "program"]
+FOLDERS = ("include", "arithmetic", "program", "ops")  # that others include from
+INCLUDES = [word for folder in FOLDERS for word in ("-I", SOURCES / folder)]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Vectors wait for no error codes, and multiply and add may be one instruction. GCC 12 takes what
 # its own AVX-512 headers leave open on purpose for a mistake.
 MATHS = ["-fno-math-errno", "-ffp-contract=fast", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+VNNI = [*AVX512, "-mavx512vnni"]
 BF16 = [*AVX512, "-mavx512bf16"]
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
 PARTS = {
     "attention": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "amx_bf16": AMX},
     "linear": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "bf16_gemm": {"avx512_bf16": BF16, "amx_bf16": AMX},
+    "int8_gemm": {"avx2": AVX2, "avx512_vnni": VNNI},
     "norm": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "rotary": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "argmax": {"avx2": AVX2, "avx512": AVX512},
@@ -82,13 +85,15 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         headers = [TORCH_2_11, "-isystem", torch / "include"]
-        operators = [each for part in ("ops", "program") for each in (SOURCES / part).glob("*.cpp")]
+        folders = ("ops", "layers", "program")
+        operators = [each for name in folders for each in (SOURCES / name).glob("*.cpp")]
         objects = {scratch / f"{each.stem}.o": [*headers, each] for each in operators}
         for part, sets in PARTS.items():
             generic = {} if part == "bf16_gemm" else {"generic": []}
             for name, flags in {**generic, **(sets if is_x86 else {})}.items():
                 own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}"]
-                objects[scratch / f"{part}_{name}.o"] = [*own, SOURCES / f"arithmetic/{part}.cpp"]
+                (source,) = SOURCES.glob(f"*/{part}.cpp")
+                objects[scratch / f"{part}_{name}.o"] = [*own, source]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             common = [compiler, *COMMON, *INCLUDES]
             jobs = [[*common, *words, "-c", "-o", to] for to, words in objects.items()]

@@ -120,7 +120,8 @@ CHECKS = {
     "packed_layers": YES_OR_NO,
     "check_model": YES_OR_NO,
     "thread_niceness": (ints(0, 19), "from 0 to 19"),
-    "quantization": (lambda value: value in ("int8", None), '"int8" or None'),
+    "quantization": (lambda value: value in ("int8", "int4", None), '"int8", "int4" or None'),
+    "quantize_activations": YES_OR_NO,
     "tensor_parallel_size": (lambda value: value == 1, "1 (nothing else is built)"),
     "mm_encoder_tp_mode": (lambda value: value == "tensor", '"tensor" (nothing else is built)'),
 }
@@ -185,7 +186,9 @@ class EngineConfig:
     """Compare a freshly loaded model with its own module in a short trial. A verdict is kept for
     the same settings and versions."""
     quantization: str | None = None
-    """"int8": the decoder's linear layers in 8 bits, on a CPU; implies packed_layers."""
+    """"int8" or "int4": the decoder's weights in so many bits, on a CPU; implies packed_layers."""
+    quantize_activations: bool = True
+    """Round to 8 bits what is multiplied with quantized weights; False is slower and more exact."""
     thread_niceness: int = 0
     """Added to the niceness of threads that decode and compute, on Linux: 0 to 19."""
     tensor_parallel_size: int = 1

@@ -23,7 +23,8 @@ from aioengine.execution.memory_profiler import largest_items, measure_activatio
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
 from aioengine.kernels.attention import AttentionBackend, select_backend
-from aioengine.kernels.int8 import can_quantize
+from aioengine.kernels.grouped import can_group
+from aioengine.models.quantization.rounding import Rounding
 from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
@@ -100,7 +101,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         load_readers([name for name, limit in taken.items() if limit != 0], config.media)
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
-        _check_quantization(device, dtype)
+        _check_quantization(config.quantization, device, dtype)
     backend = _attention_backend(config.attention_backend, device)
     with stage("weights"):
         read = partial(
@@ -156,11 +157,13 @@ def _load_model(
     with other prompts. Raises ModelLoadError.
     """
     specs = model_class.probe(hf_config)
-    is_quantized = config.quantization is not None
+    rounding = _rounding(config)
     is_tried = not config.check_model or (name is not None and is_kept(name))
     fault = ""
     for seed in range(TRIALS):
         module = read()
+        if rounding is not None:
+            model_class.around(module).round_weights(rounding, keep=not is_tried)
         trial = None
         if not is_tried:
             trial = Trial(
@@ -169,13 +172,13 @@ def _load_model(
                 specs,
                 processor,
                 max_model_len=config.max_model_len,
-                is_quantized=is_quantized,
+                is_quantized=rounding is not None,
                 seed=seed,
             )
         model = model_class(module, specs=specs, max_model_len=config.max_model_len)
         del module
-        if config.packed_layers or is_quantized:
-            model.pack(quantize=is_quantized)
+        if config.packed_layers or rounding is not None:
+            model.pack()
         if trial is None:
             return model
         found = trial.find_fault(model, block_size=config.block_size, backend=backend)
@@ -199,9 +202,10 @@ def _verdict_name(
     device: torch.device,
     path: str | os.PathLike[str],
 ) -> str | None:
-    names = ("attention_backend", "packed_layers", "quantization", "block_size", "max_model_len")
+    names = ("attention_backend", "packed_layers", "block_size", "max_model_len")
+    bits = ("quantization", "quantize_activations")
     media = ("mm_processor_kwargs", "limit_mm_per_prompt")
-    settings = {name: getattr(config, name) for name in (*names, *media)}
+    settings = {name: getattr(config, name) for name in (*names, *bits, *media)}
     chip = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -209,12 +213,19 @@ def _verdict_name(
     return verdict_name(model_class, hf_config, [settings, dtype, chip, settings_of(path)])
 
 
-def _check_quantization(device: torch.device, dtype: torch.dtype) -> None:
+def _rounding(config: EngineConfig) -> Rounding | None:
+    if config.quantization is None:
+        return None
+    bits = {"int8": 8, "int4": 4}[config.quantization]
+    return Rounding(bits=bits, has_full_inputs=not config.quantize_activations)
+
+
+def _check_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Before weights are read."""
-    if device.type != "cpu" or not can_quantize(dtype):
+    if device.type != "cpu" or not can_group(dtype):
         raise ModelLoadError(
-            f"quantization 'int8' does not run on {device.type} in {dtype} here: it needs a CPU "
-            "with an exact 8-bit matmul, and float32, bfloat16 or float16; leave quantization out"
+            f"quantization {name!r} does not run on {device.type} in {dtype}: it needs a CPU, and "
+            "float32, bfloat16 or float16; leave quantization out"
         )
 
 

@@ -73,7 +73,8 @@ def find_decode_steps(
     if type(backend) is not CpuBackend or model.device.type != "cpu":
         return None
     found = decode_parts_of(model.model, model.decoder())
-    if found is None or not backend.knows(found[1].table, pages[0][0]):
+    embeddings = model.model.get_input_embeddings().weight
+    if found is None or not backend.knows(embeddings, pages[0][0]):
         return None
     operators, parts = found
     longest = max(limits.max_model_len, limits.max_encoder_len)

@@ -51,7 +51,7 @@ MASKED = -1e30
 HEAVY_BYTES = 64 << 20
 """Of layers that are like others: from which on no prompt goes through all of them."""
 QUANTIZED_NOISE = 0.02
-"""What a matmul with weights of 8 bits is off by, as a part of itself."""
+"""What a matmul is off by whose inputs are rounded to 8 bits, as a part of itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,8 @@ class Trial:
         is_quantized: bool,
         seed: int,
     ) -> None:
-        """`is_quantized`: what is compared with the module has weights of 8 bits."""
+        """`is_quantized`: the module has rounded weights, and what is compared with it may round
+        inputs as well."""
         shell = model_class.around(module)
         pin_rotary(shell.decoder(), max_model_len)
         table = int(module.get_input_embeddings().weight.shape[0])

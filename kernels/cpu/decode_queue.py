@@ -1,9 +1,9 @@
 """Decode steps that follow each other without Python in between.
 
 The loop's thread writes a step into the queue, as numbers, and goes on; the launch thread is inside
-`run`, in C++, and computes what is there, from token ids to token ids (kernels/cpu/ops/decode.cpp).
-A file tells the loop that steps are done. So neither waits for the interpreter's lock to let the
-other go on, which any thread of the application may hold for milliseconds.
+`run`, in C++ (kernels/cpu/layers/decode.cpp), and computes what is there, from ids to ids. A file
+tells the loop that steps are done. So neither waits for the interpreter's lock to let the other go
+on, which any thread of the application may hold for milliseconds.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class QueuedToken(NamedTuple):
 class DecodeParts:
     """The parts of a decoder, from token ids to logits.
 
-    `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, which are
-    multiplied by `scale`; `places` [n, hidden]: a row of which is added to a token's, by its
-    position. `make_angles`: of positions [n], cosines and sines [n, dim] of each kind.
+    `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, or a weight
+    in groups whose outputs they are; they are multiplied by `scale`. `places` [n, hidden]: a row of
+    which is added to a token's, by its position. `make_angles`: of positions [n], cosines and sines
+    [n, dim] of each kind.
     """
 
     plan: Tensor
-    table: Tensor
+    table: Tensor | NativeLinear
     scale: float
     places: Tensor | None
     head: NativeLinear | PlainLinear
@@ -115,7 +116,7 @@ class DecodeQueue:
         )
         self._decoder: Tensor = torch.ops.aioengine_cpu.pack_decoder(
             parts.plan,
-            parts.table,
+            *_operands(parts.table),
             parts.scale,
             parts.places,
             *parts.head.operands,
@@ -214,6 +215,11 @@ class DecodeQueue:
                     table[first:end] = found
             self._blocks.add(block)
         return True
+
+
+def _operands(table: Tensor | NativeLinear) -> tuple[Tensor, Tensor | None]:
+    """Embeddings as the operators take them, and factors of weights in groups."""
+    return table.operands[:2] if isinstance(table, NativeLinear) else (table, None)
 
 
 @cache

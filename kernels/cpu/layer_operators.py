@@ -169,7 +169,7 @@ def _places(meta: AttentionMetadata) -> list[Tensor]:
     return [_NOTHING if each is None else each for each in places_of(meta)]
 
 
-# What `pack_plan` (kernels/cpu/ops/layer_plan.cpp) takes of a layer, in its order.
+# What `pack_plan` (kernels/cpu/layers/layer_plan.cpp) takes of a layer, in its order.
 
 
 def _tensors(layer: LayerPlan) -> list[Tensor]:

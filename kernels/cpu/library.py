@@ -23,7 +23,7 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("libaioengine_cpu.so")
 
-_KNOWN = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+_KNOWN = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def is_available() -> bool:
 
 
 def instruction_set() -> str:
-    """Return the instruction set that the operators use: "generic", "avx2", "avx512", "avx512_bf16"
-    or "amx_bf16"."""
+    """Return the instruction set that the operators use: "generic", "avx2", "avx512",
+    "avx512_vnni", "avx512_bf16" or "amx_bf16"."""
     found: str = torch.ops.aioengine_cpu.instruction_set("")
     return found
 

@@ -4,7 +4,7 @@ A packed weight is [ceil(out / 32), in, 32], padded with zeros. All arithmetic i
 however narrow the weights are in memory. Where the CPU multiplies bfloat16 itself, such weights are
 [ceil(out / 32), in / 2, 32, 2], and so are their products (exact, and added up in float32). In
 either case an output adds up its products in an order of its own: a row's results are the same bits
-in any batch.
+in any batch. Weights of 4 and 8 bits lie in groups (`kernels/grouped.py`, grouped.h).
 """
 
 from __future__ import annotations
@@ -17,28 +17,58 @@ from aioengine.kernels.matmul import Activation
 
 __all__ = ["NativeLinear", "PlainLinear", "native_way", "reads_plain"]
 
+PANEL = 32
+"""Outputs whose weights lie side by side."""
 PAIRED_INPUTS = 32
 """What a number of inputs must be a multiple of for bfloat16 to be multiplied as such."""
 
 
 class NativeLinear:
-    """A packed weight of float32, bfloat16, float16 or int8. See `PackedLinear`.
+    """A packed weight of float32, bfloat16 or float16, or one in groups. See `PackedLinear`.
 
-    `scales` [out]: for int8, what an output is multiplied by. `operands`: what the operators take,
-    the packed weight, scales and bias. Raises RuntimeError where the operators were not built.
+    `operands`: what the operators take, the packed weight, factors of outputs and bias. Raises
+    RuntimeError where the operators were not built.
     """
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
-    ) -> None:
-        if not is_available():
-            raise RuntimeError("the C++ kernels were not built")
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        _check_built()
         packed: Tensor = torch.ops.aioengine_cpu.pack_panels(weight)
-        self.num_outputs = weight.shape[0]
-        self.operands = packed, _copied(scales), _copied(bias)
+        self._set(packed, None, bias, weight.shape[0], weight.nbytes)
+
+    @classmethod
+    def of_groups(
+        cls,
+        numbers: Tensor,
+        scales: Tensor,
+        lowest: Tensor | None,
+        factors: Tensor,
+        bias: Tensor | None,
+        *,
+        bits: int,
+        group: int,
+        has_full_inputs: bool,
+    ) -> NativeLinear:
+        """A weight in groups, whose parts are those of a `GroupedWeight`."""
+        _check_built()
+        packed: Tensor = torch.ops.aioengine_cpu.pack_groups(
+            numbers, scales, lowest, bits, group, has_full_inputs
+        )
+        found = cls.__new__(cls)
+        found._set(packed, factors, bias, len(numbers), packed.nbytes)
+        return found
+
+    def _set(
+        self,
+        packed: Tensor,
+        factors: Tensor | None,
+        bias: Tensor | None,
+        num_outputs: int,
+        num_bytes: int,
+    ) -> None:
+        self.num_outputs = num_outputs
+        self.operands = packed, _copied(factors), _copied(bias)
         self._multiply = torch.ops.aioengine_cpu.linear.default
-        held = weight, *self.operands[1:]
-        self.nbytes = sum(each.nbytes for each in held if each is not None)
+        self.nbytes = num_bytes + sum(x.nbytes for x in self.operands[1:] if x is not None)
 
     def __call__(
         self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
@@ -63,7 +93,19 @@ class NativeLinear:
     @property
     def can_gate(self) -> bool:
         """Return whether each half of the outputs fills whole panels."""
-        return self.num_outputs % (2 * self.operands[0].shape[2]) == 0
+        return self.num_outputs % (2 * PANEL) == 0
+
+    @property
+    def is_grouped(self) -> bool:
+        """Return whether the weight lies in groups."""
+        return self.operands[0].dim() == 1
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weights [n, in] of the outputs `ids` [n], float32. Of a weight in groups."""
+        packed, factors, _ = self.operands
+        rows = ids.to(torch.int64).contiguous()
+        found: Tensor = torch.ops.aioengine_cpu.read_groups(packed, factors, rows)
+        return found
 
 
 class PlainLinear:
@@ -74,8 +116,7 @@ class PlainLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        if not is_available():
-            raise RuntimeError("the C++ kernels were not built")
+        _check_built()
         self.num_outputs = len(weight)
         self.operands = weight.detach(), None, _copied(bias)
         self._multiply = torch.ops.aioengine_cpu.linear.default
@@ -84,6 +125,11 @@ class PlainLinear:
         """`x` [..., in] -> [..., out], of the weight's dtype both."""
         out: Tensor = self._multiply(_rows(x), *self.operands, self.num_outputs)
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _check_built() -> None:
+    if not is_available():
+        raise RuntimeError("the C++ kernels were not built")
 
 
 def _copied(numbers: Tensor | None) -> Tensor | None:

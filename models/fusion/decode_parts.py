@@ -17,6 +17,7 @@ from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear
 from aioengine.kernels.layer_plan import Angles, DecoderPlan
 from aioengine.models.fusion.packed_linear import Packed
 from aioengine.models.fusion.tied_head import TiedLinear
+from aioengine.models.quantization.grouped_layers import GroupedRows
 
 __all__ = ["find_decode_parts"]
 
@@ -34,10 +35,11 @@ def find_decode_parts(
     if table is None or head is None:
         return None
     rows, scale = table
+    weight = model.get_input_embeddings().weight.detach()
 
     def make_angles(positions: Tensor) -> list[Angles]:
-        found = plan.make_angles(rows.new_empty(len(positions), rows.shape[1]), positions)
-        return [(cos.to(rows.dtype), sin.to(rows.dtype)) for cos, sin in found]
+        found = plan.make_angles(weight.new_empty(len(positions), weight.shape[1]), positions)
+        return [(cos.to(weight.dtype), sin.to(weight.dtype)) for cos, sin in found]
 
     return operators, DecodeParts(
         plan=operators.whole,
@@ -49,16 +51,23 @@ def find_decode_parts(
     )
 
 
-def _table(embedding: nn.Module | None) -> tuple[Tensor, float] | None:
-    """Rows [vocab, hidden], and what they are multiplied by."""
-    if not isinstance(embedding, nn.Embedding) or not embedding.weight.is_contiguous():
+def _table(embedding: nn.Module | None) -> tuple[Tensor | NativeLinear, float] | None:
+    """Rows [vocab, hidden], plain or in groups, and what they are multiplied by."""
+    if not isinstance(embedding, nn.Embedding):
         return None
     weight = embedding.weight.detach()
+    rows: object = weight
+    if isinstance(embedding, GroupedRows):
+        rows = embedding.packed
+    elif not weight.is_contiguous():
+        return None
+    if not isinstance(rows, Tensor | NativeLinear):
+        return None
     scale: object = next(
         (getattr(embedding, name) for name in _SCALES if hasattr(embedding, name)), 1.0
     )
     number = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
-    return (weight, float(number.to(weight.dtype))) if number.numel() == 1 else None
+    return (rows, float(number.to(weight.dtype))) if number.numel() == 1 else None
 
 
 def _head(module: nn.Module | None) -> NativeLinear | PlainLinear | None:

@@ -29,14 +29,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.grouped import pack_grouped
 from aioengine.kernels.linear import PackedLinear, pack_linear
 from aioengine.models.fusion.layer_names import layer_names_of
 from aioengine.models.fusion.swap import swap
+from aioengine.models.quantization.grouped_layers import grouped_of, joined_groups, stand_in
 
 __all__ = ["Merged", "Pack", "Packed", "PackedPart", "leave_empty", "own_layers", "pack_layers"]
 
 Pack = Callable[[Tensor, Tensor | None], PackedLinear | None]
-Layer = TypeVar("Layer", nn.Linear, nn.Conv1d)
+Layer = TypeVar("Layer", nn.Linear, nn.Conv1d, nn.Embedding)
 
 
 class Packed(nn.Linear):
@@ -98,8 +100,7 @@ def pack_layers(
     num_bytes = 0
     with torch.no_grad():
         for layers in list(_groups(model, {id(module) for module in without})):
-            weight, bias = joined(layers)
-            packed = pack(weight, bias)
+            packed = _pack_joined(layers, pack)
             if packed is None:
                 continue
             num_bytes += packed.nbytes
@@ -111,6 +112,14 @@ def pack_layers(
                 leave_empty(layer, PackedPart, merged=merged, index=index)
         _release_files(model, num_bytes)
     return num_bytes
+
+
+def _pack_joined(layers: Sequence[nn.Linear], pack: Pack) -> PackedLinear | None:
+    """All layers as one matmul: in groups where that is what their weights are."""
+    grouped = joined_groups(layers)
+    if grouped is not None:
+        return pack_grouped(grouped, joined_biases(layers))
+    return pack(*joined(layers))
 
 
 def own_layers(
@@ -179,7 +188,10 @@ def _groups(model: nn.Module, without: Collection[int]) -> Iterator[list[nn.Line
 
 def _are_alike(layers: Sequence[nn.Linear]) -> bool:
     """Return whether one input fits all, and one matmul may serve them."""
-    return len({(x.in_features, x.weight.dtype, x.weight.device) for x in layers}) == 1
+    known = [grouped_of(x) for x in layers]
+    forms = [None if each is None else each.form for each in known]
+    shapes = [(x.in_features, x.weight.dtype, x.weight.device) for x in layers]
+    return len(set(zip(shapes, forms, strict=True))) == 1
 
 
 def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -187,22 +199,24 @@ def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias
     weights: tuple[Tensor, ...] = tuple(layer.weight for layer in layers)
-    weight = torch.cat(weights)
+    return torch.cat(weights), joined_biases(layers)
+
+
+def joined_biases(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """The biases of all, zeros for those that some lack; None where all do."""
     if all(layer.bias is None for layer in layers):
-        return weight, None
+        return None
     biases: list[Tensor] = [
-        weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
         for layer in layers
     ]
-    return weight, torch.cat(biases)
+    return torch.cat(biases)
 
 
 def leave_empty(layer: Layer, kind: type[Layer], **attributes: object) -> None:
     """Make the layer one of `kind`, and free its weight."""
-    weight = layer.weight
-    empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
     swap(layer, kind, **attributes)
-    layer.weight = nn.Parameter(empty.expand(weight.shape), requires_grad=False)
+    layer.weight = stand_in(layer.weight)
 
 
 def _release_files(model: nn.Module, num_packed: int) -> None:

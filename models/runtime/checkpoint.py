@@ -18,8 +18,8 @@ import transformers
 from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.quantization.checkpoints import check_packed_names, is_quantized
 from aioengine.models.runtime.hf_loading import load_config
-from aioengine.models.runtime.quantized import check_packed_names, is_quantized
 from aioengine.models.runtime.registry import resolve
 from aioengine.processors.checkpoint_errors import read_settings, shown, without_folders
 

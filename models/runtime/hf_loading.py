@@ -21,8 +21,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.quantization.checkpoints import (
+    check_packed_names,
+    check_quantization,
+    unpacked,
+)
 from aioengine.models.runtime.load_progress import counted, is_watched
-from aioengine.models.runtime.quantized import check_packed_names, check_quantization, unpacked
 from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import move_weights
 from aioengine.processors.checkpoint_errors import shown, without_folders

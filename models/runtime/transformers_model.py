@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
-from aioengine.kernels.int8 import quantize_linear
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
 from aioengine.kernels.logits import to_floats
 from aioengine.models.fusion import fuse_layers
 from aioengine.models.fusion.decoder_plan import run_decoder_plan
-from aioengine.models.fusion.packed_linear import pack_layers
+from aioengine.models.fusion.packed_linear import own_layers
 from aioengine.models.fusion.swap import pass_on
+from aioengine.models.quantization.rounding import Rounding, round_weights
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
 from aioengine.models.runtime.hf_loading import (
@@ -193,17 +193,19 @@ class TransformersModel:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
-    def pack(self, *, quantize: bool = False) -> None:
+    def round_weights(self, rounding: Rounding, *, keep: bool) -> None:
+        """Round the decoder's weights; see `models.quantization.rounding`. Mutates the modules."""
+        layers = own_layers(self.model, nn.Linear).values()
+        round_weights(self.model, self.decoder(), layers, rounding, keep=keep)
+
+    def pack(self) -> None:
         """Lay linear layers out for the device, fuse what is around, plan the decoder.
 
-        float64 is left as it is, but `unread_layers` go. `quantize`: the decoder's linear layers in
-        8 bits. Mutates the modules; to be called before the first step.
+        float64 is left as it is, but `unread_layers` go. Mutates the modules; to be called before
+        the first step.
         """
         for layer in self.unread_layers():
             pass_on(layer)
-        if quantize:
-            heads = self.model.get_output_embeddings()
-            pack_layers(self.decoder(), quantize_linear, without=(heads,))
         fuse_layers(self.model, self.decoder())
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:

@@ -23,9 +23,9 @@ from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.quantization.checkpoints import is_quantized
 from aioengine.models.runtime.hf_loading import loading
 from aioengine.models.runtime.load_progress import counted
-from aioengine.models.runtime.quantized import is_quantized
 from aioengine.models.runtime.upload import WeightUpload, move_weights
 
 __all__ = ["build_empty", "copy_weight", "copy_weights", "load_defined", "read_weights"]

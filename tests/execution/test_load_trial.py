@@ -109,10 +109,10 @@ class CountsFromOne(TextModel):
 class PacksWrongly(TextModel):
     """The heads of one layer's queries change places as weights are packed."""
 
-    def pack(self, *, quantize: bool = False) -> None:
+    def pack(self) -> None:
         module: Any = middle_layer(self)
         module.q_proj.weight.copy_(module.q_proj.weight.roll(module.head_dim, 0))
-        super().pack(quantize=quantize)
+        super().pack()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

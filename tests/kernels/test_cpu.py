@@ -23,6 +23,7 @@ from aioengine.kernels.cpu import library, norm
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import Activation, NativeLinear, native_way
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.grouped import pack_grouped, round_weight
 from aioengine.kernels.layer_plan import NormPlan
 from aioengine.kernels.linear import pack_linear
 from aioengine.kernels.reference import ReferenceBackend
@@ -414,6 +415,14 @@ def test_products(
     assert torch.equal(alone, found[:20]), "a row gets the same bits in any batch"
 
 
+def bytes_of(weight: Tensor, bias: Tensor | None = None) -> tuple[NativeLinear, Tensor]:
+    """A weight in 8 bits, whose inputs are not rounded, and what it is in float64."""
+    grouped = replace(round_weight(weight, 8), has_full_inputs=True)
+    packed = pack_grouped(grouped, bias)
+    assert isinstance(packed, NativeLinear)
+    return packed, grouped.floats().double()
+
+
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_weights_of_several_chunks(
@@ -422,13 +431,11 @@ def test_weights_of_several_chunks(
     # So deep that the largest numbers make five chunks, the smallest two; the last one is shorter.
     torch.manual_seed(0)
     depth = 5024
+    weight = torch.randn(192, depth)
     if dtype is torch.int8:
-        weight, scales = torch.randint(-9, 10, (192, depth), dtype=dtype), torch.rand(192)
-        exact = weight.double() * scales.double()[:, None]
+        layer, exact = bytes_of(weight)
     else:
-        weight, scales = torch.randn(192, depth).to(dtype), None
-        exact = weight.double()
-    layer = NativeLinear(weight, None, scales)
+        layer, exact = NativeLinear(weight.to(dtype)), weight.to(dtype).double()
     x = torch.randn(70, depth).to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
     wanted = linear(x.double(), exact)
     if is_gated:
@@ -474,11 +481,9 @@ def test_products_with_activations(
     found = layer(x, activation, is_gated=True)
     gates, others = wanted.chunk(2, -1)
     assert_close(found, formula(gates) * others)
-    small = torch.randint(-127, 128, (192, 50), dtype=torch.int8)
-    scales = torch.rand(192) / 100
-    wanted = linear(x.double(), small.double() * scales.double()[:, None], bias.double())
-    gates, others = wanted.chunk(2, -1)
-    found = NativeLinear(small, bias, scales)(x, activation, is_gated=True)
+    small, numbers = bytes_of(weight, bias)
+    gates, others = linear(x.double(), numbers, bias.double()).chunk(2, -1)
+    found = small(x, activation, is_gated=True)
     assert_close(found, formula(gates) * others)
     assert layer(torch.full((1, 50), torch.nan), activation).isnan().all()
     large = NativeLinear(torch.ones(1, 1))(torch.tensor([[1e30], [torch.inf]]), activation)
@@ -508,17 +513,6 @@ def test_activations_in_bfloat16_are_rounded_once(
     found = NativeLinear(torch.eye(256, dtype=torch.bfloat16))(x, activation)
     wanted = formula(x.double()).bfloat16()
     assert (found != wanted).double().mean() < 1e-4
-
-
-@pytest.mark.parametrize("rows", [1, 3, 4, 200])
-def test_products_with_bytes(rows: int, instruction_set: str) -> None:
-    torch.manual_seed(0)
-    weight = torch.randint(-127, 128, (70, 150), dtype=torch.int8)
-    scales, bias, x = torch.rand(70), torch.randn(70), torch.randn(rows, 150)
-    wanted = linear(x.double(), weight.double() * scales.double()[:, None], bias.double())
-    found = NativeLinear(weight, bias, scales)(x)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-2, rtol=1e-5)
-    assert NativeLinear(weight, bias, scales).nbytes == 70 * 150 + 2 * 4 * 70
 
 
 def test_products_of_nothing_and_of_what_does_not_fit() -> None:

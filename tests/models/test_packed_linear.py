@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.kernels.int8 import can_quantize
 from aioengine.kernels.linear import PackedLinear, pack_linear
 from aioengine.models.fusion.packed_linear import Packed, PackedPart, pack_layers
 from tests.support.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_llava, tiny_pixels
@@ -189,16 +188,16 @@ def test_the_switch_is_checked() -> None:
         AsyncEngine.from_pretrained("x", packed_layers="yes")
     assert caught.value.parameter == "packed_layers"
     with pytest.raises(InvalidRequestError) as caught:
-        AsyncEngine.from_pretrained("x", quantization="int4")
+        AsyncEngine.from_pretrained("x", quantization="int5")
     assert caught.value.parameter == "quantization"
 
 
-@pytest.mark.skipif(not can_quantize(torch.float32), reason="no exact 8-bit product here")
-async def test_quantised_layers_answer(folder: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+async def test_quantised_layers_answer(folder: Path, quantization: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     sizes = {"kv_cache_bytes": 8 << 20, "max_model_len": 512, "dtype": "float32"}
     async with AsyncEngine.from_pretrained(
-        folder, device="cpu", quantization="int8", **sizes
+        folder, device="cpu", quantization=quantization, **sizes
     ) as engine:
         output = await engine.generate("See <image>.", params, images=[tiny_image(1)])
     assert len(output.token_ids) == 4

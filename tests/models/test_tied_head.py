@@ -12,7 +12,7 @@ from torch import nn
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear, reads_plain
 from aioengine.models.fusion.packed_linear import pack_layers
-from aioengine.models.fusion.tied_head import TiedLinear, read_tied_heads
+from aioengine.models.fusion.tied_head import TiedLinear, read_tables
 from tests.support.tiny import tiny_llama
 
 HAS_KERNELS = library.is_available() and library.instruction_set() != "generic"
@@ -31,7 +31,7 @@ def test_a_tied_head(dtype: torch.dtype) -> None:
     wanted = copy.deepcopy(hf)(input_ids=torch.arange(9)[None]).logits
     pack_layers(hf)
     assert type(hf.lm_head) is nn.Linear, "it is not packed"
-    assert read_tied_heads(hf) == HAS_KERNELS
+    assert read_tables(hf) == HAS_KERNELS
     assert isinstance(hf.lm_head, TiedLinear) == HAS_KERNELS
     assert hf.lm_head.weight is hf.get_input_embeddings().weight, "there is one weight still"
     found = hf(input_ids=torch.arange(9)[None]).logits
@@ -41,7 +41,7 @@ def test_a_tied_head(dtype: torch.dtype) -> None:
 
 def test_a_head_of_its_own() -> None:
     hf = model(False)
-    assert read_tied_heads(hf) == 0 and type(hf.lm_head) is nn.Linear
+    assert read_tables(hf) == 0 and type(hf.lm_head) is nn.Linear
 
 
 @needs_bfloat16

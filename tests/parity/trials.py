@@ -26,6 +26,7 @@ import torch
 from aioengine.execution import load_trial
 from aioengine.execution.load_trial import BLIND, Comparison, Trial
 from aioengine.kernels.attention import select_backend
+from aioengine.models.quantization.rounding import Rounding
 from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
 from aioengine.processors.info import load_context
@@ -36,7 +37,8 @@ from tests.parity.listener_families import save_listener, tokenizer_for
 from tests.processors.conftest import make_tokenizer
 from tests.support.tiny import draw_weights
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, "int8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, "int8", "int4")
+ROUNDINGS = {"int8": Rounding(bits=8), "int4": Rounding(bits=4)}
 STDS = (0.15, 0.05, 0.25)
 
 
@@ -78,7 +80,8 @@ def redraw(folder: Path, model: Any, seed: int, std: float) -> None:
 
 def compare(folder: Path, kind: torch.dtype | str, seed: int) -> list[Comparison]:
     """One load of the model in `folder`, and its trial."""
-    is_quantized, dtype = kind == "int8", torch.bfloat16 if kind == "int8" else kind
+    rounding = ROUNDINGS.get(kind)
+    dtype = kind if rounding is None else torch.bfloat16
     assert isinstance(dtype, torch.dtype)
     hf_config = read_config(folder, revision=None, trust_remote_code=False)
     model_class = resolve(hf_config.architectures).chosen_for(hf_config)
@@ -87,17 +90,19 @@ def compare(folder: Path, kind: torch.dtype | str, seed: int) -> list[Comparison
     front = MULTIMODAL_REGISTRY.create_processor(model_class, context)
     specs = model_class.probe(hf_config)
     module = model_class.load_module(folder, hf_config=hf_config, dtype=dtype, device="cpu")
+    if rounding is not None:
+        model_class.around(module).round_weights(rounding, keep=True)
     trial = Trial(
         model_class,
         module,
         specs,
         front,
         max_model_len=None,
-        is_quantized=is_quantized,
+        is_quantized=rounding is not None,
         seed=seed,
     )
     model = model_class(module, specs=specs)
-    model.pack(quantize=is_quantized)
+    model.pack()
     return trial.compare(model, block_size=16, backend=select_backend("auto", torch.device("cpu")))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers import quantizer_finegrained_fp8
 
-from aioengine.models.runtime import quantized, upload
+from aioengine.models.quantization import checkpoints, upload
 from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import WeightUpload, move_weights
@@ -84,7 +84,7 @@ def test_nothing_is_waited_for(
     save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # transformers asks for accelerate, and unpacks without it.
-    monkeypatch.setattr(quantized, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: name)
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     save(tmp_path)
     there, here = _loaded(tmp_path), weights(load(tmp_path, "cpu"))

@@ -70,18 +70,6 @@ static inline Floats load(const BFloat16* at) {
     return (Floats)(__builtin_convertvector(x, Words) << 16);
 }
 
-static inline Floats load(const int8_t* at) {
-#if AIOENGINE_WIDTH == 16
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
-#elif AIOENGINE_WIDTH == 8
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
-#else
-    Floats x;
-    for (int i = 0; i < WIDTH; ++i) x[i] = at[i];
-    return x;
-#endif
-}
-
 static inline void store(float* at, Floats x) {
     memcpy(at, &x, sizeof x);
 }
@@ -126,6 +114,21 @@ static inline void from_float(float x, Float16* at) {
     at->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 }
 #endif
+
+// A vector of float16, on any CPU.
+static inline Floats load_halves(const void* at) {
+#if defined(__F16C__)
+    return load((const Float16*)at);
+#else
+    // Its exponent is moved to where a float's is, and scaled to what that means: infinities and what is no
+    // number come to large ones, which nobody writes.
+    Halves x;
+    memcpy(&x, at, sizeof x);
+    const Words wide = __builtin_convertvector(x, Words);
+    const Floats size = (Floats)((wide & 0x7fff) << 13) * 5.192296858534828e33f;  // 2^112
+    return (Floats)((Words)size | (wide & 0x8000) << 16);
+#endif
+}
 
 // A vector of numbers, rounded.
 static inline void store(BFloat16* at, Floats x) {

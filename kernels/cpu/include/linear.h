@@ -6,12 +6,13 @@
 #include <stdint.h>
 
 #include "dtype.h"
+#include "grouped.h"
 
 namespace aioengine {
 
 constexpr int64_t PANEL = 32;  // outputs whose weights lie side by side
 
-enum class Weights { Float32, BFloat16, Float16, Int8 };
+enum class Weights { Float32, BFloat16, Float16, Grouped };
 
 // What a depth must be a multiple of for bfloat16 to lie in pairs of inputs, which some CPUs multiply.
 constexpr int64_t PAIRED_DEPTH = 32;
@@ -30,6 +31,7 @@ struct Linear {
     const void* packed;   // [panels, depth, PANEL], or in pairs [panels, depth / 2, PANEL, 2]
     bool is_plain;        // `packed` is [outputs, depth], as PyTorch has it
     bool is_paired;       // it lies in pairs, or is plain
+    Groups groups;        // of a weight of 4 or 8 bits
     const float* scales;  // [outputs], or null: multiplies what an output adds up to
     const float* bias;    // [outputs], or null
     void* out;            // [rows, outputs], contiguous; [rows, outputs / 2] where gated
@@ -61,10 +63,14 @@ struct LinearKernels {
 };
 
 extern const LinearKernels linear_generic;
+// Of weights in groups and inputs of 8 bits.
+extern const LinearKernels int8_gemm_generic;
 #if defined(__x86_64__)
 extern const LinearKernels linear_avx2;
 extern const LinearKernels linear_avx512;
 extern const LinearKernels linear_avx512_bf16;
+extern const LinearKernels int8_gemm_avx2;
+extern const LinearKernels int8_gemm_avx512_vnni;
 // Of weights in pairs.
 extern const LinearKernels bf16_gemm_avx512_bf16;
 extern const LinearKernels bf16_gemm_amx_bf16;

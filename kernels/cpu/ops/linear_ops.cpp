@@ -10,7 +10,6 @@ namespace aioengine {
 namespace {
 
 Weights weights_of(const Tensor& packed, const AttentionKernels& kernels) {
-    if (packed.scalar_type() == ScalarType::Char) return Weights::Int8;
     const DType dtype = dtype_of(packed, kernels);
     if (dtype == DType::Float32) return Weights::Float32;
     return dtype == DType::BFloat16 ? Weights::BFloat16 : Weights::Float16;
@@ -61,9 +60,6 @@ Tensor pack_panels(const Tensor& weight) {
     void* to = packed.mutable_data_ptr();
     const int64_t stride = weight.stride(0);
     switch (weight.element_size()) {
-        case 1:
-            copy_to_panels((const uint8_t*)from, stride, outputs, depth, (uint8_t*)to);
-            break;
         case 2:
             copy_to_panels((const uint16_t*)from, stride, outputs, depth, (uint16_t*)to);
             break;
@@ -71,18 +67,31 @@ Tensor pack_panels(const Tensor& weight) {
             copy_to_panels((const uint32_t*)from, stride, outputs, depth, (uint32_t*)to);
             break;
         default:
-            STD_TORCH_CHECK(false, "a weight's numbers must take 1, 2 or 4 bytes");
+            STD_TORCH_CHECK(false, "a weight's numbers must take 2 or 4 bytes");
     }
     gather_pages(packed);
     return packed;
 }
 
-Linear linear_of(
-    const Weight& weight, DType dtype, int64_t rows, int64_t depth, int64_t activation, bool is_gated) {
-    const auto& [packed, scales, bias, outputs] = weight;
+namespace {
+
+// Tells a matmul a weight in groups.
+void set_groups(Linear& a, const Weight& weight, int64_t depth) {
+    const auto [groups, head] = groups_of(weight.packed);
+    STD_TORCH_CHECK(
+        head.depth == depth && head.outputs == weight.outputs, "x and packed do not fit each other");
+    a.weights = Weights::Grouped;
+    a.groups = groups;
+    a.packed = groups.first;
+}
+
+// Tells it a plain weight, or one in panels.
+void set_panels(Linear& a, const Weight& weight, int64_t depth, bool is_gated) {
+    const Tensor& packed = weight.packed;
+    const int64_t outputs = weight.outputs;
     const DispatchTable& table = dispatch_table();
     const bool is_plain = packed.dim() == 2;
-    const bool is_pairwise = table.bf16_gemm && dtype == DType::BFloat16 &&
+    const bool is_pairwise = table.bf16_gemm && a.dtype == DType::BFloat16 &&
                              packed.scalar_type() == ScalarType::BFloat16;
     const bool is_paired = is_plain ? is_pairwise && packed.size(1) % PAIRED_DEPTH == 0 : packed.dim() == 4;
     check_close(packed, is_plain ? 2 : (is_paired ? 4 : 3), "packed");
@@ -97,12 +106,23 @@ Linear linear_of(
     STD_TORCH_CHECK(
         !is_paired || is_pairwise,
         "weights in pairs are multiplied with bfloat16, where the CPU has instructions for them");
-    Linear a{};
-    a.dtype = dtype;
     a.weights = weights_of(packed, *table.attention);
     a.packed = packed.const_data_ptr();
     a.is_plain = is_plain;
     a.is_paired = is_paired;
+}
+
+}  // namespace
+
+Linear linear_of(
+    const Weight& weight, DType dtype, int64_t rows, int64_t depth, int64_t activation, bool is_gated) {
+    const auto& [packed, scales, bias, outputs] = weight;
+    Linear a{};
+    a.dtype = dtype;
+    if (packed.dim() == 1)
+        set_groups(a, weight, depth);
+    else
+        set_panels(a, weight, depth, is_gated);
     a.scales = read_floats(scales, 1, "scales");
     a.bias = read_floats(bias, 1, "bias");
     for (const auto* each : {&scales, &bias})
@@ -115,7 +135,7 @@ Linear linear_of(
         "unknown activation");
     a.activation = static_cast<Activation>(activation);
     STD_TORCH_CHECK(!is_gated || outputs % (2 * PANEL) == 0, "gates must fill whole panels");
-    a.gate_panels = is_gated ? panels / 2 : 0;
+    a.gate_panels = is_gated ? outputs / PANEL / 2 : 0;
     a.places_at_once = places_at_once();
     return a;
 }

@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "operators.h"
@@ -45,8 +46,8 @@ Attention attention_of(
     int64_t num_tokens, int64_t heads, const std::optional<Tensor>& sinks, int64_t window,
     bool is_causal);
 
-// A weight as `pack_panels` has made it, of which `outputs` are not padding, or where bfloat16 is
-// multiplied as such, a plain one [outputs, depth]; and what goes with it.
+// A weight as `pack_panels` or `pack_groups` has made it, of which `outputs` are not padding, or a plain one
+// [outputs, depth]; and what goes with it.
 struct Weight {
     const Tensor& packed;
     const std::optional<Tensor>&scales, &bias;
@@ -61,6 +62,22 @@ Linear linear_of(
 // A weight [outputs, depth] as [panels, depth, PANEL]; where the CPU multiplies pairs, one of bfloat16
 // as [panels, depth / 2, PANEL, 2].
 Tensor pack_panels(const Tensor& weight);
+
+// A weight in groups (grouped.h), int8 [bytes]: `numbers` int8 [outputs, depth] of 4 bits (0 to 15) or 8 (-127
+// to 127), `scales` float16 [outputs, groups], and `lowest`, zeros uint8 or leasts float16. `has_full_inputs`:
+// inputs are not rounded.
+Tensor pack_groups(
+    const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& lowest, int64_t bits,
+    int64_t group, bool has_full_inputs);
+
+// What `pack_groups` has returned. Raises for anything else.
+std::pair<Groups, GroupedHead> groups_of(const Tensor& packed);
+
+// An output's weights [depth], times its factor of `factors` [outputs], or null.
+void read_grouped_row(const Groups& groups, const float* factors, int64_t output, int64_t depth, float* to);
+
+// The same of the outputs `rows` [n] int64: float32 [n, depth].
+Tensor read_groups(const Tensor& packed, const std::optional<Tensor>& scales, const Tensor& rows);
 
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
@@ -146,14 +163,14 @@ Tensor run_plan(
     std::vector<Tensor> rows, const std::optional<Tensor>& wanted, const std::optional<Tensor>& memory);
 
 // A queue of steps of single tokens (decode.cpp): as bytes, which own it. `plan` of layers; `table` [vocab,
-// hidden] of embeddings, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is
+// hidden] of embeddings, or in groups with `factors`, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is
 // added, if there are any; the output head as `linear` takes it; `caches` as above; `is_cross`: of each KV
 // group; `angles` [positions, D], cosines and sines of each kind in turns. `steps` int32
 // [n, words] and `choices` float64 [n, 5 * m] (see Choice) are written by the host, `results` int64 [n, 2 + m] by `decode`, and so is `last` [m], the tokens
 // of the step before. `event`: the file of an event that counts steps.
 Tensor pack_decoder(
-    const Tensor& plan, const Tensor& table, double scale, const std::optional<Tensor>& positions,
-    const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
+    const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, double scale,
+    const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
     int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event);
 

@@ -14,17 +14,20 @@ namespace {
 
 #if defined(__x86_64__)
 constexpr DispatchTable AMX_BF16 = {
-    "amx_bf16", &kernels_amx_bf16, &linear_avx512_bf16,
-    &bf16_gemm_amx_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
+    "amx_bf16", &kernels_amx_bf16, &linear_avx512_bf16, &bf16_gemm_amx_bf16, &int8_gemm_avx512_vnni,
+    &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX512_BF16 = {
-    "avx512_bf16", &kernels_avx512_bf16, &linear_avx512_bf16,
-    &bf16_gemm_avx512_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
+    "avx512_bf16", &kernels_avx512_bf16, &linear_avx512_bf16, &bf16_gemm_avx512_bf16, &int8_gemm_avx512_vnni,
+    &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
+constexpr DispatchTable AVX512_VNNI = {
+    "avx512_vnni", &kernels_avx512, &linear_avx512, nullptr, &int8_gemm_avx512_vnni,
+    &norm_avx512, &rotary_avx512, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX512 = {
-    "avx512", &kernels_avx512, &linear_avx512, nullptr,
+    "avx512", &kernels_avx512, &linear_avx512, nullptr, &int8_gemm_avx2,
     &norm_avx512, &rotary_avx512, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX2 = {
-    "avx2", &kernels_avx2, &linear_avx2, nullptr, &norm_avx2,
-    &rotary_avx2, &argmax_avx2, &weights_avx2};
+    "avx2", &kernels_avx2, &linear_avx2, nullptr, &int8_gemm_avx2,
+    &norm_avx2, &rotary_avx2, &argmax_avx2, &weights_avx2};
 
 // Whether there are tiles for bfloat16 and Linux lets this process have them.
 bool may_use_tiles() {
@@ -40,7 +43,7 @@ bool may_use_tiles() {
 }
 #endif
 constexpr DispatchTable GENERIC = {
-    "generic", &kernels_generic, &linear_generic, nullptr,
+    "generic", &kernels_generic, &linear_generic, nullptr, &int8_gemm_generic,
     &norm_generic, &rotary_generic, &argmax_generic, &weights_generic};
 
 const DispatchTable* by_name(const std::string& name) {
@@ -52,10 +55,12 @@ const DispatchTable* by_name(const std::string& name) {
                             __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512dq");
-    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
     static const bool has_tiles = has_bf16 && may_use_tiles();
     if ((name == "best" || name == "amx_bf16") && has_tiles) return &AMX_BF16;
     if ((name == "best" || name == "avx512_bf16") && has_bf16) return &AVX512_BF16;
+    if ((name == "best" || name == "avx512_vnni") && has_vnni) return &AVX512_VNNI;
     if ((name == "best" || name == "avx512") && has_avx512) return &AVX512;
     if ((name == "best" || name == "avx2") && has_avx2) return &AVX2;
 #endif

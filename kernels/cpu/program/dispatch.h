@@ -13,12 +13,14 @@
 
 namespace aioengine {
 
-// One instruction set's kernels. `bf16_gemm`: null where the CPU does not multiply bfloat16.
+// One instruction set's kernels. `bf16_gemm`: null where the CPU does not multiply bfloat16. `int8_gemm`: the
+// best for bytes that the CPU has beside it.
 struct DispatchTable {
     const char* name;
     const AttentionKernels* attention;
     const LinearKernels* linear;
     const LinearKernels* bf16_gemm;
+    const LinearKernels* int8_gemm;
     const NormKernel* norm;
     const RotaryKernel* rotary;
     const ArgmaxKernel* argmax;

@@ -26,6 +26,12 @@ const char* bytes(const void* memory) {
     return static_cast<const char*>(memory);
 }
 
+const LinearKernels& kernels_of(const Linear& a) {
+    const DispatchTable& table = dispatch_table();
+    if (a.weights == Weights::Grouped && !a.groups.has_full_inputs) return *table.int8_gemm;
+    return *(a.is_paired ? table.bf16_gemm : table.linear);
+}
+
 struct Widen {
     Linear a;
     const LinearKernels* kernels;
@@ -223,11 +229,15 @@ int64_t size_of(DType dtype) {
     return dtype == DType::Float32 ? 4 : 2;
 }
 
+bool wants_floats(const Linear& a) {
+    return a.dtype != DType::Float32 && kernels_of(a).widen;
+}
+
 void add_linear(Program& program, Linear a, float* floats) {
-    const LinearKernels& kernels = *(a.is_paired ? dispatch_table().bf16_gemm : dispatch_table().linear);
+    const LinearKernels& kernels = kernels_of(a);
     a.input = static_cast<const float*>(a.x);
     a.input_stride = a.stride;
-    if (a.dtype != DType::Float32 && kernels.widen) {
+    if (wants_floats(a)) {
         if (!floats) floats = static_cast<float*>(program.take(a.rows * a.depth * sizeof(float)));
         a.input = floats;
         a.input_stride = a.depth;

@@ -12,6 +12,9 @@ namespace aioengine {
 
 int64_t size_of(DType dtype);
 
+// Whether the kernels of a matmul want its input as floats, which it is not.
+bool wants_floats(const Linear& a);
+
 // The matmul that `a` says. Where its kernels want their input as floats, it is made at `floats` [rows,
 // depth], or in memory of the program for null.
 void add_linear(Program& program, Linear a, float* floats = nullptr);

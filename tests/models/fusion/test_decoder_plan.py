@@ -242,7 +242,8 @@ def test_operators_in_pytorch_compute_the_same(name: str, dtype: torch.dtype) ->
     if name == "experts" and dtype is not torch.float32:
         return  # where rounding chooses another expert, there is nothing to compare
     error = (found - wanted).float().norm() / wanted.float().norm()
-    assert float(error) <= {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    # CPUs that multiply bfloat16 add up in another order, which these wide weights make much of.
+    assert float(error) <= {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 0.25}[dtype]
     assert found.dtype == dtype
 
 

@@ -49,6 +49,7 @@ int64_t now_ns() {
 struct Decoder {
     const Decoder* self;  // a copy of the bytes is no decoder
     Tensor plan, table;
+    std::optional<Tensor> factors;  // of a table in groups
     double scale;  // of embeddings
     std::optional<Tensor> positions;  // whose row is added to a token's embedding
     PlannedMatmul head;
@@ -62,7 +63,7 @@ struct Decoder {
     std::condition_variable changed = {};
     int64_t published = 0, limit = 0, done = 0;  // steps, since the beginning
 
-    DType dtype() const { return dtype_of(table, *dispatch_table().attention); }
+    DType dtype() const { return dtype_of(caches[0], *dispatch_table().attention); }
     int64_t block_size() const { return caches[0].size(1); }
 
     void run(int64_t index);
@@ -89,6 +90,39 @@ float number_at(DType dtype, const char* x, int64_t i) {
     if (dtype == DType::Float32) return reinterpret_cast<const float*>(x)[i];
     return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(x)[i]) << 16);
 }
+
+// Embeddings: plain ones [vocab, hidden], or in groups.
+struct Embeddings {
+    const char* rows;  // or null
+    Groups groups;
+    const float* factors;
+    int64_t vocab, hidden;
+
+    Embeddings(const Tensor& table, const std::optional<Tensor>& factors_of_outputs)
+        : rows(nullptr), groups{}, factors(read_floats(factors_of_outputs, 1, "factors")) {
+        if (table.dim() == 2) {
+            rows = static_cast<const char*>(table.const_data_ptr());
+            vocab = table.size(0);
+            hidden = table.size(1);
+            return;
+        }
+        const auto [found, head] = groups_of(table);
+        groups = found;
+        vocab = head.outputs;
+        hidden = head.depth;
+        STD_TORCH_CHECK(!factors || factors_of_outputs->numel() == vocab, "factors are of outputs");
+    }
+
+    // `floats`: room for a row.
+    void read(int64_t token, DType dtype, int64_t row_bytes, float* floats, char* to) const {
+        if (rows) {
+            std::memcpy(to, rows + token * row_bytes, row_bytes);
+            return;
+        }
+        read_grouped_row(groups, factors, token, hidden, floats);
+        change_row(dtype, to, hidden, [&](int64_t k, float) { return floats[k]; });
+    }
+};
 
 Places places_of_group(
     Program& program, const int32_t* sequences, int64_t count, const int32_t* table, int64_t width,
@@ -139,8 +173,10 @@ void Decoder::run(int64_t index) {
     const DType type = dtype();
     Team& team = own_team();
     Program& program = team.begin();
-    Builder builder(team, program, table);
-    const int64_t hidden = table.size(1), row_bytes = hidden * builder.size();
+    Builder builder(team, program, caches[0]);
+    const Embeddings embeddings(table, factors);
+    const int64_t hidden = embeddings.hidden, row_bytes = hidden * builder.size();
+    float* floats = static_cast<float*>(program.take(hidden * sizeof(float)));
     char* x = static_cast<char*>(program.take(count * row_bytes));
     std::vector<Angles> turned;
     std::vector<char*> rows_of_angles;
@@ -150,10 +186,9 @@ void Decoder::run(int64_t index) {
         const int32_t* sequence = sequences + i * SEQUENCE_WORDS;
         const int64_t before = std::min<int64_t>(-1 - int64_t{sequence[0]}, last.numel() - 1);
         const int64_t token = sequence[0] < 0 ? sampled[before] : sequence[0];
-        STD_TORCH_CHECK(0 <= token && token < table.size(0), "there is no such token");
-        const char* from = static_cast<const char*>(table.const_data_ptr()) + token * row_bytes;
+        STD_TORCH_CHECK(0 <= token && token < embeddings.vocab, "there is no such token");
         char* row = x + i * row_bytes;
-        std::memcpy(row, from, row_bytes);
+        embeddings.read(token, type, row_bytes, floats, row);
         if (scale != 1)
             change_row(type, row, hidden, [&](int64_t, float each) { return each * static_cast<float>(scale); });
         if (positions) {
@@ -188,7 +223,7 @@ void Decoder::run(int64_t index) {
 
     const Plan& layers = plan_of(plan);
     const std::vector<int64_t> no_blocks(groups);
-    const LayerStep step{std::move(turned), caches, std::move(places), no_blocks, {}, nullptr, count};
+    const LayerStep step{std::move(turned), caches, std::move(places), no_blocks, {}, nullptr, count, {}};
     const auto [found, is_ended] = add_layers(builder, layers, step, 0, {x, count, hidden, hidden});
     STD_TORCH_CHECK(!is_ended, "a module computes a part of a layer");
     char* normed = static_cast<char*>(program.take(count * row_bytes));
@@ -233,30 +268,34 @@ Decoder& decoder_of(const Tensor& packed) {
 }  // namespace
 
 Tensor pack_decoder(
-    const Tensor& plan, const Tensor& table, double scale, const std::optional<Tensor>& positions,
-    const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
+    const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, double scale,
+    const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
     int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event) {
     check_step(plan_of(plan), caches.size(), is_cross.size());
-    check_close(table, 2, "table");
-    const DType dtype = dtype_of(table, *dispatch_table().attention);
-    STD_TORCH_CHECK(table.is_contiguous(), "table must be contiguous");
+    STD_TORCH_CHECK(!caches.empty(), "there are no caches");
+    const DType dtype = dtype_of(caches[0], *dispatch_table().attention);
+    const Embeddings embeddings(table, factors);
+    check_close(table, embeddings.rows ? 2 : 1, "table");
     STD_TORCH_CHECK(
-        (scale == 1 && !positions) || dtype != DType::Float16,
-        "embeddings of float16 are neither scaled nor added to");
+        table.is_contiguous() && (!embeddings.rows || table.scalar_type() == caches[0].scalar_type()),
+        "table must be contiguous, and of the dtype of the caches or in groups");
+    STD_TORCH_CHECK(
+        (scale == 1 && !positions && embeddings.rows) || dtype != DType::Float16,
+        "embeddings of float16 are in no groups, and neither scaled nor added to");
     if (positions) {
         check_close(*positions, 2, "positions");
         STD_TORCH_CHECK(
-            positions->is_contiguous() && positions->size(1) == table.size(1) &&
-                positions->scalar_type() == table.scalar_type(),
-            "positions must be contiguous, and of the table's width and dtype");
+            positions->is_contiguous() && positions->size(1) == embeddings.hidden &&
+                positions->scalar_type() == caches[0].scalar_type(),
+            "positions must be contiguous, of the table's width and the caches' dtype");
     }
     STD_TORCH_CHECK(angles.size() % 2 == 0, "angles are cosines and sines");
     for (const Tensor& each : angles) {
         check_close(each, 2, "angles");
         STD_TORCH_CHECK(
             each.is_contiguous() && dtype_of(each, *dispatch_table().attention) == dtype,
-            "angles must be contiguous and of the table's dtype");
+            "angles must be contiguous and of the dtype of the caches");
     }
     check_close(steps, 2, "steps");
     check_close(choices, 2, "choices");
@@ -271,7 +310,7 @@ Tensor pack_decoder(
             results.size(1) == RESULT_TIMES + last.numel(),
         "steps must be int32, choices float64, results and last int64, of one number of steps and sequences");
     std::unique_ptr<Decoder> decoder(new Decoder{
-        nullptr, plan, table, scale, positions, {head, scales, bias, outputs}, std::move(caches),
+        nullptr, plan, table, factors, scale, positions, {head, scales, bias, outputs}, std::move(caches),
         std::move(angles), std::move(is_cross), steps, choices, results, last, static_cast<int>(event)});
     decoder->self = decoder.get();
     const std::array<int64_t, 1> bytes{sizeof(Decoder)}, strides{1};
@@ -304,7 +343,7 @@ int64_t decode(const Tensor& packed, int64_t patience_us) {
 
 Tensor decoder_logits(const Tensor& packed, int64_t count) {
     const Decoder& decoder = decoder_of(packed);
-    Tensor out = new_output(decoder.table, {count, decoder.head.outputs});
+    Tensor out = new_output(decoder.caches[0], {count, decoder.head.outputs});
     const size_t bytes = count * decoder.head.outputs * out.element_size();
     STD_TORCH_CHECK(count >= 0 && bytes <= decoder.logits.size(), "no step has had so many sequences");
     std::memcpy(out.mutable_data_ptr(), decoder.logits.data(), bytes);

@@ -15,9 +15,9 @@ from transformers.quantizers import quantizer_finegrained_fp8
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.runtime import quantized
+from aioengine.models.quantization import checkpoints
+from aioengine.models.quantization.checkpoints import check_quantization, unpacked
 from aioengine.models.runtime.checkpoint import check_files, read_config
-from aioengine.models.runtime.quantized import check_quantization, unpacked
 from aioengine.models.runtime.registry import resolve
 from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_tokenizer
 
@@ -58,7 +58,7 @@ def folder(saved: dict[str, Path], tmp_path: Path) -> Iterator[Callable[..., Pat
 @pytest.fixture
 def accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were installed: transformers asks for it, and unpacks without it."""
-    monkeypatch.setattr(quantized, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: name)
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
 
 
@@ -147,11 +147,11 @@ def test_a_package_that_is_missing(
     monkeypatch: pytest.MonkeyPatch, method: str, package: str
 ) -> None:
     settings = {"text_config": {"quantization_config": {"quant_method": method}}}
-    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=f"pip install {package}"):
         check_quantization(settings, "some/model")
     asked: list[str] = []
-    monkeypatch.setattr(quantized, "find_spec", lambda name: asked.append(name) or name)
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: asked.append(name) or name)
     check_quantization(settings, "some/model")
     assert asked == [package.replace("-", "_")]
 

@@ -292,8 +292,7 @@ public:
                 "residual must be of the shape of the outputs");
             a.residual = residual->data;
         }
-        const bool has_floats = dtype_ != DType::Float32 && !a.is_paired;
-        char* floats = has_floats ? floats_.hold(program_, a.rows * a.depth * sizeof(float)) : nullptr;
+        char* floats = wants_floats(a) ? floats_.hold(program_, a.rows * a.depth * sizeof(float)) : nullptr;
         add_linear(program_, a, reinterpret_cast<float*>(floats));
     }
 

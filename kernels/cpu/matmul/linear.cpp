@@ -1,5 +1,5 @@
-// Matmuls with weights that take 32, 16 or 8 bits in memory and are multiplied as floats, whether or
-// not the CPU multiplies the narrower ones itself. Few rows are bound by the memory that the weights
+// Matmuls with weights that take 32 to 4 bits in memory and are multiplied as floats, whether or not the CPU
+// multiplies the narrower ones itself. Few rows are bound by the memory that the weights
 // are read from; for many, a piece of a panel is converted to floats once and stays in the first
 // cache (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 //
@@ -7,8 +7,9 @@
 
 #include "linear.h"
 
-#include "prefetch.h"
+#include "grouped_numbers.h"
 #include "outputs.h"
+#include "prefetch.h"
 #include "vector.h"
 
 namespace {
@@ -16,7 +17,12 @@ namespace {
 using aioengine::Linear;
 using aioengine::LinearPiece;
 using aioengine::DType;
+using aioengine::GroupAt;
+using aioengine::Groups;
+using aioengine::Lowest;
+using aioengine::MIDDLE;
 using aioengine::PANEL;
+using aioengine::QUAD;
 using aioengine::Weights;
 
 // Of a panel's piece that is converted to floats at a time, and that is added up by itself: a sum of
@@ -216,6 +222,59 @@ static void add_up_plain(const Linear& a, const LinearPiece& p, float* sums) {
     scale_and_shift(a, p.panel, rows, sums);
 }
 
+static inline Floats lowest_of(const Groups& g, const GroupAt& at, int64_t first, Floats scale) {
+    if (g.lowest == Lowest::Leasts) return load_lowest<Lowest::Leasts>(at.lowest, first, scale);
+    if (g.lowest == Lowest::Zeros) return load_lowest<Lowest::Zeros>(at.lowest, first, scale);
+    return scale * (g.bits == 4 ? (float)-MIDDLE : 0.0f);
+}
+
+// Inputs [first, last) of a panel in groups, as floats [inputs, PANEL]. Both lie at quads.
+static void widen_groups(const Groups& g, int64_t panel, int64_t first, int64_t last, float* to) {
+    constexpr int HALF = COLUMNS / 2;
+    for (int64_t k = first; k < last; k += QUAD) {
+        const GroupAt at(g, g.panel(panel), k / g.group);
+        const uint8_t* quad = at.numbers + k % g.group / QUAD * g.quad_bytes();
+        for (int c = 0; c < COLUMNS; ++c) {
+            const Floats scale = load_halves(at.scales + c * WIDTH * 2);
+            const Floats lowest = lowest_of(g, at, c * WIDTH, scale);
+            Ints bytes;
+            memcpy(&bytes, quad + (g.bits == 4 ? c % HALF : c) * sizeof bytes, sizeof bytes);
+            for (int j = 0; j < QUAD; ++j) {
+                const Ints number =
+                    g.bits == 4 ? (bytes >> (8 * j + (c < HALF ? 0 : 4))) & 15 : (bytes << (24 - 8 * j)) >> 24;
+                store(to + j * PANEL + c * WIDTH, __builtin_convertvector(number, Floats) * scale + lowest);
+            }
+        }
+        to += QUAD * PANEL;
+    }
+}
+
+// The same as `add_up` of weights in groups.
+static void add_up_groups(const Linear& a, const LinearPiece& p, int64_t panel, float* wide, float* sums) {
+    const int64_t rows = p.last_row - p.first_row;
+    const float* input = a.input + p.first_row * a.input_stride;
+    Prefetch nothing{};
+    memset(sums, 0, rows * PANEL * sizeof(float));
+    for (int64_t k = 0; k < a.depth; k += DEPTH) {
+        const int64_t depth = lesser(DEPTH, a.depth - k);
+        widen_groups(a.groups, panel, k, k + (depth + QUAD - 1) / QUAD * QUAD, wide);
+        multiply_rows(input + k, a.input_stride, rows, (const float*)wide, depth, nothing, sums);
+    }
+    scale_and_shift(a, panel, rows, sums);
+}
+
+static void multiply_groups(const Linear& a, const LinearPiece& p, float* scratch) {
+    float *sums = scratch, *others = scratch + RESULTS_AT, *wide = others + LINEAR_ROWS * PANEL;
+    const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
+    add_up_groups(a, p, p.panel, wide, sums);
+    activate<false>(a.activation, num_sums, sums);
+    if (a.gate_panels) {
+        add_up_groups(a, p, p.panel + a.gate_panels, wide, others);
+        gate(num_sums, others, sums);
+    }
+    round_sums(a, p, sums, scratch + RESULTS_AT);
+}
+
 template <class T>
 static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
     float* sums = scratch;
@@ -246,8 +305,8 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         case Weights::BFloat16:
             multiply_as<BFloat16>(a, p, scratch);
             break;
-        case Weights::Int8:
-            multiply_as<int8_t>(a, p, scratch);
+        case Weights::Grouped:
+            multiply_groups(a, p, scratch);
             break;
         case Weights::Float16:
 #if defined(__F16C__)

@@ -1,0 +1,33 @@
+// What a number of 0 stands for in a weight in groups (grouped.h), as floats. See vector.h for why all of this is
+// static.
+
+#pragma once
+
+#include "grouped.h"
+#include "vector.h"
+
+namespace {
+
+// Numbers of 8 bits without a sign.
+static inline Floats load_bytes(const uint8_t* at) {
+#if AIOENGINE_WIDTH == 16
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)));
+#elif AIOENGINE_WIDTH == 8
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+#else
+    Floats x;
+    for (int i = 0; i < WIDTH; ++i) x[i] = at[i];
+    return x;
+#endif
+}
+
+// Of a group's outputs from `first` on, whose scales are these; nothing for the middle.
+template <aioengine::Lowest LOWEST>
+static inline Floats load_lowest(const uint8_t* lowest, int64_t first, Floats scale) {
+    using aioengine::Lowest;
+    if (LOWEST == Lowest::Leasts) return load_halves(lowest + first * 2);
+    if (LOWEST == Lowest::Zeros) return load_bytes(lowest + first) * (scale * -aioengine::ZERO_STEP);
+    return Floats{};
+}
+
+}  // namespace

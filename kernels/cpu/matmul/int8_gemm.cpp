@@ -1,0 +1,378 @@
+// Matmuls of weights of 4 or 8 bits (grouped.h) with inputs that are rounded to 8 bits, in integers: each row
+// has a scale for each group of inputs, the largest of which becomes 127. Products are added up within a group
+// as integers, which is exact, and groups as floats, in their order, whatever the number of rows.
+//
+// Compiled once for each instruction set that multiplies bytes in its own way.
+
+#include "linear.h"
+
+#include "grouped_numbers.h"
+#include "outputs.h"
+#include "vector.h"
+
+namespace {
+
+using aioengine::DType;
+using aioengine::GroupAt;
+using aioengine::Groups;
+using aioengine::Linear;
+using aioengine::LinearPiece;
+using aioengine::Lowest;
+using aioengine::MIDDLE;
+using aioengine::PANEL;
+using aioengine::QUAD;
+
+constexpr int64_t BLOCK_ROWS = 48;       // whose sums are in the first cache until they are written
+constexpr int64_t PIECE_BYTES = 5 << 17;  // of inputs that stay in the second cache meanwhile
+
+// Lines of weights that are prefetched, beyond the page that a core follows by itself; not for a few rows of 8
+// bits, where that keeps it from following.
+constexpr int64_t lines_ahead(int bits, int rows) {
+    return bits == 4 ? 256 : (rows > 2 ? 100 : 36);
+}
+
+constexpr int COLUMNS = PANEL / WIDTH, HALF = COLUMNS / 2;
+
+// Rows at a time, so that their sums fill the registers.
+#if AIOENGINE_WIDTH == 16
+constexpr int TILE_ROWS = 6;
+#else
+constexpr int TILE_ROWS = 3;
+#endif
+
+// What 8-bit weights are raised by before they are multiplied, so that they have no sign.
+#if defined(__AVX512VNNI__)
+constexpr int32_t RAISED = 128;
+#else
+constexpr int32_t RAISED = 0;
+#endif
+
+// A group of a row.
+struct Rounded {
+    float scale, shift;  // `shift`: the sum of its numbers, times the scale
+    int32_t correction;  // what its products with the lowest weight would add up to
+};
+
+// A thread's scratch: the first row that it has rounded, plus one; sums of a block of rows, and of another
+// panel where there are gates; then rows, as bytes: their numbers and what is known of their groups.
+constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
+constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
+
+static int64_t row_bytes(const Groups& g) {
+    const int64_t bytes = g.depth() + g.count * (int64_t)sizeof(Rounded);
+    return (bytes + LINE - 1) / LINE * LINE;
+}
+
+static int64_t max_rows(int64_t depth) {
+    const int64_t blocks = PIECE_BYTES / depth / BLOCK_ROWS;
+    return (blocks ? blocks : 1) * BLOCK_ROWS;
+}
+
+static int64_t most_rows(const Linear& a) {
+    return lesser(a.rows, max_rows(a.depth));
+}
+
+// Where what is to be written of a piece lies, behind its rows.
+static int64_t results_at(const Linear& a) {
+    return ROWS_AT + most_rows(a) * row_bytes(a.groups) / (int64_t)sizeof(float);
+}
+
+static int64_t scratch_floats(const Linear& a) {
+    return results_at(a) + most_rows(a) * PANEL;
+}
+
+// The nearest integers, the even ones of two. The product before it is a number of its own everywhere, or CPUs
+// would come to other integers.
+static inline Ints nearest(Floats x) {
+#if AIOENGINE_WIDTH == 16
+    return (Ints)_mm512_cvtps_epi32((__m512)x);
+#elif AIOENGINE_WIDTH == 8
+    return (Ints)_mm256_cvtps_epi32((__m256)x);
+#else
+    const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    return (Ints)(x + shift) - (Ints)shift;
+#endif
+}
+
+// Rounds a row's group at `x`, `count` inputs and zeros up to `group`. What is not finite makes the scale so.
+template <class T>
+static inline Rounded round_group(const T* x, int64_t count, int64_t group, int32_t lowest, int8_t* to) {
+    const int64_t whole = count / WIDTH * WIDTH;
+    Floats most = Floats{}, wrong = Floats{};
+    float rest[WIDTH] = {};
+    for (int64_t k = whole; k < count; ++k) rest[k - whole] = to_float(x[k]);
+    for (int64_t k = 0; k < group; k += WIDTH) {
+        const Floats v = k < whole ? load(x + k) : (k == whole ? load(rest) : Floats{});
+        most = larger(choose(v < Floats{}, -v, v), most);
+        wrong += v - v;
+    }
+    const float top = largest(most), bad = sum(wrong);
+    const bool is_zero = top < 1e-30f;
+    const float turn = is_zero ? 0.0f : 127.0f / top;
+    Ints total = {};
+    for (int64_t k = 0; k < group; k += WIDTH) {
+        const Floats v = k < whole ? load(x + k) : (k == whole ? load(rest) : Floats{});
+        const Ints n = nearest(v * turn);
+        total += n;
+#if AIOENGINE_WIDTH == 16
+        _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8((__m512i)n));
+#else
+        for (int i = 0; i < WIDTH; ++i) to[k + i] = (int8_t)n[i];
+#endif
+    }
+    int32_t all = 0;
+    for (int i = 0; i < WIDTH; ++i) all += total[i];
+    const float scale = (is_zero ? 0.0f : top / 127.0f) + bad;
+    return {scale, scale * (float)all, all * lowest};
+}
+
+// What a number of 0 in the integers that are multiplied stands for.
+static int32_t lowest_of(const Groups& g) {
+    if (g.lowest != Lowest::Middle) return 0;
+    return g.bits == 4 ? -MIDDLE : -RAISED;
+}
+
+template <class T>
+static void round_rows_as(const Linear& a, int64_t first, int64_t last, char* to) {
+    const Groups& g = a.groups;
+    const int64_t bytes = row_bytes(g);
+    const int32_t lowest = lowest_of(g);
+    for (int64_t r = first; r < last; ++r, to += bytes) {
+        const T* x = (const T*)a.x + r * a.stride;
+        Rounded* known = (Rounded*)(to + g.depth());
+        for (int64_t i = 0; i < g.count; ++i) {
+            const int64_t k = i * g.group;
+            known[i] = round_group(x + k, lesser(g.group, a.depth - k), g.group, lowest, (int8_t*)to + k);
+        }
+    }
+}
+
+static void round_rows(const Linear& a, int64_t first, int64_t last, char* to) {
+    switch (a.dtype) {
+        case DType::Float32:
+            round_rows_as<float>(a, first, last, to);
+            break;
+        case DType::BFloat16:
+            round_rows_as<BFloat16>(a, first, last, to);
+            break;
+        case DType::Float16:
+#if defined(__F16C__)
+            round_rows_as<Float16>(a, first, last, to);
+#endif
+            break;
+    }
+}
+
+// sums[r][h] += products of ROWS rows' next `count` inputs with the numbers of 2 * WIDTH outputs: those of the
+// vector `v` of each 16. Inputs of a row lie `stride` bytes after those of the row before it.
+#if defined(__AVX512VNNI__)
+
+template <int BITS, int ROWS>
+static inline void add_products(
+    const int8_t* x, int64_t stride, const uint8_t* numbers, int, int64_t count, Ints sums[][2]) {
+    const __m512i low_bits = _mm512_set1_epi8(0x0f), sign = _mm512_set1_epi8((char)0x80);
+    __m512i s[ROWS][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) s[r][0] = (__m512i)sums[r][0], s[r][1] = (__m512i)sums[r][1];
+    for (int64_t k = 0; k < count; k += QUAD, numbers += BITS == 4 ? LINE : 2 * LINE) {
+        __m512i low = _mm512_loadu_si512(numbers), high;
+        if (BITS == 4) {
+            high = _mm512_and_si512(_mm512_srli_epi16(low, 4), low_bits);
+            low = _mm512_and_si512(low, low_bits);
+        } else {
+            high = _mm512_xor_si512(_mm512_loadu_si512(numbers + LINE), sign);
+            low = _mm512_xor_si512(low, sign);
+        }
+        __builtin_prefetch(numbers + lines_ahead(BITS, ROWS) * LINE, 0, 2);
+        if (BITS == 8) __builtin_prefetch(numbers + (lines_ahead(BITS, ROWS) + 1) * LINE, 0, 2);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            int32_t quad;
+            memcpy(&quad, x + r * stride + k, sizeof quad);
+            const __m512i four = _mm512_set1_epi32(quad);
+            s[r][0] = _mm512_dpbusd_epi32(s[r][0], low, four);
+            s[r][1] = _mm512_dpbusd_epi32(s[r][1], high, four);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = (Ints)s[r][0], sums[r][1] = (Ints)s[r][1];
+}
+
+#elif defined(__AVX2__)
+
+// Pairs of products are added in 16 bits, which two of 127 * 127 fit into, and eight of 15 * 127 * 2.
+template <int BITS, int ROWS>
+static inline void add_products(
+    const int8_t* x, int64_t stride, const uint8_t* numbers, int v, int64_t count, Ints sums[][2]) {
+    constexpr int64_t line = BITS == 4 ? LINE : 2 * LINE;
+    const __m256i low_bits = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
+    numbers += v * 4 * WIDTH;
+    for (int64_t first = 0; first < count; first += 8 * QUAD) {
+        __m256i s[ROWS][2];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) s[r][0] = s[r][1] = _mm256_setzero_si256();
+        for (int64_t k = first; k < lesser(first + 8 * QUAD, count); k += QUAD, numbers += line) {
+            __m256i w[2] = {_mm256_loadu_si256((const __m256i*)numbers), {}};
+            if (BITS == 4) {
+                w[1] = _mm256_and_si256(_mm256_srli_epi16(w[0], 4), low_bits);
+                w[0] = _mm256_and_si256(w[0], low_bits);
+            } else {
+                w[1] = _mm256_loadu_si256((const __m256i*)(numbers + LINE));
+            }
+            __builtin_prefetch(numbers + lines_ahead(BITS, ROWS) * LINE, 0, 2);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                int32_t quad;
+                memcpy(&quad, x + r * stride + k, sizeof quad);
+                const __m256i four = _mm256_set1_epi32(quad);
+#pragma GCC unroll 2
+                for (int h = 0; h < 2; ++h) {
+                    if (BITS == 4) {
+                        s[r][h] = _mm256_add_epi16(s[r][h], _mm256_maddubs_epi16(w[h], four));
+                        continue;
+                    }
+                    const __m256i pairs =
+                        _mm256_maddubs_epi16(_mm256_abs_epi8(w[h]), _mm256_sign_epi8(four, w[h]));
+                    s[r][h] = _mm256_add_epi32(s[r][h], _mm256_madd_epi16(pairs, ones));
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; ++h)
+                sums[r][h] += (Ints)(BITS == 4 ? _mm256_madd_epi16(s[r][h], ones) : s[r][h]);
+    }
+}
+
+#else
+
+template <int BITS, int ROWS>
+static inline void add_products(
+    const int8_t* x, int64_t stride, const uint8_t* numbers, int v, int64_t count, Ints sums[][2]) {
+    numbers += v * 4 * WIDTH;
+    for (int64_t k = 0; k < count; k += QUAD, numbers += BITS == 4 ? LINE : 2 * LINE)
+        for (int r = 0; r < ROWS; ++r)
+            for (int i = 0; i < WIDTH; ++i)
+                for (int j = 0; j < QUAD; ++j) {
+                    const int32_t input = x[r * stride + k + j], byte = numbers[i * QUAD + j];
+                    const int32_t low = BITS == 4 ? byte & 15 : (int8_t)byte;
+                    const int32_t high =
+                        BITS == 4 ? byte >> 4 : (int8_t)numbers[LINE + i * QUAD + j];
+                    sums[r][0][i] += input * low;
+                    sums[r][1][i] += input * high;
+                }
+}
+
+#endif
+
+// sums [ROWS, PANEL] = rows, as `round_rows` leaves them, times a panel.
+template <int BITS, Lowest LOWEST, int ROWS>
+static void multiply_tile(const char* rows, const Groups& g, const uint8_t* panel, float* sums) {
+    const int64_t bytes = row_bytes(g);
+    for (int v = 0; v < HALF; ++v) {
+        Floats f[ROWS][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) f[r][0] = f[r][1] = Floats{};
+        GroupAt at(g, panel, 0);
+        const int64_t group_bytes = g.group_bytes(), lowest_bytes = g.lowest_bytes();
+        const char* known = rows + g.depth();
+        for (int64_t i = 0; i < g.count; ++i) {
+            Ints s[ROWS][2];
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r)
+                s[r][0] = s[r][1] = ((const Rounded*)(known + r * bytes))->correction - Ints{};
+            add_products<BITS, ROWS>((const int8_t*)rows + i * g.group, bytes, at.numbers, v, g.group, s);
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; ++h) {
+                const int64_t first = (v + h * HALF) * WIDTH;
+                const Floats scale = load_halves(at.scales + first * 2);
+                const Floats least = load_lowest<LOWEST>(at.lowest, first, scale);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r) {
+                    const Rounded& of_row = *(const Rounded*)(known + r * bytes);
+                    f[r][h] += __builtin_convertvector(s[r][h], Floats) * (scale * of_row.scale);
+                    if (LOWEST != Lowest::Middle) f[r][h] += least * of_row.shift;
+                }
+            }
+            at.scales += PANEL * 2;
+            at.lowest += lowest_bytes;
+            at.numbers += group_bytes;
+            known += sizeof(Rounded);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+            for (int h = 0; h < 2; ++h) store(sums + r * PANEL + (v + h * HALF) * WIDTH, f[r][h]);
+    }
+}
+
+template <int BITS, Lowest LOWEST>
+static void add_up_as(const char* rows, int64_t count, const Groups& g, const uint8_t* panel, float* sums) {
+    using Tile = void(const char*, const Groups&, const uint8_t*, float*);
+    constexpr Tile* TILES[] = {
+        multiply_tile<BITS, LOWEST, 1>, multiply_tile<BITS, LOWEST, 2>,
+        multiply_tile<BITS, LOWEST, 3>,
+#if AIOENGINE_WIDTH == 16
+        multiply_tile<BITS, LOWEST, 4>, multiply_tile<BITS, LOWEST, 5>,
+        multiply_tile<BITS, LOWEST, 6>
+#endif
+    };
+    static_assert(sizeof TILES / sizeof *TILES == TILE_ROWS, "one for each number of rows");
+    const int64_t times = (count + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t i = 0; i < times; ++i) {
+        const int64_t first = i * count / times, last = (i + 1) * count / times;
+        TILES[last - first - 1](rows + first * row_bytes(g), g, panel, sums + first * PANEL);
+    }
+}
+
+// sums [count, PANEL] = rows times one panel, scaled and shifted.
+static void add_up(const Linear& a, const char* rows, int64_t count, int64_t panel, float* sums) {
+    const Groups& g = a.groups;
+    const uint8_t* at = g.panel(panel);
+    if (g.bits == 8)
+        add_up_as<8, Lowest::Middle>(rows, count, g, at, sums);
+    else if (g.lowest == Lowest::Zeros)
+        add_up_as<4, Lowest::Zeros>(rows, count, g, at, sums);
+    else if (g.lowest == Lowest::Leasts)
+        add_up_as<4, Lowest::Leasts>(rows, count, g, at, sums);
+    else
+        add_up_as<4, Lowest::Middle>(rows, count, g, at, sums);
+    scale_and_shift(a, panel, count, sums);
+}
+
+static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
+    float *sums = scratch + SUMS_AT, *others = scratch + OTHERS_AT;
+    char* rows = (char*)(scratch + ROWS_AT);
+    char* results = (char*)(scratch + results_at(a));
+    int64_t known;
+    memcpy(&known, scratch, sizeof known);
+    if (known != p.first_row + 1) round_rows(a, p.first_row, p.last_row, rows);
+    known = p.first_row + 1;
+    memcpy(scratch, &known, sizeof known);
+    const int64_t size = a.dtype == DType::Float32 ? sizeof(float) : sizeof(BFloat16);
+    for (int64_t first = p.first_row; first < p.last_row; first += BLOCK_ROWS) {
+        const int64_t count = lesser(BLOCK_ROWS, p.last_row - first), done = first - p.first_row;
+        const char* x = rows + done * row_bytes(a.groups);
+        add_up(a, x, count, p.panel, sums);
+        activate<false>(a.activation, count * PANEL, sums);
+        if (a.gate_panels) {
+            add_up(a, x, count, p.panel + a.gate_panels, others);
+            gate(count * PANEL, others, sums);
+        }
+        round_sums(a, {p.panel, first, first + count, false}, sums, results + done * PANEL * size);
+    }
+}
+
+static void write(const Linear& a, const LinearPiece& p, const float* scratch) {
+    write_results(a, p, scratch + results_at(a));
+}
+
+}  // namespace
+
+#define AIOENGINE_JOIN(a, b) a##b
+#define AIOENGINE_TABLE(name) AIOENGINE_JOIN(int8_gemm_, name)
+
+namespace aioengine {
+extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
+    TILE_ROWS, max_rows, scratch_floats, nullptr, multiply, write};
+}

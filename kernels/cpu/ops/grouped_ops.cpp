@@ -1,0 +1,159 @@
+// Weights of 4 or 8 bits in groups (grouped.h): packed, told to a matmul, and read by rows.
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "memory.h"
+#include "ops.h"
+
+namespace aioengine {
+
+static_assert(GROUPED_PANEL == PANEL);
+
+namespace {
+
+float float_of_half(uint16_t half) {
+    const uint32_t bits = (uint32_t{half} & 0x7fff) << 13;
+    const float size = std::bit_cast<float>(bits) * 0x1p112f;
+    return half & 0x8000 ? -size : size;
+}
+
+// Where the numbers of an input of a panel's output begin, and whether 4 bits are the upper ones of a byte.
+struct Place {
+    int64_t byte;
+    bool is_upper;
+};
+
+Place place_of(const Groups& g, int64_t column, int64_t input) {
+    constexpr int64_t half = PANEL / 2;
+    const int64_t at = g.head_bytes() + input / QUAD * g.quad_bytes() + input % QUAD;
+    if (g.bits == 4) return {at + column % half * QUAD, column >= half};
+    return {at + column * QUAD, false};
+}
+
+const char* check_groups(const Tensor& tensor, int64_t outputs, int64_t count, ScalarType type, const char* name) {
+    STD_TORCH_CHECK(
+        tensor.is_cpu() && tensor.is_contiguous() && tensor.dim() == 2 && tensor.size(0) == outputs &&
+            tensor.size(1) == count && tensor.scalar_type() == type,
+        name, " must be contiguous float16 (zeros: uint8) [outputs, groups] on the CPU");
+    return static_cast<const char*>(tensor.const_data_ptr());
+}
+
+}  // namespace
+
+Tensor pack_groups(
+    const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& lowest, int64_t bits,
+    int64_t group, bool has_full_inputs) {
+    check_close(numbers, 2, "numbers");
+    STD_TORCH_CHECK(
+        numbers.scalar_type() == ScalarType::Char && numbers.is_contiguous() && numbers.numel() > 0,
+        "numbers must be contiguous int8");
+    STD_TORCH_CHECK(
+        (bits == 4 || (bits == 8 && !lowest)) && (group == 32 || group == 64 || group == 128),
+        "groups are of 32, 64 or 128 numbers of 4 bits, or 8 bits without zeros and leasts");
+    const int64_t outputs = numbers.size(0), depth = numbers.size(1);
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, count = (depth + group - 1) / group;
+    const bool has_zeros = lowest && lowest->scalar_type() == ScalarType::Byte;
+    const Lowest kind = !lowest ? Lowest::Middle : (has_zeros ? Lowest::Zeros : Lowest::Leasts);
+    Groups g{nullptr, group, count, static_cast<int32_t>(bits), kind, has_full_inputs};
+    const char* scale = check_groups(scales, outputs, count, ScalarType::Half, "scales");
+    const ScalarType type = has_zeros ? ScalarType::Byte : ScalarType::Half;
+    const char* least = lowest ? check_groups(*lowest, outputs, count, type, "lowest") : nullptr;
+    const int64_t size = lowest ? lowest->element_size() : 0;
+    Tensor packed = new_weight(numbers, {static_cast<int64_t>(sizeof(GroupedHead)) + panels * g.panel_bytes()});
+    char* memory = static_cast<char*>(packed.mutable_data_ptr());
+    GroupedHead head{{}, outputs, depth, group, g.bits, kind, has_full_inputs, {}};
+    std::memcpy(head.name, GROUPED_NAME, sizeof head.name);
+    std::memcpy(memory, &head, sizeof head);
+    g.first = memory + sizeof head;
+    const int8_t* from = static_cast<const int8_t*>(numbers.const_data_ptr());
+    // What fills a group stands for 0, or is multiplied by an input of 0.
+    const int8_t nothing = bits == 4 && !lowest ? MIDDLE : 0;
+    share_out(outputs, panels, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+            char* to = memory + sizeof head + panel * g.panel_bytes();
+            std::memset(to, 0, g.panel_bytes());
+            for (int64_t column = 0; column < PANEL; ++column) {
+                const int64_t output = panel * PANEL + column;
+                const bool is_there = output < outputs;
+                for (int64_t i = 0; i < count && is_there; ++i) {
+                    std::memcpy(to + (i * PANEL + column) * 2, scale + (output * count + i) * 2, 2);
+                    if (!least) continue;
+                    char* lows = to + count * PANEL * 2 + i * g.lowest_bytes() + column * size;
+                    std::memcpy(lows, least + (output * count + i) * size, size);
+                }
+                for (int64_t k = 0; k < g.depth(); ++k) {
+                    const int8_t number = is_there && k < depth ? from[output * depth + k] : nothing;
+                    const auto [byte, is_upper] = place_of(g, column, k);
+                    to[byte] |= static_cast<char>(static_cast<uint8_t>(number) << (is_upper ? 4 : 0));
+                }
+            }
+        }
+    });
+    gather_pages(packed);
+    return packed;
+}
+
+std::pair<Groups, GroupedHead> groups_of(const Tensor& packed) {
+    check_close(packed, 1, "packed");
+    STD_TORCH_CHECK(
+        packed.is_contiguous() && packed.scalar_type() == ScalarType::Char &&
+            packed.numel() >= static_cast<int64_t>(sizeof(GroupedHead)),
+        "packed is not packed");
+    GroupedHead head;
+    const char* memory = static_cast<const char*>(packed.const_data_ptr());
+    std::memcpy(&head, memory, sizeof head);
+    STD_TORCH_CHECK(
+        std::memcmp(head.name, GROUPED_NAME, sizeof head.name) == 0 && head.outputs > 0 && head.depth > 0 &&
+            head.group > 0,
+        "packed is not packed");
+    const Groups g{
+        memory + sizeof head, head.group, (head.depth + head.group - 1) / head.group, head.bits,
+        head.lowest, head.has_full_inputs != 0};
+    const int64_t panels = (head.outputs + PANEL - 1) / PANEL;
+    STD_TORCH_CHECK(
+        packed.numel() == static_cast<int64_t>(sizeof head) + panels * g.panel_bytes(), "packed is not packed");
+    return {g, head};
+}
+
+void read_grouped_row(const Groups& g, const float* factors, int64_t output, int64_t depth, float* to) {
+    const float factor = factors ? factors[output] : 1.0f;
+    const uint8_t* panel = g.panel(output / PANEL);
+    const int64_t column = output % PANEL;
+    for (int64_t first = 0; first < depth; first += g.group) {
+        const GroupAt at(g, panel, first / g.group);
+        uint16_t half, least = 0;
+        std::memcpy(&half, at.scales + column * 2, 2);
+        const float scale = float_of_half(half);
+        float low = g.bits == 4 ? -MIDDLE * scale : 0;
+        if (g.lowest == Lowest::Zeros) low = at.lowest[column] * (scale * -ZERO_STEP);
+        if (g.lowest == Lowest::Leasts) {
+            std::memcpy(&least, at.lowest + column * 2, 2);
+            low = float_of_half(least);
+        }
+        for (int64_t k = first; k < std::min(first + g.group, depth); ++k) {
+            const auto [byte, is_upper] = place_of(g, column, k);
+            const uint8_t bits = panel[byte];
+            const int number = g.bits == 8 ? static_cast<int8_t>(bits) : (is_upper ? bits >> 4 : bits & 15);
+            to[k] = (number * scale + low) * factor;
+        }
+    }
+}
+
+Tensor read_groups(const Tensor& packed, const std::optional<Tensor>& scales, const Tensor& rows) {
+    const auto [g, head] = groups_of(packed);
+    check_close(rows, 1, "rows");
+    const int64_t* which = read_rows(rows, head.outputs);
+    const float* factors = read_floats(scales, 1, "scales");
+    STD_TORCH_CHECK(!factors || scales->numel() == head.outputs, "scales are of outputs");
+    const int64_t count = rows.numel(), depth = head.depth;
+    Tensor out = torch::stable::new_empty(rows, {count, depth}, ScalarType::Float);
+    float* to = static_cast<float*>(out.mutable_data_ptr());
+    share_out(count, count, 1, [&, g = g](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) read_grouped_row(g, factors, which[i], depth, to + i * depth);
+    });
+    return out;
+}
+
+}  // namespace aioengine

@@ -1,0 +1,57 @@
+"""Layers whose weights are known in groups: what passes look for, and embeddings read from them.
+
+A layer keeps its plain weight until a pass packs it; `attach` says beside it what the weight is in
+groups, and a pass that finds this packs that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.grouped import GroupedWeight, read_rows
+from aioengine.kernels.linear import PackedLinear
+
+__all__ = ["GroupedRows", "attach", "grouped_of", "joined_groups", "stand_in"]
+
+_NAME = "aioengine_grouped_weight"
+
+
+def attach(module: nn.Module, weight: GroupedWeight) -> None:
+    """Say what the weight of a linear layer or of embeddings is in groups; mutates the module."""
+    setattr(module, _NAME, weight)
+
+
+def grouped_of(module: nn.Module) -> GroupedWeight | None:
+    """A module's weight in groups, if it is known."""
+    found: GroupedWeight | None = getattr(module, _NAME, None)
+    return found
+
+
+def joined_groups(modules: Sequence[nn.Module]) -> GroupedWeight | None:
+    """The weights of several layers as one, None unless all are known; they are forgotten."""
+    weights = [each for each in map(grouped_of, modules) if each is not None]
+    if len(weights) < len(modules):
+        return None
+    for module in modules:
+        delattr(module, _NAME)
+    return GroupedWeight.joined(weights)
+
+
+def stand_in(weight: Tensor) -> nn.Parameter:
+    """A parameter of a weight's shape, dtype and device, which takes no memory; all NaN."""
+    empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
+    return nn.Parameter(empty.expand(weight.shape), requires_grad=False)
+
+
+class GroupedRows(nn.Embedding):
+    """Embeddings that are read from a packed weight in groups."""
+
+    packed: PackedLinear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids [...] -> rows [..., hidden], in the dtype of the weight."""
+        rows = read_rows(self.packed)(input.reshape(-1))
+        return rows.to(self.weight.dtype).view(*input.shape, -1)
