@@ -24,6 +24,7 @@ from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.grouped import can_group
+from aioengine.models.quantization.grouped_layers import grouped_of, keep_inputs
 from aioengine.models.quantization.rounding import Rounding
 from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
@@ -164,6 +165,8 @@ def _load_model(
         module = read()
         if rounding is not None:
             model_class.around(module).round_weights(rounding, keep=not is_tried)
+        if not config.quantize_activations:
+            keep_inputs(module)
         trial = None
         if not is_tried:
             trial = Trial(
@@ -172,7 +175,7 @@ def _load_model(
                 specs,
                 processor,
                 max_model_len=config.max_model_len,
-                is_quantized=rounding is not None,
+                is_quantized=any(map(grouped_of, module.modules())),
                 seed=seed,
             )
         model = model_class(module, specs=specs, max_model_len=config.max_model_len)

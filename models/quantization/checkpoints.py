@@ -1,8 +1,9 @@
-"""Quantized checkpoints: the kinds that are unpacked as they are loaded; all others are refused.
+"""Quantized checkpoints: the kinds that are read, packed or unpacked; all others are refused.
 
 transformers skips a kind that it does not know without an error, and takes packed numbers for
-weights. What it knows how to unpack becomes ordinary layers, in the engine's dtype. Layers that
-compute on packed weights are not run: the engine lays out, fuses and quantizes layers itself.
+weights. What it knows how to unpack becomes ordinary layers, in the engine's dtype. Its layers that
+compute on packed weights are not run: the engine lays out, fuses and packs layers itself, and reads
+weights that stay packed by itself (`packed_checkpoints`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.quantization.packed_checkpoints import packing_of, unreadable
 from aioengine.processors.checkpoint_errors import shown
 
 __all__ = ["check_packed_names", "check_quantization", "is_quantized", "unpacked"]
@@ -26,6 +28,8 @@ _UNPACKED: Mapping[str, str | None] = {
     "mxfp8": "accelerate",
 }
 """`quant_method` -> the package that transformers wants, to unpack it."""
+_PACKED_METHODS = ("awq", "gptq")
+"""Those that are read packed or not at all."""
 _FIELDS = ("quantization_config", "compression_config")
 _PLACES = ("quantization_config", "text_config.quantization_config")
 """Where transformers looks."""
@@ -60,10 +64,13 @@ def check_quantization(settings: Mapping[str, Any], source: str | os.PathLike[st
 
 def unpacked(hf_config: Any) -> Any:
     """Copy a config so that transformers unpacks quantized weights as it reads them."""
+    is_packed = packing_of(hf_config) is not None
     hf_config = copy.deepcopy(hf_config)
     for config in (hf_config, hf_config.get_text_config(decoder=True)):
         packing = getattr(config, "quantization_config", None)
-        if isinstance(packing, Mapping):
+        if is_packed and packing is not None:
+            del config.quantization_config  # the weights are plain by then
+        elif isinstance(packing, Mapping):
             config.quantization_config = {**packing, "dequantize": True}
     return hf_config
 
@@ -97,16 +104,21 @@ def _refusal(place: str, packing: Any) -> str:
     method = packing.get("quant_method")
     if packing.get("load_in_4bit") or packing.get("load_in_8bit"):
         method = "bitsandbytes"
-    known = ", ".join(_UNPACKED)
+    known = ", ".join(sorted([*_UNPACKED, *_PACKED_METHODS]))
     if method is None:
         return f"no quant_method says how; {known} are read. {_WAY_OUT}"
-    if not isinstance(method, str) or method not in _UNPACKED:
+    if not isinstance(method, str) or method not in (*_UNPACKED, *_PACKED_METHODS):
         return f"{str(method)[:40]!r} is not read here; {known} are. {_WAY_OUT}"
     if place not in _PLACES:
         return (
             f"transformers does not look there; where {' or '.join(_PLACES)} says the same, it "
             f"does. {_WAY_OUT}"
         )
+    reason = unreadable(packing)
+    if not reason:
+        return ""
+    if method in _PACKED_METHODS:
+        return f"{reason}. {_WAY_OUT}"
     package = _UNPACKED[method]
     if package is not None and find_spec(package.replace("-", "_")) is None:
         return (

@@ -7,6 +7,7 @@ groups, and a pass that finds this packs that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 from aioengine.kernels.grouped import GroupedWeight, read_rows
 from aioengine.kernels.linear import PackedLinear
 
-__all__ = ["GroupedRows", "attach", "grouped_of", "joined_groups", "stand_in"]
+__all__ = [
+    "GroupedRows",
+    "attach",
+    "grouped_of",
+    "joined_groups",
+    "keep_inputs",
+    "stand_in",
+]
 
 _NAME = "aioengine_grouped_weight"
 
@@ -38,6 +46,14 @@ def joined_groups(modules: Sequence[nn.Module]) -> GroupedWeight | None:
     for module in modules:
         delattr(module, _NAME)
     return GroupedWeight.joined(weights)
+
+
+def keep_inputs(model: nn.Module) -> None:
+    """Have inputs of layers whose weights are known in groups stay what they are."""
+    for module in model.modules():
+        weight = grouped_of(module)
+        if weight is not None:
+            attach(module, replace(weight, has_full_inputs=True))
 
 
 def stand_in(weight: Tensor) -> nn.Parameter:

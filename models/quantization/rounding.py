@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from aioengine.kernels.grouped import GroupedWeight, round_weight
-from aioengine.models.quantization.grouped_layers import attach, stand_in
+from aioengine.models.quantization.grouped_layers import attach, grouped_of, stand_in
 
 __all__ = ["Rounding", "round_weights"]
 
@@ -44,7 +44,8 @@ def round_weights(
     inside = {id(module) for module in decoder.modules()}
     head = model.get_output_embeddings()
     for layer in layers:
-        if id(layer) in inside and layer is not head:
+        is_known = grouped_of(layer) is not None  # as the checkpoint has it
+        if id(layer) in inside and layer is not head and not is_known:
             _round([layer], rounding.of(layer, rounding.bits), keep)
     for group in _tables(model):
         _round(group, rounding.of(group[0], _TABLE_BITS), keep)
@@ -59,7 +60,8 @@ def _tables(model: Any) -> list[list[nn.Linear | nn.Embedding]]:
     kinds = (isinstance(tables[0], nn.Embedding), type(tables[1]) is nn.Linear)
     found: list[list[nn.Linear | nn.Embedding]] = []
     for table, is_kind in zip(tables, kinds, strict=True):
-        if not is_kind or any(table in group for group in found):
+        is_known = is_kind and grouped_of(table) is not None
+        if not is_kind or is_known or any(table in group for group in found):
             continue
         owners = [each for each in model.modules() if _has(each, table.weight)]
         if all(isinstance(each, nn.Embedding) or each is tables[1] for each in owners):

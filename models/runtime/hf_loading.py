@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from aioengine.errors import ModelLoadError
@@ -26,6 +27,7 @@ from aioengine.models.quantization.checkpoints import (
     check_quantization,
     unpacked,
 )
+from aioengine.models.quantization.packed_checkpoints import packing_of, read_packed
 from aioengine.models.runtime.load_progress import counted, is_watched
 from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import move_weights
@@ -133,28 +135,48 @@ def load_pretrained(
 ) -> Any:
     """The model with its weights, from safetensors files only, in eval mode and without gradients.
 
-    Quantized ones are unpacked. Raises ModelLoadError where files or weights are missing or do not
-    fit: transformers would draw missing weights at random.
+    Quantized ones are plain, and layers know their weights in groups where these are read so.
+    Raises ModelLoadError where files or weights are missing or do not fit: transformers would draw
+    missing weights at random.
     """
+    packing, packed = packing_of(hf_config), None
+    options: dict[str, Any] = {
+        "config": unpacked(hf_config),
+        "dtype": dtype,
+        "output_loading_info": True,
+    }
+    options["ignore_mismatched_sizes"] = True  # reported, and refused below
     try:
         with loading(), _weights_counted():
-            model, report = model_class.from_pretrained(
-                path,
-                config=unpacked(hf_config),
-                dtype=dtype,
-                revision=revision or "main",
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported, and refused below
-            )
+            if packing is None:
+                options |= {"revision": revision or "main", "use_safetensors": True}
+                model, report = model_class.from_pretrained(path, **options)
+            else:
+                folder = _fetch(path, revision)
+                packed = read_packed(folder, packing, dtype)
+                model, report = model_class.from_pretrained(
+                    None, state_dict=packed.plain, **options
+                )
+                with suppress(OSError):  # most have one
+                    model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(
             f"weights of {shown(path)!r} could not be loaded: {without_folders(error, path)}"
         ) from error
     _check_report(report, model_class.__name__)
+    if packed is not None and torch.device(device).type == "cpu":
+        packed.attach(model)
     model.eval().requires_grad_(False)
     _heed_score_caps(model)
     return move_weights(model, device)
+
+
+def _fetch(path: str | os.PathLike[str], revision: str | None) -> str:
+    """The folder of a folder or hub id."""
+    if os.path.isdir(path):
+        return os.fspath(path)
+    wanted = ["*.safetensors", "*.json"]
+    return snapshot_download(os.fspath(path), revision=revision, allow_patterns=wanted)
 
 
 def _heed_score_caps(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from aioengine.models.runtime.registry import resolve
 from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_tokenizer
 
 WEIGHTS = "model.safetensors"
-READ = ("compressed-tensors", "fp8", "mxfp4", "mxfp8")
+READ = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4", "mxfp8")
 BLOCK = 8
 
 
@@ -122,7 +122,7 @@ def test_what_is_not_read_is_refused_by_its_name(folder: Callable[..., Path], me
         (["compression_config"], {"quant_method": "mxfp4"}, "compression_config"),
         (["text_config", "quantization_config"], {"quant_method": "awq"}, "text_config.quant"),
         (["vision_config", "quantization_config"], {"quant_method": "mxfp4"}, "vision_config."),
-        (["vision_config", "quantization_config"], {"quant_method": "awq"}, "'awq'"),
+        (["vision_config", "quantization_config"], {"quant_method": "hqq"}, "'hqq'"),
     ],
 )
 def test_fields_of_other_shapes_and_in_other_places(
