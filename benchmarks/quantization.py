@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from aioengine.kernels.grouped import pack_grouped, round_weight
 from aioengine.kernels.linear import PackedLinear, pack_linear
 from aioengine.models.fusion.packed_linear import own_layers, pack_layers
-from aioengine.models.fusion.tied_head import read_tables
+from aioengine.models.fusion.tied_head import pack_tables
 from aioengine.models.quantization.rounding import Rounding, round_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def differences(folder: Path, text: str, num_tokens: int) -> dict[str, dict[str,
         layers = own_layers(model, torch.nn.Linear).values()
         round_weights(model, model.base_model, layers, form, keep=False)
         pack_layers(model)
-        read_tables(model)
+        pack_tables(model)
         other = model(input_ids=ids).logits[0]
         error, log_q = (other - plain).abs() / largest, other.log_softmax(-1)
         found[name] = {

@@ -10,7 +10,7 @@ computes the same from weights that it makes floats again at each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -28,7 +28,6 @@ __all__ = [
     "TorchGroupedLinear",
     "can_group",
     "pack_grouped",
-    "read_rows",
     "round_inputs",
     "round_weight",
 ]
@@ -254,9 +253,3 @@ def pack_grouped(weight: GroupedWeight, bias: Tensor | None = None) -> PackedLin
             has_full_inputs=weight.has_full_inputs,
         )
     return TorchGroupedLinear(weight, bias)
-
-
-def read_rows(packed: PackedLinear) -> Callable[[Tensor], Tensor]:
-    """The function that reads outputs' weights of what `pack_grouped` made: [n] -> [n, in]."""
-    assert isinstance(packed, NativeLinear | TorchGroupedLinear)
-    return packed.rows

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu.library import LIBRARY
-from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear
+from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.layer_plan import Angles
 
 __all__ = ["DecodeParts", "DecodeQueue", "QueuedToken"]
@@ -61,8 +61,8 @@ class QueuedToken(NamedTuple):
 class DecodeParts:
     """The parts of a decoder, from token ids to logits.
 
-    `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, or a weight
-    in groups whose outputs they are; they are multiplied by `scale`. `places` [n, hidden]: a row of
+    `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, or a packed
+    weight whose outputs they are; they are multiplied by `scale`. `places` [n, hidden]: a row of
     which is added to a token's, by its position. `make_angles`: of positions [n], cosines and sines
     [n, dim] of each kind.
     """
@@ -71,7 +71,7 @@ class DecodeParts:
     table: Tensor | NativeLinear
     scale: float
     places: Tensor | None
-    head: NativeLinear | PlainLinear
+    head: NativeLinear
     make_angles: Callable[[Tensor], Sequence[Angles]]
 
 
@@ -217,9 +217,11 @@ class DecodeQueue:
         return True
 
 
-def _operands(table: Tensor | NativeLinear) -> tuple[Tensor, Tensor | None]:
-    """Embeddings as the operators take them, and factors of weights in groups."""
-    return table.operands[:2] if isinstance(table, NativeLinear) else (table, None)
+def _operands(table: Tensor | NativeLinear) -> tuple[Tensor, Tensor | None, int]:
+    """Embeddings as the operators take them: with factors of a packed weight, and how many."""
+    if isinstance(table, NativeLinear):
+        return *table.operands[:2], table.num_outputs
+    return table, None, len(table)
 
 
 @cache

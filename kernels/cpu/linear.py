@@ -15,7 +15,7 @@ from torch import Tensor
 from aioengine.kernels.cpu.library import has_bfloat16, instruction_set, is_available
 from aioengine.kernels.matmul import Activation
 
-__all__ = ["NativeLinear", "PlainLinear", "native_way", "reads_plain"]
+__all__ = ["NativeLinear", "native_way"]
 
 PANEL = 32
 """Outputs whose weights lie side by side."""
@@ -101,30 +101,13 @@ class NativeLinear:
         return self.operands[0].dim() == 1
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The weights [n, in] of the outputs `ids` [n], float32. Of a weight in groups."""
+        """The weights [n, in] of the outputs `ids` [n], float32."""
         packed, factors, _ = self.operands
         rows = ids.to(torch.int64).contiguous()
-        found: Tensor = torch.ops.aioengine_cpu.read_groups(packed, factors, rows)
+        found: Tensor = torch.ops.aioengine_cpu.read_outputs(
+            packed, factors, self.num_outputs, rows
+        )
         return found
-
-
-class PlainLinear:
-    """Multiplies with a weight [out, in] where PyTorch has it, which others may use meanwhile.
-
-    `bias` [out] is copied. Of what `reads_plain` takes; where the CPU multiplies bfloat16, the same
-    bits as a `NativeLinear` of it.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        _check_built()
-        self.num_outputs = len(weight)
-        self.operands = weight.detach(), None, _copied(bias)
-        self._multiply = torch.ops.aioengine_cpu.linear.default
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` [..., in] -> [..., out], of the weight's dtype both."""
-        out: Tensor = self._multiply(_rows(x), *self.operands, self.num_outputs)
-        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _check_built() -> None:
@@ -140,20 +123,6 @@ def _rows(x: Tensor) -> Tensor:
     """`x` [..., in] as [rows, in], with a row's numbers side by side."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def reads_plain(weight: Tensor) -> bool:
-    """Return whether `PlainLinear` takes a weight, and is the faster way."""
-    return (
-        weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and weight.device.type == "cpu"
-        and weight.dim() == 2
-        and weight.is_contiguous()
-        and weight.numel() > 0
-        and is_available()
-        and instruction_set() != "generic"  # without wide vectors, PyTorch's own
-        and not (_is_for_pairs(weight) and weight.shape[1] % PAIRED_INPUTS)  # oneDNN's
-    )
 
 
 def _is_for_pairs(weight: Tensor) -> bool:

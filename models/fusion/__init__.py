@@ -19,14 +19,14 @@ from aioengine.models.fusion.packed_conv1d import pack_convolutions
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
 from aioengine.models.fusion.routed_experts import route_experts
-from aioengine.models.fusion.tied_head import read_tables
+from aioengine.models.fusion.tied_head import pack_tables
 
 __all__ = ["DECODER_PASSES", "PASSES", "ROUTES", "fuse_layers"]
 
 PASSES: tuple[Callable[[nn.Module], int], ...] = (
     pack_layers,  # gives the matmuls that the passes after it fuse into
     pack_convolutions,  # the same for convolutions over time
-    read_tables,  # takes embeddings, and the heads that packing has left plain
+    pack_tables,  # takes the heads that have the embeddings' weight
     fuse_activations,  # joins packed matmuls with activations and gates
     fuse_norms,
     fuse_rotary,

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from aioengine.kernels.cpu.decode_queue import DecodeParts
 from aioengine.kernels.cpu.layer_operators import NativeOperators
-from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear
+from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.layer_plan import Angles, DecoderPlan
 from aioengine.models.fusion.packed_linear import Packed
-from aioengine.models.fusion.tied_head import TiedLinear
-from aioengine.models.quantization.grouped_layers import GroupedRows
+from aioengine.models.fusion.tied_head import PackedRows
 
 __all__ = ["find_decode_parts"]
 
@@ -52,12 +51,12 @@ def find_decode_parts(
 
 
 def _table(embedding: nn.Module | None) -> tuple[Tensor | NativeLinear, float] | None:
-    """Rows [vocab, hidden], plain or in groups, and what they are multiplied by."""
+    """Rows [vocab, hidden], plain or packed, and what they are multiplied by."""
     if not isinstance(embedding, nn.Embedding):
         return None
     weight = embedding.weight.detach()
     rows: object = weight
-    if isinstance(embedding, GroupedRows):
+    if isinstance(embedding, PackedRows):
         rows = embedding.packed
     elif not weight.is_contiguous():
         return None
@@ -70,9 +69,7 @@ def _table(embedding: nn.Module | None) -> tuple[Tensor | NativeLinear, float] |
     return (rows, float(number.to(weight.dtype))) if number.numel() == 1 else None
 
 
-def _head(module: nn.Module | None) -> NativeLinear | PlainLinear | None:
-    if isinstance(module, TiedLinear):
-        return module.matmul
+def _head(module: nn.Module | None) -> NativeLinear | None:
     if isinstance(module, Packed) and isinstance(module.packed, NativeLinear):
         return module.packed
     return None

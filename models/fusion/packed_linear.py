@@ -22,7 +22,7 @@ import inspect
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -35,7 +35,16 @@ from aioengine.models.fusion.layer_names import layer_names_of
 from aioengine.models.fusion.swap import swap
 from aioengine.models.quantization.grouped_layers import grouped_of, joined_groups, stand_in
 
-__all__ = ["Merged", "Pack", "Packed", "PackedPart", "leave_empty", "own_layers", "pack_layers"]
+__all__ = [
+    "Merged",
+    "Pack",
+    "Packed",
+    "PackedPart",
+    "leave_empty",
+    "own_layers",
+    "pack_layers",
+    "read_by_parents",
+]
 
 Pack = Callable[[Tensor, Tensor | None], PackedLinear | None]
 Layer = TypeVar("Layer", nn.Linear, nn.Conv1d, nn.Embedding)
@@ -140,15 +149,23 @@ def own_layers(
         for module in model.modules()
         if type(module) is kind and owners[id(module.weight)] == 1 and id(module) not in without
     }
+    for key in read_by_parents(model, found.values()):
+        del found[key]
+    return found
+
+
+def read_by_parents(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of those of `modules` whose weights a class computes with that holds them."""
+    wanted, found = set(map(id, modules)), set[int]()
     code: dict[type[nn.Module], str] = {}
     for parent in model.modules():
-        names = [name for name, child in parent.named_children() if id(child) in found]
+        names = [name for name, child in parent.named_children() if id(child) in wanted]
         owner = type(parent)
         if names and owner not in code:
             code[owner] = _code(owner)
         for name in names:
             if _is_of_torch(owner) or re.search(_READS_WEIGHT.format(name), code[owner]):
-                del found[id(getattr(parent, name))]
+                found.add(id(getattr(parent, name)))
     return found
 
 

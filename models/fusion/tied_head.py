@@ -1,65 +1,84 @@
-"""Embeddings, and output heads that share their weight.
+"""Embeddings, and output heads that share their weight: packed once, and both read that.
 
-A weight that is packed is somewhere else, and embeddings are read by rows: the head would take
-memory for a second time. So the kernels read a plain weight: for a single row as fast as a packed
-one, for many slower where the CPU has no tiles (docs/decisions/decode-queue.md), and faster than
-PyTorch's. A weight in groups is packed once, and both read that.
+A packed weight multiplies faster than a plain one, and an embedding is a row of it as well: its
+numbers lie apart, which takes a microsecond a token.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias
+
 from torch import Tensor, nn
 
-from aioengine.kernels.cpu.linear import PlainLinear, reads_plain
-from aioengine.kernels.grouped import pack_grouped
-from aioengine.kernels.linear import PackedLinear
-from aioengine.models.fusion.packed_linear import Packed, leave_empty
-from aioengine.models.fusion.swap import swap
-from aioengine.models.quantization.grouped_layers import GroupedRows, grouped_of, joined_groups
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.grouped import TorchGroupedLinear, pack_grouped
+from aioengine.kernels.linear import PackedLinear, pack_linear
+from aioengine.models.fusion.packed_linear import Packed, leave_empty, read_by_parents
+from aioengine.models.quantization.grouped_layers import grouped_of, joined_groups
 
-__all__ = ["TiedLinear", "read_tables"]
+__all__ = ["PackedRows", "pack_tables"]
+
+Readable: TypeAlias = NativeLinear | TorchGroupedLinear
 
 
-class TiedLinear(nn.Linear):
-    """Made of a linear layer by `read_tables`, never by itself."""
+class PackedRows(nn.Embedding):
+    """Embeddings that are read from a packed weight."""
 
-    matmul: PlainLinear
+    packed: Readable
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., in] -> [..., out]."""
-        return self.matmul(input)
+        """Ids [...] -> rows [..., hidden], in the dtype of the weight."""
+        rows = self.packed.rows(input.reshape(-1))
+        return rows.to(self.weight.dtype).view(*input.shape, -1)
 
 
-def read_tables(model: nn.Module) -> int:
-    """Let our kernels multiply with weights that are embeddings too, and read those in groups; how
-    many layers they serve."""
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+def pack_tables(model: nn.Module) -> int:
+    """Pack weights of embeddings that heads share or that are in groups; how many there are."""
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for weight in module._parameters.values():
+            if weight is not None:
+                owners[id(weight)].append(module)
     count = 0
-    for layer in model.modules():
-        if type(layer) is not nn.Linear or grouped_of(layer) is not None:
-            continue
-        if id(layer.weight) in tables and reads_plain(layer.weight):
-            swap(layer, TiedLinear, matmul=PlainLinear(layer.weight, layer.bias))
-            count += 1
-    return count + _pack_groups(model)
+    for modules in owners.values():
+        is_table = any(isinstance(each, nn.Embedding) for each in modules)
+        if is_table and all(map(_is_plain, modules)) and not read_by_parents(model, modules):
+            count += _pack(modules)
+    return count
 
 
-def _pack_groups(model: nn.Module) -> int:
-    packed: dict[int, PackedLinear] = {}  # by the weight that it is of
-    modules = [each for each in model.modules() if grouped_of(each) is not None]
+def _is_plain(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding):
+        return module.max_norm is None
+    return type(module) is nn.Linear
+
+
+def _pack(modules: Sequence[nn.Module]) -> bool:
+    """Pack the weight that all of them have; whether that is of use."""
+    heads = [each for each in modules if isinstance(each, nn.Linear)]
+    if len(heads) > 1 or (not heads and grouped_of(modules[0]) is None):
+        return False
+    packed = _packed(modules, heads[0].bias if heads else None)
+    if not isinstance(packed, Readable):
+        return False
     for module in modules:
-        assert isinstance(module, nn.Linear | nn.Embedding)
-        bias = module.bias if isinstance(module, nn.Linear) else None
-        key = id(grouped_of(module))
-        weight = joined_groups([module])
-        assert weight is not None
-        if key not in packed or bias is not None:
-            packed[key] = pack_grouped(weight, bias)
         if isinstance(module, nn.Linear):
-            leave_empty(module, Packed, packed=packed[key])
+            leave_empty(module, Packed, packed=packed)
             continue
+        assert isinstance(module, nn.Embedding)
         # What scales its rows calls the next class's `forward`: this one's.
         kind = type(module)
-        bases = (GroupedRows,) if kind is nn.Embedding else (kind, GroupedRows)
-        leave_empty(module, type(kind.__name__, bases, {}), packed=packed[key])
-    return len(modules)
+        bases = (PackedRows,) if kind is nn.Embedding else (kind, PackedRows)
+        leave_empty(module, type(kind.__name__, bases, {}), packed=packed)
+    return True
+
+
+def _packed(modules: Sequence[nn.Module], bias: Tensor | None) -> PackedLinear | None:
+    weight = joined_groups(modules[:1])
+    if weight is not None:
+        return pack_grouped(weight, bias)
+    plain = modules[0].weight
+    assert isinstance(plain, Tensor)
+    return pack_linear(plain, bias)

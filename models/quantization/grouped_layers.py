@@ -1,4 +1,4 @@
-"""Layers whose weights are known in groups: what passes look for, and embeddings read from them.
+"""Layers whose weights are known in groups, which passes look for.
 
 A layer keeps its plain weight until a pass packs it; `attach` says beside it what the weight is in
 groups, and a pass that finds this packs that.
@@ -12,11 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from aioengine.kernels.grouped import GroupedWeight, read_rows
-from aioengine.kernels.linear import PackedLinear
+from aioengine.kernels.grouped import GroupedWeight
 
 __all__ = [
-    "GroupedRows",
     "attach",
     "grouped_of",
     "joined_groups",
@@ -60,14 +58,3 @@ def stand_in(weight: Tensor) -> nn.Parameter:
     """A parameter of a weight's shape, dtype and device, which takes no memory; all NaN."""
     empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
     return nn.Parameter(empty.expand(weight.shape), requires_grad=False)
-
-
-class GroupedRows(nn.Embedding):
-    """Embeddings that are read from a packed weight in groups."""
-
-    packed: PackedLinear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Ids [...] -> rows [..., hidden], in the dtype of the weight."""
-        rows = read_rows(self.packed)(input.reshape(-1))
-        return rows.to(self.weight.dtype).view(*input.shape, -1)

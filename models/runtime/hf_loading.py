@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import snapshot_download
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.quantization.checkpoints import (
@@ -176,7 +176,8 @@ def _fetch(path: str | os.PathLike[str], revision: str | None) -> str:
     if os.path.isdir(path):
         return os.fspath(path)
     wanted = ["*.safetensors", "*.json"]
-    return snapshot_download(os.fspath(path), revision=revision, allow_patterns=wanted)
+    found: str = snapshot_download(os.fspath(path), revision=revision, allow_patterns=wanted)
+    return found
 
 
 def _heed_score_caps(model: nn.Module) -> None:

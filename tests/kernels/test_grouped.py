@@ -204,4 +204,4 @@ def test_what_was_not_packed_is_refused() -> None:
             torch.zeros(8, 64, dtype=torch.int8), torch.zeros(8, 2).half(), None, 5, 32, False
         )
     with pytest.raises(RuntimeError, match="row"):
-        torch.ops.aioengine_cpu.read_groups(packed, factors, torch.tensor([8]))
+        torch.ops.aioengine_cpu.read_outputs(packed, factors, 8, torch.tensor([8]))

@@ -1,4 +1,4 @@
-"""Heads that are tied to the embeddings, multiplied in place."""
+"""Heads that are tied to the embeddings: one packed weight, which both read."""
 
 from __future__ import annotations
 
@@ -10,89 +10,106 @@ import torch
 from torch import nn
 
 from aioengine.kernels.cpu import library
-from aioengine.kernels.cpu.linear import NativeLinear, PlainLinear, reads_plain
-from aioengine.models.fusion.packed_linear import pack_layers
-from aioengine.models.fusion.tied_head import TiedLinear, read_tables
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.models.fusion.packed_linear import Packed, pack_layers
+from aioengine.models.fusion.tied_head import PackedRows, pack_tables
 from tests.support.tiny import tiny_llama
 
 HAS_KERNELS = library.is_available() and library.instruction_set() != "generic"
-HAS_BFLOAT16 = library.is_available() and library.instruction_set() in ("avx512_bf16", "amx_bf16")
-needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="not multiplied here")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def model(is_tied: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
     return tiny_llama(dtype, hidden_size=64, tie_word_embeddings=is_tied)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
 def test_a_tied_head(dtype: torch.dtype) -> None:
     hf = model(True, dtype)
-    wanted = copy.deepcopy(hf)(input_ids=torch.arange(9)[None]).logits
+    plain = copy.deepcopy(hf)
+    wanted = plain(input_ids=torch.arange(9)[None]).logits
     pack_layers(hf)
     assert type(hf.lm_head) is nn.Linear, "it is not packed"
-    assert read_tables(hf) == HAS_KERNELS
-    assert isinstance(hf.lm_head, TiedLinear) == HAS_KERNELS
-    assert hf.lm_head.weight is hf.get_input_embeddings().weight, "there is one weight still"
+    assert pack_tables(hf) == HAS_KERNELS
+    assert isinstance(hf.lm_head, Packed) == HAS_KERNELS
+    embeddings = hf.get_input_embeddings()
+    assert isinstance(embeddings, PackedRows) == HAS_KERNELS
+    ids = torch.tensor([[3, 0, 98], [7, 7, 1]], dtype=torch.int32)
+    rows = embeddings(ids)
+    assert torch.equal(rows, plain.get_input_embeddings()(ids)), "rows are what they were"
     found = hf(input_ids=torch.arange(9)[None]).logits
-    bound = 3e-2 if dtype is torch.bfloat16 else 1e-5
+    bound = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(found, wanted, atol=bound * float(wanted.abs().max()), rtol=0)
 
 
 def test_a_head_of_its_own() -> None:
     hf = model(False)
-    assert read_tables(hf) == 0 and type(hf.lm_head) is nn.Linear
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 70, 300])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (33, 64), (100, 96), (320, 2048)])
-def test_the_bits_of_a_packed_weight(outputs: int, inputs: int, rows: int, bias: bool) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(outputs, inputs).to(torch.bfloat16)
-    shift = torch.randn(outputs).to(torch.bfloat16) if bias else None
-    wide = torch.randn(rows, 1, inputs + 5).to(torch.bfloat16)
-    x = wide[..., 3:-2]
-    found = PlainLinear(weight, shift)(x)
-    assert found.shape == (rows, 1, outputs)
-    assert torch.equal(found, NativeLinear(weight, shift)(x))
-    assert torch.equal(PlainLinear(weight, shift)(x[:1]), found[:1]), "a row has no company"
+    assert pack_tables(hf) == 0 and type(hf.lm_head) is nn.Linear
+    assert type(hf.get_input_embeddings()) is nn.Embedding
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="no wide vectors here")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 3), (33, 64), (100, 97), (71, 300), (40, 16)])
-def test_the_sums_of_a_plain_weight(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and HAS_BFLOAT16:
-        inputs = -(-inputs // 32) * 32
-    torch.manual_seed(0)
-    weight = torch.randn(outputs, inputs).to(dtype)
-    shift = torch.randn(outputs).to(dtype)
-    x = torch.randn(13, inputs + 5).to(dtype)[:, 3:-2]
-    plain = PlainLinear(weight, shift)
-    found = plain(x)
-    exact = nn.functional.linear(x.double(), weight.double(), shift.double())
-    bound = 2 * torch.finfo(dtype).eps * float(exact.abs().max())
-    torch.testing.assert_close(found.double(), exact, atol=bound, rtol=0)
-    for count in (1, 2, 3, 5, 8):
-        assert torch.equal(plain(x[:count]), found[:count]), "a row has no company"
+@torch.inference_mode()
+def test_rows_that_are_scaled() -> None:
+    """A class of embeddings goes on with what it does to rows."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 3
+
+    hf = model(True, torch.float32)
+    scaled = Scaled(*hf.get_input_embeddings().weight.shape)
+    scaled.weight = hf.lm_head.weight
+    hf.set_input_embeddings(scaled)
+    wanted = scaled(torch.arange(5))
+    assert pack_tables(hf) == 1
+    assert isinstance(scaled, PackedRows) and isinstance(scaled, Scaled)
+    assert torch.equal(scaled(torch.arange(5)), wanted)
 
 
-def test_which_weights_are_read() -> None:
-    weight = torch.zeros(64, 64, dtype=torch.bfloat16)
-    assert reads_plain(weight) == reads_plain(weight.float()) == HAS_KERNELS
-    assert reads_plain(weight[:, :48].contiguous()) == (HAS_KERNELS and not HAS_BFLOAT16)
-    for other in (weight.double(), weight[:, :40], weight[:0], weight[0]):
-        assert not reads_plain(other)
-    assert not reads_plain(weight.to("meta"))
+class ReadsItself(nn.Module):
+    """Computes with the weight of its embeddings, instead of calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 64)
+        self.head = nn.Linear(64, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table.weight)
 
 
-@needs_bfloat16
-def test_others_are_refused() -> None:
-    operator, x = torch.ops.aioengine_cpu.linear, torch.zeros(2, 64, dtype=torch.bfloat16)
-    weight = torch.zeros(64, 64, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="fit"):
-        operator(x, weight, None, None, 40)
-    with pytest.raises(RuntimeError, match="plain"):
-        operator(x, weight, None, None, 64, 1, True)
+class HasAnotherUse(nn.Module):
+    """Has a weight in a third role."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 64)
+        self.head = nn.Linear(64, 40, bias=False)
+        self.head.weight = self.table.weight
+        self.kept = self.table.weight
+
+
+@pytest.mark.parametrize("make", [ReadsItself, HasAnotherUse, lambda: nn.Embedding(40, 64)])
+def test_what_is_left_alone(make: Any) -> None:
+    assert pack_tables(make()) == 0
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(33, 64), (70, 33), (1, 32)])
+def test_outputs_of_packed_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = torch.randn(shape).to(dtype)
+    ids = torch.tensor([0, shape[0] - 1, 0])
+    assert torch.equal(NativeLinear(weight).rows(ids).to(dtype), weight[ids])
+    operator = torch.ops.aioengine_cpu.read_outputs
+    assert torch.equal(operator(weight, None, shape[0], ids).to(dtype), weight[ids])
+    for wrong in (-1, shape[0]):
+        with pytest.raises(RuntimeError, match="row"):
+            operator(weight, None, shape[0], torch.tensor([wrong]))
+    with pytest.raises(RuntimeError, match="outputs"):
+        operator(weight, None, shape[0] + 1, ids)
+    with pytest.raises(RuntimeError, match="float32"):
+        operator(weight.double(), None, shape[0], ids)

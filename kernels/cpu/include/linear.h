@@ -29,8 +29,7 @@ struct Linear {
     const float* input;   // the same as floats, rows `input_stride` apart
     int64_t input_stride;
     const void* packed;   // [panels, depth, PANEL], or in pairs [panels, depth / 2, PANEL, 2]
-    bool is_plain;        // `packed` is [outputs, depth], as PyTorch has it
-    bool is_paired;       // it lies in pairs, or is plain
+    bool is_paired;       // it lies in pairs
     Groups groups;        // of a weight of 4 or 8 bits
     const float* scales;  // [outputs], or null: multiplies what an output adds up to
     const float* bias;    // [outputs], or null

@@ -49,7 +49,8 @@ int64_t now_ns() {
 struct Decoder {
     const Decoder* self;  // a copy of the bytes is no decoder
     Tensor plan, table;
-    std::optional<Tensor> factors;  // of a table in groups
+    std::optional<Tensor> factors;  // of a table that is packed
+    int64_t vocab;
     double scale;  // of embeddings
     std::optional<Tensor> positions;  // whose row is added to a token's embedding
     PlannedMatmul head;
@@ -90,39 +91,6 @@ float number_at(DType dtype, const char* x, int64_t i) {
     if (dtype == DType::Float32) return reinterpret_cast<const float*>(x)[i];
     return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(x)[i]) << 16);
 }
-
-// Embeddings: plain ones [vocab, hidden], or in groups.
-struct Embeddings {
-    const char* rows;  // or null
-    Groups groups;
-    const float* factors;
-    int64_t vocab, hidden;
-
-    Embeddings(const Tensor& table, const std::optional<Tensor>& factors_of_outputs)
-        : rows(nullptr), groups{}, factors(read_floats(factors_of_outputs, 1, "factors")) {
-        if (table.dim() == 2) {
-            rows = static_cast<const char*>(table.const_data_ptr());
-            vocab = table.size(0);
-            hidden = table.size(1);
-            return;
-        }
-        const auto [found, head] = groups_of(table);
-        groups = found;
-        vocab = head.outputs;
-        hidden = head.depth;
-        STD_TORCH_CHECK(!factors || factors_of_outputs->numel() == vocab, "factors are of outputs");
-    }
-
-    // `floats`: room for a row.
-    void read(int64_t token, DType dtype, int64_t row_bytes, float* floats, char* to) const {
-        if (rows) {
-            std::memcpy(to, rows + token * row_bytes, row_bytes);
-            return;
-        }
-        read_grouped_row(groups, factors, token, hidden, floats);
-        change_row(dtype, to, hidden, [&](int64_t k, float) { return floats[k]; });
-    }
-};
 
 Places places_of_group(
     Program& program, const int32_t* sequences, int64_t count, const int32_t* table, int64_t width,
@@ -174,8 +142,8 @@ void Decoder::run(int64_t index) {
     Team& team = own_team();
     Program& program = team.begin();
     Builder builder(team, program, caches[0]);
-    const Embeddings embeddings(table, factors);
-    const int64_t hidden = embeddings.hidden, row_bytes = hidden * builder.size();
+    const WeightRows embeddings(table, factors, vocab);
+    const int64_t hidden = embeddings.depth(), row_bytes = hidden * builder.size();
     float* floats = static_cast<float*>(program.take(hidden * sizeof(float)));
     char* x = static_cast<char*>(program.take(count * row_bytes));
     std::vector<Angles> turned;
@@ -186,9 +154,14 @@ void Decoder::run(int64_t index) {
         const int32_t* sequence = sequences + i * SEQUENCE_WORDS;
         const int64_t before = std::min<int64_t>(-1 - int64_t{sequence[0]}, last.numel() - 1);
         const int64_t token = sequence[0] < 0 ? sampled[before] : sequence[0];
-        STD_TORCH_CHECK(0 <= token && token < embeddings.vocab, "there is no such token");
+        STD_TORCH_CHECK(0 <= token && token < vocab, "there is no such token");
         char* row = x + i * row_bytes;
-        embeddings.read(token, type, row_bytes, floats, row);
+        if (embeddings.is_grouped()) {
+            embeddings.read(token, floats);
+            change_row(type, row, hidden, [&](int64_t k, float) { return floats[k]; });
+        } else {
+            embeddings.copy(token, row);
+        }
         if (scale != 1)
             change_row(type, row, hidden, [&](int64_t, float each) { return each * static_cast<float>(scale); });
         if (positions) {
@@ -268,25 +241,24 @@ Decoder& decoder_of(const Tensor& packed) {
 }  // namespace
 
 Tensor pack_decoder(
-    const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, double scale,
-    const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
+    const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, int64_t vocab,
+    double scale, const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
     int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event) {
     check_step(plan_of(plan), caches.size(), is_cross.size());
     STD_TORCH_CHECK(!caches.empty(), "there are no caches");
     const DType dtype = dtype_of(caches[0], *dispatch_table().attention);
-    const Embeddings embeddings(table, factors);
-    check_close(table, embeddings.rows ? 2 : 1, "table");
+    const WeightRows embeddings(table, factors, vocab);
     STD_TORCH_CHECK(
-        table.is_contiguous() && (!embeddings.rows || table.scalar_type() == caches[0].scalar_type()),
-        "table must be contiguous, and of the dtype of the caches or in groups");
+        embeddings.is_grouped() || table.scalar_type() == caches[0].scalar_type(),
+        "table must be of the dtype of the caches, or in groups");
     STD_TORCH_CHECK(
-        (scale == 1 && !positions && embeddings.rows) || dtype != DType::Float16,
+        (scale == 1 && !positions && !embeddings.is_grouped()) || dtype != DType::Float16,
         "embeddings of float16 are in no groups, and neither scaled nor added to");
     if (positions) {
         check_close(*positions, 2, "positions");
         STD_TORCH_CHECK(
-            positions->is_contiguous() && positions->size(1) == embeddings.hidden &&
+            positions->is_contiguous() && positions->size(1) == embeddings.depth() &&
                 positions->scalar_type() == caches[0].scalar_type(),
             "positions must be contiguous, of the table's width and the caches' dtype");
     }
@@ -310,7 +282,7 @@ Tensor pack_decoder(
             results.size(1) == RESULT_TIMES + last.numel(),
         "steps must be int32, choices float64, results and last int64, of one number of steps and sequences");
     std::unique_ptr<Decoder> decoder(new Decoder{
-        nullptr, plan, table, factors, scale, positions, {head, scales, bias, outputs}, std::move(caches),
+        nullptr, plan, table, factors, vocab, scale, positions, {head, scales, bias, outputs}, std::move(caches),
         std::move(angles), std::move(is_cross), steps, choices, results, last, static_cast<int>(event)});
     decoder->self = decoder.get();
     const std::array<int64_t, 1> bytes{sizeof(Decoder)}, strides{1};

@@ -3,9 +3,6 @@
 // lies in panels as in linear.cpp, but inputs lie two by two: [panels, depth / 2, PANEL, 2], which
 // is what both of them read.
 //
-// A plain weight, whose rows lie where PyTorch has them, can be the other side of a tile's matmul: its
-// rows are a tile's rows then, and rows of x its columns. Without tiles a panel of it is transposed.
-//
 // Compiled once for each of the two.
 
 #include "linear.h"
@@ -26,10 +23,8 @@ using aioengine::PANEL;
 // bytes of x that stay in the second cache meanwhile.
 #if defined(__AMX_BF16__)
 constexpr int64_t UNIT_ROWS = 32, BLOCK_ROWS = 32, PIECE_BYTES = 1 << 20;
-constexpr bool READS_IN_PLACE = true;  // plain weights
 #else
 constexpr int64_t UNIT_ROWS = 12, BLOCK_ROWS = 48, PIECE_BYTES = 5 << 17;
-constexpr bool READS_IN_PLACE = false;
 #endif
 
 static const BFloat16* rows_of(const Linear& a, int64_t row) {
@@ -59,11 +54,6 @@ static void shape_for(int64_t rows) {
 // tile's 16 rows lie side by side then, and not as far apart as would make them compete for a few
 // places in the first cache.
 static void arrange(const Linear& a, int64_t first_row, int64_t last_row, BFloat16* to) {
-    if (a.is_plain) {
-        const auto row_at = [&](int64_t r) { return rows_of(a, first_row + r); };
-        arrange_query(row_at, last_row - first_row, a.depth, to);
-        return;
-    }
     for (int64_t first = first_row; first < last_row; first += BLOCK_ROWS) {
         const int64_t left = last_row - first, rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         const BFloat16* x = rows_of(a, first);
@@ -116,56 +106,11 @@ static void add_up_tiles(const BFloat16* x, const Panel& panel, bool is_near, fl
     }
 }
 
-// The same of plain weights [PANEL, depth], with a block of rows as `arrange_query` leaves it. To the same
-// bits, as a tile adds up its products by pairs of inputs either way.
-static void add_up_plain(
-    const BFloat16* x, int64_t rows, const Panel& panel, float* sums) {
-    const BFloat16* weights = (const BFloat16*)panel.weights;
-    const int64_t depth = panel.depth;
-    Prefetch next = panel.after(0, depth, depth / PAIRED_DEPTH);
-    const int64_t bytes = depth * (int64_t)sizeof(BFloat16);
-    for (int64_t first = 0; first < rows; first += TILE, x += TILE * depth) {
-        settle(x);
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t k = 0; k < depth; k += PAIRED_DEPTH) {
-            if (first == 0) next.prefetch_next();
-            _tile_loadd(6, weights + k, bytes);
-            _tile_loadd(4, x + k * TILE, LINE);
-            _tile_loadd(7, weights + TILE * depth + k, bytes);
-            _tile_dpbf16ps(0, 6, 4);
-            _tile_dpbf16ps(1, 7, 4);
-        }
-        float columns[PANEL * TILE] __attribute__((aligned(64)));
-        _tile_stored(0, columns, LINE);
-        _tile_stored(1, columns + TILE * TILE, LINE);
-        for (int64_t half = 0; half < PANEL; half += TILE) {
-            __m512i rows_of_sums[TILE];
-            memcpy(rows_of_sums, columns + half * TILE, sizeof rows_of_sums);
-            transpose(rows_of_sums);
-            for (int64_t r = 0; r < TILE; ++r)
-                memcpy(sums + (first + r) * PANEL + half, &rows_of_sums[r], LINE);
-        }
-    }
-}
-
-// One panel of plain weights; of the last one, which may have fewer rows, a copy at `copy`.
-static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
-    const BFloat16* weights = panel_of(a, panel);
-    const int64_t left = a.outputs - panel * PANEL;
-    if (left >= PANEL) return weights;
-    memcpy(copy, weights, left * a.depth * sizeof(BFloat16));
-    memset(copy + left * a.depth, 0, (PANEL - left) * a.depth * sizeof(BFloat16));
-    return copy;
-}
-
 template <class Done>
 static void add_up(
-    const Linear& a, int64_t, const BFloat16* x, int64_t rows, const Panel& panel, bool is_near,
+    const Linear&, int64_t, const BFloat16* x, int64_t rows, const Panel& panel, bool is_near,
     float* sums, const Done& done) {
-    if (a.is_plain)
-        add_up_plain(x, rows, panel, sums);
-    else if (rows <= TILE)
+    if (rows <= TILE)
         add_up_tiles<false>(x, panel, is_near, sums);
     else
         add_up_tiles<true>(x, panel, is_near, sums);
@@ -173,19 +118,6 @@ static void add_up(
 }
 
 #else
-
-// One panel of plain weights, transposed at `copy` to lie as packed ones do. Prefetches the next one meanwhile.
-static const BFloat16* plain_panel(const Linear& a, int64_t panel, BFloat16* copy) {
-    const int64_t left = a.outputs - panel * PANEL;
-    for (int64_t first = 0; first < PANEL; first += TILE) {
-        const BFloat16* rows = panel_of(a, panel) + first * a.depth;
-        for (int64_t k = 0; k < a.depth; k += PAIRED_DEPTH) {
-            for (int64_t i = 0; i < TILE; ++i) prefetch(rows + (PANEL + i) * a.depth + k, LINE);
-            transpose_block(rows + k, a.depth, left - first, PANEL, copy + k * PANEL + 2 * first);
-        }
-    }
-    return copy;
-}
 
 // Inputs between two times of asking: a few lines at a time, or they keep loads waiting.
 constexpr int64_t ASKING_DEPTH = 4;
@@ -281,7 +213,7 @@ static int64_t most_rows(const Linear& a) {
 
 // Where what is to be written of a piece lies in the scratch, as bfloat16: behind its rows.
 static int64_t results_at(const Linear& a) {
-    return ROWS_AT + (whole_blocks(most_rows(a)) + (a.is_plain ? PANEL : 0)) * a.depth / 2;
+    return ROWS_AT + whole_blocks(most_rows(a)) * a.depth / 2;
 }
 
 static int64_t scratch_floats(const Linear& a) {
@@ -300,18 +232,14 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
     known[1] = p.has_next ? p.panel + 2 : 0;
     memcpy(scratch, known, sizeof known);
     const BFloat16* weights = panel_of(a, p.panel);
-    if (a.is_plain)
-        weights = plain_panel(a, p.panel, arranged + whole_blocks(p.last_row - p.first_row) * a.depth);
     for (int64_t index = 0; index < count; ++index) {
         const int64_t first = p.first_row + index * BLOCK_ROWS, left = p.last_row - first;
         const int64_t rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         const BFloat16* x = arranged + index * BLOCK_ROWS * a.depth;
-        const int64_t shape = a.is_plain ? BLOCK_ROWS : rows;
-        if (shape != shaped) shape_for(shaped = shape);
+        if (rows != shaped) shape_for(shaped = rows);
         const bool is_near = was_prefetched || index > 0;
         constexpr int64_t bytes = PANEL * sizeof(BFloat16);
-        const bool has_next = p.has_next && (READS_IN_PLACE || !a.is_plain);
-        Panel panel = {weights, a.depth, bytes, has_next, index, count, a.places_at_once};
+        Panel panel = {weights, a.depth, bytes, p.has_next, index, count, a.places_at_once};
         const auto round_rows = [&](int64_t begin, int64_t count) {
             const int64_t row = first + begin;
             round_sums(

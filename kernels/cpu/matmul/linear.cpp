@@ -131,97 +131,6 @@ static void add_up(
     scale_and_shift(a, panel, rows, sums);
 }
 
-// totals[r][c] = input[r] . weights[c] over `depth`, for ROWS rows and OUTPUTS rows of weights.
-//
-// Each has its own sum, in the same order whatever the tile: vector by vector, DEPTH at a time.
-template <int ROWS, int OUTPUTS, class T>
-static inline void multiply_plain_tile(
-    const float* input, int64_t stride, const T* weights, int64_t depth, float* totals) {
-    constexpr int64_t LINE_NUMBERS = LINE / sizeof(T);
-    Floats total[ROWS][OUTPUTS] = {};
-    const int64_t whole = depth / WIDTH * WIDTH;
-    for (int64_t first = 0; first < whole; first += DEPTH) {
-        const int64_t last = lesser(first + DEPTH, whole);
-        Floats s[ROWS][OUTPUTS];
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-            for (int c = 0; c < OUTPUTS; ++c) s[r][c] = Floats{};
-        for (int64_t line = first; line < last; line += LINE_NUMBERS) {
-            // The rows that come next lie behind these.
-#pragma GCC unroll 8
-            for (int c = 0; c < OUTPUTS; ++c)
-                __builtin_prefetch(weights + (c + OUTPUTS) * depth + line, 0, 2);
-            for (int64_t k = line; k < lesser(line + LINE_NUMBERS, last); k += WIDTH) {
-                Floats w[OUTPUTS];
-#pragma GCC unroll 8
-                for (int c = 0; c < OUTPUTS; ++c) w[c] = load(weights + c * depth + k);
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; ++r) {
-                    const Floats x = load(input + r * stride + k);
-#pragma GCC unroll 8
-                    for (int c = 0; c < OUTPUTS; ++c) s[r][c] += x * w[c];
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-            for (int c = 0; c < OUTPUTS; ++c) total[r][c] += s[r][c];
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < OUTPUTS; ++c) {
-            float found = sum_of_halves(total[r][c]);
-            for (int64_t k = whole; k < depth; ++k)
-                found += input[r * stride + k] * to_float(weights[c * depth + k]);
-            totals[r * PANEL + c] = found;
-        }
-}
-
-// The rows of a piece times `count` rows of weights.
-template <class T>
-static void multiply_plain(
-    const float* input, int64_t stride, int64_t rows, const T* weights, int64_t depth, int64_t count,
-    float* sums) {
-    // Rows of weights that a tile has, of which the fewer the more rows of input share them.
-    for (int64_t c = 0; c < count;) {
-        const T* w = weights + c * depth;
-        const bool is_wide = c + 8 <= count;
-        for (int64_t r = 0; r < rows;) {
-            const float* x = input + r * stride;
-            float* to = sums + r * PANEL + c;
-            if (!is_wide) {
-                multiply_plain_tile<1, 1>(x, stride, w, depth, to);
-                r += 1;
-            } else if (r + 4 <= rows) {
-                for (int i = 0; i < 8; i += 2)
-                    multiply_plain_tile<4, 2>(x, stride, w + i * depth, depth, to + i);
-                r += 4;
-            } else if (r + 2 <= rows) {
-                for (int i = 0; i < 8; i += 4)
-                    multiply_plain_tile<2, 4>(x, stride, w + i * depth, depth, to + i);
-                r += 2;
-            } else {
-                multiply_plain_tile<1, 8>(x, stride, w, depth, to);
-                r += 1;
-            }
-        }
-        c += is_wide ? 8 : 1;
-    }
-}
-
-// The same as `add_up` of weights as PyTorch has them, [outputs, depth].
-template <class T>
-static void add_up_plain(const Linear& a, const LinearPiece& p, float* sums) {
-    const int64_t rows = p.last_row - p.first_row;
-    memset(sums, 0, rows * PANEL * sizeof(float));
-    multiply_plain(
-        a.input + p.first_row * a.input_stride, a.input_stride, rows,
-        (const T*)a.packed + p.panel * PANEL * a.depth, a.depth,
-        lesser(PANEL, a.outputs - p.panel * PANEL), sums);
-    scale_and_shift(a, p.panel, rows, sums);
-}
-
 static inline Floats lowest_of(const Groups& g, const GroupAt& at, int64_t first, Floats scale) {
     if (g.lowest == Lowest::Leasts) return load_lowest<Lowest::Leasts>(at.lowest, first, scale);
     if (g.lowest == Lowest::Zeros) return load_lowest<Lowest::Zeros>(at.lowest, first, scale);
@@ -281,10 +190,7 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
     float* others = scratch + RESULTS_AT;
     float* wide = others + LINEAR_ROWS * PANEL;
     const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
-    if (a.is_plain)
-        add_up_plain<T>(a, p, sums);
-    else
-        add_up<T>(a, p, p.panel, wide, sums);
+    add_up<T>(a, p, p.panel, wide, sums);
     activate<false>(a.activation, num_sums, sums);
     if (a.gate_panels) {
         add_up<T>(a, p, p.panel + a.gate_panels, wide, others);

@@ -40,6 +40,30 @@ const char* check_groups(const Tensor& tensor, int64_t outputs, int64_t count, S
     return static_cast<const char*>(tensor.const_data_ptr());
 }
 
+void read_grouped_row(const Groups& g, const float* factors, int64_t output, int64_t depth, float* to) {
+    const float factor = factors ? factors[output] : 1.0f;
+    const uint8_t* panel = g.panel(output / PANEL);
+    const int64_t column = output % PANEL;
+    for (int64_t first = 0; first < depth; first += g.group) {
+        const GroupAt at(g, panel, first / g.group);
+        uint16_t half, least = 0;
+        std::memcpy(&half, at.scales + column * 2, 2);
+        const float scale = float_of_half(half);
+        float low = g.bits == 4 ? -MIDDLE * scale : 0;
+        if (g.lowest == Lowest::Zeros) low = at.lowest[column] * (scale * -ZERO_STEP);
+        if (g.lowest == Lowest::Leasts) {
+            std::memcpy(&least, at.lowest + column * 2, 2);
+            low = float_of_half(least);
+        }
+        for (int64_t k = first; k < std::min(first + g.group, depth); ++k) {
+            const auto [byte, is_upper] = place_of(g, column, k);
+            const uint8_t bits = panel[byte];
+            const int number = g.bits == 8 ? static_cast<int8_t>(bits) : (is_upper ? bits >> 4 : bits & 15);
+            to[k] = (number * scale + low) * factor;
+        }
+    }
+}
+
 }  // namespace
 
 Tensor pack_groups(
@@ -117,41 +141,73 @@ std::pair<Groups, GroupedHead> groups_of(const Tensor& packed) {
     return {g, head};
 }
 
-void read_grouped_row(const Groups& g, const float* factors, int64_t output, int64_t depth, float* to) {
-    const float factor = factors ? factors[output] : 1.0f;
-    const uint8_t* panel = g.panel(output / PANEL);
-    const int64_t column = output % PANEL;
-    for (int64_t first = 0; first < depth; first += g.group) {
-        const GroupAt at(g, panel, first / g.group);
-        uint16_t half, least = 0;
-        std::memcpy(&half, at.scales + column * 2, 2);
-        const float scale = float_of_half(half);
-        float low = g.bits == 4 ? -MIDDLE * scale : 0;
-        if (g.lowest == Lowest::Zeros) low = at.lowest[column] * (scale * -ZERO_STEP);
-        if (g.lowest == Lowest::Leasts) {
-            std::memcpy(&least, at.lowest + column * 2, 2);
-            low = float_of_half(least);
+WeightRows::WeightRows(const Tensor& weight, const std::optional<Tensor>& scales, int64_t outputs)
+    : outputs_(outputs), scales_(read_floats(scales, 1, "scales")), type_(weight.scalar_type()),
+      dims_(weight.dim()) {
+    STD_TORCH_CHECK(!scales_ || scales->numel() == outputs, "scales are of outputs");
+    if (dims_ == 1) {
+        const auto [groups, head] = groups_of(weight);
+        groups_ = groups;
+        depth_ = head.depth;
+        STD_TORCH_CHECK(head.outputs == outputs, "packed has other outputs");
+        return;
+    }
+    STD_TORCH_CHECK(
+        weight.is_cpu() && weight.is_contiguous() && 2 <= dims_ && dims_ <= 4 &&
+            (type_ == ScalarType::Float || type_ == ScalarType::BFloat16 || type_ == ScalarType::Half),
+        "a weight must be packed, or contiguous float32, bfloat16 or float16 on the CPU");
+    const int64_t rows = weight.size(0) * (dims_ == 2 ? 1 : PANEL);
+    STD_TORCH_CHECK(
+        0 < outputs && outputs <= rows && (dims_ == 2 || weight.size(2) == PANEL), "packed has other outputs");
+    depth_ = weight.size(1) * (dims_ == 4 ? 2 : 1);
+    numbers_ = static_cast<const char*>(weight.const_data_ptr());
+}
+
+int64_t WeightRows::place(int64_t output, int64_t input) const {
+    if (dims_ == 2) return output * depth_ + input;
+    const int64_t pair = dims_ == 4 ? 2 : 1, panel = output / PANEL, column = output % PANEL;
+    return (panel * depth_ + input / pair * pair) * PANEL + column * pair + input % pair;
+}
+
+void WeightRows::read(int64_t output, float* to) const {
+    if (!numbers_) return read_grouped_row(groups_, scales_, output, depth_, to);
+    for (int64_t k = 0; k < depth_; ++k) {
+        const int64_t at = place(output, k);
+        if (type_ == ScalarType::Float) {
+            to[k] = reinterpret_cast<const float*>(numbers_)[at];
+            continue;
         }
-        for (int64_t k = first; k < std::min(first + g.group, depth); ++k) {
-            const auto [byte, is_upper] = place_of(g, column, k);
-            const uint8_t bits = panel[byte];
-            const int number = g.bits == 8 ? static_cast<int8_t>(bits) : (is_upper ? bits >> 4 : bits & 15);
-            to[k] = (number * scale + low) * factor;
-        }
+        const uint16_t bits = reinterpret_cast<const uint16_t*>(numbers_)[at];
+        to[k] = type_ == ScalarType::Half ? float_of_half(bits)
+                                          : std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
     }
 }
 
-Tensor read_groups(const Tensor& packed, const std::optional<Tensor>& scales, const Tensor& rows) {
-    const auto [g, head] = groups_of(packed);
+void WeightRows::copy(int64_t output, void* to) const {
+    if (dims_ == 2) {
+        const int64_t bytes = depth_ * (type_ == ScalarType::Float ? 4 : 2);
+        std::memcpy(to, numbers_ + output * bytes, bytes);
+        return;
+    }
+    for (int64_t k = 0; k < depth_; ++k) {
+        const int64_t at = place(output, k);
+        if (type_ == ScalarType::Float)
+            static_cast<uint32_t*>(to)[k] = reinterpret_cast<const uint32_t*>(numbers_)[at];
+        else
+            static_cast<uint16_t*>(to)[k] = reinterpret_cast<const uint16_t*>(numbers_)[at];
+    }
+}
+
+Tensor read_outputs(
+    const Tensor& packed, const std::optional<Tensor>& scales, int64_t outputs, const Tensor& rows) {
+    const WeightRows weights(packed, scales, outputs);
     check_close(rows, 1, "rows");
-    const int64_t* which = read_rows(rows, head.outputs);
-    const float* factors = read_floats(scales, 1, "scales");
-    STD_TORCH_CHECK(!factors || scales->numel() == head.outputs, "scales are of outputs");
-    const int64_t count = rows.numel(), depth = head.depth;
+    const int64_t* which = read_rows(rows, outputs);
+    const int64_t count = rows.numel(), depth = weights.depth();
     Tensor out = torch::stable::new_empty(rows, {count, depth}, ScalarType::Float);
     float* to = static_cast<float*>(out.mutable_data_ptr());
-    share_out(count, count, 1, [&, g = g](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) read_grouped_row(g, factors, which[i], depth, to + i * depth);
+    share_out(count, count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) weights.read(which[i], to + i * depth);
     });
     return out;
 }

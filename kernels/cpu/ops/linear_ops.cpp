@@ -85,30 +85,24 @@ void set_groups(Linear& a, const Weight& weight, int64_t depth) {
     a.packed = groups.first;
 }
 
-// Tells it a plain weight, or one in panels.
-void set_panels(Linear& a, const Weight& weight, int64_t depth, bool is_gated) {
+// Tells it one in panels.
+void set_panels(Linear& a, const Weight& weight, int64_t depth) {
     const Tensor& packed = weight.packed;
-    const int64_t outputs = weight.outputs;
     const DispatchTable& table = dispatch_table();
-    const bool is_plain = packed.dim() == 2;
-    const bool is_pairwise = table.bf16_gemm && a.dtype == DType::BFloat16 &&
-                             packed.scalar_type() == ScalarType::BFloat16;
-    const bool is_paired = is_plain ? is_pairwise && packed.size(1) % PAIRED_DEPTH == 0 : packed.dim() == 4;
-    check_close(packed, is_plain ? 2 : (is_paired ? 4 : 3), "packed");
+    const bool is_paired = packed.dim() == 4;
+    check_close(packed, is_paired ? 4 : 3, "packed");
+    STD_TORCH_CHECK(packed.is_contiguous() && packed.size(2) == PANEL, "packed is not packed");
+    const int64_t panels = packed.size(0), outputs = weight.outputs;
     STD_TORCH_CHECK(
-        packed.is_contiguous() && (is_plain || packed.size(2) == PANEL), "packed is not packed");
-    const int64_t panels = is_plain ? (outputs + PANEL - 1) / PANEL : packed.size(0);
-    STD_TORCH_CHECK(
-        packed.size(1) * (is_paired && !is_plain ? 2 : 1) == depth && outputs <= panels * PANEL &&
-            outputs > (panels - 1) * PANEL && (!is_plain || packed.size(0) == outputs),
+        packed.size(1) * (is_paired ? 2 : 1) == depth && outputs <= panels * PANEL &&
+            outputs > (panels - 1) * PANEL,
         "x and packed do not fit each other");
-    STD_TORCH_CHECK(!is_plain || !is_gated, "outputs of plain weights are not gated");
     STD_TORCH_CHECK(
-        !is_paired || is_pairwise,
+        !is_paired || (table.bf16_gemm && a.dtype == DType::BFloat16 &&
+                       packed.scalar_type() == ScalarType::BFloat16),
         "weights in pairs are multiplied with bfloat16, where the CPU has instructions for them");
     a.weights = weights_of(packed, *table.attention);
     a.packed = packed.const_data_ptr();
-    a.is_plain = is_plain;
     a.is_paired = is_paired;
 }
 
@@ -122,7 +116,7 @@ Linear linear_of(
     if (packed.dim() == 1)
         set_groups(a, weight, depth);
     else
-        set_panels(a, weight, depth, is_gated);
+        set_panels(a, weight, depth);
     a.scales = read_floats(scales, 1, "scales");
     a.bias = read_floats(bias, 1, "bias");
     for (const auto* each : {&scales, &bias})

@@ -46,8 +46,8 @@ Attention attention_of(
     int64_t num_tokens, int64_t heads, const std::optional<Tensor>& sinks, int64_t window,
     bool is_causal);
 
-// A weight as `pack_panels` or `pack_groups` has made it, of which `outputs` are not padding, or a plain one
-// [outputs, depth]; and what goes with it.
+// A weight as `pack_panels` or `pack_groups` has made it, of which `outputs` are not padding, and what goes with
+// it.
 struct Weight {
     const Tensor& packed;
     const std::optional<Tensor>&scales, &bias;
@@ -73,11 +73,33 @@ Tensor pack_groups(
 // What `pack_groups` has returned. Raises for anything else.
 std::pair<Groups, GroupedHead> groups_of(const Tensor& packed);
 
-// An output's weights [depth], times its factor of `factors` [outputs], or null.
-void read_grouped_row(const Groups& groups, const float* factors, int64_t output, int64_t depth, float* to);
+// The weights of outputs, one by one: embeddings, for instance. Of a packed weight, or a plain one [outputs,
+// depth] of float32, bfloat16 or float16.
+class WeightRows {
+public:
+    // `scales`: of outputs, or none. Raises for what is no weight of so many outputs.
+    WeightRows(const Tensor& weight, const std::optional<Tensor>& scales, int64_t outputs);
+
+    int64_t outputs() const { return outputs_; }
+    int64_t depth() const { return depth_; }
+    bool is_grouped() const { return !numbers_; }
+    void read(int64_t output, float* to) const;
+    // As they are; of a weight that is in no groups.
+    void copy(int64_t output, void* to) const;
+
+private:
+    int64_t place(int64_t output, int64_t input) const;
+
+    int64_t outputs_, depth_;
+    Groups groups_{};
+    const float* scales_;
+    const char* numbers_ = nullptr;  // of a weight that is in no groups
+    ScalarType type_;
+    int64_t dims_;
+};
 
 // The same of the outputs `rows` [n] int64: float32 [n, depth].
-Tensor read_groups(const Tensor& packed, const std::optional<Tensor>& scales, const Tensor& rows);
+Tensor read_outputs(const Tensor& packed, const std::optional<Tensor>& scales, int64_t outputs, const Tensor& rows);
 
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
@@ -163,14 +185,14 @@ Tensor run_plan(
     std::vector<Tensor> rows, const std::optional<Tensor>& wanted, const std::optional<Tensor>& memory);
 
 // A queue of steps of single tokens (decode.cpp): as bytes, which own it. `plan` of layers; `table` [vocab,
-// hidden] of embeddings, or in groups with `factors`, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is
+// hidden] of embeddings, or a packed weight with `factors`, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is
 // added, if there are any; the output head as `linear` takes it; `caches` as above; `is_cross`: of each KV
 // group; `angles` [positions, D], cosines and sines of each kind in turns. `steps` int32
 // [n, words] and `choices` float64 [n, 5 * m] (see Choice) are written by the host, `results` int64 [n, 2 + m] by `decode`, and so is `last` [m], the tokens
 // of the step before. `event`: the file of an event that counts steps.
 Tensor pack_decoder(
-    const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, double scale,
-    const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
+    const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, int64_t vocab,
+    double scale, const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
     int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event);
 

@@ -21,7 +21,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def(
         "pack_groups(Tensor numbers, Tensor scales, Tensor? lowest, int bits, int group, "
         "bool has_full_inputs) -> Tensor");
-    library.def("read_groups(Tensor packed, Tensor? scales, Tensor rows) -> Tensor");
+    library.def("read_outputs(Tensor packed, Tensor? scales, int outputs, Tensor rows) -> Tensor");
     library.def(
         "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
         "int activation=0, bool is_gated=False) -> Tensor");
@@ -48,7 +48,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "run_plan(Tensor plan, int first, Tensor x, Tensor[] angles, Tensor(a!)[] caches, "
         "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted, Tensor? memory) -> Tensor");
     library.def(
-        "pack_decoder(Tensor plan, Tensor table, Tensor? factors, float scale, Tensor? positions, Tensor head, "
+        "pack_decoder(Tensor plan, Tensor table, Tensor? factors, int vocab, float scale, Tensor? positions, Tensor head, "
         "Tensor? scales, Tensor? bias, int outputs, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
         "Tensor steps, Tensor choices, "
         "Tensor(b!) results, Tensor(c!) last, int event) -> Tensor");
@@ -61,7 +61,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("attend", TORCH_BOX(&aioengine::attend));
     library.impl("pack_panels", TORCH_BOX(&aioengine::pack_panels));
     library.impl("pack_groups", TORCH_BOX(&aioengine::pack_groups));
-    library.impl("read_groups", TORCH_BOX(&aioengine::read_groups));
+    library.impl("read_outputs", TORCH_BOX(&aioengine::read_outputs));
     library.impl("linear", TORCH_BOX(&aioengine::linear));
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
     library.impl("layer_norm", TORCH_BOX(&aioengine::layer_norm));
