@@ -10,7 +10,7 @@ async def main() -> None:
     image = demo_images()[0]
     async with AsyncEngine.from_pretrained(demo_model()) as engine:
         try:
-            async with asyncio.timeout(0.2):
+            async with asyncio.timeout(0.05):
                 endless = SamplingParams(max_tokens=None, ignore_eos=True)
                 await engine.generate(prompt, endless, images=[image])
         except TimeoutError:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers import quantizer_finegrained_fp8
 
-from aioengine.models.quantization import checkpoints, upload
+from aioengine.models.quantization import checkpoints
+from aioengine.models.runtime import upload
 from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import WeightUpload, move_weights
-from tests.models import test_quantized
+from tests.models import test_quantized_checkpoints
 from tests.parity import test_deepseek_vl2, test_molmo, test_qwen_vl
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, SimulatedMode, SimulatedTensor
 from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_tokenizer
@@ -62,9 +63,9 @@ def quantized_llama(folder: Path) -> None:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     file = folder / "config.json"
-    config = {**json.loads(file.read_text()), "quantization_config": test_quantized.FP8}
+    config = {**json.loads(file.read_text()), "quantization_config": test_quantized_checkpoints.FP8}
     file.write_text(json.dumps(config))
-    test_quantized.pack(folder)
+    test_quantized_checkpoints.pack(folder)
 
 
 def load(folder: Path, device: str) -> nn.Module:

@@ -5,11 +5,14 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include "processors.h"
+
 namespace aioengine {
 
 Team& own_team() {
     thread_local std::unique_ptr<Team> team;
-    const int64_t wanted = torch::stable::get_num_threads();
+    thread_local const int64_t usable = usable_processors("/sys/fs/cgroup", "/proc/self/cgroup");
+    const int64_t wanted = std::min<int64_t>(torch::stable::get_num_threads(), usable);
     if (!team || team->num_wanted() != wanted || !team->is_of_this_process())
         team = std::make_unique<Team>(wanted);
     return *team;

@@ -11,7 +11,8 @@
 
 namespace aioengine {
 
-// The calling thread's team: as many threads as torch says that operators have.
+// The calling thread's team: as many threads as torch says that operators have, and no more than there are
+// processors for them.
 Team& own_team();
 
 // Runs a program of one operator on so many rows, between others of torch.

@@ -5,9 +5,11 @@
 
 #include "dispatch.h"
 #include "ops.h"
+#include "processors.h"
 
 STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("instruction_set(str name) -> str");
+    library.def("usable_processors(str groups, str own) -> int");
     library.def(
         "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor slot_blocks, Tensor slot_offsets) -> ()");
@@ -86,4 +88,5 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {
     library.impl("instruction_set", TORCH_BOX(&aioengine::instruction_set));
+    library.impl("usable_processors", TORCH_BOX(&aioengine::usable_processors));
 }
