@@ -10,6 +10,7 @@ The forms are those that AutoGPTQ, AutoAWQ (GEMM) and compressed-tensors write.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _GROUPS = (128, 64, 32)
 """Sizes that operators know, the best first."""
 _WORD_BITS = 32
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _Tensors = Mapping[str, Tensor]
 
 
@@ -165,10 +167,20 @@ def read_packed(
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no mapping
                 yield name, file.get_tensor(name)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that transformers would read: a folder may hold the weights twice."""
+    index = folder / _INDEX
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / Path(name).name for name in names)
+    one = folder / _ONE
+    return [one] if one.exists() else sorted(folder.glob("*.safetensors"))
 
 
 # ---- the forms
@@ -224,6 +236,8 @@ def _read_gptq(tensors: _Tensors, packing: Mapping[str, Any]) -> _Scaled:
         zeros = zeros + 1
     scales = tensors["scales"].T.float()
     order = tensors.get("g_idx")
+    if order is not None and not order.numel():
+        order = None
     if order is not None:
         size = numbers.shape[1] // scales.shape[1]
         in_order = torch.arange(numbers.shape[1], dtype=order.dtype) // max(size, 1)
@@ -280,7 +294,7 @@ def _read_compressed(tensors: _Tensors, packing: Mapping[str, Any]) -> _Scaled:
     if "weight_zero_point" in tensors:
         zeros = _fields(tensors["weight_zero_point"].T.contiguous(), bits).T[:outputs].float()
     order = tensors.get("weight_g_idx")
-    order = None if order is None else order.long()
+    order = None if order is None or not order.numel() else order.long()
     found = _Scaled(numbers=numbers, scales=scales, zeros=zeros, bits=bits, order=order)
     return _check(replace(found, numbers=numbers.contiguous()))
 

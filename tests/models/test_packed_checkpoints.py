@@ -224,6 +224,25 @@ def test_what_does_not_fit_is_refused(kind: str, how: str, tmp_path: Path) -> No
         load(tmp_path)
 
 
+def test_files_of_an_index(tmp_path: Path) -> None:
+    """Weights in two files, and once more in a third that the index does not name."""
+    save(tmp_path, "awq")
+    whole = load(tmp_path)
+    weights: dict[str, Tensor] = load_file(tmp_path / WEIGHTS)
+    names = sorted(weights)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2], "other.safetensors": names}
+    for file, of in parts.items():
+        wrong = file.startswith("other")
+        numbers = {name: weights[name] * (0 if wrong else 1) for name in of}
+        save_file(numbers, tmp_path / file, {"format": "pt"})
+    (tmp_path / WEIGHTS).unlink()
+    places = {name: file for file, of in list(parts.items())[:2] for name in of}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for one, other in zip(load(tmp_path).parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_plain_model_is_read_as_before(tmp_path: Path) -> None:
     model = tiny_llama(torch.float32, hidden_size=HIDDEN)
     model.save_pretrained(tmp_path)
