@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
+from tests.support.engines import settled
 
 SCENES = Path(__file__).parents[2] / "examples" / "demo_model" / "scenes.py"
 NUM_SCENES = 64
@@ -47,6 +48,7 @@ async def test_it_describes_scenes_and_answers_questions(scenes: ModuleType) -> 
             *(ask(engine, s.image, "Describe the picture.") for s in made)
         )
         answered = await asyncio.gather(*(ask(engine, image, q.text) for image, q in questions))
+        await settled(engine)
         now = engine.statistics()
     assert sum(d == s.description for d, s in zip(described, made, strict=True)) >= 50
     assert sum(a == q.answer for a, (_, q) in zip(answered, questions, strict=True)) >= 50

@@ -26,6 +26,7 @@ from aioengine.errors import (
 )
 from tests.parity.families import MAX_TOKENS, blip2_processor, id_of, vocabulary
 from tests.parity.test_encdec import T5, draw
+from tests.support.engines import settled
 from tests.support.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -144,6 +145,7 @@ async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
         before = engine.statistics()
         assert before.encoder_items_run == 2 * NUM_READ
         await check_all(engine, saved)
+        await settled(engine)
         now = engine.statistics()
         assert now.encoder_items_run == before.encoder_items_run
         assert now.kv_blocks_free == now.kv_blocks_total and not now.encoder_cache_referenced

@@ -18,6 +18,7 @@ from aioengine import AsyncEngine, Prompt, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from tests.parity.families import MAX_TOKENS, vocabulary
 from tests.processors.conftest import make_tokenizer
+from tests.support.engines import settled
 from tests.support.tiny import draw_weights
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -149,6 +150,7 @@ async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
         await check_all(engine, saved)
         before = engine.statistics()
         await check_all(engine, saved)  # with prefix, encoder and cross-attention caches warm
+        await settled(engine)
         now = engine.statistics()
         assert now.prefix_hit_tokens > before.prefix_hit_tokens
         assert now.encoder_items_run == before.encoder_items_run
@@ -174,6 +176,7 @@ async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
     async with AsyncEngine.from_pretrained(saved.folder, **scarce) as engine:
         for _ in range(3):
             await check_all(engine, saved)
+        await settled(engine)
         now = engine.statistics()
         assert now.kv_blocks_free == now.kv_blocks_total
 
@@ -217,6 +220,7 @@ async def test_completions_share_blocks_of_cross_attention(saved: Saved) -> None
             rows = output.usage.prompt_tokens - len(output.prompt_token_ids)
             assert max(used) == -(-rows // 4) + 4
             most.append(max(used))
+            await settled(engine)
             now = engine.statistics()
             assert now.kv_blocks_free == now.kv_blocks_total
             assert bool(now.kv_blocks_cached) == caching

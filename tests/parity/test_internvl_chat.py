@@ -36,6 +36,7 @@ from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from tests.parity.families import TEXT, Family, cases, id_of, vocabulary
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
 from tests.processors.test_sentencepiece import write_folder
+from tests.support.engines import settled
 from tests.support.tiny import draw_weights, tiny_image
 
 SIDE, PATCH, MOST = 56, 14, 6
@@ -284,6 +285,7 @@ async def check_cuts(model: Model, budget: int) -> None:
         await engine.reset_caches()
         await check_all(engine, model.cases)
         await check_all(engine, model.cases)  # with prefix and encoder caches warm
+        await settled(engine)
         now = engine.statistics()
         assert now.prefix_hit_tokens > 0 and now.kv_blocks_free == now.kv_blocks_total
 

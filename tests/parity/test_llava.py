@@ -16,6 +16,7 @@ import torch
 from transformers import AutoProcessor
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
+from tests.support.engines import settled
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 MAX_TOKENS = 10
@@ -95,12 +96,6 @@ async def check_all(engine: AsyncEngine, cases: tuple[Case, ...]) -> None:
         assert output.token_ids == case.expected, case.text
 
 
-def assert_at_rest(engine: AsyncEngine) -> None:
-    now = engine.statistics()
-    assert now.kv_blocks_free == now.kv_blocks_total
-    assert now.encoder_cache_referenced == now.running == now.waiting == 0
-
-
 def test_the_cases_differ(model: Model) -> None:
     """Else equal tokens would prove nothing."""
     assert len({case.expected for case in model.cases}) > 12
@@ -111,7 +106,7 @@ async def test_alone(model: Model) -> None:
     async with engine_for(model) as engine:
         for case in model.cases:
             assert (await case.run(engine)).token_ids == case.expected
-        assert_at_rest(engine)
+        await settled(engine)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -123,7 +118,7 @@ async def test_sixteen_together(model: Model, budget: int, prefix_caching: bool)
         await check_all(engine, model.cases)
         await check_all(engine, model.cases)  # with warm caches
         assert (engine.statistics().prefix_hit_tokens > 0) == prefix_caching
-        assert_at_rest(engine)
+        await settled(engine)
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -136,7 +131,7 @@ async def test_an_encoder_cache_too_small_for_all(model: Model, budget: int) -> 
     ) as engine:
         await check_all(engine, model.cases)
         assert engine.statistics().encoder_cache_evictions > 0
-        assert_at_rest(engine)
+        await settled(engine)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -150,7 +145,7 @@ async def test_forced_preemption(model: Model, prefix_caching: bool) -> None:
     ) as engine:
         await check_all(engine, model.cases)
         assert engine.statistics().preemptions > 0
-        assert_at_rest(engine)
+        await settled(engine)
 
 
 @pytest.mark.parametrize("budget", [24, 64])
@@ -159,7 +154,7 @@ async def test_images_kept_whole(model: Model, budget: int) -> None:
         model, max_num_batched_tokens=budget, disable_chunked_mm_input=True
     ) as engine:
         await check_all(engine, model.cases)
-        assert_at_rest(engine)
+        await settled(engine)
 
 
 async def test_run_ahead_of_one_step(model: Model) -> None:
@@ -167,7 +162,7 @@ async def test_run_ahead_of_one_step(model: Model) -> None:
     async with engine_for(model, max_num_batched_tokens=64) as engine:
         engine._core.device.run_ahead = 1
         await check_all(engine, model.cases)
-        assert_at_rest(engine)
+        await settled(engine)
 
 
 async def test_the_same_text_with_three_images_in_a_row(model: Model) -> None:

@@ -18,6 +18,7 @@ from aioengine.processors.hf.smolvlm import SmolVLMProcessor, SmolVLMVideoProces
 from tests.parity.families import Case, Family, _expect, cases, id_of, llama, save
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
 from tests.processors.make_smolvlm_goldens import SETTINGS, processor_of
+from tests.support.engines import settled
 from tests.support.versions import NO_VIDEOS, skip_up_to
 
 skip_up_to(5, 18, NO_VIDEOS)
@@ -88,6 +89,7 @@ async def test_tokens_equal_generate(model: Model, budget: int) -> None:
         together = model.cases + (model.videos if budget > 1 else ())
         await check_all(engine, together)
         await check_all(engine, together)  # with prefix and encoder caches warm
+        await settled(engine)
         now = engine.statistics()
         assert now.prefix_hit_tokens > 0 and now.kv_blocks_free == now.kv_blocks_total
 
