@@ -46,12 +46,13 @@ _TINY = 1e-30
 class GroupedWeight:
     """A weight [out, in] in groups.
 
-    A weight is number * scale * factor for 8 bits, and for 4 bits one of (number - 8) * scale *
-    factor, (number - zero / 16) * scale * factor, and (number * scale + least) * factor.
+    A weight is one of number * scale * factor and (number * scale + least) * factor for 8 bits, and
+    for 4 bits one of (number - 8) * scale * factor, (number - zero / 16) * scale * factor, and
+    (number * scale + least) * factor. `group`: 16, 32, 64 or 128.
     """
 
     numbers: Tensor
-    """[out, in] int8: 0 to 15 for 4 bits, -127 to 127 for 8."""
+    """[out, in] int8: 0 to 15 for 4 bits, -128 to 127 for 8."""
     scales: Tensor
     """[out, groups] float16."""
     factors: Tensor
@@ -83,6 +84,13 @@ class GroupedWeight:
         else:
             found = numbers * scales + each_input(self.lowest)
         return found * self.factors[:, None]
+
+    def taken(self, outputs: Tensor) -> GroupedWeight:
+        """The weight of `outputs` [n] alone, in their order."""
+        lowest = None if self.lowest is None else self.lowest[outputs]
+        numbers, scales = self.numbers[outputs], self.scales[outputs]
+        factors = self.factors[outputs]
+        return replace(self, numbers=numbers, scales=scales, factors=factors, lowest=lowest)
 
     @classmethod
     def joined(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:
@@ -228,15 +236,7 @@ class TorchGroupedLinear:
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weights [n, in] of the outputs `ids` [n], float32."""
-        weight = self._weight
-        some = replace(
-            weight,
-            numbers=weight.numbers[ids],
-            scales=weight.scales[ids],
-            factors=weight.factors[ids],
-            lowest=None if weight.lowest is None else weight.lowest[ids],
-        )
-        return some.floats()
+        return self._weight.taken(ids).floats()
 
 
 def pack_grouped(weight: GroupedWeight, bias: Tensor | None = None) -> PackedLinear:

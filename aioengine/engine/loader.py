@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from aioengine.execution.memory_profiler import largest_items, measure_activatio
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
 from aioengine.kernels.attention import AttentionBackend, select_backend
+from aioengine.kernels.cpu.library import trim_heap
 from aioengine.kernels.grouped import can_group
-from aioengine.models.quantization.grouped_layers import grouped_of, keep_inputs
+from aioengine.models.quantization.gguf_weights import kinds_of
+from aioengine.models.quantization.grouped_layers import forget, keep_inputs, rounds_inputs
 from aioengine.models.quantization.rounding import Rounding
 from aioengine.models.runtime.checkpoint import check_files, read_config
+from aioengine.models.runtime.gguf_folder import GgufFolder, open_gguf
 from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
 from aioengine.models.runtime.registry import resolve
@@ -58,7 +62,7 @@ class Loaded:
     `suppress`, `begin_suppress`: tokens that the generation config forbids, always or at first;
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
-    compiles structured outputs for the model's vocabulary.
+    compiles structured outputs for the model's vocabulary; `folder`: made for a GGUF file.
     """
 
     runner: ModelRunner
@@ -73,15 +77,18 @@ class Loaded:
     num_embeddings: int
     longest_token: int
     grammars: Grammars
+    folder: GgufFolder | None
 
 
 def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
-    """Load weights, tokenizer and processors. Blocks for seconds.
+    """Load weights, tokenizer and processors of a folder, hub id or GGUF file. Blocks for seconds.
 
     What is wrong with the files is found first, before anything that takes long.
     Raises ModelLoadError, and whatever else a checkpoint can make transformers raise.
     """
     with stage("processor"):
+        folder = open_gguf(path)
+        path = path if folder is None else folder.path
         hf_config = read_config(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
@@ -115,6 +122,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         )
         name = _verdict_name(model_class, hf_config, config, device, path)
         model = _load_model(model_class, hf_config, config, processor, read, backend, name)
+        trim_heap()
     with stage("memory"):
         sizes = _sizes(model, processor, config)
         measure = partial(measure_activations, model, processor, backend=backend)
@@ -138,6 +146,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
+        folder=folder,
     )
 
 
@@ -165,6 +174,10 @@ def _load_model(
         module = read()
         if rounding is not None:
             model_class.around(module).round_weights(rounding, keep=not is_tried)
+        is_packed = config.packed_layers or rounding is not None
+        if not is_packed:
+            for each in module.modules():
+                forget(each)
         if not config.quantize_activations:
             keep_inputs(module)
         trial = None
@@ -175,12 +188,12 @@ def _load_model(
                 specs,
                 processor,
                 max_model_len=config.max_model_len,
-                is_quantized=any(map(grouped_of, module.modules())),
+                is_quantized=any(map(rounds_inputs, module.modules())),
                 seed=seed,
             )
         model = model_class(module, specs=specs, max_model_len=config.max_model_len)
         del module
-        if config.packed_layers or rounding is not None:
+        if is_packed:
             model.pack()
         if trial is None:
             return model
@@ -213,7 +226,8 @@ def _verdict_name(
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
     dtype = str(_dtype(config.dtype, hf_config))
-    return verdict_name(model_class, hf_config, [settings, dtype, chip, settings_of(path)])
+    files = [settings_of(path), kinds_of(Path(path))]
+    return verdict_name(model_class, hf_config, [settings, dtype, chip, *files])
 
 
 def _rounding(config: EngineConfig) -> Rounding | None:

@@ -18,6 +18,7 @@ __all__ = [
     "instruction_set",
     "instruction_sets",
     "is_available",
+    "trim_heap",
     "use_instruction_set",
 ]
 
@@ -72,3 +73,12 @@ def use_instruction_set(name: str) -> str:
     """Choose one for the whole process, if this CPU has it; the one in use. For tests."""
     found: str = torch.ops.aioengine_cpu.instruction_set(name)
     return found
+
+
+def trim_heap() -> None:
+    """Have the allocator give back to the system what is free, after a load.
+
+    glibc keeps what lies below anything in use: hundreds of MB of what weights were made of.
+    """
+    if is_available():
+        torch.ops.aioengine_cpu.trim_heap()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from aioengine.errors import ModelLoadError
 from aioengine.models.fusion.decoder_plan import plan_decoder
 from aioengine.models.fusion.encoder_attention import route_encoders
 from aioengine.models.fusion.encoder_layers import plan_encoders
@@ -20,6 +21,7 @@ from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
 from aioengine.models.fusion.routed_experts import route_experts
 from aioengine.models.fusion.tied_head import pack_tables
+from aioengine.models.quantization.grouped_layers import unpacked_names
 
 __all__ = ["DECODER_PASSES", "PASSES", "ROUTES", "fuse_layers"]
 
@@ -45,7 +47,8 @@ ROUTES = (route_encoders, route_experts)
 def fuse_layers(model: nn.Module, decoder: nn.Module) -> None:
     """Run the passes over `model`, then run its `decoder`, which consists of them, from a plan.
 
-    On an accelerator only the decoder is fused.
+    On an accelerator only the decoder is fused. Raises ModelLoadError where weights were rounded
+    that no pass has packed.
     """
     if all(parameter.device.type == "cpu" for parameter in model.parameters()):
         for each in PASSES:
@@ -55,4 +58,10 @@ def fuse_layers(model: nn.Module, decoder: nn.Module) -> None:
             each(decoder)
         for each in ROUTES:
             each(model)
+    left = unpacked_names(model)
+    if left:
+        raise ModelLoadError(
+            f"{type(model).__name__} computes with weights that were rounded in a way of its own "
+            f"({', '.join(left[:5])}): leave quantization out"
+        )
     plan_decoder(decoder)

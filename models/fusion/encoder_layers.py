@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from aioengine.kernels.cpu.encoder_attention import is_faster
 from aioengine.kernels.cpu.layer_operators import NativeOperators
 from aioengine.kernels.cpu.linear import NativeLinear
-from aioengine.kernels.layer_plan import LayerPlan
+from aioengine.kernels.layer_plan import FeedForwardPlan, LayerPlan
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.fusion.encoder_attention import FULL_ATTENTION_NAME
 from aioengine.models.fusion.layer_parts import find_layer
@@ -107,7 +107,7 @@ def _tried(module: nn.Module) -> _Layer | None:
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return None  # in float16 some layers bound what they give
     guess = find_layer(module, NativeLinear, attentions)
-    if guess is None:
+    if guess is None or not isinstance(guess.feed_forward, FeedForwardPlan):
         return None
     x = random_rows(1, _TRIAL_ROWS, guess.out.num_outputs, like=weight)
     cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1)

@@ -16,9 +16,9 @@ from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.grouped import TorchGroupedLinear, pack_grouped
 from aioengine.kernels.linear import PackedLinear, pack_linear
 from aioengine.models.fusion.packed_linear import Packed, leave_empty, read_by_parents
-from aioengine.models.quantization.grouped_layers import grouped_of, joined_groups
+from aioengine.models.quantization.grouped_layers import forget, grouped_of
 
-__all__ = ["PackedRows", "pack_tables"]
+__all__ = ["PackedRows", "pack_tables", "tables_of"]
 
 Readable: TypeAlias = NativeLinear | TorchGroupedLinear
 
@@ -34,19 +34,27 @@ class PackedRows(nn.Embedding):
         return rows.to(self.weight.dtype).view(*input.shape, -1)
 
 
-def pack_tables(model: nn.Module) -> int:
-    """Pack weights of embeddings that heads share or that are in groups; how many there are."""
+def tables_of(model: nn.Module) -> list[list[nn.Module]]:
+    """Weights of embeddings that can be packed: all modules that have one, a head among them or
+    none, and nobody else who computes with it."""
     owners: dict[int, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for weight in module._parameters.values():
             if weight is not None:
                 owners[id(weight)].append(module)
-    count = 0
-    for modules in owners.values():
-        is_table = any(isinstance(each, nn.Embedding) for each in modules)
-        if is_table and all(map(_is_plain, modules)) and not read_by_parents(model, modules):
-            count += _pack(modules)
-    return count
+    return [
+        modules
+        for modules in owners.values()
+        if any(isinstance(each, nn.Embedding) for each in modules)
+        and all(map(_is_plain, modules))
+        and sum(isinstance(each, nn.Linear) for each in modules) < 2
+        and not read_by_parents(model, modules)
+    ]
+
+
+def pack_tables(model: nn.Module) -> int:
+    """Pack weights of embeddings that heads share or that are in groups; how many there are."""
+    return sum(map(_pack, tables_of(model)))
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -58,7 +66,7 @@ def _is_plain(module: nn.Module) -> bool:
 def _pack(modules: Sequence[nn.Module]) -> bool:
     """Pack the weight that all of them have; whether that is of use."""
     heads = [each for each in modules if isinstance(each, nn.Linear)]
-    if len(heads) > 1 or (not heads and grouped_of(modules[0]) is None):
+    if not heads and grouped_of(modules[0]) is None:
         return False
     packed = _packed(modules, heads[0].bias if heads else None)
     if not isinstance(packed, Readable):
@@ -76,8 +84,10 @@ def _pack(modules: Sequence[nn.Module]) -> bool:
 
 
 def _packed(modules: Sequence[nn.Module], bias: Tensor | None) -> PackedLinear | None:
-    weight = joined_groups(modules[:1])
+    weight = grouped_of(modules[0])
     if weight is not None:
+        for module in modules:
+            forget(module)
         return pack_grouped(weight, bias)
     plain = modules[0].weight
     assert isinstance(plain, Tensor)

@@ -16,10 +16,13 @@ from aioengine.kernels.grouped import GroupedWeight
 
 __all__ = [
     "attach",
+    "forget",
     "grouped_of",
     "joined_groups",
     "keep_inputs",
+    "rounds_inputs",
     "stand_in",
+    "unpacked_names",
 ]
 
 _NAME = "aioengine_grouped_weight"
@@ -36,14 +39,34 @@ def grouped_of(module: nn.Module) -> GroupedWeight | None:
     return found
 
 
+def forget(module: nn.Module) -> None:
+    """Forget what a module's weight is in groups, if it is known; mutates the module."""
+    module.__dict__.pop(_NAME, None)
+
+
 def joined_groups(modules: Sequence[nn.Module]) -> GroupedWeight | None:
     """The weights of several layers as one, None unless all are known; they are forgotten."""
     weights = [each for each in map(grouped_of, modules) if each is not None]
     if len(weights) < len(modules):
         return None
     for module in modules:
-        delattr(module, _NAME)
+        forget(module)
     return GroupedWeight.joined(weights)
+
+
+def rounds_inputs(module: nn.Module) -> bool:
+    """Return whether a module rounds what it multiplies its weight in groups with."""
+    weight = grouped_of(module)
+    return weight is not None and not weight.has_full_inputs
+
+
+def unpacked_names(model: nn.Module) -> list[str]:
+    """Names of modules that no pass has packed, though their plain weights are gone."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if grouped_of(module) is not None and not any(module.weight.stride())
+    ]
 
 
 def keep_inputs(model: nn.Module) -> None:

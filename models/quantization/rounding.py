@@ -6,11 +6,12 @@ most, 8 bits in either case.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from aioengine.kernels.grouped import GroupedWeight, round_weight
 from aioengine.models.quantization.grouped_layers import attach, grouped_of, stand_in
@@ -18,6 +19,8 @@ from aioengine.models.quantization.grouped_layers import attach, grouped_of, sta
 __all__ = ["Rounding", "round_weights"]
 
 _TABLE_BITS = 8
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,54 +30,55 @@ class Rounding:
     bits: int
     has_full_inputs: bool = False
 
-    def of(self, layer: nn.Linear | nn.Embedding, bits: int) -> GroupedWeight:
+    def of(self, layer: nn.Module, bits: int) -> GroupedWeight:
         """A module's weight in groups."""
+        assert isinstance(layer.weight, Tensor)
         found = round_weight(layer.weight, bits)
         return replace(found, has_full_inputs=self.has_full_inputs)
 
 
 def round_weights(
-    model: Any, decoder: nn.Module, layers: Iterable[nn.Linear], rounding: Rounding, *, keep: bool
+    model: Any,
+    decoder: nn.Module,
+    layers: Iterable[nn.Linear],
+    tables: Iterable[Sequence[nn.Module]],
+    rounding: Rounding,
+    *,
+    keep: bool,
 ) -> None:
     """Round the weights of `decoder`, a part of transformers' `model`; mutates them.
 
-    `layers`: those of the model that passes will pack. `keep`: the plain weights are what the
-    rounded ones stand for, so that the modules compute with these; otherwise they are gone.
+    `layers`, `tables`: what passes will pack of the whole model, tables with all modules that have
+    one weight. `keep`: the plain weights are what the rounded ones stand for, so that the modules
+    compute with these; otherwise they are gone.
     """
     inside = {id(module) for module in decoder.modules()}
     head = model.get_output_embeddings()
+    outer = (model.get_input_embeddings(), head)
     for layer in layers:
-        is_known = grouped_of(layer) is not None  # as the checkpoint has it
-        if id(layer) in inside and layer is not head and not is_known:
-            _round([layer], rounding.of(layer, rounding.bits), keep)
-    for group in _tables(model):
-        _round(group, rounding.of(group[0], _TABLE_BITS), keep)
+        if grouped_of(layer) is None and (id(layer) in inside or layer is head):  # or it is known
+            bits = _TABLE_BITS if layer is head else rounding.bits
+            _round([layer], rounding.of(layer, bits), keep)
+    for table in tables:
+        if grouped_of(table[0]) is None and any(each in table for each in outer):
+            _round(table, rounding.of(table[0], _TABLE_BITS), keep)
+    _log_share(decoder)
 
 
-def _tables(model: Any) -> list[list[nn.Linear | nn.Embedding]]:
-    """Embeddings and the output head, those together that have one weight.
-
-    None of a weight that others have too, in another role.
-    """
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    kinds = (isinstance(tables[0], nn.Embedding), type(tables[1]) is nn.Linear)
-    found: list[list[nn.Linear | nn.Embedding]] = []
-    for table, is_kind in zip(tables, kinds, strict=True):
-        is_known = is_kind and grouped_of(table) is not None
-        if not is_kind or is_known or any(table in group for group in found):
-            continue
-        owners = [each for each in model.modules() if _has(each, table.weight)]
-        if all(isinstance(each, nn.Embedding) or each is tables[1] for each in owners):
-            found.append(owners)
-    return found
+def _log_share(decoder: nn.Module) -> None:
+    """Say how many of a decoder's weights are in groups: experts and others are not."""
+    known = total = 0
+    for module in decoder.modules():
+        own = [each for each in module._parameters.values() if each is not None and each.dim() > 1]
+        total += sum(each.numel() for each in own)
+        known += sum(each.numel() for each in own if grouped_of(module) is not None)
+    level = logging.INFO if known * 2 > total else logging.WARNING
+    logger.log(level, "%.0f %% of the decoder's weights are rounded", 100 * known / max(total, 1))
 
 
-def _has(module: nn.Module, weight: nn.Parameter) -> bool:
-    return any(each is weight for each in module._parameters.values())
-
-
-def _round(layers: Sequence[nn.Linear | nn.Embedding], weight: GroupedWeight, keep: bool) -> None:
+def _round(layers: Sequence[nn.Module], weight: GroupedWeight, keep: bool) -> None:
     plain = layers[0].weight
+    assert isinstance(plain, Tensor)
     left = stand_in(plain)
     if keep:
         left = nn.Parameter(weight.floats().to(plain.dtype), requires_grad=False)

@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.quantization.checkpoints import check_packed_names, is_quantized
+from aioengine.models.quantization.gguf_weights import check_gguf, find_gguf
 from aioengine.models.runtime.hf_loading import load_config
 from aioengine.models.runtime.registry import resolve
 from aioengine.processors.checkpoint_errors import read_settings, shown, without_folders
@@ -85,7 +86,10 @@ def check_files(source: Source, hf_config: Any, *, revision: str | None = None) 
     elif index is not None:
         names = _check_shards(index, find, source)
     elif _is_here(source):
-        raise ModelLoadError(_no_weights(Path(source)))
+        files = find_gguf(Path(source))
+        if not files:
+            raise ModelLoadError(_no_weights(Path(source)))
+        check_gguf(files)
     if not is_quantized(hf_config):
         check_packed_names(names, shown(source))
 
@@ -100,7 +104,7 @@ def _is_here(source: Source) -> bool:
         return True
     name = shown(source)
     if os.path.exists(source):
-        raise ModelLoadError(f"{name!r} is a file: give the folder that it is in")
+        raise ModelLoadError(f"{name!r} is a file, and no .gguf: give the folder that it is in")
     # At most one slash, no dots at the start: nothing else can be an id.
     is_id = isinstance(source, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source)
     if not is_id:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ from aioengine.models.quantization.checkpoints import (
     check_quantization,
     unpacked,
 )
-from aioengine.models.quantization.packed_checkpoints import packing_of, read_packed
+from aioengine.models.quantization.gguf_weights import find_gguf, read_gguf
+from aioengine.models.quantization.packed_checkpoints import (
+    PackedWeights,
+    packing_of,
+    read_packed,
+)
 from aioengine.models.runtime.load_progress import counted, is_watched
 from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import move_weights
@@ -139,7 +145,6 @@ def load_pretrained(
     Raises ModelLoadError where files or weights are missing or do not fit: transformers would draw
     missing weights at random.
     """
-    packing, packed = packing_of(hf_config), None
     options: dict[str, Any] = {
         "config": unpacked(hf_config),
         "dtype": dtype,
@@ -148,17 +153,18 @@ def load_pretrained(
     options["ignore_mismatched_sizes"] = True  # reported, and refused below
     try:
         with loading(), _weights_counted():
-            if packing is None:
+            packed = _read_packed(model_class, path, revision, hf_config, dtype)
+            if packed is None:
                 options |= {"revision": revision or "main", "use_safetensors": True}
                 model, report = model_class.from_pretrained(path, **options)
             else:
-                folder = _fetch(path, revision)
-                packed = read_packed(folder, packing, dtype)
                 model, report = model_class.from_pretrained(
                     None, state_dict=packed.plain, **options
                 )
                 with suppress(OSError):  # most have one
-                    model.generation_config = GenerationConfig.from_pretrained(folder)
+                    model.generation_config = GenerationConfig.from_pretrained(
+                        path, revision=revision
+                    )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(
             f"weights of {shown(path)!r} could not be loaded: {without_folders(error, path)}"
@@ -169,6 +175,26 @@ def load_pretrained(
     model.eval().requires_grad_(False)
     _heed_score_caps(model)
     return move_weights(model, device)
+
+
+def _read_packed(
+    model_class: Any,
+    path: str | os.PathLike[str],
+    revision: str | None,
+    hf_config: Any,
+    dtype: torch.dtype,
+) -> PackedWeights | None:
+    """Weights that are read here: packed ones and those of GGUF files."""
+    packing = packing_of(hf_config)
+    if packing is not None:
+        if getattr(hf_config, "transformers_weights", None):
+            raise ModelLoadError(
+                "transformers_weights in config.json is not followed where weights are packed: "
+                "call the file model.safetensors"
+            )
+        return read_packed(_fetch(path, revision), packing, dtype)
+    files = find_gguf(Path(path)) if os.path.isdir(path) else []
+    return read_gguf(files, build_on_meta(model_class, hf_config), dtype) if files else None
 
 
 def _fetch(path: str | os.PathLike[str], revision: str | None) -> str:

@@ -38,6 +38,7 @@ from aioengine.models.fusion import fuse_layers
 from aioengine.models.fusion.decoder_plan import run_decoder_plan
 from aioengine.models.fusion.packed_linear import own_layers
 from aioengine.models.fusion.swap import pass_on
+from aioengine.models.fusion.tied_head import tables_of
 from aioengine.models.quantization.rounding import Rounding, round_weights
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
@@ -196,13 +197,14 @@ class TransformersModel:
     def round_weights(self, rounding: Rounding, *, keep: bool) -> None:
         """Round the decoder's weights; see `models.quantization.rounding`. Mutates the modules."""
         layers = own_layers(self.model, nn.Linear).values()
-        round_weights(self.model, self.decoder(), layers, rounding, keep=keep)
+        tables = tables_of(self.model)
+        round_weights(self.model, self.decoder(), layers, tables, rounding, keep=keep)
 
     def pack(self) -> None:
         """Lay linear layers out for the device, fuse what is around, plan the decoder.
 
         float64 is left as it is, but `unread_layers` go. Mutates the modules; to be called before
-        the first step.
+        the first step. Raises ModelLoadError where rounded weights cannot be packed.
         """
         for layer in self.unread_layers():
             pass_on(layer)

@@ -30,7 +30,8 @@ needs_kernels = pytest.mark.skipif(not is_available(), reason="the C++ kernels w
 SETS = instruction_sets() if is_available() else ()
 FORMS = [
     *((4, 32, "zeros"), (4, 64, "leasts"), (4, 128, "middle"), (4, 128, "zeros")),
-    *((8, 32, "middle"), (8, 128, "middle")),
+    *((8, 32, "middle"), (8, 128, "middle"), (8, 16, "middle"), (8, 32, "leasts")),
+    (4, 16, "leasts"),
 ]
 SHAPES = [(70, 48), (64, 576), (96, 201), (1, 3), (33, 128)]
 

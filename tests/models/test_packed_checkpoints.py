@@ -20,6 +20,7 @@ from aioengine.kernels.cpu.library import is_available
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 from aioengine.models.quantization.grouped_layers import grouped_of
+from aioengine.models.quantization.packed_checkpoints import unreadable
 from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
 from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_tokenizer
@@ -222,6 +223,107 @@ def test_what_does_not_fit_is_refused(kind: str, how: str, tmp_path: Path) -> No
     save(tmp_path, kind, spoil)
     with pytest.raises(ModelLoadError, match=r"down_proj.*does not fit|other shapes"):
         load(tmp_path)
+
+
+def at_one(change: Callable[[dict[str, Tensor]], None]) -> Callable[[str, dict[str, Tensor]], None]:
+    """A change of one layer's parts."""
+    return lambda name, parts: change(parts) if name.endswith("0.mlp.down_proj") else None
+
+
+def one_group(parts: dict[str, Tensor]) -> None:
+    for name in ("scales", "qzeros"):
+        parts[name] = parts[name][:1].contiguous()
+
+
+WRONG: Mapping[str, tuple[str, Callable[[dict[str, Tensor]], None], str]] = {
+    "one input's group": (
+        "gptq with zeros",
+        lambda parts: parts.update(g_idx=parts["g_idx"][:1]),
+        "not every input",
+    ),
+    "one input's group, compressed": (
+        "compressed with zeros",
+        lambda parts: parts.update(weight_g_idx=torch.tensor([0])),
+        "not every input",
+    ),
+    "one group": ("gptq", one_group, "groups of 32"),
+    "no group": (
+        "gptq",
+        lambda parts: parts.update(scales=parts["scales"][:0]),
+        "of other outputs",
+    ),
+    "scales are integers": (
+        "awq",
+        lambda parts: parts.update(scales=parts["scales"].int()),
+        "scales are of",
+    ),
+    "numbers are bytes": (
+        "awq",
+        lambda parts: parts.update(qweight=parts["qweight"].to(torch.int8)),
+        "packed in torch.int8",
+    ),
+    "a large shape": (
+        "compressed",
+        lambda parts: parts.update(weight_shape=torch.tensor([2**60, 2**60])),
+        "numbers for",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_reading_is_refused(case: str, tmp_path: Path) -> None:
+    """What would fit by broadcasting or slicing, and compute something else."""
+    kind, change, reason = WRONG[case]
+    save(tmp_path, kind, at_one(change))
+    with pytest.raises(ModelLoadError, match=rf"down_proj.*{reason}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"transform_config": {"config_groups": {}}}, "transform_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({"config_groups": {}}, "config_groups"),
+        ({"config_groups": {"a": {"weights": "x"}}}, "bits"),
+        ({"config_groups": {"a": {"weights": {"num_bits": [4]}}}}, "bits"),
+    ],
+)
+def test_compressed_tensors_with_more(change: Any, reason: str, tmp_path: Path) -> None:
+    save(tmp_path, "compressed")
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    settings["quantization_config"] |= change
+    path.write_text(json.dumps(settings))
+    assert reason in unreadable(settings["quantization_config"])
+
+
+def test_zeros_of_earlier_compressed_tensors(tmp_path: Path) -> None:
+    """They are signed bytes, one for each output and group."""
+
+    def sign(name: str, parts: dict[str, Tensor]) -> None:
+        packed, outputs = parts["weight_zero_point"].T.contiguous(), len(parts["weight_packed"])
+        fields = (packed[..., None] >> torch.arange(0, 32, 4)) & 15
+        zeros = fields.flatten(-2).T[:outputs]
+        parts["weight_zero_point"] = (zeros - 8).to(torch.int8).contiguous()
+
+    meant = save(tmp_path, "compressed with zeros", sign)
+    found = load(tmp_path)
+    for name, parameter in found.named_parameters():
+        torch.testing.assert_close(parameter, meant.get_parameter(name), rtol=1e-3, atol=1e-4)
+
+
+def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As transformers has it."""
+    save(tmp_path, "gptq")
+    whole = load(tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    old = {n: x * 0 if x.is_floating_point() else x for n, x in weights.items()}
+    save_file(old, tmp_path / "old.safetensors", {"format": "pt"})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "old.safetensors")}))
+    for one, other in zip(load(tmp_path).parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_files_of_an_index(tmp_path: Path) -> None:

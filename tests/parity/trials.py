@@ -31,7 +31,7 @@ from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
 from aioengine.processors.info import load_context
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
-from tests.parity import test_encdec, test_text_families
+from tests.parity import test_encdec, test_gemma_n4, test_text_families
 from tests.parity.families import FAMILIES, TEXT, save, vocabulary
 from tests.parity.listener_families import save_listener, tokenizer_for
 from tests.processors.conftest import make_tokenizer
@@ -63,6 +63,9 @@ def makers() -> dict[str, Callable[[Path], Any]]:
     found |= {
         name: lambda folder, build=build: test_encdec.save(build, folder)[0]
         for name, build in test_encdec.FAMILIES.items()
+    }
+    found |= {
+        f"text {name}": partial(test_gemma_n4.save_text, name) for name in test_gemma_n4.MODELS
     }
     found |= {
         name: lambda folder, name=name: save_listener(name, folder, tokenizer_for(name))[0]

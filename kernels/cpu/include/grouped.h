@@ -1,7 +1,7 @@
 // Weights of 4 or 8 bits in groups of inputs, each with a scale for each output.
 //
-// A weight is scale * number for 8 bits, which have a sign, and for 4 bits one of: scale * (number - 8), scale *
-// (number - zero / 16), scale * number + least. Scales and leasts are float16, zeros 8 bits without a sign, and
+// A weight is scale * number or scale * number + least for 8 bits, which have a sign, and for 4 bits one of: scale *
+// (number - 8), scale * (number - zero / 16), scale * number + least. Scales and leasts are float16, zeros 8 bits without a sign, and
 // all is relative to a factor of the output's own (Linear::scales).
 //
 // In memory: a head of one line, then panel by panel the scales of its outputs, group by group, their zeros or

@@ -128,8 +128,8 @@ static inline Rounded round_group(const T* x, int64_t count, int64_t group, int3
 
 // What a number of 0 in the integers that are multiplied stands for.
 static int32_t lowest_of(const Groups& g) {
-    if (g.lowest != Lowest::Middle) return 0;
-    return g.bits == 4 ? -MIDDLE : -RAISED;
+    if (g.bits == 8) return -RAISED;
+    return g.lowest == Lowest::Middle ? -MIDDLE : 0;
 }
 
 template <class T>
@@ -329,7 +329,9 @@ static void add_up_as(const char* rows, int64_t count, const Groups& g, const ui
 static void add_up(const Linear& a, const char* rows, int64_t count, int64_t panel, float* sums) {
     const Groups& g = a.groups;
     const uint8_t* at = g.panel(panel);
-    if (g.bits == 8)
+    if (g.bits == 8 && g.lowest == Lowest::Leasts)
+        add_up_as<8, Lowest::Leasts>(rows, count, g, at, sums);
+    else if (g.bits == 8)
         add_up_as<8, Lowest::Middle>(rows, count, g, at, sums);
     else if (g.lowest == Lowest::Zeros)
         add_up_as<4, Lowest::Zeros>(rows, count, g, at, sums);

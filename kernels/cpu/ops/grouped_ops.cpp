@@ -64,6 +64,14 @@ void read_grouped_row(const Groups& g, const float* factors, int64_t output, int
     }
 }
 
+// Raises for forms that no matmul knows.
+void check_form(int64_t bits, int64_t group, Lowest lowest) {
+    const bool is_known = lowest == Lowest::Middle || lowest == Lowest::Leasts || (lowest == Lowest::Zeros && bits == 4);
+    STD_TORCH_CHECK(
+        is_known && (bits == 4 || bits == 8) && (group == 16 || group == 32 || group == 64 || group == 128),
+        "groups are of 16, 32, 64 or 128 numbers of 4 bits, or 8 bits without zeros");
+}
+
 }  // namespace
 
 Tensor pack_groups(
@@ -73,13 +81,11 @@ Tensor pack_groups(
     STD_TORCH_CHECK(
         numbers.scalar_type() == ScalarType::Char && numbers.is_contiguous() && numbers.numel() > 0,
         "numbers must be contiguous int8");
-    STD_TORCH_CHECK(
-        (bits == 4 || (bits == 8 && !lowest)) && (group == 32 || group == 64 || group == 128),
-        "groups are of 32, 64 or 128 numbers of 4 bits, or 8 bits without zeros and leasts");
-    const int64_t outputs = numbers.size(0), depth = numbers.size(1);
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, count = (depth + group - 1) / group;
     const bool has_zeros = lowest && lowest->scalar_type() == ScalarType::Byte;
     const Lowest kind = !lowest ? Lowest::Middle : (has_zeros ? Lowest::Zeros : Lowest::Leasts);
+    check_form(bits, group, kind);
+    const int64_t outputs = numbers.size(0), depth = numbers.size(1);
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, count = (depth + group - 1) / group;
     Groups g{nullptr, group, count, static_cast<int32_t>(bits), kind, has_full_inputs};
     const char* scale = check_groups(scales, outputs, count, ScalarType::Half, "scales");
     const ScalarType type = has_zeros ? ScalarType::Byte : ScalarType::Half;
@@ -110,7 +116,8 @@ Tensor pack_groups(
                 for (int64_t k = 0; k < g.depth(); ++k) {
                     const int8_t number = is_there && k < depth ? from[output * depth + k] : nothing;
                     const auto [byte, is_upper] = place_of(g, column, k);
-                    to[byte] |= static_cast<char>(static_cast<uint8_t>(number) << (is_upper ? 4 : 0));
+                    const uint8_t wanted = static_cast<uint8_t>(number) & (bits == 4 ? 15 : 255);
+                    to[byte] |= static_cast<char>(wanted << (is_upper ? 4 : 0));
                 }
             }
         }
@@ -132,6 +139,7 @@ std::pair<Groups, GroupedHead> groups_of(const Tensor& packed) {
         std::memcmp(head.name, GROUPED_NAME, sizeof head.name) == 0 && head.outputs > 0 && head.depth > 0 &&
             head.group > 0,
         "packed is not packed");
+    check_form(head.bits, head.group, head.lowest);
     const Groups g{
         memory + sizeof head, head.group, (head.depth + head.group - 1) / head.group, head.bits,
         head.lowest, head.has_full_inputs != 0};
@@ -158,7 +166,9 @@ WeightRows::WeightRows(const Tensor& weight, const std::optional<Tensor>& scales
         "a weight must be packed, or contiguous float32, bfloat16 or float16 on the CPU");
     const int64_t rows = weight.size(0) * (dims_ == 2 ? 1 : PANEL);
     STD_TORCH_CHECK(
-        0 < outputs && outputs <= rows && (dims_ == 2 || weight.size(2) == PANEL), "packed has other outputs");
+        0 < outputs && outputs <= rows && (dims_ == 2 || weight.size(2) == PANEL) &&
+            (dims_ < 4 || weight.size(3) == 2),
+        "packed has other outputs");
     depth_ = weight.size(1) * (dims_ == 4 ? 2 : 1);
     numbers_ = static_cast<const char*>(weight.const_data_ptr());
 }

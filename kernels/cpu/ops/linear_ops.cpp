@@ -91,7 +91,9 @@ void set_panels(Linear& a, const Weight& weight, int64_t depth) {
     const DispatchTable& table = dispatch_table();
     const bool is_paired = packed.dim() == 4;
     check_close(packed, is_paired ? 4 : 3, "packed");
-    STD_TORCH_CHECK(packed.is_contiguous() && packed.size(2) == PANEL, "packed is not packed");
+    STD_TORCH_CHECK(
+        packed.is_contiguous() && packed.size(2) == PANEL && (!is_paired || packed.size(3) == 2),
+        "packed is not packed");
     const int64_t panels = packed.size(0), outputs = weight.outputs;
     STD_TORCH_CHECK(
         packed.size(1) * (is_paired ? 2 : 1) == depth && outputs <= panels * PANEL &&

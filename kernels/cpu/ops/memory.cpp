@@ -7,6 +7,9 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 namespace aioengine {
 
@@ -96,6 +99,12 @@ void gather_pages([[maybe_unused]] Tensor& weight) {
 #if defined(MADV_HUGEPAGE)
     const size_t bytes = weight.numel() * weight.element_size() / HUGE_PAGE * HUGE_PAGE;
     if (bytes) madvise(weight.mutable_data_ptr(), bytes, MADV_HUGEPAGE);
+#endif
+}
+
+void trim_heap() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
 #endif
 }
 

@@ -48,4 +48,7 @@ Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes);
 // ones may take a machine longer than all else of a start.
 void gather_pages(Tensor& weight);
 
+// Has the allocator give back to the system what is free, where it keeps it otherwise.
+void trim_heap();
+
 }  // namespace aioengine

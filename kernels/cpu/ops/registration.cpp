@@ -4,12 +4,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include "dispatch.h"
+#include "memory.h"
 #include "ops.h"
 #include "processors.h"
 
 STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("instruction_set(str name) -> str");
     library.def("usable_processors(str groups, str own) -> int");
+    library.def("trim_heap() -> ()");
     library.def(
         "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor slot_blocks, Tensor slot_offsets) -> ()");
@@ -89,4 +91,5 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {
     library.impl("instruction_set", TORCH_BOX(&aioengine::instruction_set));
     library.impl("usable_processors", TORCH_BOX(&aioengine::usable_processors));
+    library.impl("trim_heap", TORCH_BOX(&aioengine::trim_heap));
 }
