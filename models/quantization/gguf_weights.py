@@ -24,6 +24,7 @@ from aioengine.models.quantization.gguf_blocks import (
     read_floats,
     read_grouped,
 )
+from aioengine.models.quantization.gguf_encoders import find_encoder, is_encoder, read_encoder
 from aioengine.models.quantization.gguf_file import GgufFile
 from aioengine.models.quantization.packed_checkpoints import PackedWeights
 
@@ -31,18 +32,17 @@ __all__ = [
     "ARCHITECTURE",
     "check_gguf",
     "find_gguf",
-    "is_encoder",
     "kinds_of",
     "parts_of",
     "read_gguf",
 ]
 
 ARCHITECTURE = "general.architecture"
-_MULTIMODAL_PART = "mmproj"
 _MAX_PARTS = 999
 _WAY_OUT = (
     "Take the checkpoint in safetensors; quantization='int4' rounds its decoder as it is loaded"
 )
+_OR = f"Or else: {_WAY_OUT[0].lower()}{_WAY_OUT[1:]}"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -62,6 +62,7 @@ class _Family:
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(turns=True),
     "qwen2": _Family(),
+    "qwen2vl": _Family(),
     "qwen3": _Family(),
     "phi3": _Family(),
     "gemma2": _Family(adds_one=True, has_sandwich=True),
@@ -98,11 +99,6 @@ def find_gguf(folder: Path) -> list[Path]:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         return []
     return [each for each in sorted(folder.glob("*.gguf")) if not is_encoder(each)]
-
-
-def is_encoder(path: Path) -> bool:
-    """Return whether a file has by its name the weights of an encoder of images or audio."""
-    return _MULTIMODAL_PART in path.name.lower()
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -161,10 +157,14 @@ def read_gguf(paths: Sequence[Path], model: Any, dtype: torch.dtype) -> PackedWe
     sources = _sources(model, family)
     others = [name for name in _weights(model) if name not in sources]
     if others:
-        raise ModelLoadError(
-            f"{paths[0].name!r} holds a decoder alone, and {type(model).__name__} has an encoder "
-            f"too ({others[0]}), which is not read from GGUF files (mmproj). {_WAY_OUT}"
-        )
+        encoder = find_encoder(paths[0].parent)
+        if encoder is None:
+            raise ModelLoadError(
+                f"{paths[0].name!r} holds a decoder alone, and {type(model).__name__} has an "
+                f"encoder too ({others[0]}): put its file (mmproj-....gguf) beside it. {_OR}"
+            )
+        for name, weight in read_encoder(encoder, others).items():
+            found.add_plain(name, weight)
     heads = _Heads.of(model)
     for name, tensor in sources.items():
         if tensor not in places:

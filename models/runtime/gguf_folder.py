@@ -20,11 +20,11 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.quantization.gguf_blocks import FLOATS
+from aioengine.models.quantization.gguf_encoders import is_encoder
 from aioengine.models.quantization.gguf_file import GgufFile
 from aioengine.models.quantization.gguf_weights import (
     ARCHITECTURE,
     check_gguf,
-    is_encoder,
     parts_of,
 )
 from aioengine.processors.checkpoint_errors import shown

@@ -35,7 +35,7 @@ from aioengine.models.quantization.grouped_layers import grouped_of
 from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.gguf_folder import open_gguf
 from aioengine.models.runtime.registry import resolve
-from tests.support.tiny import draw_weights, save_tiny_llava, tiny_llama, tiny_tokenizer
+from tests.support.tiny import draw_weights, tiny_llama, tiny_tokenizer
 
 KIND = gguf.GGMLQuantizationType
 HALVES = {
@@ -345,22 +345,6 @@ def test_types_that_are_not_read(tmp_path: Path) -> None:
     save_alone(tmp_path / "a.gguf", add)
     with pytest.raises(ModelLoadError, match=r"ffn_up\.more.*type 16.*Q4_K"):
         open_gguf(tmp_path / "a.gguf")
-
-
-@pytest.mark.parametrize("has_encoder_file", [False, True])
-def test_encoders_are_not_read(has_encoder_file: bool, tmp_path: Path) -> None:
-    """A LLaVA's decoder in a file, its config beside it."""
-    model = save_tiny_llava(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    decoder = llama(
-        vocab_size=model.config.text_config.vocab_size,
-        num_hidden_layers=model.config.text_config.num_hidden_layers,
-    )
-    save_weights(decoder, tmp_path / "model.gguf", "llama", KIND.Q8_0)
-    if has_encoder_file:
-        (tmp_path / "mmproj-model.gguf").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=r"encoder.*safetensors.*quantization='int4'"):
-        load(tmp_path)
 
 
 def test_other_architectures(tmp_path: Path) -> None:
