@@ -96,7 +96,7 @@ def find_encoder(folder: Path) -> GgufFile | None:
 
 
 def read_encoder(file: GgufFile, names: Iterable[str]) -> dict[str, Tensor]:
-    """Those of a model's weights that the file has, float32.
+    """Read those of a model's weights that the file has, float32.
 
     Raises ModelLoadError for tensors that no weight is.
     """
