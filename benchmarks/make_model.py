@@ -11,6 +11,7 @@ each stack, so that everything around the model takes the time.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -36,14 +37,19 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    special: tuple[str, ...] = SPECIAL,
+    named: Mapping[str, str] | None = None,
+    template: str = TEMPLATE,
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with these special tokens, some of which have a name."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*SPECIAL, *letters]
+    words = [*special, *letters]
     words += [f"<w{number}>" for number in range(VOCAB_SIZE - len(words))]
     core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
+    core.add_special_tokens(list(special))
     core.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
@@ -52,9 +58,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        extra_special_tokens={"image_token": "<image>"},
+        extra_special_tokens=dict(named or {"image_token": "<image>"}),
         clean_up_tokenization_spaces=False,
-        chat_template=TEMPLATE,
+        chat_template=template,
     )
 
 

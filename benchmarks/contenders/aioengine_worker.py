@@ -46,20 +46,25 @@ class OurEngine(Contender):
             )
         )
         seconds = time.perf_counter() - begin
-        after = self.engine.statistics().stages
         return {
             "seconds": seconds,
             "first_token_s": min(output.timings.first_token for output in outputs),
             "prompt_tokens": [output.usage.prompt_tokens for output in outputs],
             "tokens": [list(output.token_ids) for output in outputs],
-            "stages_s": {
-                name: round(stage.total_s - (before[name].total_s if name in before else 0), 3)
-                for name, stage in after.items()
-            },
+            "stages_s": self._stages_since(before),
         }
 
-    def params(self, max_tokens: int) -> Any:
-        return self.library.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    def _stages_since(self, before: Any) -> dict[str, float]:
+        """Seconds that each stage has taken since then."""
+        return {
+            name: round(stage.total_s - (before[name].total_s if name in before else 0), 3)
+            for name, stage in self.engine.statistics().stages.items()
+        }
+
+    def params(self, max_tokens: int, *, is_exact: bool = True) -> Any:
+        return self.library.SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=is_exact
+        )
 
     async def lag(
         self, streams: list[str], requests: list[dict[str, Any]], max_tokens: int, **_: Any
@@ -96,18 +101,33 @@ class OurEngine(Contender):
         except asyncio.CancelledError:
             return count
 
-    async def clips(self, paths: list[str], max_tokens: int, rate: int, **_: Any) -> Answer:
+    async def clips(
+        self,
+        paths: list[str],
+        max_tokens: int,
+        rate: int,
+        is_exact: bool = False,
+        is_cold: bool = True,
+        **_: Any,
+    ) -> Answer:
         import numpy as np
 
         samples = [np.load(path) for path in paths]
-        params = self.library.SamplingParams(temperature=0, max_tokens=max_tokens)
-        await self.engine.reset_caches()
+        params = self.params(max_tokens, is_exact=is_exact)
+        if is_cold:
+            await self.engine.reset_caches()
+        before = self.engine.statistics().stages
         begin = time.perf_counter()
         outputs = await asyncio.gather(
             *(self.engine.generate("", params, audios=[(each, rate)]) for each in samples)
         )
         seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "texts": [output.text for output in outputs]}
+        return {
+            "seconds": seconds,
+            "texts": [output.text for output in outputs],
+            "tokens": [list(output.token_ids) for output in outputs],
+            "stages_s": self._stages_since(before),
+        }
 
     async def close(self) -> Answer:
         await self.engine.aclose()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+NAMED_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .+")
+MOST_REASON = 200
 
 
 class ContenderError(Exception):
@@ -42,6 +45,7 @@ class Worker:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **settings.environment}
         environment.pop("PYTHONSAFEPATH", None)  # the workers import what lies beside them
         self._log = (settings.logs / f"{name}.log").open("a")
+        self._log_begin = self._log.tell()
         self._process = subprocess.Popen(
             [str(settings.pythons[name]), str(HERE / f"{name}_worker.py")],
             stdin=subprocess.PIPE,
@@ -67,10 +71,22 @@ class Worker:
         return answer
 
     def load(self, settings: Settings, kind: str) -> dict[str, Any]:
-        model = settings.models["whisper" if kind == "whisper" else self.name]
+        name = "whisper" if kind == "whisper" and "whisper" in settings.models else self.name
+        model = settings.models[name]
         job = {"model": str(model), "dtype": settings.dtype, "kind": kind}
         self.loaded = self.ask("load", **job, threads=settings.threads)
         return self.loaded
+
+    def reason(self, error: object) -> str:
+        """A line about why it failed: what its log named first, for an engine in processes of its
+        own says no more than that these have ended."""
+        log = Path(self._log.name).read_bytes()[self._log_begin :].decode(errors="replace")
+        named = [found.group(0) for found in map(NAMED_ERROR.search, log.splitlines()) if found]
+        causes = [line for line in named if "initialization failed" not in line]
+        said = str(error).partition(": ")[2].partition(" (see ")[0]
+        if causes and ("initialization failed" in said or said == "it ended"):
+            said = causes[-1]
+        return " ".join(said.split())[:MOST_REASON]
 
     def close(self) -> None:
         if self._process.poll() is None:
@@ -84,13 +100,27 @@ class Worker:
 
 
 @contextmanager
-def crew(names: list[str], settings: Settings, kind: str) -> Iterator[dict[str, Worker]]:
-    """All of them, loaded one after the other."""
+def crew(
+    names: list[str], settings: Settings, kind: str, failures: dict[str, str] | None = None
+) -> Iterator[dict[str, Worker]]:
+    """All of them, loaded one after the other.
+
+    With `failures`, one that does not load is noted there with its reason, and the others go on.
+    """
     workers: dict[str, Worker] = {}
     try:
         for name in names:
             workers[name] = Worker(name, settings)
-            ready_s = workers[name].load(settings, kind)["ready_s"]
+            try:
+                ready_s = workers[name].load(settings, kind)["ready_s"]
+            except ContenderError as error:
+                if failures is None:
+                    raise
+                worker = workers.pop(name)
+                worker.close()
+                failures[name] = worker.reason(error)
+                print(f"  {name}: failed: {failures[name]}", file=sys.stderr)
+                continue
             print(f"  {name}: ready after {ready_s:.1f} s", file=sys.stderr)
         yield workers
     finally:

@@ -19,17 +19,29 @@ class Transformers(Contender):
         import transformers
 
         torch.set_num_threads(threads)
-        cls = {
-            "llava": transformers.AutoModelForImageTextToText,
-            "whisper": transformers.WhisperForConditionalGeneration,
-        }[kind]
+        is_speech = kind == "whisper"
+        cls = (
+            transformers.WhisperForConditionalGeneration
+            if is_speech
+            else transformers.AutoModelForImageTextToText
+        )
         self.torch = torch
         self.model = cls.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-        padding = {"padding_side": "left"} if kind == "llava" else {}
-        self.processor = transformers.AutoProcessor.from_pretrained(model, **padding)
+        self.processor = self._load_processor(transformers, model)
+        if not is_speech:
+            self.processor.tokenizer.padding_side = "left"
         self.pool = ThreadPoolExecutor(threads)
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         return {"ready_s": time.perf_counter() - begin, "versions": versions}
+
+    def _load_processor(self, transformers: Any, model: str) -> Any:
+        """The HF processor, where torchvision is missing with our video part in place of its."""
+        try:
+            return transformers.AutoProcessor.from_pretrained(model)
+        except (ImportError, ValueError):
+            from aioengine.processors.hf.substitutes import load_processor
+
+            return load_processor(model, self.model.config, {})
 
     def _generate(
         self, texts: list[str], images: list[list[Any]], max_tokens: int, **options: Any
@@ -114,9 +126,18 @@ class Transformers(Contender):
         return {**summary(lags), "seconds": seconds, "streamed_tokens": sum(counts)}
 
     async def clips(
-        self, paths: list[str], max_tokens: int, rate: int, is_one_by_one: bool = False, **_: Any
+        self,
+        paths: list[str],
+        max_tokens: int,
+        rate: int,
+        is_one_by_one: bool = False,
+        is_exact: bool = False,
+        **_: Any,
     ) -> Answer:
         import numpy as np
+
+        least = {"min_new_tokens": max_tokens} if is_exact else {}
+        tokens: list[list[int]] = []
 
         samples = [np.load(path) for path in paths]
         begin = time.perf_counter()
@@ -125,9 +146,12 @@ class Transformers(Contender):
             inputs = self.processor.feature_extractor(some, sampling_rate=rate, return_tensors="pt")
             features = inputs["input_features"].to(self.model.dtype)
             with self.torch.inference_mode():
-                output = self.model.generate(features, do_sample=False, max_new_tokens=max_tokens)
+                output = self.model.generate(
+                    features, do_sample=False, max_new_tokens=max_tokens, **least
+                )
+            tokens += [each[-max_tokens:] for each in output.tolist()]
             texts += self.processor.batch_decode(output, skip_special_tokens=True)
-        return {"seconds": time.perf_counter() - begin, "texts": texts}
+        return {"seconds": time.perf_counter() - begin, "texts": texts, "tokens": tokens}
 
 
 if __name__ == "__main__":

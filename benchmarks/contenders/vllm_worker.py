@@ -20,18 +20,22 @@ class Vllm(Contender):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.library = vllm
-        limits = {"image": 8} if kind == "llava" else {"audio": 1}
+        is_speech = kind == "whisper"
+        limits = {"audio": 1} if is_speech else {"image": 8 if kind == "llava" else 1}
+        if kind == "family":  # else it profiles videos too, for those that take them
+            limits["video"] = 0
         arguments = AsyncEngineArgs(
             model=model,
             dtype=dtype,
-            max_model_len=4096 if kind == "llava" else 448,
+            max_model_len=448 if is_speech else 4096,
             max_num_seqs=64,
             limit_mm_per_prompt=limits,
-            enable_prefix_caching=kind == "llava",
+            enable_prefix_caching=not is_speech,
         )
         self.engine = AsyncLLM.from_engine_args(arguments)
         self.pool = ThreadPoolExecutor(threads)
-        await self._generate("user: hello\nassistant:", [], 1)
+        if not is_speech:
+            await self._generate("user: hello\nassistant:", [], 1)
         versions = {"vllm": vllm.__version__}
         return {"ready_s": time.perf_counter() - begin, "versions": versions}
 
@@ -46,20 +50,22 @@ class Vllm(Contender):
             **options,
         )
 
-    async def _generate(self, text: str, images: list[Any], max_tokens: int) -> Any:
-        params = self._params(max_tokens, ignore_eos=True)
-        ask = await self._render(text, images)
+    async def _generate(
+        self, text: str, images: list[Any], max_tokens: int, *, is_exact: bool = True, **media: Any
+    ) -> Any:
+        params = self._params(max_tokens, ignore_eos=is_exact)
+        ask = await self._render(text, images, **media)
         async for output in self.engine.generate(ask, params, str(uuid.uuid4())):
             last = output
         return last
 
-    async def _render(self, text: str, images: list[Any]) -> Any:
+    async def _render(self, text: str, images: list[Any], **media: Any) -> Any:
         """Tokenised and processed on the renderer's own threads, as vLLM's server does it."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         ask: Any = {"prompt": text}
-        if images:
-            ask["multi_modal_data"] = {"image": images}
+        if images or media:
+            ask["multi_modal_data"] = {"image": images} if images else media
         parsed = parse_model_prompt(self.engine.model_config, ask)
         (rendered,) = await self.engine.renderer.render_cmpl_async([parsed])
         return rendered
@@ -93,6 +99,34 @@ class Vllm(Contender):
         return {
             "seconds": time.perf_counter() - begin,
             "prompt_tokens": [len(output.prompt_token_ids) for output in outputs],
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        }
+
+    async def clips(
+        self,
+        paths: list[str],
+        max_tokens: int,
+        rate: int,
+        is_exact: bool = False,
+        is_cold: bool = True,
+        **_: Any,
+    ) -> Answer:
+        import numpy as np
+
+        samples = [np.load(path) for path in paths]
+        if is_cold:
+            await self._forget()
+        text = "<|startoftranscript|><|notimestamps|>"
+        begin = time.perf_counter()
+        outputs = await asyncio.gather(
+            *(
+                self._generate(text, [], max_tokens, is_exact=is_exact, audio=(each, rate))
+                for each in samples
+            )
+        )
+        return {
+            "seconds": time.perf_counter() - begin,
+            "texts": [output.outputs[0].text for output in outputs],
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         }
 

@@ -65,8 +65,11 @@ def streams() -> list[str]:
     return [f"user: Tell me story number {i}, a long one.\nassistant:" for i in range(4)]
 
 
-def clips(folder: Path, speech: Path, count: int) -> list[str]:
-    """W6: the audio files, then the same with their first words cut off, as arrays on disk."""
+def clips(folder: Path, speech: Path, count: int, skip_s: float = 0) -> list[str]:
+    """W6: the audio files, then the same with their first words cut off, as arrays on disk.
+
+    With `skip_s`, the others begin later too, so that they are new.
+    """
     import soundfile
 
     paths = sorted(speech.glob("*.wav"))
@@ -74,7 +77,7 @@ def clips(folder: Path, speech: Path, count: int) -> list[str]:
     turns = range(-(-count // len(files)))
     found = []
     for number, samples in enumerate(
-        [each[turn * RATE :] for turn in turns for each in files][:count]
+        [each[turn * RATE + int(skip_s * RATE) :] for turn in turns for each in files][:count]
     ):
         path = folder / f"clip-{number}.npy"
         np.save(path, samples)
