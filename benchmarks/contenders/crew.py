@@ -117,8 +117,8 @@ def crew(
                 if failures is None:
                     raise
                 worker = workers.pop(name)
-                worker.close()
                 failures[name] = worker.reason(error)
+                worker.close()
                 print(f"  {name}: failed: {failures[name]}", file=sys.stderr)
                 continue
             print(f"  {name}: ready after {ready_s:.1f} s", file=sys.stderr)

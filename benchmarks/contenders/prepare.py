@@ -51,9 +51,39 @@ def export(source: Path, target: Path, dtype: str, python: Path) -> None:
     program = python.parent / "optimum-cli"
     task = ("--task", "image-text-to-text", "--weight-format", weights)
     _run(program, "export", "openvino", "--model", source, *task, target)
-    settings = json.loads((source / "processor_config.json").read_text())["image_processor"]
-    settings["size"] = {"shortest_edge": 224}
-    (target / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
+    write_image_settings(source, target)
+
+
+def write_image_settings(source: Path, target: Path) -> None:
+    """Write the image processor's settings to a file of their own, where they have none."""
+    file = target / "preprocessor_config.json"
+    settings = json.loads((source / "processor_config.json").read_text()).get("image_processor")
+    if settings is None or file.exists():
+        return
+    if settings["size"].get("shortest_edge"):
+        settings["size"] = {"shortest_edge": settings["size"]["shortest_edge"]}
+    file.write_text(json.dumps(settings, indent=2))
+
+
+def write_older(source: Path, target: Path) -> None:
+    """Write a checkpoint as transformers 4 reads it; the weights are linked to."""
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        copy = target / path.name
+        copy.unlink(missing_ok=True)
+        if path.name not in ("config.json", "tokenizer_config.json"):
+            copy.symlink_to(path.resolve())
+            continue
+        settings = json.loads(path.read_text())
+        if "tokenizer_class" in settings:
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        for part in (settings, settings.get("text_config", {})):
+            rope = part.get("rope_parameters") or {}
+            if "rope_theta" in rope:
+                part["rope_theta"] = rope["rope_theta"]
+            if "mrope_section" in rope:
+                part["rope_scaling"] = rope
+        copy.write_text(json.dumps(settings, indent=2))
 
 
 def _run(*command: object) -> None:

@@ -39,8 +39,11 @@ class Transformers(Contender):
         try:
             return transformers.AutoProcessor.from_pretrained(model)
         except (ImportError, ValueError):
+            from aioengine.processors.hf.smolvlm import load_smolvlm_processor
             from aioengine.processors.hf.substitutes import load_processor
 
+            if self.model.config.model_type == "smolvlm":
+                return load_smolvlm_processor(model, {})
             return load_processor(model, self.model.config, {})
 
     def _generate(

@@ -166,7 +166,8 @@ class Vllm(Contender):
             return count
 
     async def close(self) -> Answer:
-        self.engine.shutdown()
+        if hasattr(self, "engine"):  # else it did not start
+            self.engine.shutdown()
         return {}
 
 
