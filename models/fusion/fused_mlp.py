@@ -81,7 +81,8 @@ def _fuse_layer(module: nn.Module, names: FeedForward, tried: dict[Hashable, boo
     kind = type(module)
     if (kind, activation) not in tried:
         up: nn.Linear = getattr(module, names.up)
-        x = random_rows(_TRIAL_ROWS, up.in_features, like=up.weight)
+        # Not rows that a norm with its first weights would leave as they are: one may stand before.
+        x = 1 + 2 * random_rows(_TRIAL_ROWS, up.in_features, like=up.weight)
         fused = partial(_fused_forward, module, names, matmul, activation, x)
         tried[kind, activation] = agree(fused, lambda: module(x))
     if tried[kind, activation]:

@@ -160,6 +160,30 @@ def test_what_is_left_alone() -> None:
 
 
 @needs_kernels
+class Normed(nn.Module):
+    """A projector with a norm before it, as InternVL's."""
+
+    layer_names = LayerNames(feed_forward=FeedForward("down", "act", "up"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(2048), nn.GELU()
+        self.up, self.down = nn.Linear(2048, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(self.norm(x))))
+
+
+@needs_kernels
+def test_a_norm_with_its_first_weights_is_not_left_out() -> None:
+    layer = Normed()
+    holder = packed(layer, torch.bfloat16)
+    nn.init.ones_(layer.norm.weight)
+    nn.init.zeros_(layer.norm.bias)
+    fuse_activations(holder)
+    assert not isinstance(layer, ActivatedFeedForward)
+
+
 def test_an_activation_is_known_by_what_it_does() -> None:
     class Named(nn.SiLU):
         def forward(self, x: Tensor) -> Tensor:
