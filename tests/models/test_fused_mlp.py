@@ -159,7 +159,6 @@ def test_what_is_left_alone() -> None:
         assert type(each[0]) is kind and torch.equal(each(x), wanted)
 
 
-@needs_kernels
 class Normed(nn.Module):
     """A projector with a norm before it, as InternVL's."""
 
@@ -184,6 +183,7 @@ def test_a_norm_with_its_first_weights_is_not_left_out() -> None:
     assert not isinstance(layer, ActivatedFeedForward)
 
 
+@needs_kernels
 def test_an_activation_is_known_by_what_it_does() -> None:
     class Named(nn.SiLU):
         def forward(self, x: Tensor) -> Tensor:
