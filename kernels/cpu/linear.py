@@ -9,6 +9,8 @@ in any batch. Weights of 4 and 8 bits lie in groups (`kernels/grouped.py`, group
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -84,6 +86,18 @@ class NativeLinear:
             _rows(x), *self.operands, self.num_outputs, int(activation), is_gated
         )
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    def scaled(self, factors: Tensor) -> NativeLinear:
+        """The same weight, whose outputs are multiplied by `factors` [out] before rounding."""
+        packed, own, bias = self.operands
+        wide = factors.detach().float()
+        found = copy.copy(self)
+        found.operands = (
+            packed,
+            _copied(wide if own is None else wide * own),
+            None if bias is None else _copied(wide * bias),
+        )
+        return found
 
     @property
     def is_paired(self) -> bool:

@@ -111,8 +111,9 @@ def _tried(module: nn.Module) -> _Layer | None:
         return None
     x = random_rows(1, _TRIAL_ROWS, guess.out.num_outputs, like=weight)
     cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1)
-    is_flat = _ENDS in inspect.signature(type(module).forward).parameters
-    arguments: dict[str, Any] = {"attention_mask": None}
+    takes = inspect.signature(type(module).forward).parameters
+    is_flat = _ENDS in takes
+    arguments: dict[str, Any] = {"attention_mask": None} if "attention_mask" in takes else {}
     if is_flat:
         x = x[0]
         arguments = {_ENDS: torch.tensor([0, 2, _TRIAL_ROWS]), _ANGLES: (cos, sin)}

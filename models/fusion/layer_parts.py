@@ -7,6 +7,7 @@ What is found is a guess: whether a layer computes what the plan says is shown b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -48,8 +49,11 @@ _NORMS = (
     _Norms("self_attn_layer_norm", None, "final_layer_norm", None),
     _Norms("layer_norm1", None, "layer_norm2", None),
     _Norms("norm1", None, "norm2", None),
+    _Norms("layernorm_before", None, "layernorm_after", None),
 )
 _HEAD_NORMS = ("q_norm", "k_norm")
+_SCALES = ("lambda_1", "lambda_2")
+"""Parameters of a layer by which what attention and the feed-forward layer give is multiplied."""
 _OF_CROSS = {"q_proj", "out_proj"}
 _IDLE = (nn.Dropout, nn.Identity)
 Kind: TypeAlias = type[NativeLinear] | type[TorchLinear]
@@ -82,6 +86,15 @@ def find_layer(
     found, feed = _attention(attentions[0], kind), _feed_forward(others, kind)
     if names is None or found is None or feed is None:
         return None
+    scales = [each for name in _SCALES if (each := layer._parameters.get(name)) is not None]
+    if scales:
+        out = found["out"]
+        if len(scales) < 2 or not isinstance(feed, FeedForwardPlan):
+            return None
+        if not isinstance(out, NativeLinear) or not isinstance(feed.down, NativeLinear):
+            return None
+        found["out"] = out.scaled(scales[0])
+        feed = replace(feed, down=feed.down.scaled(scales[1]))
     if (names.cross_norm is None) != (len(attentions) == 1):
         return None
     plans: dict[str, Any] = {

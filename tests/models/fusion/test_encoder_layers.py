@@ -58,6 +58,16 @@ def whisper() -> nn.Module:
     return hf.WhisperModel(config).get_encoder()
 
 
+def internvl() -> nn.Module:
+    """What attention and the feed-forward layer give is scaled, output by output."""
+    config = hf.InternVLVisionConfig(image_size=[28, 28], patch_size=[14, 14], **SIZES)
+    model = hf.InternVLVisionModel(config)
+    for name, parameter in model.named_parameters():
+        if "lambda" in name:
+            nn.init.normal_(parameter, mean=1)
+    return model
+
+
 class Count(TorchDispatchMode):
     """Operators by name."""
 
@@ -85,7 +95,7 @@ def num_planned(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("build", [clip, siglip, whisper])
+@pytest.mark.parametrize("build", [clip, siglip, whisper, internvl])
 @torch.inference_mode()
 def test_what_an_encoder_gives(build: Any, count: int, dtype: torch.dtype) -> None:
     with torch.inference_mode(False):
