@@ -90,12 +90,17 @@ def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
         return None
     if (angles is None) != (layer.plan.angles is None) or (ends is None) == layer.is_flat:
         return None
-    if angles is not None and any(each.dtype != x.dtype or each.dim() != 2 for each in angles):
+    if angles is not None and not all(_fits(each, x) for each in angles):
         return None
     lengths: list[int] = ends.diff().tolist() if layer.is_flat else []
     if any(length <= 0 for length in lengths):
         return None
     return layer.operators.encode(x.contiguous(), angles or (), lengths)
+
+
+def _fits(angles: Tensor, x: Tensor) -> bool:
+    """Return whether the operators rotate `x` by such cosines or sines."""
+    return angles.dim() == 2 and angles.dtype in (x.dtype, torch.float32)
 
 
 def _tried(module: nn.Module) -> _Layer | None:
@@ -110,7 +115,8 @@ def _tried(module: nn.Module) -> _Layer | None:
     if guess is None or not isinstance(guess.feed_forward, FeedForwardPlan):
         return None
     x = random_rows(1, _TRIAL_ROWS, guess.out.num_outputs, like=weight)
-    cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1)
+    # Most families rotate in float32, whatever their dtype.
+    cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1).float()
     takes = inspect.signature(type(module).forward).parameters
     is_flat = _ENDS in takes
     arguments: dict[str, Any] = {"attention_mask": None} if "attention_mask" in takes else {}

@@ -157,6 +157,17 @@ def test_before_attention(dtype: torch.dtype, rows: int, variant: str) -> None:
         assert one.shape == other.shape and torch.equal(one, other)
 
 
+def test_angles_that_are_wider(dtype: torch.dtype, instruction_set: str) -> None:
+    """Encoders rotate in float32, whatever their dtype."""
+    query, key = (random(5, heads, HEAD).to(dtype) for heads in (HEADS, KV_HEADS))
+    cos, sin = angles(5, torch.float32)
+    for x, found in zip((query, key), rotate(query, key, cos, sin), strict=True):
+        low, high = x.float().chunk(2, -1)
+        wanted = x.float() * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+        assert found.dtype is dtype
+        torch.testing.assert_close(found, wanted.to(dtype))
+
+
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("hidden", [HIDDEN, 72])
 @pytest.mark.parametrize("variant", VARIANTS)

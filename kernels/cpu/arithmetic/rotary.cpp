@@ -12,12 +12,13 @@ namespace {
 using aioengine::DType;
 using aioengine::Rotary;
 
-template <class T>
+// `A`: of angles.
+template <class T, class A>
 static void rotate_as(const Rotary& a, int64_t first, int64_t last) {
     const int64_t half = a.dim / 2, whole = half / WIDTH * WIDTH;
     for (int64_t t = first; t < last; ++t) {
-        const T* cos = (const T*)a.cos + t * a.cos_stride;
-        const T* sin = (const T*)a.sin + t * a.sin_stride;
+        const A* cos = (const A*)a.cos + t * a.cos_stride;
+        const A* sin = (const A*)a.sin + t * a.sin_stride;
         for (int64_t h = 0; h < a.heads; ++h) {
             const T* x = (const T*)a.x + t * a.strides[0] + h * a.strides[1];
             T* out = (T*)a.out + (t * a.heads + h) * a.dim;
@@ -36,17 +37,25 @@ static void rotate_as(const Rotary& a, int64_t first, int64_t last) {
     }
 }
 
+template <class T>
+static void rotate_tokens(const Rotary& a, int64_t first, int64_t last) {
+    if (a.has_wide_angles)
+        rotate_as<T, float>(a, first, last);
+    else
+        rotate_as<T, T>(a, first, last);
+}
+
 static void rotate(const Rotary& a, int64_t first, int64_t last) {
     switch (a.dtype) {
         case DType::Float32:
-            rotate_as<float>(a, first, last);
+            rotate_tokens<float>(a, first, last);
             break;
         case DType::BFloat16:
-            rotate_as<BFloat16>(a, first, last);
+            rotate_tokens<BFloat16>(a, first, last);
             break;
         case DType::Float16:
 #if defined(__F16C__)
-            rotate_as<Float16>(a, first, last);
+            rotate_tokens<Float16>(a, first, last);
 #endif
             break;
     }

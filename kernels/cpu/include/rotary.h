@@ -9,12 +9,13 @@
 namespace aioengine {
 
 struct Rotary {
-    DType dtype;       // of all
+    DType dtype;       // of all but angles
     const void* x;       // [tokens, heads, dim], of any strides but the last
     int64_t strides[2];  // of a token and a head, in numbers
     int64_t heads, dim;  // dim is even
     const void *cos, *sin;  // [tokens, dim]
     int64_t cos_stride, sin_stride;
+    bool has_wide_angles;  // float32 whatever the dtype
     void* out;  // [tokens, heads, dim], contiguous
 };
 

@@ -163,12 +163,14 @@ Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t d
     check_close(cos, 2, "cos");
     check_close(sin, 2, "sin");
     STD_TORCH_CHECK(dim % 2 == 0, "cos must have an even width");
+    const bool is_wide = cos.scalar_type() == ScalarType::Float;
     for (const Tensor* each : {&cos, &sin})
         STD_TORCH_CHECK(
-            each->size(0) == tokens && each->size(1) == dim &&
-                dtype_of(*each, *dispatch_table().attention) == dtype,
-            "cos and sin must be of the dtype, the tokens and the width of what they rotate");
+            each->size(0) == tokens && each->size(1) == dim && each->scalar_type() == cos.scalar_type() &&
+                (is_wide || dtype_of(*each, *dispatch_table().attention) == dtype),
+            "cos and sin must be float32 or of the dtype, the tokens and the width of what they rotate");
     Rotary a{};
+    a.has_wide_angles = is_wide;
     a.cos = cos.const_data_ptr();
     a.sin = sin.const_data_ptr();
     a.cos_stride = cos.stride(0);

@@ -130,7 +130,7 @@ void set_weight(Norm& a, const Tensor& weight, const std::optional<Tensor>& bias
 // The rows x [n, dim] at the places `rows` of [count, dim], zeros elsewhere.
 Tensor put_rows(const Tensor& x, const Tensor& rows, int64_t count);
 
-// What a rotation by cos and sin [tokens, dim] is given; x and out are yet to be told.
+// What a rotation by cos and sin [tokens, dim], float32 or of the dtype, is given; x and out are yet to be told.
 Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t dim, DType dtype);
 
 // query [T, Hq, D] and key [T, Hkv, D], rotated by cos and sin [T, D].

@@ -115,6 +115,41 @@ def test_what_an_encoder_gives(build: Any, count: int, dtype: torch.dtype) -> No
         torch.testing.assert_close(alone, found, atol=1e-6 * float(wanted.abs().max()), rtol=0)
 
 
+def qwen2_vl() -> nn.Module:
+    config = hf.models.qwen2_vl.Qwen2VLVisionConfig(
+        depth=2, embed_dim=64, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=14
+    )
+    return hf.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel._from_config(
+        config
+    )
+
+
+def qwen2_5_vl() -> nn.Module:
+    config = hf.models.qwen2_5_vl.Qwen2_5_VLVisionConfig(
+        depth=2, hidden_size=64, out_hidden_size=64, num_heads=2, intermediate_size=96,
+        patch_size=14, window_size=56, fullatt_block_indexes=[1],
+    )  # fmt: skip
+    return hf.Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("build", [qwen2_vl, qwen2_5_vl])
+@torch.inference_mode()
+def test_an_encoder_of_flat_rows(build: Any, dtype: torch.dtype) -> None:
+    """Its cosines and sines are float32 in any dtype."""
+    with torch.inference_mode(False):
+        model, plain = packed(build().to(dtype))
+    assert num_planned(model) == 2
+    grid = torch.tensor([[1, 8, 6], [1, 4, 4]])
+    x = torch.randn(64, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with Count() as counted:
+        found = model(x, grid_thw=grid).last_hidden_state
+    assert counted.names.count("aioengine_cpu.encode_layer.default") == 2
+    wanted = plain(x, grid_thw=grid).last_hidden_state
+    bound = (1e-5 if dtype is torch.float32 else 4e-2) * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=bound, rtol=0)
+
+
 def layer_and_rows(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Tensor]:
     model, plain = packed(clip().to(dtype))
     layers = [
