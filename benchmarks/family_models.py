@@ -149,7 +149,12 @@ def gemma3(id_of: Callable[[str], int]) -> Any:
     return hf.Gemma3ForConditionalGeneration(
         hf.Gemma3Config(
             text_config=text,
-            vision_config={**SIGLIP, "image_size": 448, "patch_size": 14},
+            vision_config={
+                **SIGLIP,
+                "image_size": 448,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
             mm_tokens_per_image=256,
             image_token_id=id_of("<image_soft_token>"),
             boi_token_id=id_of("<start_of_image>"),
