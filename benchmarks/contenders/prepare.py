@@ -51,6 +51,7 @@ def export(source: Path, target: Path, dtype: str, python: Path) -> None:
     program = python.parent / "optimum-cli"
     task = ("--task", "image-text-to-text", "--weight-format", weights)
     _run(program, "export", "openvino", "--model", source, *task, target)
+    (target / "preprocessor_config.json").unlink(missing_ok=True)  # ours says the size
     write_image_settings(source, target)
 
 

@@ -55,15 +55,16 @@ def kind_name(kind: int) -> str:
 def check_tensors(file: GgufFile) -> None:
     """Raise ModelLoadError for tensors of types that are not read, or beyond the file's end."""
     for name, place in file.tensors.items():
-        is_float = place.kind in FLOATS
-        if not is_float and place.kind not in BLOCKS:
+        if place.kind in FLOATS:
+            unit, size = 1, FLOATS[place.kind].itemsize
+        elif place.kind in BLOCKS:
+            unit, size = BLOCKS[place.kind].unit, BLOCKS[place.kind].size
+        else:
             known = ", ".join(each.name for each in BLOCKS.values())
             raise ModelLoadError(
                 f"the tensor {name[:80]!r} of {file.path.name!r} is of {kind_name(place.kind)}, "
                 f"which is not read; floats and {known} are. Take another file of the model"
             )
-        block = BLOCKS.get(place.kind)
-        unit, size = (1, FLOATS[place.kind].itemsize) if block is None else (block.unit, block.size)
         try:
             file.bytes_of(name, unit, size)
         except (ValueError, RuntimeError) as error:

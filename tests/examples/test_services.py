@@ -120,7 +120,12 @@ async def test_a_client_who_leaves_frees_all_within_a_step(
         writer.transport.abort()
         await until(lambda: engine.statistics().aborted == 1)
         engine.instruments.listeners.append(count)
+        schedule, planned = engine._core.scheduler.schedule, []
+        monkeypatch.setattr(
+            engine._core.scheduler, "schedule", lambda: planned.append(schedule()) or planned[-1]
+        )
         await settled(engine)
+        assert not any(planned)  # none for a request that is gone
         assert steps <= 1 + Pace.MOST_AHEAD  # those in flight
         assert engine.statistics().finished == 0
 
