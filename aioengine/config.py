@@ -122,6 +122,7 @@ CHECKS = {
     "thread_niceness": (ints(0, 19), "from 0 to 19"),
     "quantization": (lambda value: value in ("int8", "int4", None), '"int8", "int4" or None'),
     "quantize_activations": YES_OR_NO,
+    "kv_cache_dtype": (lambda value: value in ("auto", "int8"), '"auto" or "int8"'),
     "tensor_parallel_size": (lambda value: value == 1, "1 (nothing else is built)"),
     "mm_encoder_tp_mode": (lambda value: value == "tensor", '"tensor" (nothing else is built)'),
 }
@@ -132,7 +133,7 @@ class EngineConfig:
     """Settings of one engine. Sizes left at None are resolved when the engine starts."""
 
     dtype: str = "auto"
-    """Of weights and KV cache: "auto" (the checkpoint's), "float64" (parity), "float32", ..."""
+    """Of weights: "auto" (the checkpoint's), "float64" (parity), "float32", ..."""
     device: str = "auto"
     """"auto", "cpu" or "cuda[:N]"."""
     revision: str | None = None
@@ -189,6 +190,8 @@ class EngineConfig:
     """"int8" or "int4": the decoder's weights in so many bits, on a CPU; implies packed_layers."""
     quantize_activations: bool = True
     """Round to 8 bits what is multiplied with quantized weights; False is slower and more exact."""
+    kv_cache_dtype: str = "auto"
+    """Of keys and values: "auto" (`dtype`), or "int8": in half the bytes of 16 bits, less exact."""
     thread_niceness: int = 0
     """Added to the niceness of threads that decode and compute, on Linux: 0 to 19."""
     tensor_parallel_size: int = 1

@@ -118,10 +118,13 @@ class KVGroup:
     window: int | None
     num_layers: int
 
-    def block_bytes(self, block_size: int, itemsize: int) -> int:
-        """Bytes of one block of `block_size` tokens over all layers of the group."""
-        row = self.num_kv_heads * (self.key_dim + self.value_dim)
-        return self.num_layers * block_size * row * itemsize
+    def block_bytes(self, block_size: int, row_bytes: Callable[[int], int]) -> int:
+        """Bytes of one block of `block_size` tokens over all layers of the group.
+
+        `row_bytes`: of a key or value of so many numbers.
+        """
+        row = self.num_kv_heads * (row_bytes(self.key_dim) + row_bytes(self.value_dim))
+        return self.num_layers * block_size * row
 
 
 @dataclass(frozen=True, eq=False)

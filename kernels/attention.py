@@ -131,7 +131,8 @@ class AttentionArgs(NamedTuple):
 class AttentionBackend(Protocol):
     """Writes this step's keys and values into pages, and attends over pages.
 
-    An instance belongs to one engine and is called by one thread at a time.
+    An instance belongs to one engine and is called by one thread at a time. One that reads pages of
+    bytes (`kernels.pool`) too says so: `takes_bytes = True`.
     """
 
     name: str

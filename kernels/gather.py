@@ -28,7 +28,7 @@ from aioengine.kernels.attention import (
     split_by_sequence,
 )
 from aioengine.kernels.dense import attention_over, dense_attention, padded_length
-from aioengine.kernels.pool import LayerPages, row_index
+from aioengine.kernels.pool import BYTES, LayerPages, numbers_in, row_index, to_numbers, to_stored
 from aioengine.kernels.reference import bias_by_distance, visible_mask
 
 __all__ = ["GatherBackend"]
@@ -77,6 +77,7 @@ class GatherBackend:
     """See `AttentionBackend`."""
 
     name = "gather"
+    takes_bytes = True
 
     def __init__(self) -> None:
         # Reused from call to call: fresh memory of this size costs more than filling it.
@@ -85,8 +86,8 @@ class GatherBackend:
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
         slots = _slots(meta)
-        pages[0].index_put_(slots, new[0])
-        pages[1].index_put_(slots, new[1])
+        for rows, cache in zip(new, pages, strict=True):
+            cache.index_put_(slots, to_stored(rows, cache))
 
     def attend(
         self,
@@ -105,7 +106,7 @@ class GatherBackend:
         buckets = _decode_buckets(meta, args.window, pages[0], query.dtype)
         if len(buckets) == 1 and meta.num_decodes == len(meta.query_lens):
             return self._decode(query, pages, meta, buckets[0], args)
-        out = query.new_empty(*query.shape[:2], pages[1].shape[-1])
+        out = query.new_empty(*query.shape[:2], numbers_in(pages[1]))
         for bucket in buckets:
             chosen = slice(len(bucket.blocks)) if bucket.rows is None else bucket.rows
             out[chosen] = self._decode(query[chosen], pages, meta, bucket, args)
@@ -130,16 +131,18 @@ class GatherBackend:
         """Attention of a bucket's tokens [m, Hq, Dk] -> [m, Hq, Dv]."""
         # The heads of one group stand where a sequence's tokens would: one read of its keys.
         grouped = _group_heads(query, pages[0].shape[2])
-        key, value = self._gather(pages, meta, bucket.blocks, bucket.offsets)
+        rows = self._gather(pages, meta, bucket.blocks, bucket.offsets)
+        key, value = (to_numbers(each, query.dtype) for each in rows)
         if args.softcap is None and args.sinks is None:
 
             def make() -> Callable[[Tensor, float | None], Tensor]:
                 mask = _bucket_mask(meta, bucket, args, grouped.shape[1])
                 return attention_over(grouped, key, value, mask)
 
-            # Without steps, keys and values are in another place each time.
+            # Without steps, or of bytes, keys and values are in another place each time.
             name = "attend", id(key), grouped.shape, args.distance_bias
-            attend = make() if pages.steps is None else meta.once(name, make)
+            is_in_place = pages.steps is not None and pages[0].dtype is not BYTES
+            attend = meta.once(name, make) if is_in_place else make()
             return attend(grouped, args.scale).flatten(1, 2)
         mask = _bucket_mask(meta, bucket, args, grouped.shape[1])
         sinks = None if args.sinks is None else args.sinks.view(grouped.shape[1], -1, 1)
@@ -164,7 +167,7 @@ class GatherBackend:
         if is_masked and is_fused:
             length = padded_length(length, query.device)
         slots = _context_slots(meta, index, begin, end, length)
-        key, value = self._gather(pages, meta, *slots)
+        key, value = (to_numbers(x, query.dtype) for x in self._gather(pages, meta, *slots))
         # [Hkv, group, tokens, dim]: a whole group sees its keys and values without a copy.
         grouped = _group_heads(query, key.shape[0]).permute(1, 2, 0, 3)
         keys = key[:, None].expand(-1, grouped.shape[1], -1, -1)

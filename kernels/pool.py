@@ -1,16 +1,109 @@
-"""Memory for the pages of the KV cache, and where rows lie in it."""
+"""Memory for the pages of the KV cache, where rows lie in it, and rows in 8 bits.
+
+A row of 8 bits has its numbers as int8, and behind them a scale for each group. A group is 32
+numbers, or what is left of them: one key's outliers then blunt a part of that key, and nothing of
+any other. The largest number of a group is 127 of its scale, a bfloat16. A group with a number that
+is not finite is read as NaN.
+
+    row of 40 numbers: [40 x int8 | scale of 0..31 | scale of 32..39]      44 bytes
+"""
 
 from __future__ import annotations
 
 import mmap
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LayerPages", "RowSteps", "empty_pool", "row_index"]
+__all__ = [
+    "BYTES",
+    "LayerPages",
+    "PageFormat",
+    "RowSteps",
+    "empty_pool",
+    "numbers_in",
+    "pack_rows",
+    "row_bytes",
+    "row_index",
+    "to_numbers",
+    "to_stored",
+    "unpack_rows",
+]
+
+BYTES = torch.uint8
+"""The dtype of rows in 8 bits."""
+GROUP = 32
+SCALE_BYTES = 2
+MOST = 127
+LEAST = 1e-30
+"""Groups whose numbers are all smaller are zeros: their scale has no inverse."""
+
+
+def row_bytes(dim: int) -> int:
+    """Bytes of a row of `dim` numbers."""
+    return dim + -(-dim // GROUP) * SCALE_BYTES
+
+
+def numbers_in(cache: Tensor) -> int:
+    """Numbers in a row of a cache [..., row]."""
+    num_bytes = cache.shape[-1]
+    if cache.dtype is not BYTES:
+        return num_bytes
+    return num_bytes - ((num_bytes - 1) // (GROUP + SCALE_BYTES) + 1) * SCALE_BYTES
+
+
+def to_stored(rows: Tensor, cache: Tensor) -> Tensor:
+    """Rows [..., dim] as they lie in a cache: packed where that is of bytes."""
+    return pack_rows(rows) if cache.dtype is BYTES else rows
+
+
+def to_numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a cache as numbers [..., dim]: unpacked where they are of bytes."""
+    return unpack_rows(rows, dtype) if rows.dtype is BYTES else rows
+
+
+def pack_rows(rows: Tensor) -> Tensor:
+    """Pack rows [..., dim] of any floating dtype, uint8 [..., row_bytes(dim)]."""
+    dim = rows.shape[-1]
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    missing = -dim % GROUP
+    padded = torch.nn.functional.pad(rows.to(wide), (0, missing))
+    groups = padded.view(*rows.shape[:-1], -1, GROUP)
+    most = groups.abs().amax(-1)
+    scales = torch.where(most < LEAST, 0, most / MOST)
+    scales = scales.masked_fill(~scales.isfinite(), torch.nan).to(torch.bfloat16)
+    inverse = torch.where(scales > 0, 1 / scales.to(wide), 0)
+    numbers = (groups * inverse[..., None]).round().nan_to_num(0).clamp(-MOST, MOST)
+    numbers = numbers.to(torch.int8).flatten(-2)[..., :dim].view(BYTES)
+    return torch.cat([numbers, scales.contiguous().view(BYTES)], -1)
+
+
+def unpack_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unpack rows, uint8 [..., row_bytes(dim)], as numbers [..., dim] of a floating dtype."""
+    dim = numbers_in(rows)
+    wide = torch.promote_types(dtype, torch.float32)
+    numbers = rows[..., :dim].view(torch.int8).to(wide)
+    scales = rows[..., dim:].contiguous().view(torch.bfloat16).to(wide)
+    return (numbers * scales.repeat_interleave(GROUP, -1)[..., :dim]).to(dtype)
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """Format of keys and values in pages: as they are, or for `BYTES` as rows of 8 bits."""
+
+    dtype: torch.dtype
+
+    def row_size(self, dim: int) -> int:
+        """Elements of the pool that a row of `dim` numbers takes."""
+        return row_bytes(dim) if self.dtype is BYTES else dim
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes that it takes."""
+        return self.row_size(dim) * self.dtype.itemsize
 
 
 def empty_pool(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

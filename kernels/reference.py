@@ -16,6 +16,7 @@ from aioengine.kernels.attention import (
     blocks_of,
     split_by_sequence,
 )
+from aioengine.kernels.pool import numbers_in, to_numbers, to_stored
 
 __all__ = ["ReferenceBackend", "attend_dense", "bias_by_distance", "visible_mask"]
 
@@ -24,11 +25,12 @@ class ReferenceBackend:
     """See `AttentionBackend`."""
 
     name = "reference"
+    takes_bytes = True
 
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
         for rows, cache in zip(new, pages, strict=True):
-            cache[meta.slot_blocks, meta.slot_offsets] = rows
+            cache[meta.slot_blocks, meta.slot_offsets] = to_stored(rows, cache)
 
     def attend(
         self,
@@ -42,7 +44,7 @@ class ReferenceBackend:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
         if new is not None:
             self.write_kv(new, pages, meta)
-        out = query.new_empty(*query.shape[:2], pages[1].shape[-1])
+        out = query.new_empty(*query.shape[:2], numbers_in(pages[1]))
         for i, (first, last) in enumerate(split_by_sequence(meta)):
             context = meta.context_lens[i]
             start = context - (last - first)
@@ -59,7 +61,7 @@ class ReferenceBackend:
             positions = torch.arange(begin, context, device=query.device)
             blocks = meta.block_table[i, positions // meta.block_size].long()
             offsets = positions % meta.block_size
-            key, value = (cache[blocks, offsets] for cache in pages)
+            key, value = (to_numbers(cache[blocks, offsets], query.dtype) for cache in pages)
             out[first:last] = attend_dense(query[first:last], key, value, mask, args, bias)
         return out
 

@@ -26,6 +26,7 @@ from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdi
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.cpu.library import trim_heap
 from aioengine.kernels.grouped import can_group
+from aioengine.kernels.pool import BYTES, PageFormat
 from aioengine.models.quantization.gguf_weights import kinds_of
 from aioengine.models.quantization.grouped_layers import forget, keep_inputs, rounds_inputs
 from aioengine.models.quantization.rounding import Rounding
@@ -110,24 +111,19 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
         _check_quantization(config.quantization, device, dtype)
-    backend = _attention_backend(config.attention_backend, device)
+    backend = _attention_backend(config, device)
     with stage("weights"):
-        read = partial(
-            model_class.load_module,
-            path,
-            hf_config=hf_config,
-            dtype=dtype,
-            device=device,
-            revision=config.revision,
-        )
+        options = {"dtype": dtype, "device": device, "revision": config.revision}
+        read = partial(model_class.load_module, path, hf_config=hf_config, **options)
         name = _verdict_name(model_class, hf_config, config, device, path)
         model = _load_model(model_class, hf_config, config, processor, read, backend, name)
         trim_heap()
     with stage("memory"):
-        sizes = _sizes(model, processor, config)
+        form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
+        sizes = _sizes(model, processor, config, form)
         measure = partial(measure_activations, model, processor, backend=backend)
         limits = resolve_limits(config, sizes, device, measure)
-        runner = ModelRunner(model, limits, backend)
+        runner = ModelRunner(model, limits, backend, form)
         runner.find_decode_steps()
     eos_token_ids = _eos_token_ids(model)
     return Loaded(
@@ -246,13 +242,20 @@ def _check_quantization(name: str, device: torch.device, dtype: torch.dtype) -> 
         )
 
 
-def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Made before weights are read: a name may be wrong."""
+def _attention_backend(config: EngineConfig, device: torch.device) -> AttentionBackend:
+    """Made before weights are read: a name may be wrong, or not go with what is kept."""
+    name = config.attention_backend
     try:
-        return select_backend(name, device)
+        backend = select_backend(name, device)
     except (ValueError, RuntimeError) as error:
         message = f"attention_backend {name!r:.40} does not run here: {error}"
         raise ModelLoadError(message) from error
+    if config.kv_cache_dtype == "int8" and not getattr(backend, "takes_bytes", False):
+        raise ModelLoadError(
+            f"kv_cache_dtype 'int8' does not run with attention_backend {name!r:.40}, which does "
+            "not say takes_bytes = True; leave kv_cache_dtype out"
+        )
+    return backend
 
 
 def _make_processor(
@@ -267,12 +270,16 @@ def _make_processor(
 
 
 def _sizes(
-    model: TransformersModel, processor: BaseMultiModalProcessor, config: EngineConfig
+    model: TransformersModel,
+    processor: BaseMultiModalProcessor,
+    config: EngineConfig,
+    form: PageFormat,
 ) -> ModelSizes:
     max_encoder_len = model.max_encoder_len if isinstance(model, SupportsEncoderDecoder) else 0
     return ModelSizes(
         kv_groups=model.kv_groups,
         itemsize=model.dtype.itemsize,
+        kv_row_bytes=form.row_bytes,
         row_size=model.row_size,
         max_position_embeddings=model.max_position_embeddings,
         max_item_rows=max_encoder_len

@@ -81,6 +81,7 @@ def find_decode_steps(
     try:
         queue = DecodeQueue(
             parts,
+            model.dtype,
             operators.caches(pages),
             is_cross=[False] * limits.num_groups + [True] * limits.num_cross_groups,
             max_blocks=longest // limits.block_size + 2,

@@ -43,14 +43,15 @@ PLENTY = 4
 class ModelSizes:
     """Properties of a model that decide how much memory it takes.
 
-    `itemsize`: bytes of one number; `row_size`: width of an encoder row; `max_item_rows`: encoder
-    rows of the largest item to encode, 0 for a model without an encoder; `max_encoder_len`: rows
-    that cross-attention may read, 0 where there is none; `max_position_embeddings`: None where it
-    knows no limit.
+    `itemsize`: bytes of one number; `kv_row_bytes`: of a key or value of so many numbers;
+    `row_size`: width of an encoder row; `max_item_rows`: encoder rows of the largest item to
+    encode, 0 for a model without an encoder; `max_encoder_len`: rows that cross-attention may read,
+    0 where there is none; `max_position_embeddings`: None where it knows no limit.
     """
 
     kv_groups: Sequence[KVGroup]
     itemsize: int
+    kv_row_bytes: Callable[[int], int]
     row_size: int
     max_position_embeddings: int | None
     max_item_rows: int
@@ -78,7 +79,7 @@ def resolve_limits(
     the numbers, for sizes that cannot work.
     """
     # Blocks of all groups are drawn from one pool, so each is as large as the largest.
-    page_bytes = max(g.block_bytes(config.block_size, sizes.itemsize) for g in sizes.kv_groups)
+    page_bytes = max(g.block_bytes(config.block_size, sizes.kv_row_bytes) for g in sizes.kv_groups)
     draft = _draft(config, sizes)
     useful_bytes = draft.num_blocks * config.max_num_seqs * page_bytes
     kv_bytes, encoder_bytes = config.kv_cache_bytes, config.encoder_cache_bytes

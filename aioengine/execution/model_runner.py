@@ -25,7 +25,7 @@ from aioengine.kernels.attention import (
     stage_cross_metadata,
     stage_metadata,
 )
-from aioengine.kernels.pool import LayerPages, empty_pool
+from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.kernels.transfer import to_host
 from aioengine.models.runtime.transformers_model import TransformersModel
@@ -46,8 +46,13 @@ class ModelRunner:
     """One engine's hands on the device."""
 
     def __init__(
-        self, model: TransformersModel, limits: Limits, backend: AttentionBackend | None = None
+        self,
+        model: TransformersModel,
+        limits: Limits,
+        backend: AttentionBackend | None = None,
+        pages: PageFormat | None = None,
     ) -> None:
+        """`pages`: of keys and values; None: of the model's dtype."""
         self.model = model
         self._limits = limits
         self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
@@ -56,7 +61,7 @@ class ModelRunner:
         self._last = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=model.device)
         self._places: dict[str, int] = {}
         self._sampler = Sampler()
-        self._pages = _allocate_pages(model, limits)
+        self._pages = _allocate_pages(model, limits, pages or PageFormat(model.dtype))
         self._backend = backend or select_backend("auto", model.device)
         self.decode_steps: DecodeSteps | None = None
         """Takes steps that need no Python, if this model has such; see `find_decode_steps`."""
@@ -395,27 +400,27 @@ def _joined(parts: Sequence[Scores]) -> ScoreColumns:
     return ScoreColumns(*map(np.concatenate, columns))
 
 
-def _allocate_pages(model: TransformersModel, limits: Limits) -> list[LayerPages]:
+def _allocate_pages(model: TransformersModel, limits: Limits, form: PageFormat) -> list[LayerPages]:
     """Key and value pages per layer, views of one pool of bytes.
 
     A block is one page, which holds the block's keys and values of all layers of its group; all
     groups draw pages from the same pool. Within a block a head's rows lie one after the other: who
     attends with one head reads on and on.
     """
-    itemsize = model.dtype.itemsize
-    page_bytes = max(g.block_bytes(limits.block_size, itemsize) for g in model.kv_groups)
-    page_numbers = page_bytes // itemsize
-    pool = empty_pool(limits.num_blocks * page_numbers, model.dtype, model.device)
+    page_bytes = max(g.block_bytes(limits.block_size, form.row_bytes) for g in model.kv_groups)
+    page_size = page_bytes // form.dtype.itemsize
+    pool = empty_pool(limits.num_blocks * page_size, form.dtype, model.device)
 
     def view(offset: int, heads: int, dim: int) -> Tensor:
         size = (limits.num_blocks, limits.block_size, heads, dim)
-        strides = (page_numbers, dim, limits.block_size * dim, 1)
+        strides = (page_size, dim, limits.block_size * dim, 1)
         return pool.as_strided(size, strides, offset)
 
     pages: list[LayerPages] = []
     for group, index in model.layer_groups:
         spec = model.kv_groups[group]
-        heads, key_dim, value_dim = spec.num_kv_heads, spec.key_dim, spec.value_dim
+        heads, *dims = spec.num_kv_heads, spec.key_dim, spec.value_dim
+        key_dim, value_dim = map(form.row_size, dims)
         offset = index * limits.block_size * heads * (key_dim + value_dim)
         values = offset + limits.block_size * heads * key_dim
         pages.append(LayerPages((view(offset, heads, key_dim), view(values, heads, value_dim))))

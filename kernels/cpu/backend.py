@@ -8,6 +8,7 @@ from torch import Tensor
 from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, KeyValue
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.pool import BYTES
 
 __all__ = ["CpuBackend", "places_of"]
 
@@ -19,6 +20,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    takes_bytes = True
 
     def __init__(self) -> None:
         if not is_available():
@@ -59,8 +61,8 @@ class CpuBackend:
 
     def knows(self, query: Tensor, key_cache: Tensor) -> bool:
         """Return whether the operators take these queries and pages."""
-        is_same = query.dtype == key_cache.dtype
-        return is_same and query.dtype in self._dtypes and query.device.type == "cpu"
+        fits = key_cache.dtype in (query.dtype, BYTES)
+        return fits and query.dtype in self._dtypes and query.device.type == "cpu"
 
 
 def places_of(meta: AttentionMetadata) -> tuple[Tensor | None, ...]:

@@ -78,7 +78,8 @@ class DecodeParts:
 class DecodeQueue:
     """A queue of steps of one engine. `run` is called by its launch thread, all else by its loop.
 
-    `caches`: keys and values of each layer's attention, in turns. `is_cross`: of each KV group;
+    `dtype`: of the layers. `caches`: keys and values of each layer's attention, in turns.
+    `is_cross`: of each KV group;
     `max_blocks`: of a sequence in a group. `last` [m] int64: the tokens of the step before, of m
     sequences at most, which may be written between two steps. `max_len`: positions that there are.
     Raises RuntimeError where these do not go together.
@@ -87,6 +88,7 @@ class DecodeQueue:
     def __init__(
         self,
         parts: DecodeParts,
+        dtype: torch.dtype,
         caches: Sequence[Tensor],
         *,
         is_cross: Sequence[bool],
@@ -121,6 +123,7 @@ class DecodeQueue:
             parts.places,
             *parts.head.operands,
             parts.head.num_outputs,
+            torch.empty(0, dtype=dtype),
             [*caches],
             self._angles,
             [*map(int, is_cross)],

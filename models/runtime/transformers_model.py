@@ -34,6 +34,7 @@ from torch.nn.functional import pad
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
 from aioengine.kernels.logits import to_floats
+from aioengine.kernels.pool import PageFormat
 from aioengine.models.fusion import fuse_layers
 from aioengine.models.fusion.decoder_plan import run_decoder_plan
 from aioengine.models.fusion.packed_linear import own_layers
@@ -213,13 +214,14 @@ class TransformersModel:
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend) -> None:
         """Give every layer its pages: (key cache, value cache) in the order of `layer_groups`.
 
-        Key caches are [num_blocks, block_size, Hkv, Dk], value caches [..., Dv]. Layers of one
-        place are given the same ones.
+        Key caches are [num_blocks, block_size, Hkv, Dk], value caches [..., Dv], or rows of bytes.
+        Layers of one place are given the same ones.
         """
         assert len(caches) == len(self.specs)
-        for (key, value), spec in zip(caches, self.specs, strict=True):
-            assert key.shape[2:] == (spec.num_kv_heads, spec.key_dim)
-            assert value.shape[2:] == (spec.num_kv_heads, spec.value_dim)
+        for pages, spec in zip(caches, self.specs, strict=True):
+            for each, dim in zip(pages, (spec.key_dim, spec.value_dim), strict=True):
+                row = PageFormat(each.dtype).row_size(dim)
+                assert each.shape[2:] == (spec.num_kv_heads, row)
         self._caches = tuple(caches)
         self._backend = backend
 

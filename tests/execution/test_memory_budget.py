@@ -39,6 +39,7 @@ def resolve(free: int, needed: int = 0, rows: int = 100, **options: Any) -> tupl
     model = ModelSizes(
         kv_groups=(GROUP,),
         itemsize=4,
+        kv_row_bytes=lambda dim: 4 * dim,
         row_size=64,
         max_position_embeddings=4096,
         max_item_rows=rows,

@@ -14,6 +14,7 @@ from aioengine.kernels.attention import (
     AttentionMetadata,
     build_metadata,
 )
+from aioengine.kernels.pool import BYTES, row_bytes
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ def make_batch(
     block_size: int = 4,
     dtype: torch.dtype = torch.float64,
     strided: bool = True,
+    in_bytes: bool = False,
     seed: int = 0,
 ) -> PagedBatch:
     """Sequences computing [start, end) each; everything before `start` is in the pages already.
 
     Rows that no sequence owns are NaN. `strided`: the layer's keys and values lie in the pages of
-    one pool, as an engine has them, which also holds other tensors; head by head.
+    one pool, as an engine has them, which also holds other tensors; head by head. `in_bytes`: rows
+    of caches are in 8 bits.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +67,9 @@ def make_batch(
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables = [[free.pop() for _ in range(count)] for count in counts]
     dims = key_dim, value_dim
-    key_cache, value_cache = _caches(num_blocks, block_size, num_kv_heads, dims, dtype, strided)
+    sizes = (row_bytes(key_dim), row_bytes(value_dim)) if in_bytes else dims
+    kind = BYTES if in_bytes else dtype
+    key_cache, value_cache = _caches(num_blocks, block_size, num_kv_heads, sizes, kind, strided)
     keys = [draw(end, num_kv_heads, key_dim) for _, end in chunks]
     values = [draw(end, num_kv_heads, value_dim) for _, end in chunks]
 
@@ -96,15 +101,16 @@ def _caches(
 ) -> tuple[Tensor, Tensor]:
     """Pages of keys and of values."""
     sizes = [block_size * num_heads * dim for dim in dims]
+    nothing = 255 if dtype is BYTES else torch.nan  # of bytes, scales that are NaN
     if not strided:
         key, value = (
-            torch.full((num_blocks, block_size, num_heads, dim), torch.nan, dtype=dtype)
+            torch.full((num_blocks, block_size, num_heads, dim), nothing, dtype=dtype)
             for dim in dims
         )
         return key, value
     # Another layer of the same shape before, and a few odd elements after.
     behind = 0 if dims[0] % 8 else dims[0]
-    pool = torch.full((num_blocks, 2 * sum(sizes) + behind), torch.nan, dtype=dtype)
+    pool = torch.full((num_blocks, 2 * sum(sizes) + behind), nothing, dtype=dtype)
     parts = pool.split([sum(sizes), *sizes, behind], dim=1)
     key, value = (
         part.view(num_blocks, num_heads, block_size, dim).transpose(1, 2)

@@ -54,7 +54,7 @@ class Driver:
         """Pages hold the blocks of all layers of a group; unwritten rows are NaN."""
         pools = []
         for group in self.model.kv_groups:
-            numel = group.block_bytes(self.block_size, 1)
+            numel = group.block_bytes(self.block_size, lambda dim: dim)
             pool = torch.full((self.num_blocks, numel), torch.nan, dtype=self.model.dtype)
             pools.append(pool)
         caches = []

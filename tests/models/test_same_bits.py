@@ -46,10 +46,12 @@ async def ask(engine: Any, number: int) -> RequestOutput:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_in_any_company(folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+async def test_in_any_company(folder: Path, dtype: str, kv_cache_dtype: str) -> None:
     """Alone, all at once, with the prefixes of before, and cut into chunks of 16 tokens."""
     count = 2 * len(TEXTS)
-    async with running_engine(folder, dtype=dtype) as engine:
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    async with running_engine(folder, **options) as engine:
         alone = []
         for number in range(count):
             await engine.reset_caches()
@@ -61,7 +63,7 @@ async def test_in_any_company(folder: Path, dtype: str) -> None:
     assert len({str(each) for each in alone}) == count
     assert [bits(output) for output in together] == alone
     assert [bits(output) for output in again] == alone
-    async with running_engine(folder, dtype=dtype, max_num_batched_tokens=16) as engine:
+    async with running_engine(folder, **options, max_num_batched_tokens=16) as engine:
         in_chunks = await asyncio.gather(*(ask(engine, number) for number in range(count)))
     assert [bits(output) for output in in_chunks] == alone
 

@@ -81,7 +81,9 @@ def redraw(folder: Path, model: Any, seed: int, std: float) -> None:
         model.save_pretrained(folder)
 
 
-def compare(folder: Path, kind: torch.dtype | str, seed: int) -> list[Comparison]:
+def compare(
+    folder: Path, kind: torch.dtype | str, seed: int, backend: str = "auto"
+) -> list[Comparison]:
     """One load of the model in `folder`, and its trial."""
     rounding = ROUNDINGS.get(kind)
     dtype = kind if rounding is None else torch.bfloat16
@@ -106,7 +108,7 @@ def compare(folder: Path, kind: torch.dtype | str, seed: int) -> list[Comparison
     )
     model = model_class(module, specs=specs)
     model.pack()
-    return trial.compare(model, block_size=16, backend=select_backend("auto", torch.device("cpu")))
+    return trial.compare(model, block_size=16, backend=select_backend(backend, torch.device("cpu")))
 
 
 def main() -> None:

@@ -51,10 +51,11 @@ static void stream_row(const float* from, int64_t dim, float factor, BFloat16* t
 
 // One tile of keys, [begin, begin + count), of which the first `skipped` are not the piece's. The
 // piece's first one finds where its rows lie; each leaves in `tile` where those of the next one do.
-template <class T>
+// `Row`: of what rows of keys and values are, of T or of bytes.
+template <class T, class Row>
 static void attend_to_tile(
     const Attention& a, const Piece& p, const Scratch& s, int64_t begin, int64_t skipped,
-    int64_t count, Tile<T>& tile) {
+    int64_t count, Tile<Row>& tile) {
 #if defined(__AVX512BF16__)
     if (is_narrow<T>(a)) {
         attend_to_tile_rows(a, p, s, begin, skipped, count);
@@ -63,11 +64,12 @@ static void attend_to_tile(
 #endif
     const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
     const int64_t key_dim = round_up(a.key_dim), value_dim = round_up(a.value_dim);
-    const bool is_converted_once = sizeof(T) < sizeof(float) && rows > FEW_ROWS;
+    const bool is_converted_once =
+        sizeof(Row) == 1 || (sizeof(Row) < sizeof(float) && rows > FEW_ROWS);
     if (begin <= p.key_begin) find_rows(a, p, begin, skipped, count, tile);
     Tile<float> wide;
-    Tile<T> coming;
-    const T* const* next = find_coming(a, p, begin, coming) ? coming.keys : nullptr;
+    Tile<Row> coming;
+    const Row* const* next = find_coming(a, p, begin, coming) ? coming.keys : nullptr;
     if (key_dim == a.key_dim && !is_converted_once) {
         dot(s.query, rows, key_dim, tile.keys, count, tile.values, s.scores);
     } else {
@@ -147,7 +149,7 @@ static Scratch scratch_of(const Attention& a, const Piece& p, float* memory) {
     return s;
 }
 
-template <class T>
+template <class T, class Row>
 static void attend_as(const Attention& a, const Piece& p, float* memory) {
     const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
     const int64_t stride = round_up(a.value_dim), size = PARTIAL_HEAD + a.value_dim;
@@ -163,7 +165,7 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
 #endif
     clear(s.sum_largest, s.sum_total, s.sum_out, rows, stride);
     int64_t key = p.key_begin;
-    Tile<T> tile;
+    Tile<Row> tile;
     float* partial = a.partial + p.partial;
     while (key < p.key_end) {
         const int64_t segment_end = lesser((key / SEGMENT + 1) * SEGMENT, p.key_end);
@@ -179,7 +181,7 @@ static void attend_as(const Attention& a, const Piece& p, float* memory) {
             // Tiles too lie where they lie for everyone.
             const int64_t skipped = key % KEYS;
             const int64_t count = lesser(KEYS, segment_end - (key - skipped));
-            attend_to_tile<T>(a, p, s, key - skipped, skipped, count, tile);
+            attend_to_tile<T, Row>(a, p, s, key - skipped, skipped, count, tile);
             key += count - skipped;
         }
 #if defined(__AVX512BF16__)
@@ -261,17 +263,42 @@ static void merge(const Attention& a, const Parts& parts, float* memory) {
     }
 }
 
+template <class T>
+static void attend_rows(const Attention& a, const Piece& p, float* memory) {
+    if (a.has_byte_rows)
+        attend_as<T, ByteRow>(a, p, memory);
+    else
+        attend_as<T, T>(a, p, memory);
+}
+
 static void attend(const Attention& a, const Piece& p, float* memory) {
     switch (a.dtype) {
         case DType::Float32:
-            attend_as<float>(a, p, memory);
+            attend_rows<float>(a, p, memory);
             break;
         case DType::BFloat16:
-            attend_as<BFloat16>(a, p, memory);
+            attend_rows<BFloat16>(a, p, memory);
             break;
         case DType::Float16:
 #if defined(__F16C__)
-            attend_as<Float16>(a, p, memory);
+            attend_rows<Float16>(a, p, memory);
+#endif
+            break;
+    }
+}
+
+static void pack_rows(
+    DType dtype, const void* from, int64_t stride, int64_t count, int64_t dim, void* to) {
+    switch (dtype) {
+        case DType::Float32:
+            pack_rows_of<float>(from, stride, count, dim, to);
+            break;
+        case DType::BFloat16:
+            pack_rows_of<BFloat16>(from, stride, count, dim, to);
+            break;
+        case DType::Float16:
+#if defined(__F16C__)
+            pack_rows_of<Float16>(from, stride, count, dim, to);
 #endif
             break;
     }
@@ -301,5 +328,5 @@ constexpr bool HAS_FLOAT16 = false;
 
 namespace aioengine {
 extern const AttentionKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
-    HAS_FLOAT16, max_rows, scratch_floats, attend, merge, write};
+    HAS_FLOAT16, max_rows, scratch_floats, attend, merge, write, pack_rows};
 }

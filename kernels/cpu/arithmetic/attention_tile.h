@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "attention_float.h"
 #include "bf16_attention.h"
+#include "byte_rows.h"
 
 namespace {
 
@@ -114,7 +115,10 @@ static bool find_coming(const Attention& a, const Piece& p, int64_t begin, Tile<
     const int64_t count = lesser(KEYS, p.key_end - (begin + KEYS));
     if (count <= 0) return false;
     find_rows(a, p, begin + KEYS, 0, count, coming);
-    for (int64_t n = count; n < KEYS; ++n) coming.keys[n] = coming.keys[0];
+    for (int64_t n = count; n < KEYS; ++n) {
+        coming.keys[n] = coming.keys[0];
+        coming.values[n] = coming.values[0];
+    }
     return true;
 }
 

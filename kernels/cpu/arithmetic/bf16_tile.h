@@ -35,6 +35,19 @@ static void find_tile_rows(
     }
 }
 
+// The same of rows of bytes, which become numbers at `copies`; `next`: those of the piece's next tile, or null.
+static void unpack_tile_rows(
+    const ByteRow* const* rows, const ByteRow* const* next, int64_t count, int64_t dim, BFloat16* copies,
+    TileRows* found) {
+    for (int64_t n = 0; n < count; ++n) {
+        if (next) prefetch(next[n], aioengine::row_bytes(dim));
+        unpack_row(rows[n], dim, copies + n * dim);
+    }
+    for (int64_t n = count; n % TILE; ++n)
+        memcpy(copies + n * dim, copies + (count - 1) * dim, dim * sizeof(BFloat16));
+    for (int64_t n = 0; n < count; n += TILE) *found++ = {copies + n * dim, dim};
+}
+
 // Adds rows of a cache to `coming`, those that are read after the tile that begins at `begin`: the piece's
 // next ones, or, after its last, the first ones of the next head, which this thread is likely to get.
 static void add_coming(
@@ -135,17 +148,29 @@ static void attend_to_tile_rows(
     const int64_t rows = p.num_tokens * (a.heads / a.kv_heads);
     TileRows keys[KEYS / TILE], values[KEYS / TILE];
     BFloat16* copies = (BFloat16*)s.values + KEYS * a.value_dim;  // behind the arranged values
-    find_tile_rows(
-        a, p, a.key_cache, a.key_strides, a.key_dim, begin, skipped, count, (BFloat16*)s.keys, keys);
-    find_tile_rows(
-        a, p, a.value_cache, a.value_strides, a.value_dim, begin, skipped, count, copies, values);
+    if (a.has_byte_rows) {
+        Tile<ByteRow> tile, next;
+        find_rows(a, p, begin, skipped, count, tile);
+        const bool has_next = find_coming(a, p, begin, next);
+        unpack_tile_rows(
+            tile.keys, has_next ? next.keys : nullptr, count, a.key_dim, (BFloat16*)s.keys, keys);
+        unpack_tile_rows(
+            tile.values, has_next ? next.values : nullptr, count, a.value_dim, copies, values);
+    } else {
+        find_tile_rows(
+            a, p, a.key_cache, a.key_strides, a.key_dim, begin, skipped, count, (BFloat16*)s.keys, keys);
+        find_tile_rows(
+            a, p, a.value_cache, a.value_strides, a.value_dim, begin, skipped, count, copies, values);
+    }
     if (rows >= MANY_ROWS) {
         attend_to_columns(a, p, s, keys, values, begin, skipped, count);
         return;
     }
     Coming coming;
-    add_coming(a, p, a.key_cache, a.key_strides, a.key_dim, begin, coming);
-    add_coming(a, p, a.value_cache, a.value_strides, a.value_dim, begin, coming);
+    if (!a.has_byte_rows) {
+        add_coming(a, p, a.key_cache, a.key_strides, a.key_dim, begin, coming);
+        add_coming(a, p, a.value_cache, a.value_strides, a.value_dim, begin, coming);
+    }
     dot_rows(s.columns, rows, a.key_dim, keys, count, values, coming, key_memory(a, s), s.scores);
     for (int64_t r = 0; r < rows; ++r) {
         float* scores = s.scores + r * KEYS;

@@ -11,7 +11,7 @@ namespace aioengine {
 
 // Strides are in elements; the last dimension of every tensor lies close together.
 struct Attention {
-    DType dtype;           // of query, caches and out
+    DType dtype;           // of query and out, and of caches unless these are of bytes
     const void* query;       // [T, heads, key_dim]
     const void* key_cache;   // [blocks, block_size, kv_heads, key_dim]
     const void* value_cache; // [blocks, block_size, kv_heads, value_dim]
@@ -32,6 +32,7 @@ struct Attention {
     float softcap;   // 0: none
     int64_t window;  // 0: none
     bool is_causal, blocks_in_window;
+    bool has_byte_rows;  // keys and values are rows of bytes (byte_rows.h); their strides are in bytes
     float* partial;  // the results of pieces whose keys were split
 };
 
@@ -67,6 +68,9 @@ struct AttentionKernels {
     void (*attend)(const Attention&, const Piece&, float* scratch);
     void (*merge)(const Attention&, const Parts&, float* scratch);
     void (*write)(const Attention&, const Piece&, float* scratch);
+    // Makes `count` rows of bytes, one behind the other, of rows of `dim` numbers, `stride` numbers apart.
+    void (*pack_rows)(
+        DType dtype, const void* from, int64_t stride, int64_t count, int64_t dim, void* to);
 };
 
 extern const AttentionKernels kernels_generic;

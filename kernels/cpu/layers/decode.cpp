@@ -54,6 +54,7 @@ struct Decoder {
     double scale;  // of embeddings
     std::optional<Tensor> positions;  // whose row is added to a token's embedding
     PlannedMatmul head;
+    Tensor like;  // of the dtype of what lies between layers
     std::vector<Tensor> caches, angles;
     std::vector<int64_t> is_cross;  // for each KV group
     Tensor steps, choices, results, last;
@@ -64,7 +65,7 @@ struct Decoder {
     std::condition_variable changed = {};
     int64_t published = 0, limit = 0, done = 0;  // steps, since the beginning
 
-    DType dtype() const { return dtype_of(caches[0], *dispatch_table().attention); }
+    DType dtype() const { return dtype_of(like, *dispatch_table().attention); }
     int64_t block_size() const { return caches[0].size(1); }
 
     void run(int64_t index);
@@ -141,7 +142,7 @@ void Decoder::run(int64_t index) {
     const DType type = dtype();
     Team& team = own_team();
     Program& program = team.begin();
-    Builder builder(team, program, caches[0]);
+    Builder builder(team, program, like);
     const WeightRows embeddings(table, factors, vocab);
     const int64_t hidden = embeddings.depth(), row_bytes = hidden * builder.size();
     float* floats = static_cast<float*>(program.take(hidden * sizeof(float)));
@@ -243,15 +244,15 @@ Decoder& decoder_of(const Tensor& packed) {
 Tensor pack_decoder(
     const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, int64_t vocab,
     double scale, const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
-    int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
+    int64_t outputs, const Tensor& like, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event) {
     check_step(plan_of(plan), caches.size(), is_cross.size());
     STD_TORCH_CHECK(!caches.empty(), "there are no caches");
-    const DType dtype = dtype_of(caches[0], *dispatch_table().attention);
+    const DType dtype = dtype_of(like, *dispatch_table().attention);
     const WeightRows embeddings(table, factors, vocab);
     STD_TORCH_CHECK(
-        embeddings.is_grouped() || table.scalar_type() == caches[0].scalar_type(),
-        "table must be of the dtype of the caches, or in groups");
+        embeddings.is_grouped() || table.scalar_type() == like.scalar_type(),
+        "table must be of the dtype of the layers, or in groups");
     STD_TORCH_CHECK(
         (scale == 1 && !positions && !embeddings.is_grouped()) || dtype != DType::Float16,
         "embeddings of float16 are in no groups, and neither scaled nor added to");
@@ -259,15 +260,15 @@ Tensor pack_decoder(
         check_close(*positions, 2, "positions");
         STD_TORCH_CHECK(
             positions->is_contiguous() && positions->size(1) == embeddings.depth() &&
-                positions->scalar_type() == caches[0].scalar_type(),
-            "positions must be contiguous, of the table's width and the caches' dtype");
+                positions->scalar_type() == like.scalar_type(),
+            "positions must be contiguous, of the table's width and the layers' dtype");
     }
     STD_TORCH_CHECK(angles.size() % 2 == 0, "angles are cosines and sines");
     for (const Tensor& each : angles) {
         check_close(each, 2, "angles");
         STD_TORCH_CHECK(
             each.is_contiguous() && dtype_of(each, *dispatch_table().attention) == dtype,
-            "angles must be contiguous and of the dtype of the caches");
+            "angles must be contiguous and of the dtype of the layers");
     }
     check_close(steps, 2, "steps");
     check_close(choices, 2, "choices");
@@ -282,7 +283,7 @@ Tensor pack_decoder(
             results.size(1) == RESULT_TIMES + last.numel(),
         "steps must be int32, choices float64, results and last int64, of one number of steps and sequences");
     std::unique_ptr<Decoder> decoder(new Decoder{
-        nullptr, plan, table, factors, vocab, scale, positions, {head, scales, bias, outputs}, std::move(caches),
+        nullptr, plan, table, factors, vocab, scale, positions, {head, scales, bias, outputs}, like, std::move(caches),
         std::move(angles), std::move(is_cross), steps, choices, results, last, static_cast<int>(event)});
     decoder->self = decoder.get();
     const std::array<int64_t, 1> bytes{sizeof(Decoder)}, strides{1};
@@ -315,7 +316,7 @@ int64_t decode(const Tensor& packed, int64_t patience_us) {
 
 Tensor decoder_logits(const Tensor& packed, int64_t count) {
     const Decoder& decoder = decoder_of(packed);
-    Tensor out = new_output(decoder.caches[0], {count, decoder.head.outputs});
+    Tensor out = new_output(decoder.like, {count, decoder.head.outputs});
     const size_t bytes = count * decoder.head.outputs * out.element_size();
     STD_TORCH_CHECK(count >= 0 && bytes <= decoder.logits.size(), "no step has had so many sequences");
     std::memcpy(out.mutable_data_ptr(), decoder.logits.data(), bytes);

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "byte_rows.h"
 #include "memory.h"
 #include "ops.h"
 
@@ -105,6 +106,19 @@ AttentionWork cut_attention(
     return work;
 }
 
+namespace {
+
+bool has_byte_rows(const Tensor& cache) {
+    return cache.scalar_type() == ScalarType::Byte;
+}
+
+// Numbers of a key or value.
+int64_t dim_of(const Tensor& cache) {
+    return has_byte_rows(cache) ? numbers_in(cache.size(3)) : cache.size(3);
+}
+
+}  // namespace
+
 Pages pages_of(const Tensor& key_cache, const Tensor& value_cache) {
     check_close(key_cache, 4, "key_cache");
     check_close(value_cache, 4, "value_cache");
@@ -113,6 +127,7 @@ Pages pages_of(const Tensor& key_cache, const Tensor& value_cache) {
     pages.values = const_cast<void*>(value_cache.const_data_ptr());
     copy_strides(key_cache, 3, pages.key_strides);
     copy_strides(value_cache, 3, pages.value_strides);
+    pages.has_byte_rows = has_byte_rows(key_cache);
     return pages;
 }
 
@@ -150,18 +165,19 @@ Attention attention_of(
     const Pages pages = pages_of(key_cache, value_cache);
     Attention a{};
     a.dtype = dtype;
+    a.has_byte_rows = pages.has_byte_rows;
     STD_TORCH_CHECK(
-        dtype_of(key_cache, *dispatch_table().attention) == dtype &&
+        (a.has_byte_rows || dtype_of(key_cache, *dispatch_table().attention) == dtype) &&
             value_cache.scalar_type() == key_cache.scalar_type(),
-        "query and caches must be of one dtype");
+        "query and caches must be of one dtype, or caches of bytes");
     a.key_cache = pages.keys;
     a.value_cache = pages.values;
     std::copy_n(pages.key_strides, 3, a.key_strides);
     std::copy_n(pages.value_strides, 3, a.value_strides);
     a.heads = heads;
     a.kv_heads = key_cache.size(2);
-    a.key_dim = key_cache.size(3);
-    a.value_dim = value_cache.size(3);
+    a.key_dim = dim_of(key_cache);
+    a.value_dim = dim_of(value_cache);
     a.block_size = key_cache.size(1);
     STD_TORCH_CHECK(
         a.kv_heads > 0 && a.heads % a.kv_heads == 0 && value_cache.size(1) == a.block_size &&
@@ -192,8 +208,8 @@ Heads new_rows(
     check_close(key, 3, "key");
     check_close(value, 3, "value");
     const auto fits = [](const Tensor& rows, const Tensor& cache) {
-        return rows.scalar_type() == cache.scalar_type() && cache.size(2) == rows.size(1) &&
-               cache.size(3) == rows.size(2);
+        return (has_byte_rows(cache) || rows.scalar_type() == cache.scalar_type()) &&
+               cache.size(2) == rows.size(1) && dim_of(cache) == rows.size(2);
     };
     Heads heads{};
     heads.pages = pages_of(key_cache, value_cache);
@@ -238,7 +254,7 @@ Tensor attend(
     const std::optional<Tensor>& distance_bias, double scale, double softcap, int64_t window,
     bool is_causal, bool blocks_in_window) {
     check_close(query, 3, "query");
-    Tensor out = new_output(query, {query.size(0), query.size(1), value_cache.size(3)});
+    Tensor out = new_output(query, {query.size(0), query.size(1), dim_of(value_cache)});
     Team& team = own_team();
     Program& program = team.begin();
     const Places places = places_of(

@@ -186,14 +186,14 @@ Tensor run_plan(
 
 // A queue of steps of single tokens (decode.cpp): as bytes, which own it. `plan` of layers; `table` [vocab,
 // hidden] of embeddings, or a packed weight with `factors`, which are multiplied by `scale`, and to which a row of `positions` [n, hidden] is
-// added, if there are any; the output head as `linear` takes it; `caches` as above; `is_cross`: of each KV
+// added, if there are any; the output head as `linear` takes it; `like`: of the layers' dtype; `caches` as above; `is_cross`: of each KV
 // group; `angles` [positions, D], cosines and sines of each kind in turns. `steps` int32
 // [n, words] and `choices` float64 [n, 5 * m] (see Choice) are written by the host, `results` int64 [n, 2 + m] by `decode`, and so is `last` [m], the tokens
 // of the step before. `event`: the file of an event that counts steps.
 Tensor pack_decoder(
     const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, int64_t vocab,
     double scale, const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
-    int64_t outputs, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
+    int64_t outputs, const Tensor& like, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event);
 
 // Computes what is queued and what is queued meanwhile, until nothing has come for so long or it is to stop.

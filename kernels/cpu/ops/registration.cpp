@@ -53,7 +53,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted, Tensor? memory) -> Tensor");
     library.def(
         "pack_decoder(Tensor plan, Tensor table, Tensor? factors, int vocab, float scale, Tensor? positions, Tensor head, "
-        "Tensor? scales, Tensor? bias, int outputs, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
+        "Tensor? scales, Tensor? bias, int outputs, Tensor like, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
         "Tensor steps, Tensor choices, "
         "Tensor(b!) results, Tensor(c!) last, int event) -> Tensor");
     library.def("decode(Tensor(a!) decoder, int patience_us) -> int");

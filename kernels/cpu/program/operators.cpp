@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "byte_rows.h"
+
 namespace aioengine {
 
 namespace {
@@ -103,12 +105,14 @@ struct Prepare {
     Heads h;
     NormKernel normalize;
     RotaryKernel rotate;
+    const AttentionKernels* attention;
     int64_t grain, size;
 
     int64_t first(const Part& part) const { return part.index * grain; }
     int64_t last(const Part& part) const { return std::min(first(part) + grain, h.tokens); }
     int64_t heads(int which) const { return which ? h.kv_heads : h.heads; }
-    bool is_made(int which) const { return h.norms[which] || h.angles; }
+    int64_t dim(int which) const { return which == 2 ? h.value_dim : h.key_dim; }
+    bool is_made(int which) const { return which < 2 && (h.norms[which] || h.angles); }
     bool is_wanted(int which) const { return which ? h.key || h.pages : h.query != nullptr; }
 
     // Of queries (0) or keys (1): where the rows of a part are normalized to, and rotated to after that.
@@ -119,7 +123,39 @@ struct Prepare {
         return bytes(part.scratch) + before * width;
     }
 
+    // Where keys (1) or values (2) of a part are made rows of bytes.
+    char* byte_room(const Part& part, int which) const {
+        const int64_t numbers = 2 * (h.heads + h.kv_heads) * h.key_dim * size;
+        const int64_t keys = which == 2 ? h.kv_heads * row_bytes(h.key_dim) : 0;
+        return bytes(part.scratch) + (numbers + keys) * grain;
+    }
+
+    // Rows of a part as they are attended with, counted from the step's first token.
+    struct Source {
+        const char* data;
+        int64_t strides[2];  // in numbers
+    };
+
+    Source source(const Part& part, int which) const {
+        if (!is_made(which)) return {bytes(h.x[which]), {h.strides[which][0], h.strides[which][1]}};
+        const int64_t width = heads(which) * h.key_dim;
+        const char* from = room(part, which, h.angles.has_value()) - first(part) * width * size;
+        return {from, {width, h.key_dim}};
+    }
+
     void compute(const Part& part) const {
+        make(part);
+        for (int which = 1; which < 3 && h.pages && h.pages->has_byte_rows; ++which) {
+            const Source from = source(part, which);
+            const int64_t width = h.kv_heads * row_bytes(dim(which));
+            for (int64_t t = first(part); t < last(part); ++t)
+                attention->pack_rows(
+                    h.dtype, from.data + t * from.strides[0] * size, from.strides[1], h.kv_heads,
+                    dim(which), byte_room(part, which) + (t - first(part)) * width);
+        }
+    }
+
+    void make(const Part& part) const {
         const int64_t begin = first(part), end = last(part);
         for (int which = 0; which < 2; ++which) {
             if (!is_wanted(which) || !is_made(which)) continue;
@@ -153,28 +189,33 @@ struct Prepare {
     void commit(const Part& part) const {
         const int64_t begin = first(part), end = last(part);
         for (int which = 0; which < 2; ++which) {
-            if (!is_wanted(which)) continue;
-            const int64_t width = heads(which) * h.key_dim;
-            const int64_t own[2] = {width, h.key_dim};
-            const bool is_own = is_made(which);
-            const int64_t* strides = is_own ? own : h.strides[which];
-            const char* from = is_own ? room(part, which, h.angles.has_value()) - begin * width * size
-                                      : bytes(h.x[which]);
-            if (which && h.pages)
-                write_pages(
-                    from, strides, h.kv_heads, h.key_dim, size, h.pages->keys, h.pages->key_strides,
-                    *h.pages, begin, end);
             char* to = bytes(which ? h.key : h.query);
+            const Source from = source(part, which);
+            const int64_t width = heads(which) * h.key_dim;
             for (int64_t t = begin; t < end && to; ++t)
                 for (int64_t i = 0; i < heads(which); ++i)
                     std::memcpy(
                         to + (t * width + i * h.key_dim) * size,
-                        from + (t * strides[0] + i * strides[1]) * size, h.key_dim * size);
+                        from.data + (t * from.strides[0] + i * from.strides[1]) * size, h.key_dim * size);
         }
         if (!h.pages) return;
-        write_pages(
-            h.x[2], h.strides[2], h.kv_heads, h.value_dim, size, h.pages->values,
-            h.pages->value_strides, *h.pages, begin, end);
+        write(part, 1, h.pages->keys, h.pages->key_strides);
+        write(part, 2, h.pages->values, h.pages->value_strides);
+    }
+
+    // Keys (1) or values (2) to their pages.
+    void write(const Part& part, int which, void* cache, const int64_t* cache_strides) const {
+        const int64_t begin = first(part), end = last(part);
+        if (!h.pages->has_byte_rows) {
+            const Source from = source(part, which);
+            write_pages(
+                from.data, from.strides, h.kv_heads, dim(which), size, cache, cache_strides, *h.pages, begin,
+                end);
+            return;
+        }
+        const int64_t width = row_bytes(dim(which)), strides[2] = {h.kv_heads * width, width};
+        const char* from = byte_room(part, which) - begin * strides[0];
+        write_pages(from, strides, h.kv_heads, width, 1, cache, cache_strides, *h.pages, begin, end);
     }
 };
 
@@ -264,9 +305,12 @@ void add_norm(Program& program, const Norm& a, int64_t rows) {
 void add_heads(Program& program, const Heads& heads) {
     const int64_t width = (heads.heads + 2 * heads.kv_heads) * heads.key_dim;
     const int64_t grain = std::min(heads.tokens, rows_a_part(width)), size = size_of(heads.dtype);
-    const int64_t room = 2 * (heads.heads + heads.kv_heads) * heads.key_dim * grain * size;
+    const DispatchTable& table = dispatch_table();
+    int64_t room = 2 * (heads.heads + heads.kv_heads) * heads.key_dim * grain * size;
+    if (heads.pages && heads.pages->has_byte_rows)
+        room += heads.kv_heads * (row_bytes(heads.key_dim) + row_bytes(heads.value_dim)) * grain;
     program.add(
-        Prepare{heads, *dispatch_table().norm, *dispatch_table().rotary, grain, size},
+        Prepare{heads, *table.norm, *table.rotary, table.attention, grain, size},
         grain ? parts_of(heads.tokens, grain) : 0, (room + 3) / 4);
 }
 

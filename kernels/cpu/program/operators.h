@@ -22,10 +22,11 @@ void add_linear(Program& program, Linear a, float* floats = nullptr);
 // The norm of so many rows.
 void add_norm(Program& program, const Norm& a, int64_t rows);
 
-// Pages that new rows of keys and values go to; strides are in numbers.
+// Pages that new rows of keys and values go to; strides are in numbers, or in bytes where rows are of bytes.
 struct Pages {
     void *keys, *values;
     int64_t key_strides[3], value_strides[3];
+    bool has_byte_rows;
     const int32_t *blocks, *offsets;  // of each row's slot
 };
 
