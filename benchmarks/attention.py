@@ -1,12 +1,13 @@
 """How much faster one attention backend is than another, on shapes of a small served model.
 
     python benchmarks/attention.py [--backend cpu] [--against gather] [--pairs 15] [--dtype float32]
-                                   [--heads 16 --kv-heads 8 --dim 64]
+                                   [--heads 16 --kv-heads 8 --dim 64] [--pages int8]
 
 Both backends run in turn in one process, so a busy machine slows both: the ratios hold where the
 milliseconds do not. The last line is JSON; times are medians in milliseconds, ratios are medians
 over the pairs of the other's time / the backend's. `--dtype bfloat16 --against gather` tells what
-an application would get from PyTorch alone.
+an application would get from PyTorch alone; `--against cpu --pages int8` what keys and values in 8
+bits cost, which only the first backend has then.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from aioengine.kernels.attention import (
     build_metadata,
     select_backend,
 )
+from aioengine.kernels.pool import pack_rows
 
 BLOCK_SIZE = 32
 CASES: dict[str, list[tuple[int, int]]] = {
@@ -71,6 +73,23 @@ def make_step(
     )
 
 
+def in_bytes(caches: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same rows in 8 bits, four layers in a page likewise."""
+    rows = [pack_rows(each.transpose(1, 2).contiguous()) for each in caches]
+    count, kv_heads, block_size, size = rows[0].shape
+    numel = kv_heads * block_size * size
+    pool = torch.zeros(count, 8 * numel, dtype=rows[0].dtype)
+    for index, each in enumerate(rows):
+        pool[:, index * numel : (index + 1) * numel] = each.flatten(1)
+    key, value = (
+        pool[:, index * numel : (index + 1) * numel]
+        .view(count, kv_heads, block_size, size)
+        .transpose(1, 2)
+        for index in range(2)
+    )
+    return key, value
+
+
 def elapsed_ms(run: Callable[[], object], device: str) -> float:
     start = time.perf_counter()
     run()
@@ -84,18 +103,21 @@ def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict
     query, key, value, meta, key_cache, value_cache = make_step(chunks, args)
     layer = AttentionArgs(args.dim**-0.5)
 
-    def step(name: str) -> Callable[[], None]:
+    def step(name: str, caches: tuple[Tensor, Tensor]) -> Callable[[], None]:
         backend = select_backend(name)
 
         def run() -> None:
             # What is derived once a step is derived again, for four layers.
             fresh = replace(meta, scratch={})
             for _ in range(4):
-                backend.attend(query, (key_cache, value_cache), fresh, layer, new=(key, value))
+                backend.attend(query, caches, fresh, layer, new=(key, value))
 
         return run
 
-    runs = {name: step(name) for name in (args.backend, args.against)}
+    plain = key_cache, value_cache
+    own = plain if args.pages == "auto" else in_bytes(plain)
+    own_name = args.backend if args.pages == "auto" else f"{args.backend}_{args.pages}"
+    runs = {own_name: step(args.backend, own), args.against: step(args.against, plain)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for pair in range(-2, args.pairs):
         for name in sorted(runs, reverse=pair % 2 == 0):
@@ -103,10 +125,10 @@ def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict
             if pair >= 0:
                 times[name].append(spent)
     ratios = [
-        other / own for other, own in zip(times[args.against], times[args.backend], strict=True)
+        other / own for other, own in zip(times[args.against], times[own_name], strict=True)
     ]
     return {
-        f"{args.backend}_ms": round(statistics.median(times[args.backend]), 3),
+        f"{own_name}_ms": round(statistics.median(times[own_name]), 3),
         f"{args.against}_ms": round(statistics.median(times[args.against]), 3),
         "ratio": round(statistics.median(ratios), 2),
     }
@@ -122,6 +144,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--pages", choices=("auto", "int8"), default="auto")
     args = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():

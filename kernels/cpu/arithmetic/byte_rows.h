@@ -17,10 +17,31 @@ struct ByteRow {
 
 typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
 
+// GCC takes conversions between vectors of other lengths apart, number by number.
 static inline Floats load(const ByteRow* at) {
+#if AIOENGINE_WIDTH == 16
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+#elif AIOENGINE_WIDTH == 8
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+#else
     Bytes x;
     memcpy(&x, at, sizeof x);
     return __builtin_convertvector(__builtin_convertvector(x, Ints), Floats);
+#endif
+}
+
+// Of integers from -127 to 127.
+static inline void store_bytes(int8_t* at, Ints x) {
+#if AIOENGINE_WIDTH == 16
+    _mm_storeu_si128((__m128i*)at, _mm512_cvtepi32_epi8((__m512i)x));
+#elif AIOENGINE_WIDTH == 8
+    const __m256i y = (__m256i)x;
+    const __m128i both = _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    _mm_storel_epi64((__m128i*)at, _mm_packs_epi16(both, both));
+#else
+    const Bytes y = __builtin_convertvector(x, Bytes);
+    memcpy(at, &y, sizeof y);
+#endif
 }
 
 static inline float scale_at(const ByteRow* at) {
@@ -29,15 +50,33 @@ static inline float scale_at(const ByteRow* at) {
     return to_float(scale);
 }
 
+// A whole group.
+template <class T>
+static inline void unpack_group(const ByteRow* from, float scale, T* to) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < ROW_GROUP; i += WIDTH) store(to + i, load(from + i) * scale);
+}
+
+#if defined(__AVX512BF16__)
+static inline void unpack_group(const ByteRow* from, float scale, BFloat16* to) {
+    const Floats low = load(from) * scale, high = load(from + WIDTH) * scale;
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+#endif
+
 // A row of `dim` numbers.
 template <class T>
 static inline void unpack_row(const ByteRow* row, int64_t dim, T* to) {
     const ByteRow* scales = row + dim;
     for (int64_t d = 0; d < dim; scales += 2) {
         const float scale = scale_at(scales);
-        const int64_t end = lesser(d + ROW_GROUP, dim);
-        for (; d + WIDTH <= end; d += WIDTH) store(to + d, load(row + d) * scale);
-        for (; d < end; ++d) from_float((float)row[d].bits * scale, to + d);
+        if (d + ROW_GROUP <= dim) {
+            unpack_group(row + d, scale, to + d);
+            d += ROW_GROUP;
+            continue;
+        }
+        for (; d + WIDTH <= dim; d += WIDTH) store(to + d, load(row + d) * scale);
+        for (; d < dim; ++d) from_float((float)row[d].bits * scale, to + d);
     }
 }
 
@@ -70,7 +109,9 @@ static inline void pack_row(const T* from, int64_t dim, ByteRow* row) {
     for (int64_t d = 0; d < dim; d += ROW_GROUP, scales += 2) {
         const int64_t count = lesser(ROW_GROUP, dim - d);
         float x[ROW_GROUP] = {};
-        for (int64_t i = 0; i < count; ++i) x[i] = to_float(from[d + i]);
+        int64_t n = 0;
+        for (; n + WIDTH <= count; n += WIDTH) store(x + n, load(from + d + n));
+        for (; n < count; ++n) x[n] = to_float(from[d + n]);
         const BFloat16 scale = scale_of_group(x);
         memcpy(scales, &scale, sizeof scale);
         const float step = to_float(scale);
@@ -79,8 +120,7 @@ static inline void pack_row(const T* from, int64_t dim, ByteRow* row) {
         for (int64_t i = 0; i < ROW_GROUP; i += WIDTH) {
             const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
             const Floats turns = load(x + i) * inverse + shift;
-            const Bytes y = __builtin_convertvector((Ints)turns - (Ints)shift, Bytes);
-            memcpy(bytes + i, &y, sizeof y);
+            store_bytes(bytes + i, (Ints)turns - (Ints)shift);
         }
         memcpy(row + d, bytes, count);
     }
