@@ -124,9 +124,7 @@ def compare(chunks: Sequence[tuple[int, int]], args: argparse.Namespace) -> dict
             spent = elapsed_ms(runs[name], args.device) / 4
             if pair >= 0:
                 times[name].append(spent)
-    ratios = [
-        other / own for other, own in zip(times[args.against], times[own_name], strict=True)
-    ]
+    ratios = [other / own for other, own in zip(times[args.against], times[own_name], strict=True)]
     return {
         f"{own_name}_ms": round(statistics.median(times[own_name]), 3),
         f"{args.against}_ms": round(statistics.median(times[args.against]), 3),
