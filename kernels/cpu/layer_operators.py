@@ -93,7 +93,7 @@ class NativeOperators:
 
     def encode(self, x: Tensor, angles: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
         """The only layer's result, of an encoder: each row of `x` [rows, hidden] attends to all of
-        its sequence, of which there are some of these lengths; or `x` [n, rows, hidden] of n."""
+        its sequence, of which there are some of these lengths."""
         found: Tensor = self._ops.encode_layer(self._plan, x, [*angles], [*lengths], self._by_pages)
         return found
 

@@ -1,19 +1,20 @@
 """Encoders' layers that are one operator each.
 
-A layer whose parts are ours, and that is given no mask, becomes a plan (`layer_parts`), if on
-random rows, with an attention that stands in, it comes to what its own forward does. Between the
-operators that it consists of, Python has to ask for the interpreter's lock again, which any thread
-of the application may hold for milliseconds.
+A layer whose parts are ours becomes a plan (`layer_parts`), if on random rows, with an attention
+that stands in, it comes to what its own forward does. Between the operators that it consists of,
+Python has to ask for the interpreter's lock again, which any thread of the application may hold for
+milliseconds.
 
-Two kinds of calls are known: rows [n, T, hidden] of n sequences, and rows [T, hidden] of sequences
-that lie one after the other, with their ends and the angles of their positions.
+Two kinds of calls are known: rows [n, T, hidden] of n sequences, and rows of sequences that lie one
+after the other: [T, hidden] with their ends, or [1, T, hidden] with a mask of blocks. Any other
+mask is for the layer's own forward.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -35,7 +36,9 @@ from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows
 __all__ = ["plan_encoders"]
 
 _LAYER = "_aioengine_encoder_layer"
-_ENDS, _ANGLES = "cu_seqlens", "position_embeddings"
+_ENDS, _ANGLES, _MASK = "cu_seqlens", "position_embeddings", "attention_mask"
+_LENGTHS = "_aioengine_lengths"
+"""What is known of a mask, as all layers are given the same."""
 _HARMLESS = frozenset({"dropout", "output_hidden_states", "return_dict", "use_cache"})
 """Arguments that change nothing of what a layer computes."""
 _TRIAL_ROWS = 5
@@ -82,7 +85,7 @@ def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
     """The layer's result; None for a call that the plan does not know."""
-    ends, angles = given.pop(_ENDS, None), given.pop(_ANGLES, None)
+    ends, angles, mask = (given.pop(name, None) for name in (_ENDS, _ANGLES, _MASK))
     others = (value for name, value in given.items() if name not in _HARMLESS)
     if any(value is not None and value is not False for value in others):
         return None
@@ -90,17 +93,55 @@ def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
         return None
     if (angles is None) != (layer.plan.angles is None) or (ends is None) == layer.is_flat:
         return None
-    if angles is not None and not all(_fits(each, x) for each in angles):
+    rows = x.flatten(0, -2)
+    if angles is not None and not all(_fits(each, rows) for each in angles):
         return None
-    lengths: list[int] = ends.diff().tolist() if layer.is_flat else []
-    if any(length <= 0 for length in lengths):
+    if layer.is_flat:
+        lengths: list[int] | None = ends.diff().tolist()
+        if mask is not None:
+            return None
+    else:
+        lengths = _lengths(mask, *x.shape[:2])
+    if lengths is None or any(length <= 0 for length in lengths):
         return None
-    return layer.operators.encode(x.contiguous(), angles or (), lengths)
+    return layer.operators.encode(rows.contiguous(), angles or (), lengths).view(x.shape)
 
 
-def _fits(angles: Tensor, x: Tensor) -> bool:
-    """Return whether the operators rotate `x` by such cosines or sines."""
-    return angles.dim() == 2 and angles.dtype in (x.dtype, torch.float32)
+def _fits(angles: Tensor, rows: Tensor) -> bool:
+    """Return whether the operators rotate `rows` by such cosines or sines."""
+    is_known = angles.dim() == 2 and angles.dtype in (rows.dtype, torch.float32)
+    return is_known and len(angles) == len(rows)
+
+
+def _lengths(mask: Tensor | None, count: int, length: int) -> list[int] | None:
+    """Lengths of the sequences, one after the other, that a mask of `count` times `length` rows
+    keeps apart; None where it says something else."""
+    if mask is None:
+        return [length] * count
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return None
+    if not hasattr(mask, _LENGTHS):
+        setattr(mask, _LENGTHS, _blocks(mask, count, length))
+    found: list[int] | None = getattr(mask, _LENGTHS)
+    return found
+
+
+def _blocks(mask: Tensor, count: int, length: int) -> list[int] | None:
+    """The same of a mask [n, heads, T or 1, T] that nobody has looked at yet."""
+    is_seen = mask
+    if mask.dtype is not torch.bool:
+        is_seen = mask == 0
+        if not bool((is_seen | (mask <= torch.finfo(mask.dtype).min)).all()):
+            return None
+    if bool(is_seen.all()):
+        return [length] * count
+    if is_seen.shape != (1, 1, length, length):
+        return None
+    square = is_seen[0, 0]
+    first = square.int().argmax(-1)  # key that a row sees
+    is_block = torch.equal(square, first[:, None] == first) and bool((first.diff() >= 0).all())
+    found: list[int] = torch.unique_consecutive(first, return_counts=True)[1].tolist()
+    return found if is_block else None
 
 
 def _tried(module: nn.Module) -> _Layer | None:
@@ -115,20 +156,20 @@ def _tried(module: nn.Module) -> _Layer | None:
     if guess is None or not isinstance(guess.feed_forward, FeedForwardPlan):
         return None
     x = random_rows(1, _TRIAL_ROWS, guess.out.num_outputs, like=weight)
-    # Most families rotate in float32, whatever their dtype.
-    cos, sin = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1).float()
+    turns = random_rows(2, _TRIAL_ROWS, guess.head_dim, like=weight, seed=1)
     takes = inspect.signature(type(module).forward).parameters
     is_flat = _ENDS in takes
-    arguments: dict[str, Any] = {"attention_mask": None} if "attention_mask" in takes else {}
-    if is_flat:
-        x = x[0]
-        arguments = {_ENDS: torch.tensor([0, 2, _TRIAL_ROWS]), _ANGLES: (cos, sin)}
-    with _standing_in(attentions[0]) as stand_in:
-        try:
+    x = x[0] if is_flat else x
+    # Most families rotate in float32, whatever their dtype.
+    for cos, sin in (turns.float(), turns):
+        known = {_ENDS: torch.tensor([0, 2, _TRIAL_ROWS]), _ANGLES: (cos, sin), _MASK: None}
+        arguments = {name: each for name, each in known.items() if name in takes}
+        with _standing_in(attentions[0]) as stand_in, suppress(Exception):  # it may want others
             wanted = module(x, **arguments)
-        except Exception:
-            return None  # it wants other arguments
-    for angles, is_scaled in product((0, None) if is_flat else (None,), (False, True)):
+            break
+    else:
+        return None
+    for angles, is_scaled in product((0, None) if _ANGLES in takes else (None,), (False, True)):
         scale = stand_in.args.scale
         if is_scaled:
             scale *= getattr(attentions[0], "scaling", 1.0)

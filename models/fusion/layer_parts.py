@@ -50,6 +50,7 @@ _NORMS = (
     _Norms("layer_norm1", None, "layer_norm2", None),
     _Norms("norm1", None, "norm2", None),
     _Norms("layernorm_before", None, "layernorm_after", None),
+    _Norms("attention_norm", None, "ffn_norm", None),
 )
 _HEAD_NORMS = ("q_norm", "k_norm")
 _SCALES = ("lambda_1", "lambda_2")

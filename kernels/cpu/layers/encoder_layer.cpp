@@ -57,13 +57,8 @@ void attend_by_pages(
 }  // namespace
 
 Tensor encode_layer(
-    const Tensor& packed, const Tensor& given, std::vector<Tensor> angles, std::vector<int64_t> lengths,
+    const Tensor& packed, const Tensor& x, std::vector<Tensor> angles, std::vector<int64_t> lengths,
     bool by_pages) {
-    const bool is_batch = given.dim() == 3;
-    STD_TORCH_CHECK(!is_batch || given.is_contiguous(), "x must be contiguous");
-    const Tensor x =
-        is_batch ? torch::stable::view(given, {given.size(0) * given.size(1), given.size(2)}) : given;
-    if (is_batch) lengths.assign(given.size(0), given.size(1));
     const Plan& plan = plan_of(packed);
     STD_TORCH_CHECK(plan.layers.size() == 1, "the plan must be of one layer");
     const PlannedLayer& layer = plan.layers[0];
@@ -102,8 +97,7 @@ Tensor encode_layer(
         }
         first += count * length;
     }
-    Tensor out = add_feed(packed, 0, add_attended(packed, 0, x, attended));
-    return is_batch ? torch::stable::view(out, given.sizes()) : out;
+    return add_feed(packed, 0, add_attended(packed, 0, x, attended));
 }
 
 }  // namespace aioengine

@@ -166,7 +166,7 @@ Tensor finish(
     const Tensor& plan, const Tensor& x, const std::optional<Tensor>& wanted, int64_t tokens);
 
 // An encoder's layer, a plan of one: x [rows, hidden] of sequences of these lengths, each row of which attends
-// to all of its sequence; or x [n, rows, hidden] of n sequences, whatever lengths say. `by_pages`: by our own attention, not PyTorch's.
+// to all of its sequence. `by_pages`: by our own attention, not PyTorch's.
 Tensor encode_layer(
     const Tensor& plan, const Tensor& x, std::vector<Tensor> angles, std::vector<int64_t> lengths,
     bool by_pages);

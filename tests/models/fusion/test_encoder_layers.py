@@ -150,6 +150,25 @@ def test_an_encoder_of_flat_rows(build: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted, atol=bound, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [[(56, 42)], [(56, 42), (28, 56), (28, 28)]])
+@torch.inference_mode()
+def test_images_that_a_mask_keeps_apart(sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    """Pixtral's encoder: its images are one sequence, under a mask of blocks."""
+    config = hf.PixtralVisionConfig(image_size=56, patch_size=14, **SIZES)
+    with torch.inference_mode(False):
+        model, plain = packed(hf.PixtralVisionModel(config).to(dtype))
+    assert num_planned(model) == 2
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(len(sizes), 3, 56, 56, generator=generator).to(dtype)
+    with Count() as counted:
+        found = model(pixels, image_sizes=torch.tensor(sizes)).last_hidden_state
+    assert counted.names.count("aioengine_cpu.encode_layer.default") == 2
+    wanted = plain(pixels, image_sizes=torch.tensor(sizes)).last_hidden_state
+    bound = (1e-5 if dtype is torch.float32 else 4e-2) * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=bound, rtol=0)
+
+
 def layer_and_rows(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Tensor]:
     model, plain = packed(clip().to(dtype))
     layers = [
@@ -159,13 +178,44 @@ def layer_and_rows(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Mo
     return layers[0], layers[1], torch.randn(2, 6, 64).to(dtype)
 
 
-def test_a_mask_is_left_to_the_layers_own_forward() -> None:
+LEAST = torch.finfo(torch.float32).min
+INDEX = torch.arange(6)
+UNKNOWN = {
+    "padding": torch.zeros(2, 1, 6, 6).masked_fill(INDEX > 3, LEAST),
+    "padding of one": torch.zeros(1, 1, 6, 6).masked_fill(INDEX > 3, LEAST),
+    "blocks that change places": torch.zeros(1, 1, 6, 6).masked_fill(
+        (INDEX % 2)[:, None] != INDEX % 2, LEAST
+    ),
+    "causal": torch.zeros(1, 1, 6, 6).masked_fill(INDEX[:, None] < INDEX, LEAST),
+    "a bias": torch.full((1, 1, 6, 6), 0.5),
+    "no key": torch.full((1, 1, 6, 6), LEAST),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_mask_is_left_to_the_layers_own_forward(name: str) -> None:
     layer, plain, x = layer_and_rows()
-    mask = torch.zeros(2, 1, 6, 6).masked_fill(torch.arange(6) > 3, -torch.inf)
+    mask = UNKNOWN[name]
+    x = x[: len(mask)]
     with torch.inference_mode(), Count() as counted:
         found = layer(x, mask)
         assert "aioengine_cpu.encode_layer.default" not in counted.names
         torch.testing.assert_close(found, plain(x, mask), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("blocks", [[6], [1, 5], [2, 2, 2]], ids=str)
+def test_a_mask_of_blocks(blocks: list[int], kind: torch.dtype) -> None:
+    layer, plain, x = layer_and_rows()
+    owner = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
+    mask = (owner[:, None] == owner)[None, None]
+    if kind is not torch.bool:
+        mask = torch.zeros(1, 1, 6, 6).masked_fill(~mask, LEAST)
+    with torch.inference_mode(), Count() as counted:
+        found = [layer(x[i : i + 1], mask) for i in range(2)]
+        assert counted.names.count("aioengine_cpu.encode_layer.default") == 2
+        for i in range(2):
+            torch.testing.assert_close(found[i], plain(x[i : i + 1], mask), atol=1e-4, rtol=1e-4)
 
 
 def test_rows_that_do_not_lie_close() -> None:
@@ -197,6 +247,5 @@ def test_ends_of_sequences_that_do_not_fit_are_refused() -> None:
     for lengths in ([6, 5], [13], [], [12, 0]):
         with pytest.raises(RuntimeError, match=r"lengths|sequences"):
             operators.encode(rows, (), lengths)
-    torch.testing.assert_close(
-        operators.encode(rows, (), [6, 6]), operators.encode(x, (), []).flatten(0, 1)
-    )
+    apart = [operators.encode(each.contiguous(), (), [6]) for each in x]
+    torch.testing.assert_close(operators.encode(rows, (), [6, 6]), torch.cat(apart))
