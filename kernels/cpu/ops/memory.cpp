@@ -4,10 +4,12 @@
 #include <cstdlib>
 #include <vector>
 
-#if defined(__linux__)
+#include "system.h"
+
+#if AIOENGINE_LINUX
 #include <sys/mman.h>
 #endif
-#if defined(__GLIBC__)
+#if AIOENGINE_LINUX && defined(__GLIBC__)
 #include <malloc.h>
 #endif
 
@@ -96,14 +98,14 @@ Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes) {
 }
 
 void gather_pages([[maybe_unused]] Tensor& weight) {
-#if defined(MADV_HUGEPAGE)
+#if AIOENGINE_LINUX && defined(MADV_HUGEPAGE)
     const size_t bytes = weight.numel() * weight.element_size() / HUGE_PAGE * HUGE_PAGE;
     if (bytes) madvise(weight.mutable_data_ptr(), bytes, MADV_HUGEPAGE);
 #endif
 }
 
 void trim_heap() {
-#if defined(__GLIBC__)
+#if AIOENGINE_LINUX && defined(__GLIBC__)
     malloc_trim(0);
 #endif
 }

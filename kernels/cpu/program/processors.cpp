@@ -1,6 +1,10 @@
 #include "processors.h"
 
+#include "system.h"
+
+#if AIOENGINE_LINUX
 #include <sched.h>
+#endif
 
 #include <algorithm>
 #include <cstdlib>
@@ -62,7 +66,7 @@ double quota_of_process(const std::string& groups, const std::string& own) {
 }
 
 int64_t processors_of_thread() {
-#if defined(__linux__)
+#if AIOENGINE_LINUX
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
 #endif
