@@ -12,7 +12,6 @@ AIOENGINE_TORCH names torch's folder where it is elsewhere, CXX the compiler.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -29,27 +28,47 @@ from setuptools.errors import CompileError
 SOURCES = Path("kernels/cpu")
 NAME = "aioengine.kernels.cpu.libaioengine_cpu"
 TORCH_2_11 = "-DTORCH_TARGET_VERSION=0x020b000000000000"
-FOLDERS = ("include", "arithmetic", "program", "ops")  # that others include from
-INCLUDES = [word for folder in FOLDERS for word in ("-I", SOURCES / folder)]
+CORE_FOLDERS = ("include", "arithmetic", "program")  # that others include from
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Vectors wait for no error codes, and multiply and add may be one instruction. GCC 12 takes what
-# its own AVX-512 headers leave open on purpose for a mistake.
-MATHS = ["-fno-math-errno", "-ffp-contract=fast", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+# its own AVX-512 headers leave open on purpose for a mistake; clang knows one warning of the two.
+QUIET = ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+MATHS = ["-fno-math-errno", "-ffp-contract=fast", *QUIET]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 VNNI = [*AVX512, "-mavx512vnni"]
 BF16 = [*AVX512, "-mavx512bf16"]
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
-PARTS = {
-    "attention": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "amx_bf16": AMX},
-    "linear": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
+# GCC would otherwise load so much ahead that sums leave the registers; clang has no such flag.
+ARM = ["-fno-schedule-insns", "-Wno-ignored-optimization-argument"]
+NEON_DOTPROD = [*ARM, "-march=armv8.2-a+dotprod"]
+NEON_BF16 = [*ARM, "-march=armv8.2-a+dotprod+i8mm+bf16"]
+GENERIC: dict[str, list[str]] = {"generic": []}
+NEON = {"neon": ARM}  # which every 64-bit ARM has
+NEON_SETS = {**NEON, "neon_bf16": NEON_BF16}
+# The instruction sets of each part, and what the compiler is told of them.
+X86_PARTS = {
+    "attention": {**GENERIC, "avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "amx_bf16": AMX},
+    "linear": {**GENERIC, "avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "bf16_gemm": {"avx512_bf16": BF16, "amx_bf16": AMX},
-    "int8_gemm": {"avx2": AVX2, "avx512_vnni": VNNI},
-    "norm": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
-    "rotary": {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
-    "argmax": {"avx2": AVX2, "avx512": AVX512},
-    "weights": {"avx2": AVX2, "avx512": AVX512},
+    "int8_gemm": {**GENERIC, "avx2": AVX2, "avx512_vnni": VNNI},
+    "norm": {**GENERIC, "avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
+    "rotary": {**GENERIC, "avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
+    "argmax": {**GENERIC, "avx2": AVX2, "avx512": AVX512},
+    "weights": {**GENERIC, "avx2": AVX2, "avx512": AVX512},
 }
+ARM_PARTS = {
+    "attention": NEON_SETS,
+    "linear": NEON_SETS,
+    "bf16_gemm": {"neon_bf16": NEON_BF16},
+    "int8_gemm": {**NEON, "neon_dotprod": NEON_DOTPROD, "neon_i8mm": NEON_BF16},
+    "norm": NEON_SETS,
+    "rotary": NEON_SETS,
+    "argmax": NEON,
+    "weights": NEON,
+}
+OTHER_PARTS = {part: GENERIC for part in X86_PARTS if part != "bf16_gemm"}
+Words = list[str | Path]
 
 
 def find_torch() -> Path | None:
@@ -70,6 +89,47 @@ def find_compiler() -> str | None:
     )
 
 
+def parts_for(compiler: str) -> dict[str, dict[str, list[str]]]:
+    """The kernels for the machine that the compiler compiles for, which may be another one."""
+    answer = run([compiler, "-dumpmachine"]).partition("-")[0].strip()
+    machines = {"x86_64": X86_PARTS, "amd64": X86_PARTS, "aarch64": ARM_PARTS, "arm64": ARM_PARTS}
+    return machines.get(answer, OTHER_PARTS)
+
+
+def folders(names: tuple[str, ...], sources: Path) -> Words:
+    return [word for name in names for word in ("-I", sources / name)]
+
+
+def core_objects(compiler: str, scratch: Path, sources: Path = SOURCES) -> dict[Path, Words]:
+    """The core's objects and how each is compiled: programs, their team and the kernels.
+
+    It finds no header of torch, so that it is built and tried where there is no torch.
+    """
+    includes = folders(CORE_FOLDERS, sources)
+    plain = (sources / "program").glob("*.cpp")
+    objects: dict[Path, Words] = {scratch / f"{each.stem}.o": [*includes, each] for each in plain}
+    for part, sets in parts_for(compiler).items():
+        (source,) = sources.glob(f"*/{part}.cpp")
+        for name, flags in sets.items():
+            own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}"]
+            objects[scratch / f"{part}_{name}.o"] = [*includes, *own, source]
+    return objects
+
+
+def operator_objects(torch: Path, scratch: Path, sources: Path = SOURCES) -> dict[Path, Words]:
+    """The objects of what stands between torch and the core."""
+    headers = [TORCH_2_11, "-isystem", torch / "include", *folders((*CORE_FOLDERS, "ops"), sources)]
+    operators = [each for name in ("ops", "layers") for each in (sources / name).glob("*.cpp")]
+    return {scratch / f"{each.stem}.o": [*headers, each] for each in operators}
+
+
+def compile_objects(compiler: str, objects: dict[Path, Words], *flags: str) -> None:
+    """Compile them, as many at a time as there are processors."""
+    jobs = [[compiler, *COMMON, *flags, *words, "-c", "-o", to] for to, words in objects.items()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, jobs))
+
+
 class BuildKernels(build_ext):
     """Compiles with plain calls of the compiler: there is no Python module to be built."""
 
@@ -83,29 +143,19 @@ class BuildKernels(build_ext):
         scratch = Path(self.build_temp)
         scratch.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        is_x86 = platform.machine() in ("x86_64", "AMD64")
-        headers = [TORCH_2_11, "-isystem", torch / "include"]
-        folders = ("ops", "layers", "program")
-        operators = [each for name in folders for each in (SOURCES / name).glob("*.cpp")]
-        objects = {scratch / f"{each.stem}.o": [*headers, each] for each in operators}
-        for part, sets in PARTS.items():
-            generic = {} if part == "bf16_gemm" else {"generic": []}
-            for name, flags in {**generic, **(sets if is_x86 else {})}.items():
-                own = [*MATHS, *flags, f"-DAIOENGINE_KERNELS={name}"]
-                (source,) = SOURCES.glob(f"*/{part}.cpp")
-                objects[scratch / f"{part}_{name}.o"] = [*own, source]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            common = [compiler, *COMMON, *INCLUDES]
-            jobs = [[*common, *words, "-c", "-o", to] for to, words in objects.items()]
-            list(pool.map(run, jobs))
+        objects = {**operator_objects(torch, scratch), **core_objects(compiler, scratch)}
+        compile_objects(compiler, objects)
+        # The linker of macOS has no way to leave symbols out.
+        strip = [] if sys.platform == "darwin" else ["-s"]
         library = ["-L", torch / "lib", "-ltorch_cpu"]
-        run([compiler, "-shared", "-s", "-o", target, *objects, *library])
+        run([compiler, "-shared", *strip, "-o", target, *objects, *library])
 
 
-def run(command: list[str | Path]) -> None:
+def run(command: Words) -> str:
+    """Run it; what it wrote on its standard output."""
     words = [str(word) for word in command]
     try:
-        subprocess.run(words, check=True)
+        return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompileError(f"aioengine: the C++ kernels are left out: {error}") from error
 
@@ -132,8 +182,10 @@ def extensions() -> list[Extension]:
         missing.append("a C++ compiler (CXX)")
     if find_torch() is None:
         missing.append("the headers of torch >= 2.11 (AIOENGINE_TORCH)")
-    if missing or sys.platform != "linux":
-        lacking = " and ".join(missing) or "a build for this system"
+    if os.name != "posix":
+        missing.append("a POSIX system")
+    if missing:
+        lacking = " and ".join(missing)
         sys.stderr.write(f"aioengine: without {lacking}, the C++ kernels are left out\n")
         return []
     # A compiler that fails is reported, and the package is made without its work.
@@ -141,7 +193,6 @@ def extensions() -> list[Extension]:
     return [Extension(NAME, sources=sources, depends=headers, optional=True)]
 
 
-setup(
-    ext_modules=extensions(),
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
-)
+if __name__ == "__main__":  # the tests of the core read this file for how it is compiled
+    commands = {"build_ext": BuildKernels, "bdist_wheel": PlatformWheel}
+    setup(ext_modules=extensions(), cmdclass=commands)

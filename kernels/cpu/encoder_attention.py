@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.cpu.library import has_bfloat16
+from aioengine.kernels.cpu.library import has_bfloat16_attention
 
 __all__ = ["attend_to_all", "is_faster"]
 
@@ -24,7 +24,7 @@ def is_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.device.type == "cpu"
-        and has_bfloat16()
+        and has_bfloat16_attention()
         and query.shape[-1] % _KEY_MULTIPLE == 0
         and value.shape[-1] % _VALUE_MULTIPLE == 0
         and query.shape[1] % key.shape[1] == 0

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "LIBRARY",
     "has_bfloat16",
+    "has_bfloat16_attention",
     "instruction_set",
     "instruction_sets",
     "is_available",
@@ -24,7 +25,10 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("libaioengine_cpu.so")
 
-_KNOWN = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16")
+_KNOWN = (
+    *("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+    *("neon", "neon_dotprod", "neon_bf16"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +55,18 @@ def is_available() -> bool:
 
 def instruction_set() -> str:
     """Return the instruction set that the operators use: "generic", "avx2", "avx512",
-    "avx512_vnni", "avx512_bf16" or "amx_bf16"."""
+    "avx512_vnni", "avx512_bf16" or "amx_bf16"; on ARM "neon", "neon_dotprod" or "neon_bf16"."""
     found: str = torch.ops.aioengine_cpu.instruction_set("")
     return found
 
 
 def has_bfloat16() -> bool:
-    """Return whether there are operators and they multiply bfloat16 as such, not as floats."""
+    """Return whether there are operators and their linear layers multiply bfloat16 as such."""
+    return is_available() and instruction_set() in ("avx512_bf16", "amx_bf16", "neon_bf16")
+
+
+def has_bfloat16_attention() -> bool:
+    """Return whether there are operators and attention multiplies bfloat16 as such, not floats."""
     return is_available() and instruction_set() in ("avx512_bf16", "amx_bf16")
 
 

@@ -55,7 +55,7 @@ static int64_t argmax(DType dtype, const void* x, int64_t count) {
         case DType::BFloat16:
             return argmax_of((const BFloat16*)x, count);
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             return argmax_of((const Float16*)x, count);
 #endif
             break;

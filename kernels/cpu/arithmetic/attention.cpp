@@ -241,7 +241,7 @@ static void write(const Attention& a, const Piece& p, float* memory) {
                     write_row(from, a.value_dim, factor, (BFloat16*)a.out + at);
                 break;
             case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
                 write_row(from, a.value_dim, factor, (Float16*)a.out + at);
 #endif
                 break;
@@ -280,7 +280,7 @@ static void attend(const Attention& a, const Piece& p, float* memory) {
             attend_rows<BFloat16>(a, p, memory);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             attend_rows<Float16>(a, p, memory);
 #endif
             break;
@@ -297,7 +297,7 @@ static void pack_rows(
             pack_rows_of<BFloat16>(from, stride, count, dim, to);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             pack_rows_of<Float16>(from, stride, count, dim, to);
 #endif
             break;
@@ -312,10 +312,10 @@ static int64_t max_rows(const Attention& a) {
 
 static int64_t scratch_floats(const Attention& a, int64_t max_rows) {
     const Scratch s = divide(a, max_rows, nullptr);
-    return s.end - (float*)nullptr;
+    return (int64_t)((uintptr_t)s.end / sizeof(float));
 }
 
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
 constexpr bool HAS_FLOAT16 = true;
 #else
 constexpr bool HAS_FLOAT16 = false;

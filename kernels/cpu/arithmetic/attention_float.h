@@ -13,7 +13,7 @@ constexpr float NOTHING = -INFINITY;
 
 // Tiles of registers: so many rows and keys (or vectors of values) at a time. The sums fill most of
 // the registers there are, so that multiplications wait for nothing.
-#if AIOENGINE_WIDTH == 16
+#if AIOENGINE_WIDTH == 16 || defined(__aarch64__)  // of 32 registers
 constexpr int TILE_ROWS = 4;
 #else
 constexpr int TILE_ROWS = 3;
@@ -55,6 +55,10 @@ static inline void sum_four(const Floats* x, float* sums) {
     const __m256 b = _mm256_hadd_ps(y[2], y[3]);
     const __m256 c = _mm256_hadd_ps(a, b);
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+#elif defined(__aarch64__)
+    const float32x4_t a = vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]);
+    const float32x4_t b = vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
+    vst1q_f32(sums, vpaddq_f32(a, b));
 #else
     for (int i = 0; i < 4; ++i) sums[i] = sum(x[i]);
 #endif

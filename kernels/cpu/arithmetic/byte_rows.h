@@ -23,6 +23,11 @@ static inline Floats load(const ByteRow* at) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
 #elif AIOENGINE_WIDTH == 8
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+#elif defined(__aarch64__)
+    int32_t four;
+    memcpy(&four, at, sizeof four);
+    const int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(four));
+    return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
 #else
     Bytes x;
     memcpy(&x, at, sizeof x);

@@ -104,7 +104,7 @@ static void normalize(const Norm& a, int64_t first, int64_t last) {
             normalize_as<BFloat16>(a, first, last);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             normalize_as<Float16>(a, first, last);
 #endif
             break;

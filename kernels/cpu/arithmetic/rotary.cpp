@@ -54,7 +54,7 @@ static void rotate(const Rotary& a, int64_t first, int64_t last) {
             rotate_tokens<BFloat16>(a, first, last);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             rotate_tokens<Float16>(a, first, last);
 #endif
             break;

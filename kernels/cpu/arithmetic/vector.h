@@ -16,6 +16,13 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Whether numbers of float16 are converted by instructions.
+#if defined(__F16C__) || defined(__aarch64__)
+#define AIOENGINE_FLOAT16 1
 #endif
 
 #if defined(__AVX512F__)
@@ -65,9 +72,13 @@ static inline Floats load(const float* at) {
 }
 
 static inline Floats load(const BFloat16* at) {
+#if defined(__aarch64__)  // of what is below, GCC 12 makes one number after the other there
+    return (Floats)vshll_n_u16(vld1_u16(&at->bits), 16);
+#else
     Halves x;
     memcpy(&x, at, sizeof x);
     return (Floats)(__builtin_convertvector(x, Words) << 16);
+#endif
 }
 
 static inline void store(float* at, Floats x) {
@@ -113,11 +124,26 @@ static inline float to_float(Float16 x) {
 static inline void from_float(float x, Float16* at) {
     at->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 }
+#elif defined(__aarch64__)
+static inline Floats load(const Float16* at) {
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&at->bits)));
+}
+
+static inline float to_float(Float16 x) {
+    __fp16 half;
+    memcpy(&half, &x, sizeof half);
+    return half;
+}
+
+static inline void from_float(float x, Float16* at) {
+    const __fp16 half = (__fp16)x;
+    memcpy(at, &half, sizeof half);
+}
 #endif
 
 // A vector of float16, on any CPU.
 static inline Floats load_halves(const void* at) {
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
     return load((const Float16*)at);
 #else
     // Its exponent is moved to where a float's is, and scaled to what that means: infinities and what is no
@@ -130,11 +156,22 @@ static inline Floats load_halves(const void* at) {
 #endif
 }
 
+static inline Floats choose(Ints is_first, Floats first, Floats second) {
+    return (Floats)((is_first & (Ints)first) | (~is_first & (Ints)second));
+}
+
 // A vector of numbers, rounded.
 static inline void store(BFloat16* at, Floats x) {
 #if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
     memcpy(at, &rounded, sizeof rounded);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    vst1_u16(&at->bits, vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x)));
+#elif defined(__aarch64__)
+    const Words bits = (Words)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const Words no_number = Words{} + 0x7fc00000;
+    const Words found = (Words)choose(x == x, (Floats)rounded, (Floats)no_number) >> 16;
+    vst1_u16(&at->bits, vmovn_u32((uint32x4_t)found));
 #else
     for (int i = 0; i < WIDTH; ++i) from_float(x[i], at + i);
 #endif
@@ -144,11 +181,11 @@ static inline void store(BFloat16* at, Floats x) {
 static inline void store(Float16* at, Floats x) {
     for (int i = 0; i < WIDTH; ++i) from_float(x[i], at + i);
 }
-#endif
-
-static inline Floats choose(Ints is_first, Floats first, Floats second) {
-    return (Floats)((is_first & (Ints)first) | (~is_first & (Ints)second));
+#elif defined(__aarch64__)
+static inline void store(Float16* at, Floats x) {
+    vst1_u16(&at->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 }
+#endif
 
 static inline Floats larger(Floats a, Floats b) {
 #if AIOENGINE_WIDTH == 16
@@ -161,6 +198,8 @@ static inline Floats larger(Floats a, Floats b) {
 static inline float sum(Floats x) {
 #if AIOENGINE_WIDTH == 16
     return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)x);
 #else
     float total = 0;
     for (int i = 0; i < WIDTH; ++i) total += x[i];
@@ -186,6 +225,8 @@ static inline float sum_of_halves(Floats x) {
 static inline float largest(Floats x) {
 #if AIOENGINE_WIDTH == 16
     return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__aarch64__)
+    return vmaxnmvq_f32((float32x4_t)x);  // of those that are numbers
 #else
     float found = x[0];
     for (int i = 1; i < WIDTH; ++i) found = x[i] > found ? x[i] : found;

@@ -35,7 +35,7 @@ static void weights(DType dtype, const void* x, int64_t count, float temperature
             weights_of((const BFloat16*)x, count, temperature, to);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             weights_of((const Float16*)x, count, temperature, to);
 #endif
             break;

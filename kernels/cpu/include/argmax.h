@@ -15,6 +15,8 @@ extern const ArgmaxKernel argmax_generic;
 #if defined(__x86_64__)
 extern const ArgmaxKernel argmax_avx2;
 extern const ArgmaxKernel argmax_avx512;
+#elif defined(__aarch64__)
+extern const ArgmaxKernel argmax_neon;
 #endif
 
 }  // namespace aioengine

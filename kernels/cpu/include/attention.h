@@ -79,6 +79,9 @@ extern const AttentionKernels kernels_avx2;
 extern const AttentionKernels kernels_avx512;
 extern const AttentionKernels kernels_avx512_bf16;
 extern const AttentionKernels kernels_amx_bf16;
+#elif defined(__aarch64__)
+extern const AttentionKernels kernels_neon;
+extern const AttentionKernels kernels_neon_bf16;
 #endif
 
 }  // namespace aioengine

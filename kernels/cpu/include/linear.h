@@ -73,6 +73,13 @@ extern const LinearKernels int8_gemm_avx512_vnni;
 // Of weights in pairs.
 extern const LinearKernels bf16_gemm_avx512_bf16;
 extern const LinearKernels bf16_gemm_amx_bf16;
+#elif defined(__aarch64__)
+extern const LinearKernels linear_neon;
+extern const LinearKernels linear_neon_bf16;
+extern const LinearKernels int8_gemm_neon;
+extern const LinearKernels int8_gemm_neon_dotprod;
+extern const LinearKernels int8_gemm_neon_i8mm;
+extern const LinearKernels bf16_gemm_neon_bf16;
 #endif
 
 }  // namespace aioengine

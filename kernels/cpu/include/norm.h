@@ -31,6 +31,9 @@ extern const NormKernel norm_generic;
 extern const NormKernel norm_avx2;
 extern const NormKernel norm_avx512;
 extern const NormKernel norm_avx512_bf16;
+#elif defined(__aarch64__)
+extern const NormKernel norm_neon;
+extern const NormKernel norm_neon_bf16;
 #endif
 
 }  // namespace aioengine

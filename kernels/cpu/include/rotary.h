@@ -27,6 +27,9 @@ extern const RotaryKernel rotary_generic;
 extern const RotaryKernel rotary_avx2;
 extern const RotaryKernel rotary_avx512;
 extern const RotaryKernel rotary_avx512_bf16;
+#elif defined(__aarch64__)
+extern const RotaryKernel rotary_neon;
+extern const RotaryKernel rotary_neon_bf16;
 #endif
 
 }  // namespace aioengine

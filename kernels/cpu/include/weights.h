@@ -15,6 +15,8 @@ extern const WeightsKernel weights_generic;
 #if defined(__x86_64__)
 extern const WeightsKernel weights_avx2;
 extern const WeightsKernel weights_avx512;
+#elif defined(__aarch64__)
+extern const WeightsKernel weights_neon;
 #endif
 
 }  // namespace aioengine

@@ -1,15 +1,16 @@
 // Matmuls in bfloat16 by the instructions that a CPU has for them: two products and their sum in
-// each of 16 lanes (AVX512-BF16), or tiles of 16 rows by 16 outputs and 32 inputs (AMX). A weight
-// lies in panels as in linear.cpp, but inputs lie two by two: [panels, depth / 2, PANEL, 2], which
-// is what both of them read.
+// each of 16 lanes (AVX512-BF16) or four (ARM's BF16), or tiles of 16 rows by 16 outputs and 32
+// inputs (AMX). A weight lies in panels as in linear.cpp, but inputs lie two by two:
+// [panels, depth / 2, PANEL, 2], which is what all of them read.
 //
-// Compiled once for each of the two.
+// Compiled once for each of them.
 
 #include "linear.h"
 
 #include "prefetch.h"
 #include "outputs.h"
 #include "bf16_amx.h"
+#include "bf16_neon.h"
 #include "vector.h"
 
 namespace {
@@ -23,8 +24,10 @@ using aioengine::PANEL;
 // bytes of x that stay in the second cache meanwhile.
 #if defined(__AMX_BF16__)
 constexpr int64_t UNIT_ROWS = 32, BLOCK_ROWS = 32, PIECE_BYTES = 1 << 20;
-#else
+#elif defined(__AVX512BF16__)
 constexpr int64_t UNIT_ROWS = 12, BLOCK_ROWS = 48, PIECE_BYTES = 5 << 17;
+#else
+constexpr int64_t UNIT_ROWS = 3, BLOCK_ROWS = 48, PIECE_BYTES = 5 << 17;
 #endif
 
 static const BFloat16* rows_of(const Linear& a, int64_t row) {
@@ -118,6 +121,7 @@ static void add_up(
 }
 
 #else
+#if defined(__AVX512BF16__)
 
 // Inputs between two times of asking: a few lines at a time, or they keep loads waiting.
 constexpr int64_t ASKING_DEPTH = 4;
@@ -160,14 +164,20 @@ static void add_up_rows(
     }
 }
 
+#endif
+
 static void shape_for(int64_t) {}
 
 static void arrange(const Linear&, int64_t, int64_t, BFloat16*) {}
 
 using AddUp = void(const BFloat16*, int64_t, const BFloat16*, int64_t, bool, Prefetch&, float*);
 constexpr AddUp* ADD_UP[] = {
-    add_up_rows<1>, add_up_rows<2>, add_up_rows<3>, add_up_rows<4>,  add_up_rows<5>,  add_up_rows<6>,
-    add_up_rows<7>, add_up_rows<8>, add_up_rows<9>, add_up_rows<10>, add_up_rows<11>, add_up_rows<12>};
+    add_up_rows<1>, add_up_rows<2>, add_up_rows<3>,
+#if defined(__AVX512BF16__)
+    add_up_rows<4>, add_up_rows<5>, add_up_rows<6>,  add_up_rows<7>,  add_up_rows<8>,
+    add_up_rows<9>, add_up_rows<10>, add_up_rows<11>, add_up_rows<12>
+#endif
+};
 static_assert(sizeof ADD_UP / sizeof *ADD_UP == UNIT_ROWS, "one for each number of rows");
 
 template <class Done>

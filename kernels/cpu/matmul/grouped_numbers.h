@@ -14,6 +14,11 @@ static inline Floats load_bytes(const uint8_t* at) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)));
 #elif AIOENGINE_WIDTH == 8
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+#elif defined(__aarch64__)
+    uint32_t four;
+    memcpy(&four, at, sizeof four);
+    const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
+    return (Floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
 #else
     Floats x;
     for (int i = 0; i < WIDTH; ++i) x[i] = at[i];

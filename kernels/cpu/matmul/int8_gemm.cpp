@@ -7,6 +7,7 @@
 #include "linear.h"
 
 #include "grouped_numbers.h"
+#include "int8_neon.h"
 #include "outputs.h"
 #include "vector.h"
 
@@ -27,14 +28,15 @@ constexpr int64_t PIECE_BYTES = 5 << 17;  // of inputs that stay in the second c
 
 // Lines of weights that are prefetched, beyond the page that a core follows by itself; not for a few rows of 8
 // bits, where that keeps it from following.
-constexpr int64_t lines_ahead(int bits, int rows) {
+[[maybe_unused]] constexpr int64_t lines_ahead(int bits, int rows) {
     return bits == 4 ? 256 : (rows > 2 ? 100 : 36);
 }
 
 constexpr int COLUMNS = PANEL / WIDTH, HALF = COLUMNS / 2;
 
 // Rows at a time, so that their sums fill the registers.
-#if AIOENGINE_WIDTH == 16
+#if AIOENGINE_WIDTH == 16 || defined(__aarch64__)
+#define AIOENGINE_SIX_ROWS 1
 constexpr int TILE_ROWS = 6;
 #else
 constexpr int TILE_ROWS = 3;
@@ -88,6 +90,8 @@ static inline Ints nearest(Floats x) {
     return (Ints)_mm512_cvtps_epi32((__m512)x);
 #elif AIOENGINE_WIDTH == 8
     return (Ints)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__aarch64__)
+    return (Ints)vcvtnq_s32_f32((float32x4_t)x);
 #else
     const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     return (Ints)(x + shift) - (Ints)shift;
@@ -156,7 +160,7 @@ static void round_rows(const Linear& a, int64_t first, int64_t last, char* to) {
             round_rows_as<BFloat16>(a, first, last, to);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             round_rows_as<Float16>(a, first, last, to);
 #endif
             break;
@@ -245,7 +249,7 @@ static inline void add_products(
     }
 }
 
-#else
+#elif !defined(__aarch64__)  // whose are in int8_neon.h
 
 template <int BITS, int ROWS>
 static inline void add_products(
@@ -312,7 +316,7 @@ static void add_up_as(const char* rows, int64_t count, const Groups& g, const ui
     constexpr Tile* TILES[] = {
         multiply_tile<BITS, LOWEST, 1>, multiply_tile<BITS, LOWEST, 2>,
         multiply_tile<BITS, LOWEST, 3>,
-#if AIOENGINE_WIDTH == 16
+#if AIOENGINE_SIX_ROWS
         multiply_tile<BITS, LOWEST, 4>, multiply_tile<BITS, LOWEST, 5>,
         multiply_tile<BITS, LOWEST, 6>
 #endif

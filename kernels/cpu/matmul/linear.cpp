@@ -215,7 +215,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
             multiply_groups(a, p, scratch);
             break;
         case Weights::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             multiply_as<Float16>(a, p, scratch);
 #endif
             break;
@@ -243,7 +243,7 @@ static void widen(const Linear& a, int64_t first, int64_t last, float* input) {
             widen_as<BFloat16>(a, first, last, input);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             widen_as<Float16>(a, first, last, input);
 #endif
             break;

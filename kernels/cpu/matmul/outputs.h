@@ -132,7 +132,7 @@ static inline void round_sums(
             round_as<BFloat16>(a, p, outputs, count, sums, results);
             break;
         case DType::Float16:
-#if defined(__F16C__)
+#if AIOENGINE_FLOAT16
             round_as<Float16>(a, p, outputs, count, sums, results);
 #endif
             break;

@@ -2,15 +2,28 @@
 
 #include <atomic>
 
+#include "system.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && AIOENGINE_LINUX
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+#if defined(__aarch64__) && AIOENGINE_LINUX
+#include <sys/auxv.h>
 #endif
 
 namespace aioengine {
 
 namespace {
+
+#if !defined(__aarch64__)
+constexpr DispatchTable GENERIC = {
+    "generic", &kernels_generic, &linear_generic, nullptr, &int8_gemm_generic,
+    &norm_generic, &rotary_generic, &argmax_generic, &weights_generic};
+#endif
 
 #if defined(__x86_64__)
 constexpr DispatchTable AMX_BF16 = {
@@ -29,9 +42,15 @@ constexpr DispatchTable AVX2 = {
     "avx2", &kernels_avx2, &linear_avx2, nullptr, &int8_gemm_avx2,
     &norm_avx2, &rotary_avx2, &argmax_avx2, &weights_avx2};
 
+// Clang does not know this one by name.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
 // Whether there are tiles for bfloat16 and Linux lets this process have them.
 bool may_use_tiles() {
-#if defined(__linux__)
+#if AIOENGINE_LINUX
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     if (!(d & (1u << 22)) || !(d & (1u << 24))) return false;
@@ -41,16 +60,10 @@ bool may_use_tiles() {
     return false;
 #endif
 }
-#endif
-constexpr DispatchTable GENERIC = {
-    "generic", &kernels_generic, &linear_generic, nullptr, &int8_gemm_generic,
-    &norm_generic, &rotary_generic, &argmax_generic, &weights_generic};
 
 const DispatchTable* by_name(const std::string& name) {
-#if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                          __builtin_cpu_supports("f16c");
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                             __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") &&
@@ -63,10 +76,46 @@ const DispatchTable* by_name(const std::string& name) {
     if ((name == "best" || name == "avx512_vnni") && has_vnni) return &AVX512_VNNI;
     if ((name == "best" || name == "avx512") && has_avx512) return &AVX512;
     if ((name == "best" || name == "avx2") && has_avx2) return &AVX2;
-#endif
-    if (name == "best" || name == "generic") return &GENERIC;
-    return nullptr;
+    return name == "best" || name == "generic" ? &GENERIC : nullptr;
 }
+#elif defined(__aarch64__)
+constexpr DispatchTable NEON_BF16 = {
+    "neon_bf16", &kernels_neon_bf16, &linear_neon_bf16, &bf16_gemm_neon_bf16, &int8_gemm_neon_i8mm,
+    &norm_neon_bf16, &rotary_neon_bf16, &argmax_neon, &weights_neon};
+constexpr DispatchTable NEON_DOTPROD = {
+    "neon_dotprod", &kernels_neon, &linear_neon, nullptr, &int8_gemm_neon_dotprod,
+    &norm_neon, &rotary_neon, &argmax_neon, &weights_neon};
+constexpr DispatchTable NEON = {
+    "neon", &kernels_neon, &linear_neon, nullptr, &int8_gemm_neon,
+    &norm_neon, &rotary_neon, &argmax_neon, &weights_neon};
+
+// What the CPU has beyond NEON. Only Linux is asked; elsewhere there is as much of it as the compiler takes for
+// granted, as Apple's does with dot products.
+struct Features {
+    bool has_dotprod, has_bf16;
+};
+
+Features features() {
+#if AIOENGINE_LINUX
+    constexpr unsigned long dotprod = 1ul << 20, i8mm = 1ul << 13, bf16 = 1ul << 14;  // asm/hwcap.h
+    const bool has_dotprod = getauxval(AT_HWCAP) & dotprod;
+    return {has_dotprod, has_dotprod && (getauxval(AT_HWCAP2) & (i8mm | bf16)) == (i8mm | bf16)};
+#else
+    return {};
+#endif
+}
+
+const DispatchTable* by_name(const std::string& name) {
+    static const Features found = features();
+    if ((name == "best" || name == "neon_bf16") && found.has_bf16) return &NEON_BF16;
+    if ((name == "best" || name == "neon_dotprod") && found.has_dotprod) return &NEON_DOTPROD;
+    return name == "best" || name == "neon" ? &NEON : nullptr;
+}
+#else
+const DispatchTable* by_name(const std::string& name) {
+    return name == "best" || name == "generic" ? &GENERIC : nullptr;
+}
+#endif
 
 std::atomic<const DispatchTable*> chosen{by_name("best")};
 
