@@ -27,6 +27,7 @@ __all__ = [
     "GroupedWeight",
     "TorchGroupedLinear",
     "can_group",
+    "e4m3_weight",
     "pack_grouped",
     "round_inputs",
     "round_weight",
@@ -52,7 +53,8 @@ class GroupedWeight:
     """
 
     numbers: Tensor
-    """[out, in] int8: 0 to 15 for 4 bits, -128 to 127 for 8."""
+    """[out, in] int8: 0 to 15 for 4 bits, -128 to 127 for 8. Or finite float8_e4m3fn, with full
+    inputs."""
     scales: Tensor
     """[out, groups] float16."""
     factors: Tensor
@@ -67,7 +69,8 @@ class GroupedWeight:
     def form(self) -> tuple[object, ...]:
         """The properties that weights share which one matmul may serve."""
         lowest = None if self.lowest is None else self.lowest.dtype
-        return self.bits, self.group, lowest, self.has_full_inputs, self.numbers.shape[1]
+        kind = self.numbers.dtype, self.bits, self.group, lowest
+        return *kind, self.has_full_inputs, self.numbers.shape[1]
 
     def floats(self) -> Tensor:
         """The weights that the numbers stand for, [out, in] float32."""
@@ -128,6 +131,24 @@ class GroupedWeight:
             bits=bits,
             group=group,
         )
+
+
+def e4m3_weight(numbers: Tensor, scales: Tensor, group: int) -> GroupedWeight:
+    """A weight of finite `numbers` [out, in] float8_e4m3fn times `scales` [out, groups] float32.
+
+    A scale that all of an output's groups share is kept as it is. Others are kept as float16 times
+    the largest of the output, which is off by 2^-11 at most where they are above 2^-14 of it.
+    """
+    factors = scales.abs().amax(1).clamp_min(_TINY)
+    relative = (scales / factors[:, None]).half()
+    return GroupedWeight(
+        numbers=numbers,
+        scales=relative,
+        factors=factors,
+        bits=8,
+        group=group,
+        has_full_inputs=True,
+    )
 
 
 def can_group(dtype: torch.dtype) -> bool:
@@ -242,8 +263,9 @@ class TorchGroupedLinear:
 def pack_grouped(weight: GroupedWeight, bias: Tensor | None = None) -> PackedLinear:
     """A grouped weight and `bias` [out], ready to be multiplied with; neither is changed."""
     if is_available():
+        is_float = weight.numbers.is_floating_point()
         return NativeLinear.of_groups(
-            weight.numbers,
+            weight.numbers.view(torch.uint8) if is_float else weight.numbers,
             weight.scales,
             weight.lowest,
             weight.factors,

@@ -20,6 +20,7 @@ from aioengine.kernels.grouped import (
     GroupedWeight,
     TorchGroupedLinear,
     can_group,
+    e4m3_weight,
     pack_grouped,
     round_inputs,
     round_weight,
@@ -208,3 +209,66 @@ def test_what_was_not_packed_is_refused() -> None:
         )
     with pytest.raises(RuntimeError, match="row"):
         torch.ops.aioengine_cpu.read_outputs(packed, factors, 8, torch.tensor([8]))
+
+
+def draw_e4m3(outputs: int, inputs: int, group: int) -> GroupedWeight:
+    """Draw a weight that has every finite code, in turn, and scales far apart."""
+    finite = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    codes = finite[torch.arange(outputs * inputs) * 7 % len(finite)].view(outputs, inputs)
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    scales = torch.rand(outputs, -(-inputs // group), generator=generator) + 0.01
+    scales *= torch.logspace(-6, 2, outputs)[:, None]
+    return e4m3_weight(codes.view(torch.float8_e4m3fn), scales, group)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_e4m3_is_multiplied_as_it_is(
+    instructions: str, outputs: int, inputs: int, group: int, dtype: torch.dtype
+) -> None:
+    if dtype is torch.float16 and instructions == "generic":
+        pytest.skip("float16 wants F16C")
+    weight = draw_e4m3(outputs, inputs, group)
+    packed, twin = pack_grouped(weight), TorchGroupedLinear(weight)
+    assert isinstance(packed, NativeLinear)
+    assert torch.equal(packed.rows(torch.arange(outputs)), weight.floats())
+    x = torch.randn(37, inputs).to(dtype)
+    if dtype is torch.float16:
+        x = x / 1024  # sums are as large as 448 times the inputs
+    found, wanted = packed(x).float(), twin(x).float()
+    step = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
+    assert bool(((found - wanted).abs() <= step * wanted.abs().amax(0) + 1e-7).all())
+    alone = torch.cat([packed(row[None]) for row in x])
+    assert torch.equal(alone.float(), found)
+
+
+@needs_kernels
+def test_e4m3_takes_a_byte_a_weight() -> None:
+    packed = pack_grouped(draw_e4m3(256, 1024, 128))
+    assert packed.nbytes <= 256 * 1024 * 1.02 + 2048
+
+
+@needs_kernels
+def test_e4m3_has_full_inputs_only() -> None:
+    weight = replace(draw_e4m3(64, 128, 32), has_full_inputs=False)
+    with pytest.raises(RuntimeError, match="floats have full inputs"):
+        pack_grouped(weight)
+
+
+def test_e4m3_keeps_scales_of_whole_outputs() -> None:
+    numbers = torch.randn(8, 256).to(torch.float8_e4m3fn)
+    scales = (torch.rand(8, 1) + 0.1).expand(8, 2)
+    weight = e4m3_weight(numbers, scales, 128)
+    assert torch.equal(weight.floats(), numbers.float() * scales[:, :1])
+
+
+def test_e4m3_joins_only_its_kind() -> None:
+    weight = draw_e4m3(64, 128, 32)
+    other = replace(round_weight(torch.randn(64, 128), 8), has_full_inputs=True)
+    assert weight.form != other.form
+    both = GroupedWeight.joined([weight, weight])
+    assert torch.equal(both.floats(), torch.cat([weight.floats()] * 2))
+    ids = torch.tensor([3, 1])
+    assert torch.equal(weight.taken(ids).floats(), weight.floats()[ids])

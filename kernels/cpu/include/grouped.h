@@ -1,5 +1,7 @@
 // Weights of 4 or 8 bits in groups of inputs, each with a scale for each output.
 //
+// Numbers of 8 bits may be floats too (e4m3, without NaN), which are multiplied with full inputs only.
+//
 // A weight is scale * number or scale * number + least for 8 bits, which have a sign, and for 4 bits one of: scale *
 // (number - 8), scale * (number - zero / 16), scale * number + least. Scales and leasts are float16, zeros 8 bits without a sign, and
 // all is relative to a factor of the output's own (Linear::scales).
@@ -22,7 +24,8 @@ constexpr int32_t MIDDLE = 8;          // of numbers of 4 bits
 constexpr float ZERO_STEP = 1.0f / 16;
 
 // What a number of 0 stands for.
-enum class Lowest : int32_t { Middle, Zeros, Leasts };
+// E4m3: numbers are floats, which need none.
+enum class Lowest : int32_t { Middle, Zeros, Leasts, E4m3 };
 
 struct GroupedHead {
     char name[8];  // GROUPED_NAME
@@ -46,7 +49,8 @@ struct Groups {
     bool has_full_inputs;
 
     int64_t lowest_bytes() const {
-        return lowest == Lowest::Middle ? 0 : GROUPED_PANEL * (lowest == Lowest::Leasts ? 2 : 1);
+        if (lowest == Lowest::Leasts) return GROUPED_PANEL * 2;
+        return lowest == Lowest::Zeros ? GROUPED_PANEL : 0;
     }
     int64_t head_bytes() const {
         const int64_t bytes = count * (GROUPED_PANEL * 2 + lowest_bytes());

@@ -137,6 +137,14 @@ static inline Floats lowest_of(const Groups& g, const GroupAt& at, int64_t first
     return scale * (g.bits == 4 ? (float)-MIDDLE : 0.0f);
 }
 
+// The e4m3 floats whose codes are the lowest bytes. No float on the way is subnormal, as a host may flush those to 0.
+static inline Floats floats_of_e4m3(Ints codes) {
+    const Floats size = (Floats)(((codes & 0x7f) << 20) + (120 << 23));
+    const Floats small = (size - 0x1p-7f) * 2.0f;  // whose exponent is 0: without a leading 1
+    const Floats found = choose(size < splat(0x1p-6f), small, size);
+    return (Floats)((Ints)found | ((codes & 0x80) << 24));
+}
+
 // Inputs [first, last) of a panel in groups, as floats [inputs, PANEL]. Both lie at quads.
 static void widen_groups(const Groups& g, int64_t panel, int64_t first, int64_t last, float* to) {
     constexpr int HALF = COLUMNS / 2;
@@ -149,6 +157,10 @@ static void widen_groups(const Groups& g, int64_t panel, int64_t first, int64_t 
             Ints bytes;
             memcpy(&bytes, quad + (g.bits == 4 ? c % HALF : c) * sizeof bytes, sizeof bytes);
             for (int j = 0; j < QUAD; ++j) {
+                if (g.lowest == Lowest::E4m3) {
+                    store(to + j * PANEL + c * WIDTH, floats_of_e4m3(bytes >> (8 * j)) * scale);
+                    continue;
+                }
                 const Ints number =
                     g.bits == 4 ? (bytes >> (8 * j + (c < HALF ? 0 : 4))) & 15 : (bytes << (24 - 8 * j)) >> 24;
                 store(to + j * PANEL + c * WIDTH, __builtin_convertvector(number, Floats) * scale + lowest);

@@ -19,6 +19,12 @@ float float_of_half(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
+// See floats_of_e4m3 in linear.cpp.
+float float_of_e4m3(uint8_t code) {
+    const float size = (code & 0x78 ? (8 | (code & 7)) << ((code >> 3 & 15) - 1) : code & 7) * 0x1p-9f;
+    return code & 0x80 ? -size : size;
+}
+
 // Where the numbers of an input of a panel's output begin, and whether 4 bits are the upper ones of a byte.
 struct Place {
     int64_t byte;
@@ -58,6 +64,10 @@ void read_grouped_row(const Groups& g, const float* factors, int64_t output, int
         for (int64_t k = first; k < std::min(first + g.group, depth); ++k) {
             const auto [byte, is_upper] = place_of(g, column, k);
             const uint8_t bits = panel[byte];
+            if (g.lowest == Lowest::E4m3) {
+                to[k] = float_of_e4m3(bits) * scale * factor;
+                continue;
+            }
             const int number = g.bits == 8 ? static_cast<int8_t>(bits) : (is_upper ? bits >> 4 : bits & 15);
             to[k] = (number * scale + low) * factor;
         }
@@ -65,11 +75,12 @@ void read_grouped_row(const Groups& g, const float* factors, int64_t output, int
 }
 
 // Raises for forms that no matmul knows.
-void check_form(int64_t bits, int64_t group, Lowest lowest) {
-    const bool is_known = lowest == Lowest::Middle || lowest == Lowest::Leasts || (lowest == Lowest::Zeros && bits == 4);
+void check_form(int64_t bits, int64_t group, Lowest lowest, bool has_full_inputs) {
+    const bool is_known = lowest == Lowest::Middle || lowest == Lowest::Leasts ||
+        (lowest == Lowest::Zeros && bits == 4) || (lowest == Lowest::E4m3 && bits == 8 && has_full_inputs);
     STD_TORCH_CHECK(
         is_known && (bits == 4 || bits == 8) && (group == 16 || group == 32 || group == 64 || group == 128),
-        "groups are of 16, 32, 64 or 128 numbers of 4 bits, or 8 bits without zeros");
+        "groups are of 16, 32, 64 or 128 numbers of 4 bits, or 8 bits without zeros; floats have full inputs");
 }
 
 }  // namespace
@@ -78,12 +89,14 @@ Tensor pack_groups(
     const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& lowest, int64_t bits,
     int64_t group, bool has_full_inputs) {
     check_close(numbers, 2, "numbers");
+    const bool is_float = numbers.scalar_type() == ScalarType::Byte;
     STD_TORCH_CHECK(
-        numbers.scalar_type() == ScalarType::Char && numbers.is_contiguous() && numbers.numel() > 0,
-        "numbers must be contiguous int8");
+        (numbers.scalar_type() == ScalarType::Char || is_float) && numbers.is_contiguous() && numbers.numel() > 0,
+        "numbers must be contiguous int8, or uint8 for the codes of e4m3");
+    STD_TORCH_CHECK(!is_float || !lowest, "floats have neither zeros nor leasts");
     const bool has_zeros = lowest && lowest->scalar_type() == ScalarType::Byte;
-    const Lowest kind = !lowest ? Lowest::Middle : (has_zeros ? Lowest::Zeros : Lowest::Leasts);
-    check_form(bits, group, kind);
+    const Lowest kind = is_float ? Lowest::E4m3 : !lowest ? Lowest::Middle : (has_zeros ? Lowest::Zeros : Lowest::Leasts);
+    check_form(bits, group, kind, has_full_inputs);
     const int64_t outputs = numbers.size(0), depth = numbers.size(1);
     const int64_t panels = (outputs + PANEL - 1) / PANEL, count = (depth + group - 1) / group;
     Groups g{nullptr, group, count, static_cast<int32_t>(bits), kind, has_full_inputs};
@@ -129,7 +142,7 @@ Tensor pack_groups(
 std::pair<Groups, GroupedHead> groups_of(const Tensor& packed) {
     check_close(packed, 1, "packed");
     STD_TORCH_CHECK(
-        packed.is_contiguous() && packed.scalar_type() == ScalarType::Char &&
+        packed.is_contiguous() && packed.element_size() == 1 &&
             packed.numel() >= static_cast<int64_t>(sizeof(GroupedHead)),
         "packed is not packed");
     GroupedHead head;
@@ -139,7 +152,7 @@ std::pair<Groups, GroupedHead> groups_of(const Tensor& packed) {
         std::memcmp(head.name, GROUPED_NAME, sizeof head.name) == 0 && head.outputs > 0 && head.depth > 0 &&
             head.group > 0,
         "packed is not packed");
-    check_form(head.bits, head.group, head.lowest);
+    check_form(head.bits, head.group, head.lowest, head.has_full_inputs != 0);
     const Groups g{
         memory + sizeof head, head.group, (head.depth + head.group - 1) / head.group, head.bits,
         head.lowest, head.has_full_inputs != 0};
