@@ -80,7 +80,10 @@ class GroupedWeight:
             return of_groups.float().repeat_interleave(self.group, 1)[:, :depth]
 
         numbers, scales = self.numbers.float(), each_input(self.scales)
-        if self.lowest is None:
+        if self.numbers.is_floating_point():
+            assert self.lowest is not None
+            found = numbers * (scales + each_input(self.lowest))
+        elif self.lowest is None:
             found = (numbers - (8 if self.bits == 4 else 0)) * scales
         elif self.lowest.dtype is torch.uint8:
             found = (numbers - each_input(self.lowest) / 16) * scales
@@ -136,15 +139,18 @@ class GroupedWeight:
 def e4m3_weight(numbers: Tensor, scales: Tensor, group: int) -> GroupedWeight:
     """A weight of finite `numbers` [out, in] float8_e4m3fn times `scales` [out, groups] float32.
 
-    A scale that all of an output's groups share is kept as it is. Others are kept as float16 times
-    the largest of the output, which is off by 2^-11 at most where they are above 2^-14 of it.
+    A scale is kept as the sum of two float16, times a power of two of its output: it is off by
+    2^-22 of the output's largest.
     """
-    factors = scales.abs().amax(1).clamp_min(_TINY)
-    relative = (scales / factors[:, None]).half()
+    most = scales.abs().amax(1).clamp_min(_TINY)
+    factors = torch.exp2(torch.floor(torch.log2(most)))
+    relative = scales / factors[:, None]
+    nearest = relative.half()
     return GroupedWeight(
         numbers=numbers,
-        scales=relative,
+        scales=nearest,
         factors=factors,
+        lowest=(relative - nearest.float()).half(),
         bits=8,
         group=group,
         has_full_inputs=True,

@@ -1,4 +1,4 @@
-"""Checkpoints of packed weights, read as they are: GPTQ, AWQ and compressed-tensors.
+"""Checkpoints of packed weights, read as they are: see `packed_forms`.
 
 transformers loads a model from plain weights, under names that it may change on the way. So it is
 given what the packed ones stand for, and each layer's weight is recognised by its numbers: what is
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.grouped import GroupedWeight, can_group
 from aioengine.models.quantization.grouped_layers import attach
-from aioengine.models.quantization.packed_forms import FORMS, Form
+from aioengine.models.quantization.packed_forms import Form, form_of
 
 __all__ = ["PackedWeights", "packing_of", "read_packed", "unreadable"]
 
 _Place = Callable[[], Tensor]
+_BARE = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -76,23 +77,24 @@ def packing_of(hf_config: Any) -> Mapping[str, Any] | None:
     """A config's field about packed weights that are read here, if it has one."""
     for config in (hf_config, hf_config.get_text_config(decoder=True)):
         packing = getattr(config, "quantization_config", None)
-        if isinstance(packing, Mapping) and packing.get("quant_method") in FORMS:
+        if isinstance(packing, Mapping) and form_of(packing) is not None:
             return None if unreadable(packing) else packing
     return None
 
 
 def unreadable(packing: Mapping[str, Any]) -> str:
     """Say why a field about packed weights is not read here; nothing where it is."""
-    method = packing.get("quant_method")
-    form = FORMS.get(method) if isinstance(method, str) else None
-    return f"{str(method)[:40]!r} is not read here" if form is None else form.refusal(packing)
+    form = form_of(packing)
+    name = str(packing.get("quant_method"))[:40]
+    return f"{name!r} is not read here" if form is None else form.refusal(packing)
 
 
 def read_packed(
     folder: str | os.PathLike[str], packing: Mapping[str, Any], dtype: torch.dtype
 ) -> PackedWeights:
     """Read all safetensors files of a folder. Raises ModelLoadError for what does not fit."""
-    form = FORMS[packing["quant_method"]]
+    form = form_of(packing)
+    assert form is not None
     found = PackedWeights(dtype)
     parts: dict[str, dict[str, _Place]] = {}
     with ExitStack() as stack:
@@ -105,11 +107,22 @@ def read_packed(
         # One by one: what a layer's parts take is free again before the next ones are read.
         for layer, places in parts.items():
             tensors = {part: place() for part, place in places.items()}
-            if form.parts[0] in tensors:
+            if any(mark in tensors for mark in form.marks):
                 _add(found, layer, tensors, form, packing)
             else:  # of something else: transformers says whether it knows them
                 found.plain |= {f"{layer}.{part}": each for part, each in tensors.items()}
+    _check_plain(found)
     return found
+
+
+def _check_plain(found: PackedWeights) -> None:
+    """Raise ModelLoadError for numbers that would be taken for weights as they are."""
+    bare = sorted(name for name, each in found.plain.items() if each.dtype in _BARE)
+    if bare:
+        raise ModelLoadError(
+            f"the packed weight {bare[0]!r} has no scale beside it. Fetch the checkpoint again, or "
+            "take the one that is not quantized"
+        )
 
 
 def _add(

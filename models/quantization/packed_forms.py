@@ -1,4 +1,4 @@
-"""Forms of packed weights, as AutoGPTQ, AutoAWQ (GEMM) and compressed-tensors write them.
+"""Forms of packed weights: GPTQ, AWQ (GEMM), compressed-tensors, and floats of 8 bits.
 
 What does not fit its config is refused, since a wrong reading would still compute something.
 """
@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.grouped import GroupedWeight
+from aioengine.models.quantization.packed_floats import (
+    FLOAT_MARKS,
+    FLOAT_PARTS,
+    FloatScaled,
+    block_of,
+    read_floats,
+)
 
-__all__ = ["FORMS", "Form", "Scaled"]
+__all__ = ["Form", "Scaled", "form_of"]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns that the fields of an AWQ word are of."""
@@ -70,11 +77,13 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Form:
-    """One way of packing. `parts`: names of a weight's tensors, that of the numbers first."""
+    """One way of packing. `parts`: names of a weight's tensors; `marks`: those of them that only
+    packed weights have, of which there is one."""
 
     parts: tuple[str, ...]
+    marks: tuple[str, ...]
     refusal: Callable[[Mapping[str, Any]], str]
-    read: Callable[[_Tensors, Mapping[str, Any]], Scaled]
+    read: Callable[[_Tensors, Mapping[str, Any]], Scaled | FloatScaled]
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
@@ -219,12 +228,64 @@ def _zeros(zeros: Tensor, bits: int, outputs: int) -> Tensor:
     return found[:outputs].float()
 
 
-FORMS: Mapping[str, Form] = {
-    "gptq": Form(("qweight", "qzeros", "scales", "g_idx"), _refuse_gptq, _read_gptq),
-    "awq": Form(("qweight", "qzeros", "scales"), _refuse_awq, _read_awq),
+def _refuse_fp8(packing: Mapping[str, Any]) -> str:
+    kind = packing.get("fmt", packing.get("format", "e4m3"))
+    if kind not in ("e4m3", None):
+        return f"the floats {str(kind)[:40]!r} of fp8 are not read here"
+    block = block_of(packing)
+    return block if isinstance(block, str) else ""
+
+
+def _read_fp8(tensors: _Tensors, packing: Mapping[str, Any]) -> FloatScaled:
+    block = block_of(packing)
+    assert not isinstance(block, str)
+    return read_floats(tensors, block)
+
+
+def _refuse_float_quantized(packing: Mapping[str, Any]) -> str:
+    schemes = _schemes(packing)
+    if not schemes:
+        return "its config_groups do not say how"
+    first = schemes[0]
+    if any(scheme != first for scheme in schemes):
+        return "weights in several ways are not read here"
+    if first.get("type") != "float" or first.get("num_bits") != 8:
+        return "floats of other than 8 bits are not read here"
+    strategy = first.get("strategy")
+    if strategy not in ("tensor", "channel", "block") or first.get("symmetric") is False:
+        return f"scales by {str(strategy)[:40]!r} are not read here"
+    block = block_of({"weight_block_size": first.get("block_structure")})
+    if strategy == "block" and not isinstance(block, tuple):
+        return block or "the size of its blocks is not said"
+    return ""
+
+
+def _read_float_quantized(tensors: _Tensors, packing: Mapping[str, Any]) -> FloatScaled:
+    scheme = _schemes(packing)[0]
+    is_block = scheme["strategy"] == "block"
+    block = block_of({"weight_block_size": scheme["block_structure"]}) if is_block else None
+    assert not isinstance(block, str)
+    return read_floats(tensors, block)
+
+
+_FLOATS = FLOAT_PARTS, FLOAT_MARKS
+_FORMS: Mapping[str, Form] = {
+    "gptq": Form(("qweight", "qzeros", "scales", "g_idx"), ("qweight",), _refuse_gptq, _read_gptq),
+    "awq": Form(("qweight", "qzeros", "scales"), ("qweight",), _refuse_awq, _read_awq),
     "compressed-tensors": Form(
         ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+        ("weight_packed",),
         _refuse_compressed,
         _read_compressed,
     ),
+    "fp8": Form(*_FLOATS, _refuse_fp8, _read_fp8),
 }
+_FLOAT_QUANTIZED = Form(*_FLOATS, _refuse_float_quantized, _read_float_quantized)
+
+
+def form_of(packing: Mapping[str, Any]) -> Form | None:
+    """The form that a config's field is about, if it is one of these."""
+    method = packing.get("quant_method")
+    if method == "compressed-tensors" and packing.get("format") == "float-quantized":
+        return _FLOAT_QUANTIZED
+    return _FORMS.get(method) if isinstance(method, str) else None

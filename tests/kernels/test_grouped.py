@@ -247,7 +247,7 @@ def test_e4m3_is_multiplied_as_it_is(
 @needs_kernels
 def test_e4m3_takes_a_byte_a_weight() -> None:
     packed = pack_grouped(draw_e4m3(256, 1024, 128))
-    assert packed.nbytes <= 256 * 1024 * 1.02 + 2048
+    assert packed.nbytes <= 256 * 1024 * (1 + 4 / 128) + 2048
 
 
 @needs_kernels
@@ -261,7 +261,8 @@ def test_e4m3_keeps_scales_of_whole_outputs() -> None:
     numbers = torch.randn(8, 256).to(torch.float8_e4m3fn)
     scales = (torch.rand(8, 1) + 0.1).expand(8, 2)
     weight = e4m3_weight(numbers, scales, 128)
-    assert torch.equal(weight.floats(), numbers.float() * scales[:, :1])
+    wanted = numbers.float() * scales[:, :1]
+    torch.testing.assert_close(weight.floats(), wanted, rtol=1e-6, atol=0)
 
 
 def test_e4m3_joins_only_its_kind() -> None:

@@ -23,8 +23,8 @@ constexpr int64_t GROUPED_LINE = 64;   // bytes
 constexpr int32_t MIDDLE = 8;          // of numbers of 4 bits
 constexpr float ZERO_STEP = 1.0f / 16;
 
-// What a number of 0 stands for.
-// E4m3: numbers are floats, which need none.
+// What a number of 0 stands for. E4m3: numbers are floats, which need none; what scales have lost as float16
+// lies in its place.
 enum class Lowest : int32_t { Middle, Zeros, Leasts, E4m3 };
 
 struct GroupedHead {
@@ -49,7 +49,7 @@ struct Groups {
     bool has_full_inputs;
 
     int64_t lowest_bytes() const {
-        if (lowest == Lowest::Leasts) return GROUPED_PANEL * 2;
+        if (lowest == Lowest::Leasts || lowest == Lowest::E4m3) return GROUPED_PANEL * 2;
         return lowest == Lowest::Zeros ? GROUPED_PANEL : 0;
     }
     int64_t head_bytes() const {

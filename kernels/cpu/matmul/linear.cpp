@@ -132,7 +132,8 @@ static void add_up(
 }
 
 static inline Floats lowest_of(const Groups& g, const GroupAt& at, int64_t first, Floats scale) {
-    if (g.lowest == Lowest::Leasts) return load_lowest<Lowest::Leasts>(at.lowest, first, scale);
+    if (g.lowest == Lowest::Leasts || g.lowest == Lowest::E4m3)
+        return load_lowest<Lowest::Leasts>(at.lowest, first, scale);
     if (g.lowest == Lowest::Zeros) return load_lowest<Lowest::Zeros>(at.lowest, first, scale);
     return scale * (g.bits == 4 ? (float)-MIDDLE : 0.0f);
 }
@@ -152,8 +153,9 @@ static void widen_groups(const Groups& g, int64_t panel, int64_t first, int64_t 
         const GroupAt at(g, g.panel(panel), k / g.group);
         const uint8_t* quad = at.numbers + k % g.group / QUAD * g.quad_bytes();
         for (int c = 0; c < COLUMNS; ++c) {
-            const Floats scale = load_halves(at.scales + c * WIDTH * 2);
+            Floats scale = load_halves(at.scales + c * WIDTH * 2);
             const Floats lowest = lowest_of(g, at, c * WIDTH, scale);
+            if (g.lowest == Lowest::E4m3) scale += lowest;
             Ints bytes;
             memcpy(&bytes, quad + (g.bits == 4 ? c % HALF : c) * sizeof bytes, sizeof bytes);
             for (int j = 0; j < QUAD; ++j) {

@@ -57,7 +57,7 @@ void read_grouped_row(const Groups& g, const float* factors, int64_t output, int
         const float scale = float_of_half(half);
         float low = g.bits == 4 ? -MIDDLE * scale : 0;
         if (g.lowest == Lowest::Zeros) low = at.lowest[column] * (scale * -ZERO_STEP);
-        if (g.lowest == Lowest::Leasts) {
+        if (g.lowest == Lowest::Leasts || g.lowest == Lowest::E4m3) {
             std::memcpy(&least, at.lowest + column * 2, 2);
             low = float_of_half(least);
         }
@@ -65,7 +65,7 @@ void read_grouped_row(const Groups& g, const float* factors, int64_t output, int
             const auto [byte, is_upper] = place_of(g, column, k);
             const uint8_t bits = panel[byte];
             if (g.lowest == Lowest::E4m3) {
-                to[k] = float_of_e4m3(bits) * scale * factor;
+                to[k] = float_of_e4m3(bits) * (scale + low) * factor;
                 continue;
             }
             const int number = g.bits == 8 ? static_cast<int8_t>(bits) : (is_upper ? bits >> 4 : bits & 15);
@@ -93,9 +93,9 @@ Tensor pack_groups(
     STD_TORCH_CHECK(
         (numbers.scalar_type() == ScalarType::Char || is_float) && numbers.is_contiguous() && numbers.numel() > 0,
         "numbers must be contiguous int8, or uint8 for the codes of e4m3");
-    STD_TORCH_CHECK(!is_float || !lowest, "floats have neither zeros nor leasts");
     const bool has_zeros = lowest && lowest->scalar_type() == ScalarType::Byte;
     const Lowest kind = is_float ? Lowest::E4m3 : !lowest ? Lowest::Middle : (has_zeros ? Lowest::Zeros : Lowest::Leasts);
+    STD_TORCH_CHECK(!is_float || (lowest && !has_zeros), "scales of floats have two parts");
     check_form(bits, group, kind, has_full_inputs);
     const int64_t outputs = numbers.size(0), depth = numbers.size(1);
     const int64_t panels = (outputs + PANEL - 1) / PANEL, count = (depth + group - 1) / group;

@@ -1,0 +1,99 @@
+"""Weights of 8-bit floats (e4m3) with scales: of tensors, of outputs, or of blocks.
+
+DeepSeek's and Qwen's `fp8` (blocks of 128 x 128), AutoFP8's, and compressed-tensors'
+`float-quantized`. What is said of inputs is not followed: they stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.grouped import GroupedWeight, e4m3_weight
+
+__all__ = ["FLOAT_MARKS", "FLOAT_PARTS", "FloatScaled", "block_of", "read_floats"]
+
+FLOAT_MARKS = ("weight_scale_inv", "weight_scale")
+"""Tensors beside a weight that is packed; either is multiplied by."""
+FLOAT_PARTS = ("weight", *FLOAT_MARKS, "input_scale", "activation_scale")
+_GROUPS = (128, 64, 32, 16)
+_WIDEST = 128
+_NAN_BITS = 0x7F
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatScaled:
+    """A weight [out, in]: `numbers` of finite float8_e4m3fn times their block's scale.
+
+    `scales` [blocks of outputs, blocks of inputs] float32; `block`: outputs and inputs of one.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    def _of_outputs(self) -> Tensor:
+        outputs = self.numbers.shape[0]
+        return self.scales.repeat_interleave(self.block[0], 0)[:outputs]
+
+    def floats(self) -> Tensor:
+        """The weight, float32."""
+        scales = self._of_outputs().repeat_interleave(self.block[1], 1)
+        found: Tensor = self.numbers.float() * scales[:, : self.numbers.shape[1]]
+        return found
+
+    def grouped(self) -> GroupedWeight | None:
+        """The weight in groups that operators know; None if it is not of such."""
+        depth, size = self.numbers.shape[1], self.block[1]
+        size = _WIDEST if size >= depth else size
+        group = next((each for each in _GROUPS if size % each == 0), None)
+        if group is None:
+            return None
+        scales = self._of_outputs().repeat_interleave(size // group, 1)
+        count = -(-depth // group)
+        scales = scales.expand(-1, count) if scales.shape[1] == 1 else scales[:, :count]
+        return e4m3_weight(self.numbers, scales.contiguous(), group)
+
+
+def block_of(packing: Mapping[str, Any]) -> tuple[int, int] | str | None:
+    """Read outputs and inputs of a block from a config; None: a scale for all or for each output.
+
+    Text says why the field is not read.
+    """
+    size = packing.get("weight_block_size")
+    if isinstance(size, str):
+        size = [int(each) for each in size.split("x") if each.isdecimal()]
+    if size is None:
+        return None
+    is_pair = isinstance(size, list | tuple) and len(size) == 2
+    if not is_pair or not all(type(each) is int and each > 0 for each in size):
+        return f"blocks of {size!r:.20} are not read here, but of two numbers"
+    return size[0], size[1]
+
+
+def read_floats(tensors: Mapping[str, Tensor], block: tuple[int, int] | None) -> FloatScaled:
+    """Read a weight whose scale is beside it. Raises ValueError for what does not fit."""
+    numbers = tensors["weight"]
+    scales = next(tensors[name] for name in FLOAT_MARKS if name in tensors)
+    if numbers.dtype is not torch.float8_e4m3fn or numbers.dim() != 2:
+        raise ValueError(f"its numbers are {numbers.dtype} and not in rows of float8_e4m3fn")
+    if bool(((numbers.view(torch.uint8) & _NAN_BITS) == _NAN_BITS).any()):
+        raise ValueError("some of its numbers are NaN")
+    if not scales.is_floating_point() or not bool(scales.isfinite().all()):
+        raise ValueError("its scales are no finite floats")
+    outputs, depth = numbers.shape
+    scales = scales.float()
+    if block is None and scales.shape == (-(-outputs // _WIDEST), -(-depth // _WIDEST)):
+        block = _WIDEST, _WIDEST  # as is usual, where nothing is said
+    if block is None:
+        if scales.numel() not in (1, outputs):
+            raise ValueError(f"it has {list(scales.shape)} scales for {outputs} outputs")
+        size = -(-outputs // scales.numel()) if scales.numel() == 1 else 1
+        return FloatScaled(numbers=numbers, scales=scales.reshape(-1, 1), block=(size, depth))
+    if scales.shape != (-(-outputs // block[0]), -(-depth // block[1])):
+        raise ValueError(f"it has {list(scales.shape)} scales of blocks for {outputs} x {depth}")
+    return FloatScaled(numbers=numbers, scales=scales, block=block)

@@ -1,0 +1,228 @@
+"""Checkpoints of 8-bit floats: kept at a byte a weight, and computed as what they stand for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from aioengine import AsyncEngine, SamplingParams
+from aioengine.errors import ModelLoadError
+from aioengine.kernels.cpu.library import is_available
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.models.fusion.packed_linear import Packed, PackedPart
+from aioengine.models.quantization.packed_checkpoints import unreadable
+from aioengine.models.runtime.checkpoint import read_config
+from aioengine.models.runtime.registry import resolve
+from tests.support.tiny import tiny_llama, tiny_tokenizer
+
+WEIGHTS = "model.safetensors"
+SIZES = {"hidden_size": 256, "intermediate_size": 320, "tie_word_embeddings": False}
+MOST = 448.0  # of e4m3
+
+
+def floats(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **more}
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
+# The config's field, the scale's name, and a scale's block: 0 for all outputs or inputs.
+KINDS: Mapping[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
+    "blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv", (128, 128),
+    ),
+    "blocks that nobody tells of": ({"quant_method": "fp8"}, "weight_scale_inv", (128, 128)),
+    "blocks of other sizes": (
+        {"quant_method": "fp8", "weight_block_size": [64, 32]}, "weight_scale_inv", (64, 32),
+    ),
+    "blocks that no group fits": (
+        {"quant_method": "fp8", "weight_block_size": [8, 8]}, "weight_scale_inv", (8, 8),
+    ),
+    "one scale": ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale", (0, 0)),
+    "tensor": (floats("tensor"), "weight_scale", (0, 0)),
+    "channel": (floats("channel"), "weight_scale", (1, 0)),
+    "compressed blocks": (floats("block", block_structure=[128, 128]), "weight_scale", (128, 128)),
+    "compressed blocks in words": (
+        floats("block", block_structure="128x128"), "weight_scale", (128, 128),
+    ),
+}  # fmt: skip
+
+
+def spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    """Scales of blocks, for each weight."""
+    for dim in (0, 1):
+        scales = scales.repeat_interleave(block[dim], dim)
+    return scales[: shape[0], : shape[1]]
+
+
+def pack(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales of blocks, and what they stand for."""
+    size = tuple(own or whole for own, whole in zip(block, weight.shape, strict=True))
+    counts = [-(-whole // own) for own, whole in zip(size, weight.shape, strict=True)]
+    scales = torch.zeros(counts)
+    for i in range(counts[0]):
+        for j in range(counts[1]):
+            part = weight[i * size[0] : (i + 1) * size[0], j * size[1] : (j + 1) * size[1]]
+            scales[i, j] = part.abs().max() / MOST
+    wide = spread(scales, weight.shape, size)
+    codes = (weight / wide).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * wide
+
+
+def save(
+    folder: Path, kind: str, change: Callable[[str, dict[str, Tensor]], None] | None = None
+) -> Any:
+    """Write a tiny model of packed weights; the plain one that they stand for."""
+    packing, name_of_scale, block = KINDS[kind]
+    model = tiny_llama(torch.float32, **SIZES)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    weights: dict[str, Tensor] = load_file(folder / WEIGHTS)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or name == "lm_head":
+            continue
+        codes, scales, meant = pack(module.weight, block)
+        scales = scales.reshape(()) if kind == "one scale" else scales
+        parts = {"weight": codes, name_of_scale: scales.contiguous()}
+        if kind == "one scale":
+            parts["input_scale"] = torch.tensor(0.5)
+        if change is not None:
+            change(name, parts)
+        del weights[f"{name}.weight"]
+        weights |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        module.weight.data = meant
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": packing}))
+    return model
+
+
+def load(folder: Path) -> Any:
+    """transformers' module, as the engine has it loaded."""
+    config = read_config(folder, revision=None, trust_remote_code=False)
+    return resolve(config.architectures).load_module(
+        folder, hf_config=config, dtype=torch.float32, device="cpu"
+    )
+
+
+def packed_layers(engine: AsyncEngine) -> list[NativeLinear]:
+    model = engine._core.loaded.runner.model.model
+    found = [m.packed for m in model.modules() if isinstance(m, Packed)]
+    found += [m.merged.packed for m in model.modules() if isinstance(m, PackedPart)]
+    return [each for each in {id(x): x for x in found}.values() if isinstance(each, NativeLinear)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tokens_are_those_of_what_is_packed(kind: str, tmp_path: Path) -> None:
+    ids = torch.randint(5, 90, (1, 9), generator=torch.Generator().manual_seed(1))
+
+    def generate() -> Tensor:
+        meant = save(tmp_path, kind)
+        found: Tensor = meant.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        return found[0, 9:]
+
+    wanted = await asyncio.to_thread(generate)
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "kv_cache_bytes": 8 << 20}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    async with AsyncEngine.from_pretrained(tmp_path, **options) as engine:
+        output = await engine.generate(ids[0].tolist(), params)
+        packed = packed_layers(engine)
+        together = await asyncio.gather(
+            *(engine.generate(ids[0, : n + 1].tolist(), params) for n in range(8)),
+            engine.generate(ids[0].tolist(), params),
+        )
+    assert list(output.token_ids) == wanted.tolist()
+    assert together[-1].token_ids == output.token_ids
+    if not is_available():
+        return
+    grouped = [each for each in packed if each.is_grouped]
+    assert bool(grouped) == (kind != "blocks that no group fits")
+    for each in grouped:
+        depth = each.rows(torch.tensor([0])).shape[1]
+        assert each.nbytes <= 1.25 * each.num_outputs * depth + 2048  # of which scales in groups
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["blocks", "tensor", "channel"])
+@torch.no_grad()
+def test_logits_are_near_what_is_packed(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    meant = save(tmp_path, kind)
+    config = read_config(tmp_path, revision=None, trust_remote_code=False)
+    model = resolve(config.architectures).load_module(
+        tmp_path, hf_config=config, dtype=dtype, device="cpu"
+    )
+    ids = torch.arange(40)[None] % 90
+    wanted = meant(input_ids=ids).logits
+    bound = 1e-5 if dtype is torch.float32 else 0.1
+    largest = max(1.0, float(wanted.abs().max()))
+    assert (model(input_ids=ids).logits.float() - wanted).abs().max() <= bound * largest
+
+
+WRONG: Mapping[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
+    "no scale": (lambda parts: parts.pop("weight_scale_inv"), "no scale"),
+    "too few scales": (
+        lambda parts: parts.update(weight_scale_inv=parts["weight_scale_inv"][:1, :1].clone()),
+        "scales of blocks",
+    ),
+    "NaN": (
+        lambda parts: parts.update(
+            weight=torch.full_like(parts["weight"].view(torch.uint8), 127).view(torch.float8_e4m3fn)
+        ),
+        "NaN",
+    ),
+    "another kind": (
+        lambda parts: parts.update(weight=parts["weight"].float().to(torch.float8_e5m2)),
+        "float8_e5m2",
+    ),
+    "scales of integers": (
+        lambda parts: parts.update(weight_scale_inv=parts["weight_scale_inv"].int()),
+        "finite floats",
+    ),
+    "an endless scale": (
+        lambda parts: parts["weight_scale_inv"].fill_(torch.inf),
+        "finite floats",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_reading_is_refused(case: str, tmp_path: Path) -> None:
+    change, reason = WRONG[case]
+
+    def spoil(name: str, parts: dict[str, Tensor]) -> None:
+        if name.endswith("0.mlp.down_proj"):
+            change(parts)
+
+    save(tmp_path, "blocks", spoil)
+    with pytest.raises(ModelLoadError, match=rf"down_proj.*{reason}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("packing", "reason"),
+    [
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "two numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two numbers"),
+        (floats("token"), "token"),
+        (floats("block"), "size of its blocks"),
+        (floats("channel", num_bits=4), "8 bits"),
+        (floats("channel", type="int"), "8 bits"),
+        ({**floats("tensor"), "config_groups": {}}, "config_groups"),
+    ],
+)
+def test_what_is_left_to_transformers(packing: dict[str, Any], reason: str) -> None:
+    assert reason in unreadable(packing)
