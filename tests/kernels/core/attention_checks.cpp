@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "byte_rows.h"
 #include "problems.h"
 
 namespace checks {
@@ -21,6 +22,8 @@ struct Problem {
     float scale, softcap;
     int64_t window;
     bool is_causal, blocks_in_window;
+    // Where keys and values are kept in 8 bits; `keys` and `values` are then what these stand for.
+    std::vector<char> key_bytes = {}, value_bytes = {};
 
     int64_t heads() const { return kv_heads * group; }
     int64_t tokens() const { return starts.back(); }
@@ -57,6 +60,30 @@ Problem draw_problem(DType dtype, Random& random) {
     return p;
 }
 
+// Rows of numbers in 8 bits, as the kernels pack them; `rows` become what is left of them.
+std::vector<char> pack(Report& report, Numbers& rows, int64_t dim) {
+    const int64_t count = rows.count() / dim, bytes = row_bytes(dim);
+    std::vector<char> packed(count * bytes);
+    dispatch_table().attention->pack_rows(rows.dtype(), rows.data(), dim, count, dim, packed.data());
+    Numbers found(DType::Float32, rows.count());
+    bool is_right = true;
+    for (int64_t i = 0; i < rows.count(); ++i) {
+        const char* row = packed.data() + i / dim * bytes;
+        const int64_t d = i % dim, group = d / ROW_GROUP, first = i - d % ROW_GROUP;
+        float most = 0;
+        for (int64_t k = 0; k < std::min(ROW_GROUP, dim - group * ROW_GROUP); ++k)
+            most = std::max(most, std::abs(rows.at(first + k)));
+        uint16_t scale;
+        std::memcpy(&scale, row + dim + 2 * group, sizeof scale);
+        found.set(i, static_cast<float>(static_cast<int8_t>(row[d])) * float_of(uint32_t{scale} << 16));
+        // A number is rounded, and its scale to bfloat16.
+        is_right = is_right && is_near(found.at(i), rows.at(i), most / 127);
+    }
+    report.check(is_right, text("rows of %s in 8 bits, %ld wide: off by more than a step", name_of(rows.dtype()), (long)dim));
+    rows = std::move(found);
+    return packed;
+}
+
 // Of the sequences from `first` on.
 Attention attention_of(const Problem& p, int64_t first) {
     Attention a{};
@@ -66,11 +93,18 @@ Attention attention_of(const Problem& p, int64_t first) {
     a.value_cache = p.values.data();
     a.query_strides[0] = p.heads() * p.key_dim;
     a.query_strides[1] = p.key_dim;
-    const int64_t rows = p.block_size * p.kv_heads;
-    const int64_t keys[] = {rows * p.key_dim, p.key_dim, p.block_size * p.key_dim};
-    const int64_t values[] = {rows * p.value_dim, p.value_dim, p.block_size * p.value_dim};
-    std::copy_n(keys, 3, a.key_strides);
-    std::copy_n(values, 3, a.value_strides);
+    a.has_byte_rows = !p.key_bytes.empty();
+    if (a.has_byte_rows) {
+        a.key_cache = p.key_bytes.data();
+        a.value_cache = p.value_bytes.data();
+    }
+    const int64_t key_row = a.has_byte_rows ? row_bytes(p.key_dim) : p.key_dim;
+    const int64_t value_row = a.has_byte_rows ? row_bytes(p.value_dim) : p.value_dim;
+    const int64_t in_block[] = {p.block_size * p.kv_heads, 1, p.block_size};
+    for (int i = 0; i < 3; ++i) {
+        a.key_strides[i] = in_block[i] * key_row;
+        a.value_strides[i] = in_block[i] * value_row;
+    }
     a.heads = p.heads();
     a.kv_heads = p.kv_heads;
     a.key_dim = p.key_dim;
@@ -144,8 +178,8 @@ std::vector<double> reference(const Problem& p, int64_t sequence, int64_t token,
 
 std::string describe(const Problem& p) {
     return text(
-        "attention of %s, dims %ld and %ld, heads %ld/%ld, window %ld, %ld sequences, the first of %d", name_of(p.dtype),
-        (long)p.key_dim, (long)p.value_dim, (long)p.heads(), (long)p.kv_heads, (long)p.window, (long)p.sequences(),
+        "attention of %s%s, dims %ld and %ld, heads %ld/%ld, window %ld, %ld sequences, the first of %d", name_of(p.dtype),
+        p.key_bytes.empty() ? "" : " over 8 bits", (long)p.key_dim, (long)p.value_dim, (long)p.heads(), (long)p.kv_heads, (long)p.window, (long)p.sequences(),
         (int)p.lengths[0]);
 }
 
@@ -201,7 +235,14 @@ void check_problem(Report& report, const Problem& p) {
 void check_attention(Report& report, Random& random) {
     constexpr int problems = 16;
     for (DType dtype : dtypes())
-        for (int i = 0; i < problems; ++i) check_problem(report, draw_problem(dtype, random));
+        for (int i = 0; i < problems; ++i) {
+            Problem p = draw_problem(dtype, random);
+            if (random.pick(0, 3) == 0) {
+                p.key_bytes = pack(report, p.keys, p.key_dim);
+                p.value_bytes = pack(report, p.values, p.value_dim);
+            }
+            check_problem(report, p);
+        }
 }
 
 }  // namespace checks

@@ -153,22 +153,23 @@ private:
     Memory memory_;
 };
 
-// Runs what `build(program, num_threads)` adds, on so many threads.
+// Runs what `build(program, num_threads, out)` adds. A thread that is late may still read what the operators have
+// read, so the team ends before that does.
 template <class Build>
-void run_on(Team& team, const Build& build) {
+Numbers run_on(int64_t threads, DType dtype, int64_t count, const Build& build) {
+    Numbers out(dtype, count);
+    Team team(threads);
     Program& program = team.begin();
-    build(program, team.num_threads());
+    build(program, team.num_threads(), out.data());
     team.run(program);
+    return out;
 }
 
-// The outputs that `build(program, num_threads, out)` makes operators for: on one thread, which three have to
-// come to as well, to the bit.
+// The outputs that `build` makes operators for: on one thread, which three have to come to as well, to the bit.
 template <class Build>
 Numbers compute(Report& report, const std::string& what, DType dtype, int64_t count, const Build& build) {
-    static Team alone(1), together(3);
-    Numbers one(dtype, count), three(dtype, count);
-    run_on(alone, [&](Program& program, int64_t threads) { build(program, threads, one.data()); });
-    run_on(together, [&](Program& program, int64_t threads) { build(program, threads, three.data()); });
+    Numbers one = run_on(1, dtype, count, build);
+    const Numbers three = run_on(3, dtype, count, build);
     report.check(one.has_same_bits(three, 0, count), what + ": three threads come to other bits");
     return one;
 }

@@ -38,7 +38,7 @@ def build(folder: Path, compiler: str, *flags: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     objects = setup.core_objects(compiler, folder, SOURCES)
     folders = setup.folders(setup.CORE_FOLDERS, SOURCES)
-    objects |= {folder / f"{each.stem}.o": [*folders, each] for each in HERE.glob("*.cpp")}
+    objects |= {folder / f"{each.stem}.o": [*folders, "-O1", each] for each in HERE.glob("*.cpp")}
     setup.compile_objects(compiler, objects, "-Werror", *flags)
     return link(folder, compiler)
 
