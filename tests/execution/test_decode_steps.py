@@ -106,6 +106,18 @@ async def test_the_same_tokens(
                 assert engine.statistics().preemptions > 0
 
 
+async def test_a_system_without_events_for_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only Linux has them; elsewhere steps go through Python."""
+    async with running_engine(folder, dtype="float32") as engine:
+        wanted = await engine.generate("hello", greedy(9))
+    monkeypatch.delattr("os.eventfd")
+    async with running_engine(folder, dtype="float32") as engine:
+        assert engine._core.loaded.runner.decode_steps is None
+        assert (await engine.generate("hello", greedy(9))).token_ids == wanted.token_ids
+
+
 async def test_a_stop_found_late_gives_no_token_too_many(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
