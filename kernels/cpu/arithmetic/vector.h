@@ -207,21 +207,6 @@ static inline float sum(Floats x) {
 #endif
 }
 
-// The same, half by half: the two orders come to different bits.
-static inline float sum_of_halves(Floats x) {
-#if AIOENGINE_WIDTH == 16
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    float lanes[WIDTH];
-    store(lanes, x);
-#pragma GCC unroll 4
-    for (int half = WIDTH / 2; half; half /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    return lanes[0];
-#endif
-}
-
 static inline float largest(Floats x) {
 #if AIOENGINE_WIDTH == 16
     return _mm512_reduce_max_ps((__m512)x);
