@@ -120,10 +120,11 @@ def _lengths(mask: Tensor | None, count: int, length: int) -> list[int] | None:
         return [length] * count
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return None
-    if not hasattr(mask, _LENGTHS):
-        setattr(mask, _LENGTHS, _blocks(mask, count, length))
-    found: list[int] | None = getattr(mask, _LENGTHS)
-    return found
+    known: dict[tuple[int, int], list[int] | None] = getattr(mask, _LENGTHS, {})
+    if (count, length) not in known:
+        known = {(count, length): _blocks(mask, count, length)}
+        setattr(mask, _LENGTHS, known)
+    return known[count, length]
 
 
 def _blocks(mask: Tensor, count: int, length: int) -> list[int] | None:

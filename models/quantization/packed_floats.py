@@ -92,7 +92,7 @@ def read_floats(tensors: Mapping[str, Tensor], block: tuple[int, int] | None) ->
     if block is None:
         if scales.numel() not in (1, outputs):
             raise ValueError(f"it has {list(scales.shape)} scales for {outputs} outputs")
-        size = -(-outputs // scales.numel()) if scales.numel() == 1 else 1
+        size = outputs if scales.numel() == 1 else 1
         return FloatScaled(numbers=numbers, scales=scales.reshape(-1, 1), block=(size, depth))
     if scales.shape != (-(-outputs // block[0]), -(-depth // block[1])):
         raise ValueError(f"it has {list(scales.shape)} scales of blocks for {outputs} x {depth}")

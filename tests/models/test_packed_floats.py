@@ -21,9 +21,9 @@ from aioengine.models.fusion.packed_linear import Packed, PackedPart
 from aioengine.models.quantization.packed_checkpoints import unreadable
 from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
+from tests.models.test_packed_checkpoints import WEIGHTS, load
 from tests.support.tiny import tiny_llama, tiny_tokenizer
 
-WEIGHTS = "model.safetensors"
 SIZES = {"hidden_size": 256, "intermediate_size": 320, "tie_word_embeddings": False}
 MOST = 448.0  # of e4m3
 
@@ -108,14 +108,6 @@ def save(
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": packing}))
     return model
-
-
-def load(folder: Path) -> Any:
-    """transformers' module, as the engine has it loaded."""
-    config = read_config(folder, revision=None, trust_remote_code=False)
-    return resolve(config.architectures).load_module(
-        folder, hf_config=config, dtype=torch.float32, device="cpu"
-    )
 
 
 def packed_layers(engine: AsyncEngine) -> list[NativeLinear]:

@@ -218,6 +218,16 @@ def test_a_mask_of_blocks(blocks: list[int], kind: torch.dtype) -> None:
             torch.testing.assert_close(found[i], plain(x[i : i + 1], mask), atol=1e-4, rtol=1e-4)
 
 
+def test_a_mask_for_other_numbers_of_sequences() -> None:
+    """What is known of a mask is known for the rows that it was given with."""
+    layer, plain, x = layer_and_rows()
+    mask = torch.zeros(1, 1, 1, 6)
+    with torch.inference_mode():
+        for rows in (x, x[:1], x):
+            found = layer(rows, mask)
+            torch.testing.assert_close(found, plain(rows, mask), atol=1e-4, rtol=1e-4)
+
+
 def test_rows_that_do_not_lie_close() -> None:
     layer, plain, _ = layer_and_rows()
     with torch.inference_mode(), Count() as counted:
