@@ -249,7 +249,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         if (rows != shaped) shape_for(shaped = rows);
         const bool is_near = was_prefetched || index > 0;
         constexpr int64_t bytes = PANEL * sizeof(BFloat16);
-        Panel panel = {weights, a.depth, bytes, p.has_next, index, count, a.places_at_once};
+        Panel panel = {weights, a.depth, bytes, p.has_next, index, count, a.places_at_once, rows};
         const auto round_rows = [&](int64_t begin, int64_t count) {
             const int64_t row = first + begin;
             round_sums(

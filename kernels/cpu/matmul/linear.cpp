@@ -111,7 +111,7 @@ static void add_up(
     const float* input = a.input + p.first_row * a.input_stride;
     const T* weights = (const T*)a.packed + panel * a.depth * PANEL;
     const Panel all = {
-        weights, a.depth, PANEL * sizeof(T), p.has_next, 0, 1, a.places_at_once};
+        weights, a.depth, PANEL * sizeof(T), p.has_next, 0, 1, a.places_at_once, rows};
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, chunk = all.chunk(DEPTH);
     memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t first = 0; first < a.depth; first += chunk) {

@@ -40,15 +40,16 @@ MemoryPool& memory_pool();
 // An uninitialised tensor of the dtype of `like`.
 Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes);
 
-// An uninitialised tensor for a weight, of whole huge pages as far as it goes.
+// An uninitialised tensor for a weight, in huge pages where the system has some: all of it is read at every
+// step, and few of its addresses have to be looked up then. It lies beside others; the memory is freed when
+// all of these are gone.
 Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes);
 
-// Has the system move a weight that was written into huge pages, in its own time: all of it is read at
-// every step, and few of its addresses have to be looked up then. Asked for before it is written, fresh
-// ones may take a machine longer than all else of a start.
+// Has the system move a weight that was written into huge pages, in its own time, as far as it is not.
 void gather_pages(Tensor& weight);
 
-// Has the allocator give back to the system what is free, where it keeps it otherwise.
+// Behind a load: has the allocator give back to the system what is free, where it keeps it otherwise. Weights
+// of the next load lie elsewhere.
 void trim_heap();
 
 }  // namespace aioengine
