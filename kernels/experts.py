@@ -1,12 +1,17 @@
-"""Routed experts on a device that nobody waits for: rows in blocks, each block one expert's.
+"""Routed experts: on a CPU with packed weights, elsewhere so that nobody waits for the device.
 
-How many rows an expert gets is known on the device alone. So the rows are laid out in blocks of one
-size: each expert's are filled up to whole blocks, and of those there is a bound that depends on
-sizes alone. Nothing is read back, and shapes do not depend on what the router says.
+On a CPU rows are sorted by expert, and one operator multiplies each expert's with its own panels
+(`ExpertRows`, `PackedExperts`).
+
+On a device how many rows an expert gets is known there alone. So the rows are laid out in blocks of
+one size (`ExpertBlocks`): each expert's are filled up to whole blocks, and of those there is a
+bound that depends on sizes alone. Nothing is read back, and shapes do not depend on what the
+router says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,8 +19,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-__all__ = ["ExpertBlocks"]
+from aioengine.kernels.cpu.linear import PANEL, NativeLinear, native_way
+from aioengine.kernels.grouped import GroupedWeight, TorchGroupedLinear, pack_grouped
+from aioengine.kernels.matmul import Activation
 
+__all__ = [
+    "ExpertBlocks",
+    "ExpertRows",
+    "PackedExperts",
+    "TorchExperts",
+    "can_pack_experts",
+    "pack_experts",
+    "pack_grouped_experts",
+]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK = 128
 """Rows of a block, at most. Few make more copies of weights, many more rows of zeros."""
 MAX_WEIGHT_BYTES = 256 << 20
@@ -24,6 +42,121 @@ _GROUPED_MULTIPLE = 8
 """Of both sides of a bfloat16 weight that the grouped kernel reads."""
 _GROUPED_CHIPS = (9, 10)
 """Major compute capabilities of those that have it; on others PyTorch reads the groups back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Layout of the rows of a step's (token, expert) pairs, sorted by expert.
+
+    `order` int64 [T * k]: the pair of each row. `ends` int64 [E]: the row behind each expert's last
+    one. `num_chosen`: experts of a token, k.
+    """
+
+    order: Tensor
+    ends: Tensor
+    num_chosen: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int) -> Self:
+        """Lay out the pairs of `chosen` int64 [T, k], the experts of each token."""
+        flat = chosen.flatten()
+        ends = torch.bincount(flat, minlength=num_experts).cumsum(0)
+        return cls(flat.argsort(stable=True), ends, chosen.shape[1])
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """Copy each token's row of `hidden` [T, in] to its pairs' places: [T * k, in]."""
+        return hidden[self.order // self.num_chosen]
+
+    def combine(self, rows: Tensor, shares: Tensor) -> Tensor:
+        """Sum each token's `rows` [T * k, out] by its `shares` [T, k]: [T, out]."""
+        pairs = torch.empty_like(rows).index_copy_(0, self.order, rows)
+        pairs = pairs.view(*shares.shape, rows.shape[1])
+        return (pairs * shares[..., None]).sum(1)
+
+
+class PackedExperts:
+    """Weights [out, in] of several experts and their biases [out], packed as one for a CPU."""
+
+    def __init__(self, packed: NativeLinear, num_experts: int) -> None:
+        self._operands = packed.operands
+        self._num_outputs = packed.num_outputs // num_experts
+        self._multiply = torch.ops.aioengine_cpu.expert_linear.default
+        self.nbytes = packed.nbytes
+
+    @property
+    def can_gate(self) -> bool:
+        """Return whether each half of an expert's outputs fills whole panels."""
+        return self._num_outputs % (2 * PANEL) == 0
+
+    def __call__(
+        self,
+        rows: Tensor,
+        ends: Tensor,
+        activation: Activation = Activation.NONE,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """`rows` [n, in], sorted by expert, and `ends` as in `ExpertRows` -> [n, out].
+
+        The rest is as in `NativeLinear`.
+        """
+        found: Tensor = self._multiply(
+            rows, ends, *self._operands, self._num_outputs, int(activation), is_gated
+        )
+        return found
+
+
+class TorchExperts:
+    """The same by PyTorch, an expert after the other, of weights in groups."""
+
+    can_gate = False
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None, num_experts: int) -> None:
+        outputs = torch.arange(len(weight.numbers)).chunk(num_experts)
+        biases = [None] * num_experts if bias is None else [*bias.flatten().chunk(num_experts)]
+        self._experts: Sequence[TorchGroupedLinear] = [
+            TorchGroupedLinear(weight.taken(which), own)
+            for which, own in zip(outputs, biases, strict=True)
+        ]
+        self.nbytes = sum(each.nbytes for each in self._experts)
+
+    def __call__(
+        self,
+        rows: Tensor,
+        ends: Tensor,
+        activation: Activation = Activation.NONE,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """See `PackedExperts`; without an activation."""
+        assert activation is Activation.NONE and not is_gated
+        own = torch.tensor_split(rows, ends[:-1])
+        return torch.cat([f(x) for f, x in zip(self._experts, own, strict=True)])
+
+
+def can_pack_experts(weight: Tensor) -> bool:
+    """Return whether `weight` [E, out, in] is one that `pack_experts` takes, where it is built."""
+    return weight.device.type == "cpu" and weight.shape[1] % PANEL == 0
+
+
+def pack_experts(weight: Tensor, bias: Tensor | None) -> PackedExperts | None:
+    """`weight` [E, out, in] and `bias` [E, out], ready to be multiplied with on a CPU.
+
+    None where PyTorch's own matmuls are the faster ones, or panels are not filled.
+    """
+    if not can_pack_experts(weight) or weight.dtype not in _DTYPES:
+        return None
+    flat = None if bias is None else bias.flatten()
+    packed = native_way(weight.reshape(-1, weight.shape[-1]), flat)
+    return None if packed is None else PackedExperts(packed, len(weight))
+
+
+def pack_grouped_experts(
+    weight: GroupedWeight, bias: Tensor | None, num_experts: int
+) -> PackedExperts | TorchExperts:
+    """The same of weights [E * out, in] in groups, `out` a multiple of 32."""
+    packed = pack_grouped(weight, None if bias is None else bias.flatten())
+    if isinstance(packed, NativeLinear):
+        return PackedExperts(packed, num_experts)
+    return TorchExperts(weight, bias, num_experts)
 
 
 @dataclass(frozen=True, slots=True)

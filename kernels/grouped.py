@@ -49,12 +49,13 @@ class GroupedWeight:
 
     A weight is one of number * scale * factor and (number * scale + least) * factor for 8 bits, and
     for 4 bits one of (number - 8) * scale * factor, (number - zero / 16) * scale * factor, and
-    (number * scale + least) * factor. `group`: 16, 32, 64 or 128.
+    (number * scale + least) * factor. `group`: 16, 32, 64 or 128. `levels`: 16 integers of 8 bits;
+    numbers are some of these and take 4 bits, and a weight is number * scale * factor.
     """
 
     numbers: Tensor
-    """[out, in] int8: 0 to 15 for 4 bits, -128 to 127 for 8. Or finite float8_e4m3fn, with full
-    inputs."""
+    """[out, in] int8: 0 to 15 for 4 bits, -128 to 127 for 8 and of levels. Or finite
+    float8_e4m3fn, with full inputs."""
     scales: Tensor
     """[out, groups] float16."""
     factors: Tensor
@@ -64,12 +65,13 @@ class GroupedWeight:
     bits: int
     group: int = GROUP
     has_full_inputs: bool = False
+    levels: tuple[int, ...] | None = None
 
     @property
     def form(self) -> tuple[object, ...]:
         """The properties that weights share which one matmul may serve."""
         lowest = None if self.lowest is None else self.lowest.dtype
-        kind = self.numbers.dtype, self.bits, self.group, lowest
+        kind = self.numbers.dtype, self.bits, self.group, lowest, self.levels
         return *kind, self.has_full_inputs, self.numbers.shape[1]
 
     def floats(self) -> Tensor:
@@ -84,7 +86,8 @@ class GroupedWeight:
             assert self.lowest is not None
             found = numbers * (scales + each_input(self.lowest))
         elif self.lowest is None:
-            found = (numbers - (8 if self.bits == 4 else 0)) * scales
+            is_raised = self.bits == 4 and self.levels is None
+            found = (numbers - 8 if is_raised else numbers) * scales
         elif self.lowest.dtype is torch.uint8:
             found = (numbers - each_input(self.lowest) / 16) * scales
         else:
@@ -116,7 +119,14 @@ class GroupedWeight:
 
     @classmethod
     def of(
-        cls, numbers: Tensor, scales: Tensor, lowest: Tensor | None, *, bits: int, group: int
+        cls,
+        numbers: Tensor,
+        scales: Tensor,
+        lowest: Tensor | None,
+        *,
+        bits: int,
+        group: int,
+        levels: tuple[int, ...] | None = None,
     ) -> GroupedWeight:
         """A weight whose scales and leasts are float32, brought to where float16 is exact enough.
 
@@ -133,6 +143,7 @@ class GroupedWeight:
             lowest=lowest,
             bits=bits,
             group=group,
+            levels=levels,
         )
 
 
@@ -279,5 +290,6 @@ def pack_grouped(weight: GroupedWeight, bias: Tensor | None = None) -> PackedLin
             bits=weight.bits,
             group=weight.group,
             has_full_inputs=weight.has_full_inputs,
+            levels=weight.levels,
         )
     return TorchGroupedLinear(weight, bias)

@@ -12,7 +12,8 @@ class TextModel(TransformersModel):
 
 
 class GptOss(TextModel):
-    """Experts that are published in MXFP4 are unpacked to the engine's dtype, four times as large.
+    """Experts that are published in MXFP4 stay so on a CPU, 4.5 bits a weight.
 
-    transformers could compute on the packed ones, with kernels that it fetches from a hub.
+    Elsewhere they are unpacked to the engine's dtype: transformers could compute on the packed
+    ones, with kernels that it fetches from a hub.
     """

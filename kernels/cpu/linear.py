@@ -10,6 +10,7 @@ in any batch. Weights of 4 and 8 bits lie in groups (`kernels/grouped.py`, group
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,11 +50,18 @@ class NativeLinear:
         bits: int,
         group: int,
         has_full_inputs: bool,
+        levels: Sequence[int] | None = None,
     ) -> NativeLinear:
         """A weight in groups, whose parts are those of a `GroupedWeight`."""
         _check_built()
         packed: Tensor = torch.ops.aioengine_cpu.pack_groups(
-            numbers, scales, lowest, bits, group, has_full_inputs
+            numbers,
+            scales,
+            lowest,
+            bits,
+            group,
+            has_full_inputs,
+            None if levels is None else torch.tensor(levels, dtype=torch.int8),
         )
         found = cls.__new__(cls)
         found._set(packed, factors, bias, len(numbers), packed.nbytes)

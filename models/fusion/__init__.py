@@ -19,13 +19,14 @@ from aioengine.models.fusion.fused_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
-from aioengine.models.fusion.routed_experts import route_experts
+from aioengine.models.fusion.routed_experts import pack_expert_layers, route_experts
 from aioengine.models.fusion.tied_head import pack_tables
 from aioengine.models.quantization.grouped_layers import unpacked_names
 
 __all__ = ["DECODER_PASSES", "PASSES", "ROUTES", "fuse_layers"]
 
 PASSES: tuple[Callable[[nn.Module], int], ...] = (
+    pack_expert_layers,
     pack_layers,  # gives the matmuls that the passes after it fuse into
     pack_convolutions,  # the same for convolutions over time
     pack_tables,  # takes the heads that have the embeddings' weight
@@ -34,7 +35,6 @@ PASSES: tuple[Callable[[nn.Module], int], ...] = (
     fuse_rotary,
     route_encoders,
     plan_encoders,  # of layers that ask for that attention
-    route_experts,  # on a GPU, where the plain ones wait
 )
 """What is done to a whole model on a CPU, in order. Each mutates it and returns how many modules it
 took."""

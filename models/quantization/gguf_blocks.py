@@ -15,14 +15,13 @@ from torch import Tensor
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.grouped import GroupedWeight
 from aioengine.models.quantization.gguf_file import GgufFile
+from aioengine.models.quantization.packed_floats import FP4_LEVELS
 
 __all__ = ["BLOCKS", "FLOATS", "check_tensors", "kind_name", "read_floats", "read_grouped"]
 
 FLOATS: Mapping[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types that are no blocks."""
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of E2M1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,7 @@ class _Kind:
     bits: int
     group: int
     read: Callable[[Tensor], _Numbers]
+    levels: tuple[int, ...] | None = None
 
 
 def kind_name(kind: int) -> str:
@@ -96,6 +96,7 @@ def read_grouped(file: GgufFile, name: str) -> GroupedWeight:
         None if leasts is None else leasts.reshape(outputs, -1),
         bits=kind.bits,
         group=kind.group,
+        levels=kind.levels,
     )
 
 
@@ -214,7 +215,7 @@ def _iq4_xs(blocks: Tensor) -> _Numbers:
 
 
 def _mxfp4(blocks: Tensor) -> _Numbers:
-    levels = torch.tensor(_FP4, dtype=torch.int8)
+    levels = torch.tensor(FP4_LEVELS, dtype=torch.int8)
     scales = torch.exp2(blocks[:, :1].float() - 128)
     return _Numbers(numbers=levels[_halves(blocks[:, 1:]).int()], scales=scales)
 
@@ -230,8 +231,8 @@ BLOCKS: Mapping[int, _Kind] = {
     12: _Kind("Q4_K", 256, 144, 4, 32, _q4_k),
     13: _Kind("Q5_K", 256, 176, 8, 32, _q5_k),
     14: _Kind("Q6_K", 256, 210, 8, 16, _q6_k),
-    20: _Kind("IQ4_NL", 32, 18, 8, 32, _iq4_nl),
-    23: _Kind("IQ4_XS", 256, 136, 8, 32, _iq4_xs),
-    39: _Kind("MXFP4", 32, 17, 8, 32, _mxfp4),
+    20: _Kind("IQ4_NL", 32, 18, 4, 32, _iq4_nl, _IQ4),
+    23: _Kind("IQ4_XS", 256, 136, 4, 32, _iq4_xs, _IQ4),
+    39: _Kind("MXFP4", 32, 17, 4, 32, _mxfp4, FP4_LEVELS),
 }
 """By ggml's number. Those that need tables or have fewer bits than two are not read."""

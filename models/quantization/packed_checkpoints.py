@@ -21,8 +21,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.experts import can_pack_experts
 from aioengine.kernels.grouped import GroupedWeight, can_group
-from aioengine.models.quantization.grouped_layers import attach
+from aioengine.models.quantization.grouped_layers import attach, expert_weights
+from aioengine.models.quantization.packed_floats import Fp4Experts
 from aioengine.models.quantization.packed_forms import Form, form_of
 
 __all__ = ["PackedWeights", "packing_of", "read_packed", "unreadable"]
@@ -44,27 +46,58 @@ class PackedWeights:
         """Add a weight that is not packed."""
         self.plain[name] = weight.to(self._dtype)
 
-    def add_grouped(self, name: str, weight: GroupedWeight) -> None:
-        """Add a packed weight."""
+    def add_grouped(self, name: str, weight: GroupedWeight, num_experts: int | None = None) -> None:
+        """Add a packed weight; that of several experts is [E, in, out] in the model."""
         # What it stands for is rounded as the groups' scales are.
         plain = weight.floats().to(self._dtype)
+        if num_experts is not None:
+            plain = plain.view(num_experts, -1, plain.shape[-1]).mT.contiguous()
         self.plain[name] = plain
         if can_group(self._dtype):
             self._known.setdefault(_key(plain), []).append((plain, weight))
 
     def attach(self, model: nn.Module) -> int:
-        """Say of linear layers and embeddings what their weights are in groups; of how many."""
+        """Say of layers what their weights are in groups; of how many weights it is known."""
         count = 0
         for module in model.modules():
-            is_kind = type(module) is nn.Linear or isinstance(module, nn.Embedding)
-            if not is_kind or module.weight.device.type != "cpu":
-                continue
-            for plain, grouped in self._known.get(_key(module.weight), ()):
-                if torch.equal(plain, module.weight):
-                    attach(module, grouped)
+            for name, weight in _weights_of(module):
+                found = self._find(weight)
+                if found is None and weight.dim() == _OF_EXPERTS:
+                    found = self._joined(expert_weights(module)[name])
+                if found is not None:
+                    attach(module, found, name)
                     count += 1
-                    break
         return count
+
+    def _find(self, weight: Tensor) -> GroupedWeight | None:
+        for plain, grouped in self._known.get(_key(weight), ()):
+            if torch.equal(plain, weight):
+                return grouped
+        return None
+
+    def _joined(self, experts: Tensor) -> GroupedWeight | None:
+        """Experts' weights [E, out, in] that were joined of one or two matrices for each."""
+        found: list[GroupedWeight] = []
+        for weight in experts:
+            whole = self._find(weight)
+            parts = [whole] if whole is not None else [self._find(x) for x in weight.chunk(2)]
+            for part in parts:
+                if part is None or (found and part.form != found[0].form):
+                    return None
+                found.append(part)
+        return GroupedWeight.joined(found)
+
+
+_OF_EXPERTS = 3
+"""Dimensions of the weights of experts."""
+
+
+def _weights_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The weights of a module that may be known in groups, by name."""
+    if type(module) is nn.Linear or isinstance(module, nn.Embedding):
+        return [("weight", module.weight)] if module.weight.device.type == "cpu" else []
+    experts = expert_weights(module).items()
+    return [(name, getattr(module, name)) for name, each in experts if can_pack_experts(each)]
 
 
 def _key(weight: Tensor) -> tuple[object, ...]:
@@ -99,7 +132,7 @@ def read_packed(
     parts: dict[str, dict[str, _Place]] = {}
     with ExitStack() as stack:
         for name, place in _places(Path(folder), stack):
-            layer, _, part = name.rpartition(".")
+            layer, _, part = name.rpartition(form.joint)
             if part in form.parts:
                 parts.setdefault(layer, {})[part] = place
             else:
@@ -110,7 +143,9 @@ def read_packed(
             if any(mark in tensors for mark in form.marks):
                 _add(found, layer, tensors, form, packing)
             else:  # of something else: transformers says whether it knows them
-                found.plain |= {f"{layer}.{part}": each for part, each in tensors.items()}
+                found.plain |= {
+                    f"{layer}{form.joint}{part}": each for part, each in tensors.items()
+                }
     _check_plain(found)
     return found
 
@@ -142,6 +177,8 @@ def _add(
         ) from error
     if grouped is None:
         found.add_plain(f"{layer}.weight", weight.floats())
+    elif isinstance(weight, Fp4Experts):
+        found.add_grouped(layer, grouped, weight.num_experts)
     else:
         found.add_grouped(f"{layer}.weight", grouped)
 

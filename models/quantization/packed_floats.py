@@ -1,7 +1,11 @@
-"""Weights of 8-bit floats (e4m3) with scales: of tensors, of outputs, or of blocks.
+"""Weights of floats of 8 and 4 bits with scales.
 
-DeepSeek's and Qwen's `fp8` (blocks of 128 x 128), AutoFP8's, and compressed-tensors'
-`float-quantized`. What is said of inputs is not followed: they stay what they are.
+Of 8 bits (e4m3) with scales of tensors, of outputs, or of blocks: DeepSeek's and Qwen's `fp8`
+(blocks of 128 x 128), AutoFP8's, and compressed-tensors' `float-quantized`. What is said of inputs
+is not followed: they stay what they are.
+
+Of 4 bits (e2m1) in blocks of 32 with a power of two each: GPT-OSS' experts in `mxfp4` (Open Compute
+Project, "Microscaling formats (MX) specification", 2023).
 """
 
 from __future__ import annotations
@@ -15,11 +19,24 @@ from torch import Tensor
 
 from aioengine.kernels.grouped import GroupedWeight, e4m3_weight
 
-__all__ = ["FLOAT_MARKS", "FLOAT_PARTS", "FloatScaled", "block_of", "read_floats"]
+__all__ = [
+    "FLOAT_MARKS",
+    "FLOAT_PARTS",
+    "FP4_LEVELS",
+    "FloatScaled",
+    "Fp4Experts",
+    "block_of",
+    "read_floats",
+    "read_fp4",
+]
 
 FLOAT_MARKS = ("weight_scale_inv", "weight_scale")
 """Tensors beside a weight that is packed; either is multiplied by."""
 FLOAT_PARTS = ("weight", *FLOAT_MARKS, "input_scale", "activation_scale")
+FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of e2m1, by their codes."""
+_FP4_GROUP = 32
+_NAN_SCALE = 255
 _GROUPS = (128, 64, 32, 16)
 _WIDEST = 128
 _NAN_BITS = 0x7F
@@ -57,6 +74,51 @@ class FloatScaled:
         count = -(-depth // group)
         scales = scales.expand(-1, count) if scales.shape[1] == 1 else scales[:, :count]
         return e4m3_weight(self.numbers, scales.contiguous(), group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp4Experts:
+    """Weights of experts: `numbers` [E, out, in] int8 of `FP4_LEVELS` times their block's scale.
+
+    `scales` [E, out, blocks] float32.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return len(self.numbers)
+
+    def floats(self) -> Tensor:
+        """The weights [E * out, in], float32."""
+        return self.grouped().floats()
+
+    def grouped(self) -> GroupedWeight:
+        """The weights in groups."""
+        return GroupedWeight.of(
+            self.numbers.flatten(0, 1),
+            self.scales.flatten(0, 1),
+            None,
+            bits=4,
+            group=_FP4_GROUP,
+            levels=FP4_LEVELS,
+        )
+
+
+def read_fp4(tensors: Mapping[str, Tensor]) -> Fp4Experts:
+    """Read experts' weights in blocks. Raises ValueError for what does not fit."""
+    blocks, scales = tensors["blocks"], tensors["scales"]
+    if blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
+        raise ValueError(f"its blocks and scales are {blocks.dtype} and {scales.dtype}, not uint8")
+    if blocks.dim() != 4 or blocks.shape[3] * 2 != _FP4_GROUP or scales.shape != blocks.shape[:3]:
+        raise ValueError(f"it has {list(scales.shape)} scales for {list(blocks.shape)} bytes")
+    if bool((scales == _NAN_SCALE).any()):
+        raise ValueError("some of its scales are NaN")
+    levels = torch.tensor(FP4_LEVELS, dtype=torch.int8)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2)
+    return Fp4Experts(numbers=levels[codes.int()], scales=torch.exp2(scales.float() - 128))
 
 
 def block_of(packing: Mapping[str, Any]) -> tuple[int, int] | str | None:

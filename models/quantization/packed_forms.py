@@ -1,4 +1,4 @@
-"""Forms of packed weights: GPTQ, AWQ (GEMM), compressed-tensors, and floats of 8 bits.
+"""Forms of packed weights: GPTQ, AWQ (GEMM), compressed-tensors, and floats of 8 and 4 bits.
 
 What does not fit its config is refused, since a wrong reading would still compute something.
 """
@@ -17,8 +17,10 @@ from aioengine.models.quantization.packed_floats import (
     FLOAT_MARKS,
     FLOAT_PARTS,
     FloatScaled,
+    Fp4Experts,
     block_of,
     read_floats,
+    read_fp4,
 )
 
 __all__ = ["Form", "Scaled", "form_of"]
@@ -78,12 +80,13 @@ class Scaled:
 @dataclass(frozen=True)
 class Form:
     """One way of packing. `parts`: names of a weight's tensors; `marks`: those of them that only
-    packed weights have, of which there is one."""
+    packed weights have, of which there is one; `joint`: what stands before them in a name."""
 
     parts: tuple[str, ...]
     marks: tuple[str, ...]
     refusal: Callable[[Mapping[str, Any]], str]
-    read: Callable[[_Tensors, Mapping[str, Any]], Scaled | FloatScaled]
+    read: Callable[[_Tensors, Mapping[str, Any]], Scaled | FloatScaled | Fp4Experts]
+    joint: str = "."
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
@@ -279,6 +282,9 @@ _FORMS: Mapping[str, Form] = {
         _read_compressed,
     ),
     "fp8": Form(*_FLOATS, _refuse_fp8, _read_fp8),
+    "mxfp4": Form(
+        ("blocks", "scales"), ("blocks",), lambda _: "", lambda parts, _: read_fp4(parts), "_"
+    ),
 }
 _FLOAT_QUANTIZED = Form(*_FLOATS, _refuse_float_quantized, _read_float_quantized)
 

@@ -1,7 +1,7 @@
 """Rounding of a decoder's weights to 4 or 8 bits, as it is loaded.
 
-Linear layers get what is asked for; embeddings and the output head, on which a model's words depend
-most, 8 bits in either case.
+Linear layers and routed experts get what is asked for; embeddings and the output head, on which a
+model's words depend most, 8 bits in either case.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aioengine.kernels.experts import can_pack_experts
 from aioengine.kernels.grouped import GroupedWeight, round_weight
-from aioengine.models.quantization.grouped_layers import attach, grouped_of, stand_in
+from aioengine.models.quantization.grouped_layers import (
+    attach,
+    expert_weights,
+    grouped_of,
+    known_groups,
+    stand_in,
+)
 
 __all__ = ["Rounding", "round_weights"]
 
@@ -30,11 +37,9 @@ class Rounding:
     bits: int
     has_full_inputs: bool = False
 
-    def of(self, layer: nn.Module, bits: int) -> GroupedWeight:
-        """A module's weight in groups."""
-        assert isinstance(layer.weight, Tensor)
-        found = round_weight(layer.weight, bits)
-        return replace(found, has_full_inputs=self.has_full_inputs)
+    def of(self, weight: Tensor, bits: int) -> GroupedWeight:
+        """A weight [out, in] in groups."""
+        return replace(round_weight(weight, bits), has_full_inputs=self.has_full_inputs)
 
 
 def round_weights(
@@ -58,20 +63,25 @@ def round_weights(
     for layer in layers:
         if grouped_of(layer) is None and (id(layer) in inside or layer is head):  # or it is known
             bits = _TABLE_BITS if layer is head else rounding.bits
-            _round([layer], rounding.of(layer, bits), keep)
+            _round([layer], rounding.of(layer.weight, bits), keep)
     for table in tables:
         if grouped_of(table[0]) is None and any(each in table for each in outer):
-            _round(table, rounding.of(table[0], _TABLE_BITS), keep)
+            assert isinstance(table[0].weight, Tensor)
+            _round(table, rounding.of(table[0].weight, _TABLE_BITS), keep)
+    for module in decoder.modules():
+        for name, weight in expert_weights(module).items():
+            if grouped_of(module, name) is None and can_pack_experts(weight):
+                _round_experts(module, name, weight, rounding, keep)
     _log_share(decoder)
 
 
 def _log_share(decoder: nn.Module) -> None:
-    """Say how many of a decoder's weights are in groups: experts and others are not."""
+    """Say how many of a decoder's weights are in groups: layers of kinds unknown here are not."""
     known = total = 0
     for module in decoder.modules():
-        own = [each for each in module._parameters.values() if each is not None and each.dim() > 1]
-        total += sum(each.numel() for each in own)
-        known += sum(each.numel() for each in own if grouped_of(module) is not None)
+        own = {name: x for name, x in module._parameters.items() if x is not None and x.dim() > 1}
+        total += sum(each.numel() for each in own.values())
+        known += sum(own[name].numel() for name in known_groups(module) if name in own)
     level = logging.INFO if known * 2 > total else logging.WARNING
     logger.log(level, "%.0f %% of the decoder's weights are rounded", 100 * known / max(total, 1))
 
@@ -85,3 +95,17 @@ def _round(layers: Sequence[nn.Module], weight: GroupedWeight, keep: bool) -> No
     for layer in layers:
         layer.weight = left
         attach(layer, weight)
+
+
+def _round_experts(
+    module: nn.Module, name: str, weight: Tensor, rounding: Rounding, keep: bool
+) -> None:
+    """Round experts' weights [E, out, in], one expert at a time."""
+    found = GroupedWeight.joined([rounding.of(each, rounding.bits) for each in weight])
+    plain = getattr(module, name)
+    left = stand_in(plain)
+    if keep:
+        rounded = found.floats().to(plain.dtype).view(weight.shape)
+        left = nn.Parameter(rounded.mT if module.is_transposed else rounded, requires_grad=False)
+    setattr(module, name, left)
+    attach(module, found, name)

@@ -1,13 +1,28 @@
-"""Experts in blocks against each token alone."""
+"""Experts in blocks, and packed, against each token alone."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from aioengine.kernels import experts
-from aioengine.kernels.experts import ExpertBlocks
+from aioengine.kernels.cpu.library import is_available
+from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.experts import (
+    ExpertBlocks,
+    ExpertRows,
+    PackedExperts,
+    TorchExperts,
+    can_pack_experts,
+    pack_experts,
+    pack_grouped_experts,
+)
+from aioengine.kernels.grouped import GroupedWeight, pack_grouped, round_weight
+from aioengine.kernels.matmul import Activation
 
 SIZE, OUT = 8, 6
 
@@ -62,3 +77,89 @@ def test_weights_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = blocks.linear(blocks.take(hidden), weight)
     monkeypatch.setattr(experts, "MAX_WEIGHT_BYTES", 1)
     torch.testing.assert_close(blocks.linear(blocks.take(hidden), weight), whole)
+
+
+needs_kernels = pytest.mark.skipif(not is_available(), reason="the C++ kernels were not built")
+
+
+def packed_experts(
+    kind: str, dtype: torch.dtype, num_experts: int, outputs: int, inputs: int
+) -> tuple[PackedExperts | TorchExperts, list[Any]]:
+    """Experts packed as one, and each by itself."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(num_experts, outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(num_experts, outputs, generator=generator)
+    if kind == "plain":
+        packed = pack_experts(weight, bias)
+        assert packed is not None
+        return packed, [NativeLinear(*each) for each in zip(weight, bias, strict=True)]
+    bits = 8 if "8" in kind else 4
+    each = [round_weight(x.float(), bits) for x in weight]
+    if "full" in kind:
+        each = [replace(x, has_full_inputs=True) for x in each]
+    together = GroupedWeight.joined(each)
+    own = [pack_grouped(*one) for one in zip(each, bias, strict=True)]
+    return pack_grouped_experts(together, bias, num_experts), own
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "8 bits", "4 bits", "4 bits, full inputs"])
+def test_packed_experts_are_matmuls_of_their_own(
+    kind: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    """To the bit, whatever rows and experts are beside them."""
+    packed, own = packed_experts(kind, dtype, 5, 64, 96)
+    chosen = choose("at random", num_tokens, 5, 2)
+    hidden = torch.randn(num_tokens, 96, generator=torch.Generator().manual_seed(3)).to(dtype)
+    layout = ExpertRows.of(chosen, 5)
+    rows = layout.take(hidden)
+    assert packed.can_gate
+    for activation, is_gated in ((Activation.NONE, False), (Activation.SILU, True)):
+        found = packed(rows, layout.ends, activation, is_gated)
+        parts = torch.tensor_split(rows, layout.ends[:-1])
+        wanted = [f(x, activation, is_gated) for f, x in zip(own, parts, strict=True)]
+        assert torch.equal(found, torch.cat(wanted))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64])
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (4, 2), (16, 3)])
+def test_sorted_rows_are_put_together_again(num_tokens: int, num_experts: int, k: int) -> None:
+    chosen = choose("at random", num_tokens, num_experts, k)
+    hidden, shares = torch.randn(num_tokens, SIZE), torch.rand(num_tokens, k)
+    factors = torch.arange(1.0, num_experts + 1)
+    layout = ExpertRows.of(chosen, num_experts)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), layout.ends[:-1]])
+    of_rows = factors.repeat_interleave(layout.ends - starts)
+    found = layout.combine(layout.take(hidden) * of_rows[:, None], shares)
+    wanted = hidden * (factors[chosen] * shares).sum(1, keepdim=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_in_groups_by_pytorch(bits: int) -> None:
+    weight = round_weight(torch.randn(3 * 32, 64), bits)
+    bias = torch.randn(3, 32)
+    experts = TorchExperts(weight, bias, 3)
+    rows, ends = torch.randn(9, 64), torch.tensor([4, 4, 9])
+    parts = zip(rows.tensor_split(ends[:-1]), weight.floats().view(3, 32, 64), bias, strict=True)
+    wanted = torch.cat([x @ own.T + shift for x, own, shift in parts])
+    torch.testing.assert_close(experts(rows, ends), wanted, rtol=0.02, atol=0.02 * 64**0.5)
+    if is_available():
+        packed = pack_grouped_experts(weight, bias, 3)
+        torch.testing.assert_close(packed(rows, ends), experts(rows, ends), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("ends", [[3, 2, 9], [-1, 4, 9], [4, 4, 8], [4, 4, 10], [9], []])
+def test_rows_of_nobody_are_refused(ends: list[int]) -> None:
+    packed = pack_experts(torch.randn(3, 32, 64), None)
+    if packed is not None:
+        with pytest.raises(RuntimeError, match=r"ends must rise|do not fit"):
+            packed(torch.randn(9, 64), torch.tensor(ends, dtype=torch.int64))
+
+
+def test_panels_that_are_not_filled() -> None:
+    assert pack_experts(torch.randn(3, 40, 64), None) is None
+    assert not can_pack_experts(torch.randn(3, 40, 64))

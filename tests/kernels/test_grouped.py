@@ -273,3 +273,55 @@ def test_e4m3_joins_only_its_kind() -> None:
     assert torch.equal(both.floats(), torch.cat([weight.floats()] * 2))
     ids = torch.tensor([3, 1])
     assert torch.equal(weight.taken(ids).floats(), weight.floats()[ids])
+
+
+LEVELS = {
+    "IQ4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "FP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "ends": (-128, 127, *range(14)),
+}
+
+
+def draw_levels(outputs: int, inputs: int, levels: tuple[int, ...]) -> GroupedWeight:
+    codes = torch.randint(len(levels), (outputs, inputs))
+    scales = torch.randn(outputs, -(-inputs // 32))
+    numbers = torch.tensor(levels, dtype=torch.int8)[codes]
+    return GroupedWeight.of(numbers, scales, None, bits=4, group=32, levels=levels)
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 96), (70, 40), (33, 128)])
+@pytest.mark.parametrize("name", LEVELS)
+def test_levels_are_bytes_in_half_the_memory(
+    name: str, outputs: int, inputs: int, is_full: bool, instructions: str
+) -> None:
+    weight = replace(draw_levels(outputs, inputs, LEVELS[name]), has_full_inputs=is_full)
+    in_bytes = replace(weight, bits=8, levels=None)
+    assert torch.equal(weight.floats(), in_bytes.floats())
+    packed, wide = pack_grouped(weight), pack_grouped(in_bytes)
+    assert packed.nbytes < 0.6 * wide.nbytes
+    for count in (1, 2, 7, 100):
+        x = torch.randn(count, inputs)
+        assert torch.equal(packed(x), wide(x))
+    rows = torch.tensor([outputs - 1, 0])
+    assert isinstance(packed, NativeLinear)
+    assert torch.equal(packed.rows(rows), weight.taken(rows).floats())
+
+
+def test_levels_join_only_their_kind() -> None:
+    one, other = (draw_levels(8, 32, LEVELS[name]) for name in ("IQ4", "FP4"))
+    assert one.form != other.form
+    both = GroupedWeight.joined([one, one])
+    assert torch.equal(both.floats(), torch.cat([one.floats(), one.floats()]))
+
+
+@needs_kernels
+def test_numbers_that_are_no_levels_are_refused() -> None:
+    weight = draw_levels(8, 32, LEVELS["FP4"])
+    weight.numbers[3, 5] = 5
+    with pytest.raises(RuntimeError, match="numbers must be levels"):
+        pack_grouped(weight)
+    for wrong in ({"levels": (0,) * 15}, {"bits": 8}):
+        with pytest.raises(RuntimeError, match="levels are 16"):
+            pack_grouped(replace(draw_levels(8, 32, LEVELS["FP4"]), **wrong))

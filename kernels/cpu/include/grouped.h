@@ -1,6 +1,7 @@
 // Weights of 4 or 8 bits in groups of inputs, each with a scale for each output.
 //
-// Numbers of 8 bits may be floats too (e4m3, without NaN), which are multiplied with full inputs only.
+// Numbers of 8 bits may be floats too (e4m3, without NaN), which are multiplied with full inputs only. Those of 4
+// bits may be places in a list of 16 levels, numbers of 8 bits, which are what is meant.
 //
 // A weight is scale * number or scale * number + least for 8 bits, which have a sign, and for 4 bits one of: scale *
 // (number - 8), scale * (number - zero / 16), scale * number + least. Scales and leasts are float16, zeros 8 bits without a sign, and
@@ -22,6 +23,7 @@ constexpr int64_t QUAD = 4;            // inputs that lie together
 constexpr int64_t GROUPED_LINE = 64;   // bytes
 constexpr int32_t MIDDLE = 8;          // of numbers of 4 bits
 constexpr float ZERO_STEP = 1.0f / 16;
+constexpr int64_t NUM_LEVELS = 16;
 
 // What a number of 0 stands for. E4m3: numbers are floats, which need none; what scales have lost as float16
 // lies in its place.
@@ -34,7 +36,8 @@ struct GroupedHead {
     Lowest lowest;
     // Inputs are multiplied as they are; otherwise they are rounded to 8 bits, with a scale for each group.
     int32_t has_full_inputs;
-    int32_t padding[5];
+    int32_t has_levels;
+    int8_t levels[NUM_LEVELS];
 };
 
 static_assert(sizeof(GroupedHead) == GROUPED_LINE, "one line");
@@ -47,6 +50,7 @@ struct Groups {
     int32_t bits;
     Lowest lowest;
     bool has_full_inputs;
+    const int8_t* levels;  // or null
 
     int64_t lowest_bytes() const {
         if (lowest == Lowest::Leasts || lowest == Lowest::E4m3) return GROUPED_PANEL * 2;

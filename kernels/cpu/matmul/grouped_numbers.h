@@ -1,5 +1,5 @@
-// What a number of 0 stands for in a weight in groups (grouped.h), as floats. See vector.h for why all of this is
-// static.
+// How numbers of a weight in groups (grouped.h) are read, and what a number of 0 stands for, as floats. See vector.h
+// for why all of this is static.
 
 #pragma once
 
@@ -7,6 +7,14 @@
 #include "vector.h"
 
 namespace {
+
+// Numbers are bytes, halves of them, or halves that are places in a list of bytes.
+enum class Stored { Bytes, Halves, Levels };
+
+// Of four inputs of a panel.
+static constexpr int64_t quad_bytes(Stored stored) {
+    return stored == Stored::Bytes ? 2 * LINE : LINE;
+}
 
 // Numbers of 8 bits without a sign.
 static inline Floats load_bytes(const uint8_t* at) {

@@ -28,8 +28,8 @@ constexpr int64_t PIECE_BYTES = 5 << 17;  // of inputs that stay in the second c
 
 // Lines of weights that are prefetched, beyond the page that a core follows by itself; not for a few rows of 8
 // bits, where that keeps it from following.
-[[maybe_unused]] constexpr int64_t lines_ahead(int bits, int rows) {
-    return bits == 4 ? 256 : (rows > 2 ? 100 : 36);
+[[maybe_unused]] constexpr int64_t lines_ahead(Stored stored, int rows) {
+    return stored != Stored::Bytes ? 256 : (rows > 2 ? 100 : 36);
 }
 
 constexpr int COLUMNS = PANEL / WIDTH, HALF = COLUMNS / 2;
@@ -132,7 +132,7 @@ static inline Rounded round_group(const T* x, int64_t count, int64_t group, int3
 
 // What a number of 0 in the integers that are multiplied stands for.
 static int32_t lowest_of(const Groups& g) {
-    if (g.bits == 8) return -RAISED;
+    if (g.bits == 8 || g.levels) return -RAISED;
     return g.lowest == Lowest::Middle ? -MIDDLE : 0;
 }
 
@@ -171,24 +171,32 @@ static void round_rows(const Linear& a, int64_t first, int64_t last, char* to) {
 // vector `v` of each 16. Inputs of a row lie `stride` bytes after those of the row before it.
 #if defined(__AVX512VNNI__)
 
-template <int BITS, int ROWS>
+template <Stored STORED, int ROWS>
 static inline void add_products(
-    const int8_t* x, int64_t stride, const uint8_t* numbers, int, int64_t count, Ints sums[][2]) {
+    const int8_t* x, int64_t stride, const uint8_t* numbers, const int8_t* levels, int, int64_t count,
+    Ints sums[][2]) {
     const __m512i low_bits = _mm512_set1_epi8(0x0f), sign = _mm512_set1_epi8((char)0x80);
+    __m512i raised{};  // levels
+    if (STORED == Stored::Levels)
+        raised = _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)levels)), sign);
     __m512i s[ROWS][2];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) s[r][0] = (__m512i)sums[r][0], s[r][1] = (__m512i)sums[r][1];
-    for (int64_t k = 0; k < count; k += QUAD, numbers += BITS == 4 ? LINE : 2 * LINE) {
+    for (int64_t k = 0; k < count; k += QUAD, numbers += quad_bytes(STORED)) {
         __m512i low = _mm512_loadu_si512(numbers), high;
-        if (BITS == 4) {
+        if (STORED != Stored::Bytes) {
             high = _mm512_and_si512(_mm512_srli_epi16(low, 4), low_bits);
             low = _mm512_and_si512(low, low_bits);
+            if (STORED == Stored::Levels) {
+                high = _mm512_shuffle_epi8(raised, high);
+                low = _mm512_shuffle_epi8(raised, low);
+            }
         } else {
             high = _mm512_xor_si512(_mm512_loadu_si512(numbers + LINE), sign);
             low = _mm512_xor_si512(low, sign);
         }
-        __builtin_prefetch(numbers + lines_ahead(BITS, ROWS) * LINE, 0, 2);
-        if (BITS == 8) __builtin_prefetch(numbers + (lines_ahead(BITS, ROWS) + 1) * LINE, 0, 2);
+        __builtin_prefetch(numbers + lines_ahead(STORED, ROWS) * LINE, 0, 2);
+        if (STORED == Stored::Bytes) __builtin_prefetch(numbers + (lines_ahead(STORED, ROWS) + 1) * LINE, 0, 2);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             int32_t quad;
@@ -205,25 +213,30 @@ static inline void add_products(
 #elif defined(__AVX2__)
 
 // Pairs of products are added in 16 bits, which two of 127 * 127 fit into, and eight of 15 * 127 * 2.
-template <int BITS, int ROWS>
+template <Stored STORED, int ROWS>
 static inline void add_products(
-    const int8_t* x, int64_t stride, const uint8_t* numbers, int v, int64_t count, Ints sums[][2]) {
-    constexpr int64_t line = BITS == 4 ? LINE : 2 * LINE;
+    const int8_t* x, int64_t stride, const uint8_t* numbers, const int8_t* levels, int v, int64_t count,
+    Ints sums[][2]) {
+    constexpr bool IS_HALVES = STORED == Stored::Halves;
+    __m256i list{};
+    if (STORED == Stored::Levels) list = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)levels));
     const __m256i low_bits = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
     numbers += v * 4 * WIDTH;
     for (int64_t first = 0; first < count; first += 8 * QUAD) {
         __m256i s[ROWS][2];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) s[r][0] = s[r][1] = _mm256_setzero_si256();
-        for (int64_t k = first; k < lesser(first + 8 * QUAD, count); k += QUAD, numbers += line) {
+        for (int64_t k = first; k < lesser(first + 8 * QUAD, count); k += QUAD, numbers += quad_bytes(STORED)) {
             __m256i w[2] = {_mm256_loadu_si256((const __m256i*)numbers), {}};
-            if (BITS == 4) {
+            if (STORED == Stored::Bytes) {
+                w[1] = _mm256_loadu_si256((const __m256i*)(numbers + LINE));
+            } else {
                 w[1] = _mm256_and_si256(_mm256_srli_epi16(w[0], 4), low_bits);
                 w[0] = _mm256_and_si256(w[0], low_bits);
-            } else {
-                w[1] = _mm256_loadu_si256((const __m256i*)(numbers + LINE));
             }
-            __builtin_prefetch(numbers + lines_ahead(BITS, ROWS) * LINE, 0, 2);
+            if (STORED == Stored::Levels)
+                for (__m256i& each : w) each = _mm256_shuffle_epi8(list, each);
+            __builtin_prefetch(numbers + lines_ahead(STORED, ROWS) * LINE, 0, 2);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
                 int32_t quad;
@@ -231,7 +244,7 @@ static inline void add_products(
                 const __m256i four = _mm256_set1_epi32(quad);
 #pragma GCC unroll 2
                 for (int h = 0; h < 2; ++h) {
-                    if (BITS == 4) {
+                    if (IS_HALVES) {
                         s[r][h] = _mm256_add_epi16(s[r][h], _mm256_maddubs_epi16(w[h], four));
                         continue;
                     }
@@ -245,33 +258,34 @@ static inline void add_products(
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
             for (int h = 0; h < 2; ++h)
-                sums[r][h] += (Ints)(BITS == 4 ? _mm256_madd_epi16(s[r][h], ones) : s[r][h]);
+                sums[r][h] += (Ints)(IS_HALVES ? _mm256_madd_epi16(s[r][h], ones) : s[r][h]);
     }
 }
 
 #elif !defined(__aarch64__)  // whose are in int8_neon.h
 
-template <int BITS, int ROWS>
+template <Stored STORED, int ROWS>
 static inline void add_products(
-    const int8_t* x, int64_t stride, const uint8_t* numbers, int v, int64_t count, Ints sums[][2]) {
+    const int8_t* x, int64_t stride, const uint8_t* numbers, const int8_t* levels, int v, int64_t count,
+    Ints sums[][2]) {
+    const auto number = [&](const uint8_t* at, bool is_high) -> int32_t {
+        if (STORED == Stored::Bytes) return (int8_t)at[is_high ? LINE : 0];
+        const int half = is_high ? *at >> 4 : *at & 15;
+        return STORED == Stored::Levels ? levels[half] : half;
+    };
     numbers += v * 4 * WIDTH;
-    for (int64_t k = 0; k < count; k += QUAD, numbers += BITS == 4 ? LINE : 2 * LINE)
+    for (int64_t k = 0; k < count; k += QUAD, numbers += quad_bytes(STORED))
         for (int r = 0; r < ROWS; ++r)
             for (int i = 0; i < WIDTH; ++i)
-                for (int j = 0; j < QUAD; ++j) {
-                    const int32_t input = x[r * stride + k + j], byte = numbers[i * QUAD + j];
-                    const int32_t low = BITS == 4 ? byte & 15 : (int8_t)byte;
-                    const int32_t high =
-                        BITS == 4 ? byte >> 4 : (int8_t)numbers[LINE + i * QUAD + j];
-                    sums[r][0][i] += input * low;
-                    sums[r][1][i] += input * high;
-                }
+                for (int j = 0; j < QUAD; ++j)
+                    for (int h = 0; h < 2; ++h)
+                        sums[r][h][i] += x[r * stride + k + j] * number(numbers + i * QUAD + j, h);
 }
 
 #endif
 
 // sums [ROWS, PANEL] = rows, as `round_rows` leaves them, times a panel.
-template <int BITS, Lowest LOWEST, int ROWS>
+template <Stored STORED, Lowest LOWEST, int ROWS>
 static void multiply_tile(const char* rows, const Groups& g, const uint8_t* panel, float* sums) {
     const int64_t bytes = row_bytes(g);
     for (int v = 0; v < HALF; ++v) {
@@ -286,7 +300,8 @@ static void multiply_tile(const char* rows, const Groups& g, const uint8_t* pane
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r)
                 s[r][0] = s[r][1] = ((const Rounded*)(known + r * bytes))->correction - Ints{};
-            add_products<BITS, ROWS>((const int8_t*)rows + i * g.group, bytes, at.numbers, v, g.group, s);
+            add_products<STORED, ROWS>(
+                (const int8_t*)rows + i * g.group, bytes, at.numbers, g.levels, v, g.group, s);
 #pragma GCC unroll 2
             for (int h = 0; h < 2; ++h) {
                 const int64_t first = (v + h * HALF) * WIDTH;
@@ -310,15 +325,15 @@ static void multiply_tile(const char* rows, const Groups& g, const uint8_t* pane
     }
 }
 
-template <int BITS, Lowest LOWEST>
+template <Stored STORED, Lowest LOWEST>
 static void add_up_as(const char* rows, int64_t count, const Groups& g, const uint8_t* panel, float* sums) {
     using Tile = void(const char*, const Groups&, const uint8_t*, float*);
     constexpr Tile* TILES[] = {
-        multiply_tile<BITS, LOWEST, 1>, multiply_tile<BITS, LOWEST, 2>,
-        multiply_tile<BITS, LOWEST, 3>,
+        multiply_tile<STORED, LOWEST, 1>, multiply_tile<STORED, LOWEST, 2>,
+        multiply_tile<STORED, LOWEST, 3>,
 #if AIOENGINE_SIX_ROWS
-        multiply_tile<BITS, LOWEST, 4>, multiply_tile<BITS, LOWEST, 5>,
-        multiply_tile<BITS, LOWEST, 6>
+        multiply_tile<STORED, LOWEST, 4>, multiply_tile<STORED, LOWEST, 5>,
+        multiply_tile<STORED, LOWEST, 6>
 #endif
     };
     static_assert(sizeof TILES / sizeof *TILES == TILE_ROWS, "one for each number of rows");
@@ -333,16 +348,18 @@ static void add_up_as(const char* rows, int64_t count, const Groups& g, const ui
 static void add_up(const Linear& a, const char* rows, int64_t count, int64_t panel, float* sums) {
     const Groups& g = a.groups;
     const uint8_t* at = g.panel(panel);
-    if (g.bits == 8 && g.lowest == Lowest::Leasts)
-        add_up_as<8, Lowest::Leasts>(rows, count, g, at, sums);
+    if (g.levels)
+        add_up_as<Stored::Levels, Lowest::Middle>(rows, count, g, at, sums);
+    else if (g.bits == 8 && g.lowest == Lowest::Leasts)
+        add_up_as<Stored::Bytes, Lowest::Leasts>(rows, count, g, at, sums);
     else if (g.bits == 8)
-        add_up_as<8, Lowest::Middle>(rows, count, g, at, sums);
+        add_up_as<Stored::Bytes, Lowest::Middle>(rows, count, g, at, sums);
     else if (g.lowest == Lowest::Zeros)
-        add_up_as<4, Lowest::Zeros>(rows, count, g, at, sums);
+        add_up_as<Stored::Halves, Lowest::Zeros>(rows, count, g, at, sums);
     else if (g.lowest == Lowest::Leasts)
-        add_up_as<4, Lowest::Leasts>(rows, count, g, at, sums);
+        add_up_as<Stored::Halves, Lowest::Leasts>(rows, count, g, at, sums);
     else
-        add_up_as<4, Lowest::Middle>(rows, count, g, at, sums);
+        add_up_as<Stored::Halves, Lowest::Middle>(rows, count, g, at, sums);
     scale_and_shift(a, panel, count, sums);
 }
 

@@ -6,7 +6,7 @@
 
 #if defined(__aarch64__)
 
-#include "grouped.h"
+#include "grouped_numbers.h"
 #include "vector.h"
 
 namespace {
@@ -14,16 +14,17 @@ namespace {
 constexpr int BLOCK_QUADS = 4;  // 16 inputs, of which all groups are multiples
 
 // Of a quad: numbers of the four outputs at `at`, and of those 16 outputs further on.
-template <int BITS>
-static inline void load_quad(const uint8_t* at, int8x16_t quad[2]) {
+template <Stored STORED>
+static inline void load_quad(const uint8_t* at, int8x16_t levels, int8x16_t quad[2]) {
     const uint8x16_t low = vld1q_u8(at);
-    if (BITS == 4) {
-        quad[0] = vreinterpretq_s8_u8(vandq_u8(low, vdupq_n_u8(15)));
-        quad[1] = vreinterpretq_s8_u8(vshrq_n_u8(low, 4));
-    } else {
+    if (STORED == Stored::Bytes) {
         quad[0] = vreinterpretq_s8_u8(low);
         quad[1] = vreinterpretq_s8_u8(vld1q_u8(at + LINE));
+        return;
     }
+    const uint8x16_t halves[2] = {vandq_u8(low, vdupq_n_u8(15)), vshrq_n_u8(low, 4)};
+    for (int h = 0; h < 2; ++h)
+        quad[h] = STORED == Stored::Levels ? vqtbl1q_s8(levels, halves[h]) : vreinterpretq_s8_u8(halves[h]);
 }
 
 // sum[output] += products of its four numbers with the quad of inputs number `LANE`.
@@ -40,23 +41,24 @@ static inline int32x4_t add_quad(int32x4_t sum, int8x16_t numbers, int8x16_t inp
 }
 
 // The same of ROWS rows, quad after quad of a block.
-template <int BITS, int ROWS, int LANE>
-static inline void add_block(const int8x16_t* inputs, const uint8_t* numbers, int32x4_t sums[][2]) {
-    constexpr int64_t line = BITS == 4 ? LINE : 2 * LINE;
+template <Stored STORED, int ROWS, int LANE>
+static inline void add_block(
+    const int8x16_t* inputs, const uint8_t* numbers, int8x16_t levels, int32x4_t sums[][2]) {
     int8x16_t quad[2];
-    load_quad<BITS>(numbers + LANE * line, quad);
+    load_quad<STORED>(numbers + LANE * quad_bytes(STORED), levels, quad);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
         sums[r][0] = add_quad<LANE>(sums[r][0], quad[0], inputs[r]);
         sums[r][1] = add_quad<LANE>(sums[r][1], quad[1], inputs[r]);
     }
-    if constexpr (LANE + 1 < BLOCK_QUADS) add_block<BITS, ROWS, LANE + 1>(inputs, numbers, sums);
+    if constexpr (LANE + 1 < BLOCK_QUADS)
+        add_block<STORED, ROWS, LANE + 1>(inputs, numbers, levels, sums);
 }
 
-template <int BITS, int ROWS>
+template <Stored STORED, int ROWS>
 static inline void add_rows(
-    const int8_t* x, int64_t stride, const uint8_t* numbers, int64_t count, Ints sums[][2]) {
-    constexpr int64_t line = BITS == 4 ? LINE : 2 * LINE;
+    const int8_t* x, int64_t stride, const uint8_t* numbers, int8x16_t levels, int64_t count,
+    Ints sums[][2]) {
     int32x4_t s[ROWS][2];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) s[r][0] = (int32x4_t)sums[r][0], s[r][1] = (int32x4_t)sums[r][1];
@@ -64,8 +66,8 @@ static inline void add_rows(
         int8x16_t inputs[ROWS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) inputs[r] = vld1q_s8(x + r * stride + k);
-        add_block<BITS, ROWS, 0>(inputs, numbers, s);
-        numbers += BLOCK_QUADS * line;
+        add_block<STORED, ROWS, 0>(inputs, numbers, levels, s);
+        numbers += BLOCK_QUADS * quad_bytes(STORED);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) sums[r][0] = (Ints)s[r][0], sums[r][1] = (Ints)s[r][1];
@@ -75,15 +77,16 @@ static inline void add_rows(
 
 // Two rows with two outputs at a time, eight inputs of each: of two quads these lie where an instruction wants
 // them once their words are interleaved.
-template <int BITS, int PAIRS>
+template <Stored STORED, int PAIRS>
 static inline void add_pairs(
-    const int8_t* x, int64_t stride, const uint8_t* numbers, int64_t count, Ints sums[][2]) {
-    constexpr int64_t line = BITS == 4 ? LINE : 2 * LINE;
+    const int8_t* x, int64_t stride, const uint8_t* numbers, int8x16_t levels, int64_t count,
+    Ints sums[][2]) {
+    constexpr int64_t line = quad_bytes(STORED);
     int32x4_t s[PAIRS][2][2] = {};  // of outputs 0 and 1, and of 2 and 3: a row's, then the other's
     for (int64_t k = 0; k < count; k += 2 * aioengine::QUAD, numbers += 2 * line) {
         int8x16_t first[2], second[2];
-        load_quad<BITS>(numbers, first);
-        load_quad<BITS>(numbers + line, second);
+        load_quad<STORED>(numbers, levels, first);
+        load_quad<STORED>(numbers + line, levels, second);
 #pragma GCC unroll 2
         for (int h = 0; h < 2; ++h) {
             const int32x4_t a = vreinterpretq_s32_s8(first[h]), b = vreinterpretq_s32_s8(second[h]);
@@ -111,17 +114,19 @@ static inline void add_pairs(
 #endif
 
 // As in int8_gemm.cpp.
-template <int BITS, int ROWS>
+template <Stored STORED, int ROWS>
 static inline void add_products(
-    const int8_t* x, int64_t stride, const uint8_t* numbers, int v, int64_t count, Ints sums[][2]) {
+    const int8_t* x, int64_t stride, const uint8_t* numbers, const int8_t* levels, int v, int64_t count,
+    Ints sums[][2]) {
+    const int8x16_t list = STORED == Stored::Levels ? vld1q_s8(levels) : vdupq_n_s8(0);
     numbers += v * 4 * WIDTH;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     constexpr int IN_PAIRS = ROWS / 2 * 2;
-    if constexpr (IN_PAIRS > 0) add_pairs<BITS, IN_PAIRS / 2>(x, stride, numbers, count, sums);
+    if constexpr (IN_PAIRS > 0) add_pairs<STORED, IN_PAIRS / 2>(x, stride, numbers, list, count, sums);
     if constexpr (IN_PAIRS < ROWS)
-        add_rows<BITS, 1>(x + IN_PAIRS * stride, stride, numbers, count, sums + IN_PAIRS);
+        add_rows<STORED, 1>(x + IN_PAIRS * stride, stride, numbers, list, count, sums + IN_PAIRS);
 #else
-    add_rows<BITS, ROWS>(x, stride, numbers, count, sums);
+    add_rows<STORED, ROWS>(x, stride, numbers, list, count, sums);
 #endif
 }
 

@@ -135,7 +135,7 @@ static inline Floats lowest_of(const Groups& g, const GroupAt& at, int64_t first
     if (g.lowest == Lowest::Leasts || g.lowest == Lowest::E4m3)
         return load_lowest<Lowest::Leasts>(at.lowest, first, scale);
     if (g.lowest == Lowest::Zeros) return load_lowest<Lowest::Zeros>(at.lowest, first, scale);
-    return scale * (g.bits == 4 ? (float)-MIDDLE : 0.0f);
+    return scale * (g.bits == 4 && !g.levels ? (float)-MIDDLE : 0.0f);
 }
 
 // The e4m3 floats whose codes are the lowest bytes. No float on the way is subnormal, as a host may flush those to 0.
@@ -163,8 +163,10 @@ static void widen_groups(const Groups& g, int64_t panel, int64_t first, int64_t 
                     store(to + j * PANEL + c * WIDTH, floats_of_e4m3(bytes >> (8 * j)) * scale);
                     continue;
                 }
-                const Ints number =
+                Ints number =
                     g.bits == 4 ? (bytes >> (8 * j + (c < HALF ? 0 : 4))) & 15 : (bytes << (24 - 8 * j)) >> 24;
+                if (g.levels)
+                    for (int i = 0; i < WIDTH; ++i) number[i] = g.levels[number[i]];
                 store(to + j * PANEL + c * WIDTH, __builtin_convertvector(number, Floats) * scale + lowest);
             }
         }

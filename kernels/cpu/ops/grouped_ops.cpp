@@ -1,7 +1,9 @@
 // Weights of 4 or 8 bits in groups (grouped.h): packed, told to a matmul, and read by rows.
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <cstddef>
 #include <cstring>
 
 #include "memory.h"
@@ -55,7 +57,7 @@ void read_grouped_row(const Groups& g, const float* factors, int64_t output, int
         uint16_t half, least = 0;
         std::memcpy(&half, at.scales + column * 2, 2);
         const float scale = float_of_half(half);
-        float low = g.bits == 4 ? -MIDDLE * scale : 0;
+        float low = g.bits == 4 && !g.levels ? -MIDDLE * scale : 0;
         if (g.lowest == Lowest::Zeros) low = at.lowest[column] * (scale * -ZERO_STEP);
         if (g.lowest == Lowest::Leasts || g.lowest == Lowest::E4m3) {
             std::memcpy(&least, at.lowest + column * 2, 2);
@@ -68,7 +70,8 @@ void read_grouped_row(const Groups& g, const float* factors, int64_t output, int
                 to[k] = float_of_e4m3(bits) * (scale + low) * factor;
                 continue;
             }
-            const int number = g.bits == 8 ? static_cast<int8_t>(bits) : (is_upper ? bits >> 4 : bits & 15);
+            int number = g.bits == 8 ? static_cast<int8_t>(bits) : (is_upper ? bits >> 4 : bits & 15);
+            if (g.levels) number = g.levels[number];
             to[k] = (number * scale + low) * factor;
         }
     }
@@ -83,11 +86,19 @@ void check_form(int64_t bits, int64_t group, Lowest lowest, bool has_full_inputs
         "groups are of 16, 32, 64 or 128 numbers of 4 bits, or 8 bits without zeros; floats have full inputs");
 }
 
+// For each byte the first of 16 levels that it is, -1 where it is none.
+std::array<int8_t, 256> places_of(const int8_t* levels) {
+    std::array<int8_t, 256> places;
+    places.fill(-1);
+    for (int8_t i = NUM_LEVELS - 1; i >= 0; --i) places[static_cast<uint8_t>(levels[i])] = i;
+    return places;
+}
+
 }  // namespace
 
 Tensor pack_groups(
     const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& lowest, int64_t bits,
-    int64_t group, bool has_full_inputs) {
+    int64_t group, bool has_full_inputs, const std::optional<Tensor>& levels) {
     check_close(numbers, 2, "numbers");
     const bool is_float = numbers.scalar_type() == ScalarType::Byte;
     STD_TORCH_CHECK(
@@ -97,22 +108,36 @@ Tensor pack_groups(
     const Lowest kind = is_float ? Lowest::E4m3 : !lowest ? Lowest::Middle : (has_zeros ? Lowest::Zeros : Lowest::Leasts);
     STD_TORCH_CHECK(!is_float || (lowest && !has_zeros), "scales of floats have two parts");
     check_form(bits, group, kind, has_full_inputs);
+    std::array<int8_t, 256> places{};
+    if (levels) {
+        check_close(*levels, 1, "levels");
+        STD_TORCH_CHECK(
+            bits == 4 && !lowest && levels->scalar_type() == ScalarType::Char && levels->is_contiguous() &&
+                levels->numel() == NUM_LEVELS,
+            "levels are 16 int8, of weights of 4 bits that have nothing else");
+        places = places_of(static_cast<const int8_t*>(levels->const_data_ptr()));
+        const auto* number = static_cast<const uint8_t*>(numbers.const_data_ptr());
+        STD_TORCH_CHECK(
+            std::all_of(number, number + numbers.numel(), [&](uint8_t each) { return places[each] >= 0; }),
+            "numbers must be levels");
+    }
     const int64_t outputs = numbers.size(0), depth = numbers.size(1);
     const int64_t panels = (outputs + PANEL - 1) / PANEL, count = (depth + group - 1) / group;
-    Groups g{nullptr, group, count, static_cast<int32_t>(bits), kind, has_full_inputs};
+    Groups g{nullptr, group, count, static_cast<int32_t>(bits), kind, has_full_inputs, nullptr};
     const char* scale = check_groups(scales, outputs, count, ScalarType::Half, "scales");
     const ScalarType type = has_zeros ? ScalarType::Byte : ScalarType::Half;
     const char* least = lowest ? check_groups(*lowest, outputs, count, type, "lowest") : nullptr;
     const int64_t size = lowest ? lowest->element_size() : 0;
     Tensor packed = new_weight(numbers, {static_cast<int64_t>(sizeof(GroupedHead)) + panels * g.panel_bytes()});
     char* memory = static_cast<char*>(packed.mutable_data_ptr());
-    GroupedHead head{{}, outputs, depth, group, g.bits, kind, has_full_inputs, {}};
+    GroupedHead head{{}, outputs, depth, group, g.bits, kind, has_full_inputs, levels.has_value(), {}};
+    if (levels) std::memcpy(head.levels, levels->const_data_ptr(), NUM_LEVELS);
     std::memcpy(head.name, GROUPED_NAME, sizeof head.name);
     std::memcpy(memory, &head, sizeof head);
     g.first = memory + sizeof head;
     const int8_t* from = static_cast<const int8_t*>(numbers.const_data_ptr());
     // What fills a group stands for 0, or is multiplied by an input of 0.
-    const int8_t nothing = bits == 4 && !lowest ? MIDDLE : 0;
+    const int8_t nothing = levels ? head.levels[0] : bits == 4 && !lowest ? MIDDLE : 0;
     share_out(outputs, panels, 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
             char* to = memory + sizeof head + panel * g.panel_bytes();
@@ -129,7 +154,8 @@ Tensor pack_groups(
                 for (int64_t k = 0; k < g.depth(); ++k) {
                     const int8_t number = is_there && k < depth ? from[output * depth + k] : nothing;
                     const auto [byte, is_upper] = place_of(g, column, k);
-                    const uint8_t wanted = static_cast<uint8_t>(number) & (bits == 4 ? 15 : 255);
+                    const uint8_t bits_of = static_cast<uint8_t>(number);
+                    const uint8_t wanted = levels ? places[bits_of] : bits_of & (bits == 4 ? 15 : 255);
                     to[byte] |= static_cast<char>(wanted << (is_upper ? 4 : 0));
                 }
             }
@@ -153,9 +179,12 @@ std::pair<Groups, GroupedHead> groups_of(const Tensor& packed) {
             head.group > 0,
         "packed is not packed");
     check_form(head.bits, head.group, head.lowest, head.has_full_inputs != 0);
+    STD_TORCH_CHECK(
+        !head.has_levels || (head.bits == 4 && head.lowest == Lowest::Middle), "packed is not packed");
     const Groups g{
         memory + sizeof head, head.group, (head.depth + head.group - 1) / head.group, head.bits,
-        head.lowest, head.has_full_inputs != 0};
+        head.lowest, head.has_full_inputs != 0,
+        head.has_levels ? reinterpret_cast<const int8_t*>(memory) + offsetof(GroupedHead, levels) : nullptr};
     const int64_t panels = (head.outputs + PANEL - 1) / PANEL;
     STD_TORCH_CHECK(
         packed.numel() == static_cast<int64_t>(sizeof head) + panels * g.panel_bytes(), "packed is not packed");

@@ -136,6 +136,35 @@ Linear linear_of(
     return a;
 }
 
+Tensor expert_linear(
+    const Tensor& x, const Tensor& ends, const Tensor& packed, const std::optional<Tensor>& scales,
+    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
+    check_close(x, 2, "x");
+    check_close(ends, 1, "ends");
+    const int64_t rows = x.size(0), experts = ends.numel();
+    STD_TORCH_CHECK(ends.scalar_type() == ScalarType::Long && ends.is_contiguous(), "ends must be int64");
+    const int64_t* end = static_cast<const int64_t*>(ends.const_data_ptr());
+    STD_TORCH_CHECK(
+        experts > 0 && end[0] >= 0 && std::is_sorted(end, end + experts) && end[experts - 1] == rows,
+        "ends must rise to the number of rows");
+    STD_TORCH_CHECK(
+        outputs > 0 && outputs % (is_gated ? 2 * PANEL : PANEL) == 0, "an expert must fill whole panels");
+    const DType dtype = dtype_of(x, *dispatch_table().attention);
+    Linear a = linear_of(
+        {packed, scales, bias, experts * outputs}, dtype, rows, x.size(1), activation, is_gated);
+    a.outputs = outputs;
+    a.gate_panels /= experts;
+    a.x = x.const_data_ptr();
+    a.stride = x.stride(0);
+    Tensor out = new_output(x, {rows, is_gated ? outputs / 2 : outputs});
+    a.out = out.mutable_data_ptr();
+    run_between(rows, [&](Program& program) {
+        keep(program, {x, packed, scales.value_or(x), bias.value_or(x)});
+        add_expert_linear(program, a, end, experts);
+    });
+    return out;
+}
+
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {

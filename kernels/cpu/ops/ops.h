@@ -65,10 +65,10 @@ Tensor pack_panels(const Tensor& weight);
 
 // A weight in groups (grouped.h), int8 [bytes]: `numbers` int8 [outputs, depth] of 4 bits (0 to 15) or 8 (-127
 // to 127), `scales` float16 [outputs, groups], and `lowest`, zeros uint8 or leasts float16. `has_full_inputs`:
-// inputs are not rounded.
+// inputs are not rounded. `levels` int8 [16]: all numbers are some of these, and take 4 bits.
 Tensor pack_groups(
     const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& lowest, int64_t bits,
-    int64_t group, bool has_full_inputs);
+    int64_t group, bool has_full_inputs, const std::optional<Tensor>& levels);
 
 // What `pack_groups` has returned. Raises for anything else.
 std::pair<Groups, GroupedHead> groups_of(const Tensor& packed);
@@ -103,6 +103,12 @@ Tensor read_outputs(const Tensor& packed, const std::optional<Tensor>& scales, i
 
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
+    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated);
+
+// The same for experts of so many outputs each, whose weights are packed as one: expert e has the rows of x up to
+// ends[e], int64 [experts], that are behind those before it.
+Tensor expert_linear(
+    const Tensor& x, const Tensor& ends, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated);
 
 // x [rows, dim] or [rows, heads, dim] over the root of the mean square of each row (and head) plus epsilon,

@@ -24,10 +24,13 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("pack_panels(Tensor weight) -> Tensor");
     library.def(
         "pack_groups(Tensor numbers, Tensor scales, Tensor? lowest, int bits, int group, "
-        "bool has_full_inputs) -> Tensor");
+        "bool has_full_inputs, Tensor? levels=None) -> Tensor");
     library.def("read_outputs(Tensor packed, Tensor? scales, int outputs, Tensor rows) -> Tensor");
     library.def(
         "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
+        "int activation=0, bool is_gated=False) -> Tensor");
+    library.def(
+        "expert_linear(Tensor x, Tensor ends, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
         "int activation=0, bool is_gated=False) -> Tensor");
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor");
@@ -67,6 +70,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("pack_groups", TORCH_BOX(&aioengine::pack_groups));
     library.impl("read_outputs", TORCH_BOX(&aioengine::read_outputs));
     library.impl("linear", TORCH_BOX(&aioengine::linear));
+    library.impl("expert_linear", TORCH_BOX(&aioengine::expert_linear));
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
     library.impl("layer_norm", TORCH_BOX(&aioengine::layer_norm));
     library.impl("argmax", TORCH_BOX(&aioengine::argmax));

@@ -19,6 +19,11 @@ bool wants_floats(const Linear& a);
 // depth], or in memory of the program for null.
 void add_linear(Program& program, Linear a, float* floats = nullptr);
 
+// The same with weights of several experts, whose panels lie one's behind the other's, as their factors and
+// biases do; `a` says what one of them has. Those of expert e multiply the rows up to ends[e] that are behind the
+// expert's before it.
+void add_expert_linear(Program& program, Linear a, const int64_t* ends, int64_t num_experts);
+
 // The norm of so many rows.
 void add_norm(Program& program, const Norm& a, int64_t rows);
 

@@ -1,0 +1,117 @@
+"""Routed experts on a CPU: a layer packed, beside transformers' own ways to run it.
+
+    PYTHONPATH=. python benchmarks/experts.py [--rounds 5] [--experts 32] [--size 1024]
+
+One layer of Qwen3-MoE's in bfloat16, of which each token has 4 experts: an expert after the other
+("eager"), PyTorch's grouped matmul ("grouped_mm"), and ours with weights in bfloat16, 8 and 4 bits.
+All are run in turns in each round; what is printed are medians over the rounds, in milliseconds,
+and ratios within a round. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from aioengine.models.fusion.routed_experts import pack_expert_layers
+from aioengine.models.quantization.rounding import Rounding, round_weights
+
+CHOSEN = 4
+ROWS = (1, 16, 512)
+OURS = ("bf16", "int8", "int4")
+
+
+def make_layer(size: int, num_experts: int) -> Any:
+    """Draw the layer's weights."""
+    config = Qwen3MoeConfig(
+        hidden_size=size, moe_intermediate_size=size // 2, num_experts=num_experts
+    )
+    config._experts_implementation = "eager"
+    layer = Qwen3MoeExperts(config).to(torch.bfloat16).eval().requires_grad_(False)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 0.0, 0.02)
+    return layer
+
+
+def contenders(layer: Any) -> dict[str, Any]:
+    """The layer as it is run by each."""
+    found = {"eager": layer}
+    grouped = found["grouped_mm"] = copy.deepcopy(layer)
+    grouped.config._experts_implementation = "grouped_mm"
+    for name in OURS:
+        ours = found[name] = copy.deepcopy(layer)
+        if name != "bf16":
+            holder = _Holder(ours)
+            round_weights(holder, holder, [], [], Rounding(bits=int(name[3:])), keep=False)
+        assert pack_expert_layers(ours) == 1
+    return found
+
+
+class _Holder(nn.Module):
+    """A model of one layer, without embeddings."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def get_input_embeddings(self) -> None:
+        return None
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def seconds(run: Callable[[], Tensor]) -> float:
+    """Of one call, at least a tenth of a second long all told."""
+    count, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < 0.1:
+        run()
+        count += 1
+    return spent / count
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--size", type=int, default=1024)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    layers = contenders(make_layer(args.size, args.experts))
+    results: dict[str, Any] = {}
+    for count in ROWS:
+        hidden = torch.randn(count, args.size).to(torch.bfloat16)
+        shares, chosen = torch.randn(count, args.experts).softmax(-1).topk(CHOSEN, dim=-1)
+        given = hidden, chosen, shares.to(torch.bfloat16)
+        rounds = []
+        for number in range(args.rounds + 1):
+            times = {
+                name: seconds(lambda layer=layer, given=given: layer(*given))  # type: ignore[misc]
+                for name, layer in layers.items()
+            }
+            if number:  # the first one warms up
+                rounds.append(times)
+        found = {name: round(1e3 * median(each[name] for each in rounds), 3) for name in layers}
+        best = [min(each["eager"], each["grouped_mm"]) for each in rounds]
+        ratios = {
+            name: round(median(b / each[name] for b, each in zip(best, rounds, strict=True)), 2)
+            for name in OURS
+        }
+        print(f"{count} rows, ms: {found}; over the best of transformers': {ratios}")
+        results[str(count)] = {"ms": found, "over_transformers": ratios}
+    print(json.dumps({"experts": args.experts, "size": args.size, "rows": results}))
+
+
+if __name__ == "__main__":
+    main()
