@@ -14,12 +14,24 @@ struct Form {
     int32_t bits;
     int64_t group;
     Lowest lowest;
+    const int8_t* levels = nullptr;
+
+    bool is_float() const { return lowest == Lowest::E4m3; }
 };
+
+constexpr int8_t LEVELS[NUM_LEVELS] = {-128, 127, -104, -83, -65, -49, -35, 0, 1, 13, 25, 38, 53, 69, 89, 113};
 
 constexpr Form FORMS[] = {
     {4, 32, Lowest::Zeros},   {4, 64, Lowest::Leasts},  {4, 128, Lowest::Middle}, {4, 16, Lowest::Middle},
     {4, 128, Lowest::Zeros},  {8, 32, Lowest::Middle},  {8, 128, Lowest::Middle}, {8, 16, Lowest::Leasts},
-    {8, 64, Lowest::Leasts}};
+    {8, 64, Lowest::Leasts},  {4, 32, Lowest::Middle, LEVELS}, {8, 32, Lowest::E4m3}, {8, 128, Lowest::E4m3}};
+
+// The number that a code of e4m3 is, which is not NaN.
+double float_of_e4m3(int code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const double size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    return code & 128 ? -size : size;
+}
 
 // A weight [outputs, depth], and its scales and lowest numbers [outputs, groups].
 struct Weight {
@@ -31,18 +43,31 @@ struct Weight {
     float scale(int64_t output, int64_t group) const { return float_of_half(scales[output * count + group]); }
     // What a number of 0 stands for.
     double least(int64_t output, int64_t group) const {
+        if (form.is_float() || form.levels) return 0;
         if (form.lowest == Lowest::Leasts) return float_of_half(lowest[output * count + group]);
         if (form.lowest == Lowest::Zeros) return -lowest[output * count + group] / 16.0 * scale(output, group);
         return form.bits == 4 ? -MIDDLE * static_cast<double>(scale(output, group)) : 0;
+    }
+    // Of an input's group.
+    double number(int64_t output, int64_t input) const {
+        const int code = numbers[output * depth + input];
+        const int64_t group = input / form.group;
+        double factor = scale(output, group);
+        if (form.is_float()) factor += float_of_half(lowest[output * count + group]);
+        return (form.is_float() ? float_of_e4m3(code) : form.levels ? form.levels[code] : code) * factor;
     }
 };
 
 Weight draw_weight(const Form& form, int64_t outputs, int64_t depth, bool is_exact, Random& random) {
     Weight w{form, outputs, depth, (depth + form.group - 1) / form.group, {}, {}, {}};
-    for (int64_t i = 0; i < outputs * depth; ++i)
-        w.numbers.push_back(static_cast<int>(form.bits == 4 ? random.pick(0, 15) : random.pick(-128, 127)));
+    for (int64_t i = 0; i < outputs * depth; ++i) {
+        int number = static_cast<int>(form.bits == 4 ? random.pick(0, 15) : random.pick(-128, 127));
+        if (form.is_float()) number = (number & 127) == 127 ? 0 : number & 255;
+        w.numbers.push_back(number);
+    }
     for (int64_t i = 0; i < outputs * w.count; ++i) {
         w.scales.push_back(is_exact ? half_of(1) : static_cast<uint16_t>(random.pick(0x0200, 0x3c00)));
+        if (form.is_float()) w.lowest.push_back(static_cast<uint16_t>(random.pick(0x0200, 0x1000)));
         if (form.lowest == Lowest::Leasts) w.lowest.push_back(half_of(is_exact ? 0 : random.number()));
         if (form.lowest == Lowest::Zeros)
             w.lowest.push_back(static_cast<uint16_t>(is_exact ? 16 * random.pick(0, 15) : random.pick(0, 255)));
@@ -61,7 +86,7 @@ Memory pack(const Weight& w, Groups& g) {
         for (int64_t i = 0; i < w.count; ++i) {
             std::memcpy(panel + (i * PANEL + column) * 2, &w.scales[o * w.count + i], 2);
             char* lows = panel + w.count * PANEL * 2 + i * g.lowest_bytes();
-            if (g.lowest == Lowest::Leasts) std::memcpy(lows + column * 2, &w.lowest[o * w.count + i], 2);
+            if (g.lowest_bytes() == PANEL * 2) std::memcpy(lows + column * 2, &w.lowest[o * w.count + i], 2);
             if (g.lowest == Lowest::Zeros) lows[column] = static_cast<char>(w.lowest[o * w.count + i]);
         }
         for (int64_t k = 0; k < w.depth; ++k) {
@@ -107,7 +132,7 @@ Sum sum_of(const Weight& w, const Row& row, int64_t output) {
     for (int64_t k = 0; k < w.depth; ++k) {
         const int64_t group = k / w.form.group;
         const double x = row.numbers[k] * row.scales[group];
-        const double number = w.numbers[output * w.depth + k] * static_cast<double>(w.scale(output, group));
+        const double number = w.number(output, k);
         const double least = w.least(output, group);
         sum += x * (number + least);
         size += std::abs(x) * (std::abs(number) + std::abs(least));
@@ -149,12 +174,13 @@ void check_form(Report& report, const Form& form, DType dtype, Inputs inputs, bo
     const int64_t outputs = random.one_of<int64_t>({1, 31, 32, 33, 70});
     const bool is_exact = inputs == Inputs::Whole;
     const Weight w = draw_weight(form, outputs, depth, is_exact, random);
-    Groups g{nullptr, form.group, w.count, form.bits, form.lowest, has_full_inputs};
+    Groups g{nullptr, form.group, w.count, form.bits, form.lowest, has_full_inputs, form.levels};
     const Memory packed = pack(w, g);
     const Numbers x = draw_inputs(dtype, rows, depth, inputs, random);
     const std::string what = text(
-        "matmul of %s with %d bits in groups of %ld, lowest %d, %ld rows, %ld deep%s", name_of(dtype), form.bits,
-        (long)form.group, (int)form.lowest, (long)rows, (long)depth, has_full_inputs ? ", full inputs" : "");
+        "matmul of %s with %d bits in groups of %ld, lowest %d%s, %ld rows, %ld deep%s", name_of(dtype), form.bits,
+        (long)form.group, (int)form.lowest, form.levels ? ", levels" : "", (long)rows, (long)depth,
+        has_full_inputs ? ", full inputs" : "");
     const auto outputs_of = [&](int64_t count) {
         return compute(report, what, dtype, count * outputs, [&](Program& program, int64_t, void* to) {
             Linear a = linear_of(g, x, count, depth, outputs);
@@ -178,15 +204,53 @@ void check_form(Report& report, const Form& form, DType dtype, Inputs inputs, bo
             report.check(outputs_of(count).has_same_bits(out, 0, count * outputs), what + ": other bits in other company");
 }
 
+// Experts' rows and weights, one's behind the other's, beside a matmul for each.
+void check_experts(Report& report, const Form& form, DType dtype, Random& random) {
+    constexpr int64_t EXPERTS = 4;
+    const int64_t depth = random.one_of<int64_t>({48, 128, 201}), outputs = random.one_of<int64_t>({32, 64});
+    int64_t ends[EXPERTS], rows = 0;
+    for (int64_t& end : ends) end = rows += random.one_of<int64_t>({0, 1, 5, 53});
+    if (!rows) return;
+    const Weight w = draw_weight(form, EXPERTS * outputs, depth, false, random);
+    Groups g{nullptr, form.group, w.count, form.bits, form.lowest, form.is_float(), form.levels};
+    const Memory packed = pack(w, g);
+    const Numbers x = draw_inputs(dtype, rows, depth, Inputs::Any, random);
+    const bool is_gated = outputs == 64 && random.pick(0, 1);
+    const int64_t width = is_gated ? outputs / 2 : outputs, size = size_of(dtype);
+    const std::string what = text("experts of %s with %d bits, %ld deep", name_of(dtype), form.bits, (long)depth);
+    const auto outputs_of = [&](bool is_together) {
+        return compute(report, what, dtype, rows * width, [&](Program& program, int64_t, void* to) {
+            Linear a = linear_of(g, x, rows, depth, outputs);
+            a.gate_panels = is_gated ? 1 : 0;
+            a.activation = is_gated ? Activation::SiLU : Activation::None;
+            a.out = to;
+            if (is_together) return add_expert_linear(program, a, ends, EXPERTS);
+            for (int64_t expert = 0, first = 0; expert < EXPERTS; first = ends[expert++]) {
+                Linear own = a;
+                own.groups.first = g.panel(expert * outputs / PANEL);
+                own.x = static_cast<const char*>(a.x) + first * depth * size;
+                own.out = static_cast<char*>(to) + first * width * size;
+                own.rows = ends[expert] - first;
+                if (own.rows) add_linear(program, own);
+            }
+        });
+    };
+    report.check(outputs_of(true).has_same_bits(outputs_of(false), 0, rows * width), what + ": not matmuls of their own");
+}
+
 }  // namespace
 
 void check_grouped(Report& report, Random& random) {
     constexpr int rounds = 3;
     for (const Form& form : FORMS)
         for (int i = 0; i < rounds; ++i) {
-            for (DType dtype : dtypes())
+            for (DType dtype : dtypes()) {
                 for (bool has_full_inputs : {false, true})
-                    check_form(report, form, dtype, Inputs::Any, has_full_inputs, random);
+                    if (has_full_inputs || !form.is_float())
+                        check_form(report, form, dtype, Inputs::Any, has_full_inputs, random);
+                check_experts(report, form, dtype, random);
+            }
+            if (form.is_float()) continue;
             check_form(report, form, DType::Float32, Inputs::Halfway, false, random);
             check_form(report, form, DType::Float32, Inputs::Whole, false, random);
         }
