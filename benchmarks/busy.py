@@ -6,6 +6,10 @@ run pure Python. Each share is that of the idle turns before and after; the last
 fair share of a team of two threads on two cores beside 1, 2, 4 such processes is 0.67, 0.5, 0.33.
 
     python benchmarks/busy.py [--model FOLDER] [--requests 1,8,32] [--seconds 4] [--rounds 2]
+
+With `--family`, of models that `family_models.py` writes, each stream asks again and again for 48
+tokens about an image that is new (for Whisper 20 s of audio), so that decoding media, encoders and
+prompts are in the figures too. A turn should be some answers long then.
 """
 
 from __future__ import annotations
@@ -15,21 +19,27 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from bare_loop import BareLoop, Probe
+from contenders import workloads
+from family_models import FAMILIES
 from neighbours import READ_MEMORY, processes, python_threads
 
 from aioengine import AsyncEngine, SamplingParams, demo_model
 
 PROMPT = "The history of the lighthouse begins with fires on hills, and goes on with "
 IDLE = "idle"
-
+ANSWER, CLIP_S, SIZE = 48, 20, (480, 360)
+"""Tokens of an answer about media, seconds of audio, an image's size."""
 
 NEIGHBOURS: dict[str, Any] = {
     "1 process": lambda: processes(1),
@@ -44,24 +54,55 @@ NEIGHBOURS: dict[str, Any] = {
 }
 
 
+class Questions:
+    """What streams ask for: a text that goes on, or a family's media, which are new each time."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self.is_short = bool(family)
+        self._numbers = count(1)
+        self._folder = Path(tempfile.mkdtemp())
+
+    def next(self) -> tuple[str, SamplingParams, dict[str, Any]]:
+        """Prompt, parameters and media of the next answer."""
+        number = next(self._numbers)
+        tokens = ANSWER if self.is_short else 100_000
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        if not self.family:
+            return f"{PROMPT} {number}", params, {}
+        if self.family == "whisper":
+            rng = np.random.default_rng(number)
+            samples = rng.normal(0, 0.1, CLIP_S * workloads.RATE).astype(np.float32)
+            return "", params, {"audios": [(samples, workloads.RATE)]}
+        text = f"user: {FAMILIES[self.family].place}{workloads.QUESTION}\nassistant:"
+        path = Path(workloads.image(self._folder, number, SIZE))
+        data = path.read_bytes()
+        path.unlink()
+        return text, params, {"images": [data]}
+
+
 async def decode(
-    engine: AsyncEngine, bare: BareLoop, requests: int, seconds: float
+    engine: AsyncEngine, bare: BareLoop, questions: Questions, requests: int, seconds: float
 ) -> tuple[float, dict[str, float]]:
     """Tokens per second of so many streams; how late this loop and the bare one woke, in ms."""
-    params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True)
     counts = [0] * requests
     begun = asyncio.Event()
 
     async def read(index: int) -> None:
-        async with engine.stream(f"{PROMPT} {index}", params) as stream:
-            async for delta in stream:
-                counts[index] += len(delta.token_ids)
-                if all(counts):
-                    begun.set()
+        while True:
+            # An application reads its files elsewhere.
+            text, params, media = await asyncio.to_thread(questions.next)
+            async with engine.stream(text, params, **media) as stream:
+                async for delta in stream:
+                    counts[index] += len(delta.token_ids)
+                    if all(counts):
+                        begun.set()
+            if not questions.is_short:
+                return
 
     tasks = [asyncio.create_task(read(index)) for index in range(requests)]
     try:
-        await asyncio.wait_for(begun.wait(), 120)
+        await asyncio.wait_for(begun.wait(), 300)
         probe = Probe()
         bare.begin()
         watching = asyncio.create_task(probe.run())
@@ -82,7 +123,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     rates: dict[str, list[float]] = {}
     shares: dict[str, dict[str, list[float]]] = {}
     lags: dict[str, dict[str, list[dict[str, float]]]] = {}
-    bare = await BareLoop.spawn()
+    bare, questions = await BareLoop.spawn(), Questions(options.family)
     async with AsyncEngine.from_pretrained(
         options.model, dtype=options.dtype, max_model_len=options.max_model_len
     ) as engine:
@@ -90,7 +131,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             key = f"{requests} requests"
             shares[key] = {name: [] for name in names}
             lags[key] = {name: [] for name in (IDLE, *names)}
-            turn = partial(decode, engine, bare, requests)
+            turn = partial(decode, engine, bare, questions, requests)
             await turn(0.5)
             idle, lag = await turn(options.seconds)
             rates[key] = [idle]
@@ -108,7 +149,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     await bare.aclose()
     return {
         "benchmark": "busy",
-        "model": Path(options.model).name,
+        "model": options.family or Path(options.model).name,
         "dtype": options.dtype,
         "threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)),
@@ -138,6 +179,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--family", default="", choices=["", *FAMILIES], help="of the model")
     parser.add_argument("--only", default="", help="neighbours whose name has this in it")
     print(json.dumps(asyncio.run(measure(parser.parse_args()))))
 
