@@ -108,11 +108,18 @@ MM_OPTIONS = {
     "audio": ("count", "length"),
     "video": ("count", "num_frames", "width", "height"),
 }
+
+
+def one_of(*names: str | None) -> Callable[[Any], bool]:
+    """Make a check for one of some names: not for an array, say, that compares with them."""
+    return lambda value: (value is None or isinstance(value, str)) and value in names
+
+
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 YES_OR_NO = (lambda value: isinstance(value, bool)), "True or False"
 CHECKS = {
     "device": (lambda value: isinstance(value, str), "auto, cpu or cuda[:N]"),
-    "dtype": (lambda value: value in DTYPES, f"one of {', '.join(DTYPES)}"),
+    "dtype": (one_of(*DTYPES), f"one of {', '.join(DTYPES)}"),
     "gpu_memory_utilization": (lambda value: is_real(value) and 0 < value <= 1, "in (0, 1]"),
     "mm_processor_cache_bytes": (ints(0), "0 or more"),
     "mm_processor_cache_dir_bytes": (ints(0), "0 or more"),
@@ -120,9 +127,9 @@ CHECKS = {
     "packed_layers": YES_OR_NO,
     "check_model": YES_OR_NO,
     "thread_niceness": (ints(0, 19), "from 0 to 19"),
-    "quantization": (lambda value: value in ("int8", "int4", None), '"int8", "int4" or None'),
+    "quantization": (one_of("int8", "int4", None), '"int8", "int4" or None'),
     "quantize_activations": YES_OR_NO,
-    "kv_cache_dtype": (lambda value: value in ("auto", "int8"), '"auto" or "int8"'),
+    "kv_cache_dtype": (one_of("auto", "int8"), '"auto" or "int8"'),
     "tensor_parallel_size": (lambda value: value == 1, "1 (nothing else is built)"),
     "mm_encoder_tp_mode": (lambda value: value == "tensor", '"tensor" (nothing else is built)'),
 }

@@ -72,7 +72,7 @@ def pack_rows(rows: Tensor) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     missing = -dim % GROUP
     padded = torch.nn.functional.pad(rows.to(wide), (0, missing))
-    groups = padded.view(*rows.shape[:-1], -1, GROUP)
+    groups = padded.view(*rows.shape[:-1], padded.shape[-1] // GROUP, GROUP)
     most = groups.abs().amax(-1)
     scales = torch.where(most < LEAST, 0, most / MOST)
     scales = scales.masked_fill(~scales.isfinite(), torch.nan).to(torch.bfloat16)
@@ -87,8 +87,11 @@ def unpack_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     dim = numbers_in(rows)
     wide = torch.promote_types(dtype, torch.float32)
     numbers = rows[..., :dim].view(torch.int8).to(wide)
-    scales = rows[..., dim:].contiguous().view(torch.bfloat16).to(wide)
-    return (numbers * scales.repeat_interleave(GROUP, -1)[..., :dim]).to(dtype)
+    # A copy in any case: a row may begin at an odd byte.
+    halves = rows[..., dim:].clone(memory_format=torch.contiguous_format)
+    scales = halves.view(torch.bfloat16).to(wide).repeat_interleave(GROUP, -1)[..., :dim]
+    most = torch.finfo(dtype).max  # which a scale that was rounded up may lead beyond
+    return (numbers * scales).clamp(-most, most).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from aioengine.kernels.reference import ReferenceBackend
 from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.models.fusion.decode_parts import find_decode_parts
 from aioengine.models.fusion.layer_parts import NORMS, Kind, attentions_of, find_layer
-from aioengine.models.fusion.swap import subclass, swap
+from aioengine.models.fusion.swap import is_hooked, subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows, stand_ins
 
 __all__ = ["decode_parts_of", "layer_by_layer", "plan_decoder", "run_decoder_plan"]
@@ -309,7 +309,7 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
         return None
     layers: list[_Layer | None] = [getattr(module, _LAYER, None) for module in modules]
     around = [each for each in (decoder, rotary, norm) if isinstance(each, nn.Module)]
-    if None in layers or any(each._forward_hooks or each._forward_pre_hooks for each in around):
+    if None in layers or any(map(is_hooked, around)):
         return None
     plans = [layer.plan for layer in layers if layer is not None]
     holder = plans[0].slot.holder if isinstance(plans[0].slot, LayerSlot) else StepHolder()

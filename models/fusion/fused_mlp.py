@@ -24,7 +24,7 @@ from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.matmul import FORMULAS, Activation, TorchLinear
 from aioengine.models.fusion.layer_names import FeedForward, layer_names_of
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
-from aioengine.models.fusion.swap import swap
+from aioengine.models.fusion.swap import is_hooked, swap
 from aioengine.models.fusion.trial import ROUNDINGS, agree, random_rows, stand_ins
 
 __all__ = ["ActivatedFeedForward", "ActivatedLinear", "fuse_activations"]
@@ -137,7 +137,7 @@ def _matmul(module: nn.Module, names: FeedForward) -> Ours | None:
     up = getattr(module, names.up, None)
     gate = up if names.gate is None else getattr(module, names.gate, None)
     if any(
-        isinstance(each, nn.Module) and (each._forward_hooks or each._forward_pre_hooks)
+        isinstance(each, nn.Module) and is_hooked(each)
         for each in (up, gate, getattr(module, names.activation, None))
     ):
         return None

@@ -20,7 +20,7 @@ from torch.nn.functional import layer_norm, rms_norm
 from aioengine.kernels.cpu import norm as native
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.layer_plan import NormPlan, normalize
-from aioengine.models.fusion.swap import swap
+from aioengine.models.fusion.swap import is_hooked, swap
 from aioengine.models.fusion.trial import agree, largest_error, random_rows
 
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "fuse_norms"]
@@ -83,7 +83,7 @@ def _epsilon(module: nn.Module) -> float | None:
         return None
     if weight.dtype not in _DTYPES or weight.is_meta:
         return None
-    if len(list(module.parameters())) != 1 or module._forward_hooks:
+    if len(list(module.parameters())) != 1 or is_hooked(module):
         return None
     found = [getattr(module, name) for name in _EPSILONS if hasattr(module, name)]
     return float(found[0]) if len(found) == 1 and isinstance(found[0], float) else None
@@ -106,7 +106,7 @@ def _fused(module: nn.Module, epsilon: float) -> tuple[Compute, NormPlan] | None
 def _fused_layer_norm(module: nn.LayerNorm) -> tuple[Compute, NormPlan] | None:
     """The best operator for PyTorch's own layer norm of one dimension, with weight and bias."""
     weight, bias = module.weight, module.bias
-    if type(module) is not nn.LayerNorm or module._forward_hooks:
+    if type(module) is not nn.LayerNorm or is_hooked(module):
         return None
     if any(each is None or each.dtype not in _DTYPES or each.is_meta for each in (weight, bias)):
         return None

@@ -20,6 +20,7 @@ from aioengine.kernels.matmul import TorchLinear
 from aioengine.models.fusion.fused_mlp import ActivatedFeedForward, ActivatedLinear
 from aioengine.models.fusion.fused_norm import FusedLayerNorm, FusedRMSNorm
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
+from aioengine.models.fusion.swap import is_hooked
 
 __all__ = ["NORMS", "Kind", "attentions_of", "find_layer"]
 
@@ -75,7 +76,7 @@ def find_layer(
     arguments are not known yet. Modules with hooks are left alone.
     """
     attentions = attentions_of(layer) if attentions is None else attentions
-    if not 1 <= len(attentions) <= 2 or any(_is_hooked(each) for each in layer.modules()):
+    if not 1 <= len(attentions) <= 2 or any(is_hooked(each) for each in layer.modules()):
         return None
     norms = {name: each for name, each in layer.named_children() if isinstance(each, NORMS)}
     others = [
@@ -110,10 +111,6 @@ def find_layer(
         cross = CrossPlan(norm=cross_norm, **parts, slot=slot_of(attentions[1]))
     own = slot_of(attentions[0])
     return LayerPlan(**plans, **found, slot=own, cross=cross, feed_forward=feed)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _attention(module: nn.Module, kind: Kind) -> dict[str, Any] | None:

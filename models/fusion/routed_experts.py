@@ -29,7 +29,7 @@ from aioengine.kernels.experts import (
     pack_grouped_experts,
 )
 from aioengine.kernels.matmul import FORMULAS, Activation
-from aioengine.models.fusion.swap import route, subclass, swap
+from aioengine.models.fusion.swap import is_hooked, route, subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, agree, random_rows
 from aioengine.models.quantization.grouped_layers import (
     expert_weights,
@@ -58,9 +58,7 @@ def pack_expert_layers(root: nn.Module) -> int:
 
 def _pack(module: Any, tried: dict[Hashable, bool]) -> bool:
     weights = expert_weights(module)
-    if not weights or hasattr(module, "aioengine_experts"):
-        return False
-    if module._forward_hooks or module._forward_pre_hooks:
+    if not weights or hasattr(module, "aioengine_experts") or is_hooked(module):
         return False
     matmuls = {name: _matmul(module, name, weight) for name, weight in weights.items()}
     up, down = (matmuls[name] for name in (*_up_name(module), "down_proj"))

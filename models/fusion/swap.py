@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["pass_on", "route", "subclass", "swap"]
+__all__ = ["is_hooked", "pass_on", "route", "subclass", "swap"]
+
+_COLLECTING = "transformers.utils.output_capturing"
 
 
 def swap(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
@@ -20,6 +22,16 @@ def swap(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether somebody listens to a module's calls.
+
+    The hooks that transformers leaves behind a model's first call do not count: they collect hidden
+    states where these are asked for, and a module that is swapped goes on giving them.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks)
 
 
 def route(modules: Iterable[Any], name: str, field: str = "_attn_implementation_internal") -> None:

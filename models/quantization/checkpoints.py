@@ -122,7 +122,7 @@ def _refusal(place: str, packing: Any) -> str:
     package = _UNPACKED[method]
     if package is not None and find_spec(package.replace("-", "_")) is None:
         return (
-            f"transformers unpacks {method!r} with the package {package}, which is not installed: "
-            f"pip install {package}"
+            f"{reason}; transformers unpacks {method!r} with the package {package}, which is not "
+            f"installed: pip install {package}"
         )
     return ""

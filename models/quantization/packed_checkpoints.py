@@ -30,7 +30,6 @@ from aioengine.models.quantization.packed_forms import Form, form_of
 __all__ = ["PackedWeights", "packing_of", "read_packed", "unreadable"]
 
 _Place = Callable[[], Tensor]
-_BARE = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -152,7 +151,11 @@ def read_packed(
 
 def _check_plain(found: PackedWeights) -> None:
     """Raise ModelLoadError for numbers that would be taken for weights as they are."""
-    bare = sorted(name for name, each in found.plain.items() if each.dtype in _BARE)
+    bare = sorted(
+        name
+        for name, each in found.plain.items()
+        if each.dtype.itemsize == 1 and (each.is_floating_point() or name.endswith(".weight"))
+    )
     if bare:
         raise ModelLoadError(
             f"the packed weight {bare[0]!r} has no scale beside it. Fetch the checkpoint again, or "

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aioengine.kernels.grouped import GroupedWeight, e4m3_weight
 
@@ -39,7 +40,9 @@ _FP4_GROUP = 32
 _NAN_SCALE = 255
 _GROUPS = (128, 64, 32, 16)
 _WIDEST = 128
-_NAN_BITS = 0x7F
+_SIZE_BITS = _NAN_BITS = 0x7F
+_FAR = 2.0**12
+"""Times another scale: beyond that, this one would be kept to fewer than 13 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,16 @@ class FloatScaled:
         scales = self._of_outputs().repeat_interleave(size // group, 1)
         count = -(-depth // group)
         scales = scales.expand(-1, count) if scales.shape[1] == 1 else scales[:, :count]
-        return e4m3_weight(self.numbers, scales.contiguous(), group)
+        codes = self.numbers.view(torch.uint8) & _SIZE_BITS
+        is_zero = pad(codes, (0, count * group - depth)).view(-1, count, group).amax(-1) == 0
+        scales = scales.masked_fill(is_zero, 0)  # which nothing is multiplied by
+        return None if _are_far_apart(scales) else e4m3_weight(self.numbers, scales, group)
+
+
+def _are_far_apart(scales: Tensor) -> bool:
+    """Return whether an output's largest scale is too large to keep others beside it."""
+    most = scales.abs().amax(1, keepdim=True)
+    return bool(((scales != 0) & (scales.abs() * _FAR < most)).any())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +152,10 @@ def block_of(packing: Mapping[str, Any]) -> tuple[int, int] | str | None:
 def read_floats(tensors: Mapping[str, Tensor], block: tuple[int, int] | None) -> FloatScaled:
     """Read a weight whose scale is beside it. Raises ValueError for what does not fit."""
     numbers = tensors["weight"]
-    scales = next(tensors[name] for name in FLOAT_MARKS if name in tensors)
+    found = [tensors[name] for name in FLOAT_MARKS if name in tensors]
+    if len(found) > 1:
+        raise ValueError(f"it has both {' and '.join(FLOAT_MARKS)}")
+    scales = found[0]
     if numbers.dtype is not torch.float8_e4m3fn or numbers.dim() != 2:
         raise ValueError(f"its numbers are {numbers.dtype} and not in rows of float8_e4m3fn")
     if bool(((numbers.view(torch.uint8) & _NAN_BITS) == _NAN_BITS).any()):
@@ -158,4 +173,5 @@ def read_floats(tensors: Mapping[str, Tensor], block: tuple[int, int] | None) ->
         return FloatScaled(numbers=numbers, scales=scales.reshape(-1, 1), block=(size, depth))
     if scales.shape != (-(-outputs // block[0]), -(-depth // block[1])):
         raise ValueError(f"it has {list(scales.shape)} scales of blocks for {outputs} x {depth}")
+    block = min(block[0], outputs), min(block[1], depth)
     return FloatScaled(numbers=numbers, scales=scales, block=block)

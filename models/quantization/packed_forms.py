@@ -180,16 +180,19 @@ def _schemes(packing: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each if isinstance(each, Mapping) else {} for each in weights]
 
 
+def _extra(packing: Mapping[str, Any]) -> str:
+    """Say what more than the weights' form a config asks for."""
+    found = [name for name in ("transform_config", "sparsity_config") if packing.get(name)]
+    return f"{found[0]} is not followed here" if found else ""
+
+
 def _refuse_compressed(packing: Mapping[str, Any]) -> str:
     form = packing.get("format")
     if form != "pack-quantized":
         return f"the format {str(form)[:40]!r} is not read here"
-    for name in ("transform_config", "sparsity_config"):
-        if packing.get(name):
-            return f"{name} is not followed here"
     schemes = _schemes(packing)
-    if not schemes:
-        return "its config_groups do not say how"
+    if not schemes or (extra := _extra(packing)):
+        return extra if schemes else "its config_groups do not say how"
     first = schemes[0]
     if any(scheme.get(key) != first.get(key) for scheme in schemes for key in _SHARED):
         return "weights in several ways are not read here"
@@ -247,8 +250,8 @@ def _read_fp8(tensors: _Tensors, packing: Mapping[str, Any]) -> FloatScaled:
 
 def _refuse_float_quantized(packing: Mapping[str, Any]) -> str:
     schemes = _schemes(packing)
-    if not schemes:
-        return "its config_groups do not say how"
+    if not schemes or (extra := _extra(packing)):
+        return extra if schemes else "its config_groups do not say how"
     first = schemes[0]
     if any(scheme != first for scheme in schemes):
         return "weights in several ways are not read here"

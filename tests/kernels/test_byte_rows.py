@@ -240,3 +240,59 @@ def test_gather_is_the_reference(
     actual = batch.attend(GatherBackend(), **extras_of(extras, 4, dtype))
     tolerance = 2 * TOLERANCE[dtype]
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [1, 31, 33, 65])
+def test_a_row_alone_may_begin_anywhere(dim: int, dtype: torch.dtype) -> None:
+    """Scales of odd rows lie at odd bytes."""
+    rows = torch.arange(3 * dim, dtype=torch.float32).view(3, 1, dim).to(dtype)
+    packed = pack_rows(rows)
+    together = unpack_rows(packed, dtype)
+    for i in range(3):
+        assert torch.equal(unpack_rows(packed[i : i + 1], dtype), together[i : i + 1])
+    assert unpack_rows(pack_rows(rows[:0]), dtype).shape == (0, 1, dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_numbers_stay_finite(dtype: torch.dtype) -> None:
+    rows = torch.full((1, 32), 0.99 * torch.finfo(dtype).max).to(dtype)
+    assert unpack_rows(pack_rows(rows), dtype).isfinite().all()
+
+
+def rows_of(dim: int, dtype: torch.dtype = torch.float32, heads: int = 2) -> Tensor:
+    return torch.ones(4, heads, dim).to(dtype)
+
+
+def cache_of(size: int, dtype: torch.dtype = BYTES, heads: int = 2) -> Tensor:
+    return torch.zeros(1, 4, heads, size, dtype=dtype)
+
+
+FORGED = {
+    "one cache of numbers": (rows_of(64), rows_of(64), cache_of(68), cache_of(64, torch.float32)),
+    "the other": (rows_of(64), rows_of(64), cache_of(64, torch.float32), cache_of(68)),
+    "narrow values": (rows_of(64), rows_of(64, torch.bfloat16), cache_of(68), cache_of(68)),
+    "wide values": (rows_of(64), rows_of(64, torch.float64), cache_of(68), cache_of(68)),
+    "integers": (rows_of(64), rows_of(64, torch.int64), cache_of(68), cache_of(68)),
+    "fewer heads": (rows_of(64), rows_of(64, heads=1), cache_of(68), cache_of(68, heads=1)),
+    "fewer blocks": (rows_of(64), rows_of(64), cache_of(68), cache_of(68)[:0]),
+    "no row": (rows_of(64), rows_of(1), cache_of(68), cache_of(1)),
+    "a row that no numbers have": (rows_of(32), rows_of(33), cache_of(34), cache_of(36)),
+}
+
+
+@native
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_pages_are_refused(name: str) -> None:
+    """Before anything is written: the operators are open to everybody."""
+    key, value, key_cache, value_cache = FORGED[name]
+    slots = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"must be of|do not fit|no row"):
+        torch.ops.aioengine_cpu.write_kv(key, value, key_cache, value_cache, *slots)
+    places = (*slots, torch.tensor([0, 4]).int(), torch.tensor([4]).int(), torch.zeros(1, 1).int())
+    with pytest.raises(RuntimeError, match=r"must be of|do not fit|no row"):
+        torch.ops.aioengine_cpu.attend(
+            key, key, value, key_cache, value_cache, *places, None, None, None, 1.0, 0.0, 0, True,
+            False,
+        )  # fmt: skip
+    assert not key_cache.any() and not value_cache.any()

@@ -19,6 +19,7 @@ from aioengine.kernels.cpu.library import is_available
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 from aioengine.models.quantization.packed_checkpoints import unreadable
+from aioengine.models.quantization.packed_floats import read_floats
 from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
 from tests.models.test_packed_checkpoints import WEIGHTS, load
@@ -183,6 +184,22 @@ WRONG: Mapping[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
         lambda parts: parts.update(weight_scale_inv=parts["weight_scale_inv"].int()),
         "finite floats",
     ),
+    "two scales": (
+        lambda parts: parts.update(weight_scale=torch.tensor(1.0)),
+        "both weight_scale_inv and weight_scale",
+    ),
+    "bytes without a scale": (
+        lambda parts: (
+            parts.update(weight=parts["weight"].view(torch.uint8)) or parts.pop("weight_scale_inv")
+        ),
+        "no scale",
+    ),
+    "integers without a scale": (
+        lambda parts: (
+            parts.update(weight=parts["weight"].view(torch.int8)) or parts.pop("weight_scale_inv")
+        ),
+        "no scale",
+    ),
     "an endless scale": (
         lambda parts: parts["weight_scale_inv"].fill_(torch.inf),
         "finite floats",
@@ -214,7 +231,38 @@ def test_a_wrong_reading_is_refused(case: str, tmp_path: Path) -> None:
         (floats("channel", num_bits=4), "8 bits"),
         (floats("channel", type="int"), "8 bits"),
         ({**floats("tensor"), "config_groups": {}}, "config_groups"),
+        ({**floats("tensor"), "transform_config": {"R1": {}}}, "transform_config"),
+        ({**floats("channel"), "sparsity_config": {"format": "dense"}}, "sparsity_config"),
     ],
 )
 def test_what_is_left_to_transformers(packing: dict[str, Any], reason: str) -> None:
     assert reason in unreadable(packing)
+
+
+@pytest.mark.parametrize("scale", [1.0, 448.0, 1e30])
+def test_a_block_of_zeros_may_have_any_scale(scale: float) -> None:
+    """A quantizer leaves what it likes there: other blocks' scales stay what they are."""
+    numbers = torch.randn(64, 256).to(torch.float8_e4m3fn)
+    numbers.view(torch.uint8)[:, :128] = 0
+    scales = torch.full((1, 2), 3e-4)
+    scales[0, 0] = scale
+    found = read_floats({"weight": numbers, "weight_scale_inv": scales}, (128, 128))
+    grouped = found.grouped()
+    assert grouped is not None
+    wanted = found.floats()
+    assert (grouped.floats() - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def test_scales_that_are_far_apart_stay_as_they_are() -> None:
+    numbers = torch.ones(64, 256).to(torch.float8_e4m3fn)
+    for ratio, is_kept in ((2.0**11, True), (2.0**14, False)):
+        parts = {"weight": numbers, "weight_scale_inv": torch.tensor([[1.0, ratio]])}
+        assert (read_floats(parts, (128, 128)).grouped() is not None) is is_kept
+
+
+def test_a_block_that_is_larger_than_the_weight() -> None:
+    """By its config: no memory is taken for what is not there."""
+    parts = {"weight": torch.ones(64, 96).to(torch.float8_e4m3fn), "weight_scale": torch.ones(1, 1)}
+    found = read_floats(parts, (10**15, 10**15))
+    assert found.block == (64, 96) and torch.equal(found.floats(), torch.ones(64, 96))
+    assert found.grouped() is not None

@@ -215,6 +215,10 @@ private:
         const PlannedCross& cross, const Rows& memory, const Tensor& key_cache, const Tensor& value_cache,
         const Places& places) {
         const int64_t width = cross.kv_heads * cross.head_dim;
+        STD_TORCH_CHECK(
+            key_cache.size(2) == cross.kv_heads && dim_of(key_cache) == cross.head_dim &&
+                dim_of(value_cache) == cross.head_dim,
+            "caches do not fit the layer");
         char* both = memory_.hold(program_, memory.count * 2 * width * size_);
         multiply(memory, cross.key_value, 0, false, nullptr, both);
         Heads heads{};

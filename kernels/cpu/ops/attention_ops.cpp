@@ -31,16 +31,23 @@ bool has_byte_rows(const Tensor& cache) {
     return cache.scalar_type() == ScalarType::Byte;
 }
 
-// Numbers of a key or value.
-int64_t dim_of(const Tensor& cache) {
-    return has_byte_rows(cache) ? numbers_in(cache.size(3)) : cache.size(3);
-}
-
 }  // namespace
+
+int64_t dim_of(const Tensor& cache) {
+    const int64_t size = cache.size(3);
+    if (!has_byte_rows(cache)) return size;
+    const int64_t dim = numbers_in(size);
+    STD_TORCH_CHECK(size > 2 && row_bytes(dim) == size, "no row of bytes is so long");
+    return dim;
+}
 
 Pages pages_of(const Tensor& key_cache, const Tensor& value_cache) {
     check_close(key_cache, 4, "key_cache");
     check_close(value_cache, 4, "value_cache");
+    STD_TORCH_CHECK(
+        value_cache.scalar_type() == key_cache.scalar_type() && value_cache.size(0) == key_cache.size(0) &&
+            value_cache.size(1) == key_cache.size(1) && value_cache.size(2) == key_cache.size(2),
+        "key_cache and value_cache do not fit each other");
     Pages pages{};
     pages.keys = const_cast<void*>(key_cache.const_data_ptr());
     pages.values = const_cast<void*>(value_cache.const_data_ptr());
@@ -86,8 +93,7 @@ Attention attention_of(
     a.dtype = dtype;
     a.has_byte_rows = pages.has_byte_rows;
     STD_TORCH_CHECK(
-        (a.has_byte_rows || dtype_of(key_cache, *dispatch_table().attention) == dtype) &&
-            value_cache.scalar_type() == key_cache.scalar_type(),
+        a.has_byte_rows || dtype_of(key_cache, *dispatch_table().attention) == dtype,
         "query and caches must be of one dtype, or caches of bytes");
     a.key_cache = pages.keys;
     a.value_cache = pages.values;
@@ -99,9 +105,7 @@ Attention attention_of(
     a.value_dim = dim_of(value_cache);
     a.block_size = key_cache.size(1);
     STD_TORCH_CHECK(
-        a.kv_heads > 0 && a.heads % a.kv_heads == 0 && value_cache.size(1) == a.block_size &&
-            value_cache.size(2) == a.kv_heads,
-        "query, key_cache and value_cache do not fit each other");
+        a.kv_heads > 0 && a.heads % a.kv_heads == 0, "query and key_cache do not fit each other");
     a.query_start = places.query_start;
     a.seq_lens = places.seq_lens;
     a.block_table = places.block_table;
@@ -136,6 +140,9 @@ Heads new_rows(
     heads.pages->offsets = offsets;
     STD_TORCH_CHECK(fits(key, key_cache), "key must be of its cache's dtype and shape");
     STD_TORCH_CHECK(fits(value, value_cache), "value must be of its cache's dtype and shape");
+    STD_TORCH_CHECK(
+        value.scalar_type() == key.scalar_type() && value.size(0) == key.size(0),
+        "key and value must be of one dtype and length");
     heads.dtype = dtype_of(key, *dispatch_table().attention);
     heads.x[1] = key.const_data_ptr();
     heads.x[2] = value.const_data_ptr();
@@ -197,9 +204,10 @@ Tensor attend(
         STD_TORCH_CHECK(
             places.num_slots == key->size(0) && places.num_slots == value->size(0),
             "there must be a slot for each row");
-        add_heads(
-            program,
-            new_rows(*key, *value, key_cache, value_cache, places.slot_blocks, places.slot_offsets));
+        const Heads rows =
+            new_rows(*key, *value, key_cache, value_cache, places.slot_blocks, places.slot_offsets);
+        STD_TORCH_CHECK(rows.dtype == a.dtype, "query, key and value must be of one dtype");
+        add_heads(program, rows);
     }
     const AttentionWork work =
         cut_attention(program, a, places.num_sequences, team.num_threads());

@@ -36,6 +36,9 @@ Places places_of(
     Program& program, const Tensor& slot_blocks, const Tensor& slot_offsets, const Tensor& query_start,
     const Tensor& seq_lens, const Tensor& block_table, const std::optional<Tensor>& block_ids);
 
+// Numbers of a key or value of a cache. Raises for bytes that are no row.
+int64_t dim_of(const Tensor& cache);
+
 // Keys and values of a layer, whose slots are yet to be told.
 Pages pages_of(const Tensor& key_cache, const Tensor& value_cache);
 

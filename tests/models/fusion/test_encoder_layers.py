@@ -115,6 +115,29 @@ def test_what_an_encoder_gives(build: Any, count: int, dtype: torch.dtype) -> No
         torch.testing.assert_close(alone, found, atol=1e-6 * float(wanted.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("build", [clip, siglip, internvl])
+@torch.no_grad()
+def test_a_model_that_has_run_is_planned_too(build: Any) -> None:
+    """As in a trial at load: transformers leaves hooks that collect hidden states, which go on."""
+    model = build()
+    x = torch.randn(2, 3, 28, 28)
+    model(x, output_hidden_states=True)
+    assert any(each._forward_hooks for each in model.modules())
+    model, plain = packed(model)
+    assert num_planned(model) == 2
+    found, wanted = (each(x, output_hidden_states=True).hidden_states for each in (model, plain))
+    assert len(found) == 3
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_somebody_listens_to_stays() -> None:
+    model = clip()
+    layers = [each for each in model.modules() if type(each).__name__ == "CLIPEncoderLayer"]
+    layers[0].register_forward_hook(lambda *_: None)
+    model, _ = packed(model)
+    assert num_planned(model) == 1
+
+
 def qwen2_vl() -> nn.Module:
     config = hf.models.qwen2_vl.Qwen2VLVisionConfig(
         depth=2, embed_dim=64, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=14
