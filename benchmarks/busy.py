@@ -7,9 +7,9 @@ fair share of a team of two threads on two cores beside 1, 2, 4 such processes i
 
     python benchmarks/busy.py [--model FOLDER] [--requests 1,8,32] [--seconds 4] [--rounds 2]
 
-With `--family`, of models that `family_models.py` writes, each stream asks again and again for 48
-tokens about an image that is new (for Whisper 20 s of audio), so that decoding media, encoders and
-prompts are in the figures too. A turn should be some answers long then.
+With `--family`, of models that `family_models.py` writes, a turn is an answer of 48 tokens for
+each stream (for a single one two), each about an image that is new (for Whisper 20 s of audio), so
+that decoding media, encoders and prompts are in the figures too; how long all of it takes counts.
 """
 
 from __future__ import annotations
@@ -59,14 +59,13 @@ class Questions:
 
     def __init__(self, family: str) -> None:
         self.family = family
-        self.is_short = bool(family)
         self._numbers = count(1)
         self._folder = Path(tempfile.mkdtemp())
 
     def next(self) -> tuple[str, SamplingParams, dict[str, Any]]:
         """Prompt, parameters and media of the next answer."""
         number = next(self._numbers)
-        tokens = ANSWER if self.is_short else 100_000
+        tokens = ANSWER if self.family else 100_000
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         if not self.family:
             return f"{PROMPT} {number}", params, {}
@@ -87,27 +86,31 @@ async def decode(
     """Tokens per second of so many streams; how late this loop and the bare one woke, in ms."""
     counts = [0] * requests
     begun = asyncio.Event()
+    answers = 2 if questions.family and requests == 1 else 1
+    asked = [[questions.next() for _ in range(answers)] for _ in counts]
 
     async def read(index: int) -> None:
-        while True:
-            # An application reads its files elsewhere.
-            text, params, media = await asyncio.to_thread(questions.next)
+        for text, params, media in asked[index]:
             async with engine.stream(text, params, **media) as stream:
                 async for delta in stream:
                     counts[index] += len(delta.token_ids)
                     if all(counts):
                         begun.set()
-            if not questions.is_short:
-                return
 
+    began = time.perf_counter()
     tasks = [asyncio.create_task(read(index)) for index in range(requests)]
     try:
-        await asyncio.wait_for(begun.wait(), 300)
+        if not questions.family:
+            await asyncio.wait_for(begun.wait(), 120)
         probe = Probe()
         bare.begin()
         watching = asyncio.create_task(probe.run())
         before, since = sum(counts), time.perf_counter()
-        await asyncio.sleep(seconds)
+        if questions.family:
+            await asyncio.gather(*tasks)
+            since = began
+        else:
+            await asyncio.sleep(seconds)
         rate = (sum(counts) - before) / (time.perf_counter() - since)
         watching.cancel()
         lags = {**probe.summary("loop"), **await bare.end()}

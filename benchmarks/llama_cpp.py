@@ -6,8 +6,10 @@
 BIN holds `llama-bench` and `llama-batched-bench` (docs/benchmarks.md says how they are built); each
 form of ours is set beside the file named for it. In each round both run once, one after the other,
 ours in a process of its own, each with as many threads as there are processors. `read` is a plain
-sum over as many bytes as the weights have in memory, in the same process. The last line is JSON:
-medians of the rounds, and of the ratios within a round.
+sum over as many bytes as the weights have in memory, in the same process. `grown_mb` is by how much
+a load makes our process larger once libraries are imported, tokenizer included (no page of KV has
+been written by then), and `file_mb` what llama.cpp maps. The last line is JSON: medians of the
+rounds, and of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -26,18 +28,29 @@ from typing import Any
 
 FORMS = {"bf16": None, "int8": "int8", "int4": "int4"}
 PROMPT, ANSWER, MANY, LONG = 64, 128, 16, 512
+RATES = ("one", "many", "prefill")
+
+
+def resident_mb() -> float:
+    """Memory of this process: its own, and what it has read of mapped files."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 async def own(folder: Path, form: str) -> dict[str, float]:
     """Tokens a second of ours, and milliseconds of a token and of reading the weights."""
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from aioengine import AsyncEngine, SamplingParams
 
+    assert AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))]
+    before_mb = resident_mb()
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "quantization": FORMS[form]}
     async with AsyncEngine.from_pretrained(
         folder, max_model_len=1024, enable_prefix_caching=False, **options
     ) as engine:
+        grown_mb = resident_mb() - before_mb
 
         async def run(number: int, length: int, count: int) -> list[float]:
             ids = [(i * 7 + number * 13) % 900 + 100 for i in range(length)]
@@ -69,6 +82,7 @@ async def own(folder: Path, form: str) -> dict[str, float]:
         "token_ms": 1e3 / one,
         "read_ms": read_ms,
         "weight_mb": num_bytes / 1e6,
+        "grown_mb": grown_mb,
         "read_share": read_ms * one / 1e3,
     }
 
@@ -112,7 +126,7 @@ def run_llama(binaries: Path, file: Path) -> dict[str, float]:
     words = ["-npp", str(PROMPT), "-ntg", str(ANSWER), "-npl", str(MANY), "-c", "8192"]
     table = call("llama-batched-bench", *words)
     (row,) = [line for line in table.splitlines() if line.startswith(f"|{PROMPT:6d} |")]
-    return {**rates, "many": float(row.split("|")[8])}
+    return {**rates, "many": float(row.split("|")[8]), "file_mb": file.stat().st_size / 1e6}
 
 
 def compare(folder: Path, binaries: Path, files: dict[str, Path], rounds: int) -> dict[str, Any]:
@@ -131,7 +145,7 @@ def compare(folder: Path, binaries: Path, files: dict[str, Path], rounds: int) -
         found[form] = {
             "ours": {key: middle([ours[key] for ours, _ in pairs]) for key in pairs[0][0]},
             "llama.cpp": {key: middle([other[key] for _, other in pairs]) for key in pairs[0][1]},
-            "ratio": {key: middle([x[key] / y[key] for x, y in pairs]) for key in pairs[0][1]},
+            "ratio": {key: middle([x[key] / y[key] for x, y in pairs]) for key in RATES},
         }
     return found
 

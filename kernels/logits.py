@@ -1,6 +1,6 @@
-"""Logits as they are read: in float32 at least, the largest of each row, or one that is drawn.
+"""Logits as they are read: capped, in float32 at least, the largest of each row, or one drawn.
 
-On a CPU both are ours where the operators were built. PyTorch's have their threads meet at the end
+On a CPU all are ours where the operators were built. PyTorch's have their threads meet at the end
 of each, and so wait for one that has lost its core.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 
-__all__ = ["MOST_PROBABLE", "Choice", "argmax", "draw", "draws", "to_floats"]
+__all__ = ["MOST_PROBABLE", "Choice", "argmax", "cap_softly", "draw", "draws", "to_floats"]
 
 
 class Choice(NamedTuple):
@@ -38,6 +38,14 @@ def argmax(logits: Tensor) -> Tensor:
     if not _is_ours(logits):
         return logits.argmax(dim=-1)
     found: Tensor = torch.ops.aioengine_cpu.argmax(logits)
+    return found
+
+
+def cap_softly(logits: Tensor, cap: float) -> Tensor:
+    """`logits` [n, vocab] -> cap * tanh(logits / cap), of their dtype."""
+    if not _is_ours(logits):
+        return torch.tanh(logits / cap) * cap
+    found: Tensor = torch.ops.aioengine_cpu.cap(logits, cap)
     return found
 
 

@@ -24,7 +24,7 @@ from aioengine.execution.memory_profiler import largest_items, measure_activatio
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
 from aioengine.kernels.attention import AttentionBackend, select_backend
-from aioengine.kernels.cpu.library import trim_heap
+from aioengine.kernels.cpu.library import end_load
 from aioengine.kernels.grouped import can_group
 from aioengine.kernels.pool import BYTES, PageFormat
 from aioengine.models.quantization.gguf_weights import kinds_of
@@ -117,7 +117,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         read = partial(model_class.load_module, path, hf_config=hf_config, **options)
         name = _verdict_name(model_class, hf_config, config, device, path)
         model = _load_model(model_class, hf_config, config, processor, read, backend, name)
-        trim_heap()
+        end_load()
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
         sizes = _sizes(model, processor, config, form)

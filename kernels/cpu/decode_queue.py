@@ -64,7 +64,7 @@ class DecodeParts:
     `plan`: of its layers, as `pack_plan` packs it. `table` [vocab, hidden]: embeddings, or a packed
     weight whose outputs they are; they are multiplied by `scale`. `places` [n, hidden]: a row of
     which is added to a token's, by its position. `make_angles`: of positions [n], cosines and sines
-    [n, dim] of each kind.
+    [n, dim] of each kind. `cap`: of logits, 0 for none.
     """
 
     plan: Tensor
@@ -73,6 +73,7 @@ class DecodeParts:
     places: Tensor | None
     head: NativeLinear
     make_angles: Callable[[Tensor], Sequence[Angles]]
+    cap: float = 0.0
 
 
 class DecodeQueue:
@@ -123,6 +124,7 @@ class DecodeQueue:
             parts.places,
             *parts.head.operands,
             parts.head.num_outputs,
+            parts.cap,
             torch.empty(0, dtype=dtype),
             [*caches],
             self._angles,

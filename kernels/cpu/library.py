@@ -14,12 +14,12 @@ import torch
 
 __all__ = [
     "LIBRARY",
+    "end_load",
     "has_bfloat16",
     "has_bfloat16_attention",
     "instruction_set",
     "instruction_sets",
     "is_available",
-    "trim_heap",
     "use_instruction_set",
 ]
 
@@ -84,10 +84,11 @@ def use_instruction_set(name: str) -> str:
     return found
 
 
-def trim_heap() -> None:
-    """Have the allocator give back to the system what is free, after a load.
+def end_load() -> None:
+    """Have the allocator give back to the system what is free, and weights be moved together.
 
-    glibc keeps what lies below anything in use: hundreds of MB of what weights were made of.
+    glibc keeps what lies below anything in use: hundreds of MB of what weights were made of. Packed
+    weights go to huge pages, on Linux, by a thread that ends when they have.
     """
     if is_available():
-        torch.ops.aioengine_cpu.trim_heap()
+        torch.ops.aioengine_cpu.end_load()

@@ -47,7 +47,14 @@ def find_decode_parts(
         places=plan.places,
         head=head,
         make_angles=make_angles,
+        cap=_cap(model.config),
     )
+
+
+def _cap(config: Any) -> float:
+    """The soft cap of logits, 0 for none."""
+    found = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    return float(found or 0)
 
 
 def _table(embedding: nn.Module | None) -> tuple[Tensor | NativeLinear, float] | None:

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
-from aioengine.kernels.logits import to_floats
+from aioengine.kernels.logits import cap_softly, to_floats
 from aioengine.kernels.pool import PageFormat
 from aioengine.models.fusion import fuse_layers
 from aioengine.models.fusion.decoder_plan import run_decoder_plan
@@ -430,7 +430,7 @@ class TransformersModel:
         """The output head on [n, hidden], with the config's final soft cap."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         cap = getattr(self.text_config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else cap_softly(logits, cap)
 
 
 def _cut_positions(known: tuple[Tensor, int] | None, start: int, end: int) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.errors import EngineDeadError
@@ -19,7 +20,7 @@ from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.decode_queue import QueuedToken
 from aioengine.streams.pace import Pace
 from tests.support.engines import assert_at_rest, greedy, running_engine, settled, until
-from tests.support.tiny import save_tiny_llava, tiny_image
+from tests.support.tiny import draw_weights, save_tiny_llava, tiny_image, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
     not library.is_available() or library.instruction_set() == "generic",
@@ -104,6 +105,38 @@ async def test_the_same_tokens(
             assert num_queued(engine) > 20
             if name == "few blocks":
                 assert engine.statistics().preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_soft_caps(tmp_path: Path, dtype: str) -> None:
+    """Of logits, in the queue as in the model: Gemma 2 has them."""
+
+    def save() -> None:
+        config = Gemma2Config(
+            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
+            final_logit_softcapping=2.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        model = Gemma2ForCausalLM(config)
+        draw_weights(model)
+        model.save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+
+    await asyncio.to_thread(save)
+    params = [greedy(12), SamplingParams(temperature=1, seed=3, max_tokens=12, ignore_eos=True)]
+    found = []
+    for queues in (True, False):
+        async with opened(tmp_path, queues=queues, dtype=dtype) as engine:
+            asked = (engine.generate([5 + i, 9, 30], each) for i in range(4) for each in params)
+            found.append([output.token_ids for output in await asyncio.gather(*asked)])
+            scores = await engine.generate([5, 9, 30], greedy(4, logprobs=5))
+            assert (num_queued(engine) > 5) is queues
+    assert found[0] == found[1] and len(set(found[0])) > 4
+    spread = scores.outputs[0].logprobs
+    assert spread is not None and all(
+        max(x.logprob for x in each.values()) - min(x.logprob for x in each.values()) <= 4
+        for each in spread
+    )
 
 
 async def test_a_system_without_events_for_them(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu import library
-from aioengine.kernels.logits import Choice, argmax, draw, draws, to_floats
+from aioengine.kernels.logits import Choice, argmax, cap_softly, draw, draws, to_floats
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels here")
 
@@ -53,6 +53,30 @@ def test_the_first_of_the_largest(dtype: torch.dtype, count: int, width: int) ->
 )
 def test_odd_numbers(dtype: torch.dtype, numbers: list[float], place: int) -> None:
     assert argmax(torch.tensor([numbers], dtype=dtype)).tolist() == [place]
+
+
+@pytest.mark.parametrize("cap", [30.0, 0.5])
+@pytest.mark.parametrize("width", [1, 33, 1000, 40_000])
+def test_soft_caps(dtype: torch.dtype, width: int, cap: float) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits = (torch.randn(3, 2 * width, generator=generator) * 2 * cap).to(dtype)[:, :width]
+    found = cap_softly(logits, cap)
+    assert found.dtype is dtype
+    wanted = torch.tanh(logits.double() / cap) * cap
+    # One rounding at the end is ours; PyTorch's has three.
+    roundings = 4 if dtype is torch.float32 else (0.51 if draws(logits) else 2)
+    bound = roundings * torch.finfo(dtype).eps * cap
+    torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
+    for row in range(3):  # of which each comes to the same alone
+        assert torch.equal(cap_softly(logits[row : row + 1], cap)[0], found[row])
+
+
+def test_soft_caps_of_odd_numbers(dtype: torch.dtype) -> None:
+    found = cap_softly(torch.tensor([[INF, -INF, 0.0, NAN, 1.0]], dtype=dtype), 2.0)[0]
+    assert found[:3].tolist() == [2, -2, 0] and found[3].isnan() and found[4].isfinite()
+    if draws(torch.ones(1, 4).to(dtype)):
+        with pytest.raises(RuntimeError, match="cap must be larger"):
+            cap_softly(torch.ones(1, 4).to(dtype), 0.0)
 
 
 @pytest.mark.parametrize("width", [1, 33, 1000])

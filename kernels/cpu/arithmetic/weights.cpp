@@ -1,4 +1,4 @@
-// Weights of tokens to be drawn: a softmax that is not divided by its sum.
+// Weights of tokens to be drawn: a softmax that is not divided by its sum. And soft caps of logits.
 //
 // Compiled once for each instruction set, as attention.cpp is.
 
@@ -42,11 +42,45 @@ static void weights(DType dtype, const void* x, int64_t count, float temperature
     }
 }
 
+// tanh(t) = (1 - e) / (1 + e) with the sign of t, where e is that of -2 |t|.
+static inline Floats capped(Floats x, float cap) {
+    const Floats t = x / cap;
+    const Floats e = exp_negative(choose(t < Floats{}, t, -t) * 2.0f);
+    const Floats size = (1.0f - e) / (1.0f + e) * cap;
+    return choose(t < Floats{}, -size, size);
+}
+
+template <class T>
+static void cap_as(const T* x, int64_t count, float cap, T* to) {
+    const int64_t whole = count / WIDTH * WIDTH;
+    for (int64_t i = 0; i < whole; i += WIDTH) store(to + i, capped(load(x + i), cap));
+    float last[WIDTH] = {};
+    for (int64_t i = whole; i < count; ++i) last[i - whole] = to_float(x[i]);
+    store(last, capped(load(last), cap));
+    for (int64_t i = whole; i < count; ++i) from_float(last[i - whole], to + i);
+}
+
+static void cap(DType dtype, const void* x, int64_t count, float cap, void* to) {
+    switch (dtype) {
+        case DType::Float32:
+            cap_as((const float*)x, count, cap, (float*)to);
+            break;
+        case DType::BFloat16:
+            cap_as((const BFloat16*)x, count, cap, (BFloat16*)to);
+            break;
+        case DType::Float16:
+#if AIOENGINE_FLOAT16
+            cap_as((const Float16*)x, count, cap, (Float16*)to);
+#endif
+            break;
+    }
+}
+
 }  // namespace
 
 #define AIOENGINE_JOIN(a, b) a##b
 #define AIOENGINE_TABLE(name) AIOENGINE_JOIN(weights_, name)
 
 namespace aioengine {
-extern const WeightsKernel AIOENGINE_TABLE(AIOENGINE_KERNELS) = weights;
+extern const WeightsKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {weights, cap};
 }

@@ -54,6 +54,7 @@ struct Decoder {
     double scale;  // of embeddings
     std::optional<Tensor> positions;  // whose row is added to a token's embedding
     PlannedMatmul head;
+    double cap;  // of logits, or 0
     Tensor like;  // of the dtype of what lies between layers
     std::vector<Tensor> caches, angles;
     std::vector<int64_t> is_cross;  // for each KV group
@@ -205,6 +206,11 @@ void Decoder::run(int64_t index) {
     const size_t logit_bytes = count * head.outputs * builder.size();
     if (logits.size() < logit_bytes) logits.resize(logit_bytes);
     builder.multiply({normed, count, hidden, hidden}, head, 0, false, nullptr, logits.data());
+    const int64_t stride = head.outputs * builder.size();
+    if (cap > 0)
+        add_cap(
+            program, type, logits.data(), stride, count, head.outputs, static_cast<float>(cap), logits.data(),
+            stride);
     int64_t* chosen = static_cast<int64_t*>(program.take(count * sizeof(int64_t)));
     int64_t* num_banned = static_cast<int64_t*>(program.take(count * sizeof(int64_t)));
     const int32_t** banned = static_cast<const int32_t**>(program.take(count * sizeof(int32_t*)));
@@ -220,7 +226,7 @@ void Decoder::run(int64_t index) {
     const bool is_drawn =
         std::any_of(drawn, drawn + count, [](const Choice& each) { return each.temperature > 0; });
     add_choices(
-        program, {type, logits.data(), count, head.outputs, head.outputs * builder.size(),
+        program, {type, logits.data(), count, head.outputs, stride,
                   is_drawn ? program.copy(drawn, count) : nullptr, banned, num_banned, chosen});
     team.run(program);
     // Its memory stays until another is begun.
@@ -244,7 +250,7 @@ Decoder& decoder_of(const Tensor& packed) {
 Tensor pack_decoder(
     const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, int64_t vocab,
     double scale, const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
-    int64_t outputs, const Tensor& like, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
+    int64_t outputs, double cap, const Tensor& like, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event) {
     check_step(plan_of(plan), caches.size(), is_cross.size());
     STD_TORCH_CHECK(!caches.empty(), "there are no caches");
@@ -283,7 +289,7 @@ Tensor pack_decoder(
             results.size(1) == RESULT_TIMES + last.numel(),
         "steps must be int32, choices float64, results and last int64, of one number of steps and sequences");
     std::unique_ptr<Decoder> decoder(new Decoder{
-        nullptr, plan, table, factors, vocab, scale, positions, {head, scales, bias, outputs}, like, std::move(caches),
+        nullptr, plan, table, factors, vocab, scale, positions, {head, scales, bias, outputs}, cap, like, std::move(caches),
         std::move(angles), std::move(is_cross), steps, choices, results, last, static_cast<int>(event)});
     decoder->self = decoder.get();
     const std::array<int64_t, 1> bytes{sizeof(Decoder)}, strides{1};

@@ -88,6 +88,21 @@ Tensor argmax(const Tensor& x) {
     return out;
 }
 
+Tensor cap(const Tensor& x, double cap) {
+    check_close(x, 2, "x");
+    STD_TORCH_CHECK(cap > 0, "cap must be larger than 0");
+    const DType dtype = dtype_of(x, *dispatch_table().attention);
+    const int64_t size = size_of(dtype);
+    Tensor out = new_output(x, {x.size(0), x.size(1)});
+    run_between(x.size(0), [&](Program& program) {
+        keep(program, {x, out});
+        add_cap(
+            program, dtype, x.const_data_ptr(), x.stride(0) * size, x.size(0), x.size(1),
+            static_cast<float>(cap), out.mutable_data_ptr(), x.size(1) * size);
+    });
+    return out;
+}
+
 Tensor draw(
     Tensor& logits, const Tensor& choices, const std::optional<Tensor>& banned,
     const std::optional<Tensor>& num_banned) {

@@ -161,7 +161,6 @@ Tensor pack_groups(
             }
         }
     });
-    gather_pages(packed);
     return packed;
 }
 

@@ -52,7 +52,6 @@ Tensor pack_panels(const Tensor& weight) {
         copy_to_panels(
             static_cast<const Pair*>(weight.const_data_ptr()), weight.stride(0) / 2, outputs,
             depth / 2, static_cast<Pair*>(pairs.mutable_data_ptr()));
-        gather_pages(pairs);
         return pairs;
     }
     Tensor packed = new_weight(weight, {panels, depth, PANEL});
@@ -69,7 +68,6 @@ Tensor pack_panels(const Tensor& weight) {
         default:
             STD_TORCH_CHECK(false, "a weight's numbers must take 2 or 4 bytes");
     }
-    gather_pages(packed);
     return packed;
 }
 

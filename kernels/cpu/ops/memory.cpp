@@ -1,16 +1,23 @@
 #include "memory.h"
 
 #include <algorithm>
-#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
 #include <cstdlib>
-#include <ctime>
 #include <memory>
+#include <system_error>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "system.h"
 
 #if AIOENGINE_LINUX
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if AIOENGINE_LINUX && defined(__GLIBC__)
 #include <malloc.h>
@@ -24,13 +31,6 @@ constexpr size_t HUGE_PAGE = 2 << 20, SLAB_BYTES = 16 << 20, LINE = 64;
 
 size_t whole_pages(size_t bytes) {
     return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-}
-
-// That this thread has had a processor for.
-[[maybe_unused]] double thread_seconds() {
-    timespec time{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
 // Of a contiguous tensor.
@@ -62,36 +62,25 @@ public:
     void* take(size_t bytes) {
         if (bytes > bytes_ - used_) return nullptr;
         void* taken = memory_ + used_;
-        ask_for_huge_pages(whole_pages(used_), whole_pages(used_ + bytes));
         used_ += bytes;
         return taken;
     }
 
-private:
-    void ask_for_huge_pages(size_t first, size_t last);
+    char* memory() const { return memory_; }
+    // Of pages that weights fill.
+    size_t whole_bytes() const { return used_ / HUGE_PAGE * HUGE_PAGE; }
 
+private:
     char* memory_;
     size_t bytes_, used_ = 0;
 };
 
-// Fresh huge pages are one fault for 512, but a system whose memory is in pieces may take long to make
-// them: from then on weights get theirs when they have been written (`gather_pages`).
-void Slab::ask_for_huge_pages([[maybe_unused]] size_t first, [[maybe_unused]] size_t last) {
-#if AIOENGINE_LINUX && defined(MADV_HUGEPAGE)
-    constexpr double MOST_SECONDS = 3e-3;  // ten times what it takes to fill one with zeros
-    static std::atomic<bool> is_slow{false};
-    for (char* page = memory_ + first; page < memory_ + last && !is_slow; page += HUGE_PAGE) {
-        madvise(page, HUGE_PAGE, MADV_HUGEPAGE);
-        const double start = thread_seconds();
-        *static_cast<volatile char*>(page) = 0;
-        is_slow = thread_seconds() - start > MOST_SECONDS;
-    }
-#endif
-}
+using Slabs = std::vector<std::weak_ptr<Slab>>;
 
 struct SlabInUse {
     std::mutex mutex;
     std::shared_ptr<Slab> slab;
+    Slabs all;  // of this load
 };
 
 // Never destroyed, as `memory_pool`.
@@ -107,18 +96,60 @@ struct OfSlab {
 
 OfSlab take_of_slab(size_t bytes) {
     bytes = (bytes + LINE - 1) / LINE * LINE;
-    if (bytes > SLAB_BYTES / 2) {
-        const auto own = std::make_shared<Slab>(whole_pages(bytes));
-        return {own->take(bytes), own};
-    }
     SlabInUse& in_use = slab_in_use();
     const std::lock_guard<std::mutex> guard(in_use.mutex);
+    const auto begin = [&](size_t size) {
+        const auto slab = std::make_shared<Slab>(size);
+        in_use.all.push_back(slab);
+        return slab;
+    };
+    if (bytes > SLAB_BYTES / 2) {
+        const auto own = begin(whole_pages(bytes));
+        return {own->take(bytes), own};
+    }
     void* memory = in_use.slab ? in_use.slab->take(bytes) : nullptr;
     if (!memory) {
-        in_use.slab = std::make_shared<Slab>(SLAB_BYTES);
+        in_use.slab = begin(SLAB_BYTES);
         memory = in_use.slab->take(bytes);
     }
     return {memory, in_use.slab};
+}
+
+// Has the system move slabs into huge pages, for half of the time that this thread has. A page takes it 1 to 5 ms.
+// Asked for before weights are written they would take a start that much longer, and by itself the system
+// moves 16 MB in ten seconds.
+void gather_pages([[maybe_unused]] const Slabs& slabs) {
+#if AIOENGINE_LINUX && defined(MADV_HUGEPAGE)
+    constexpr int COLLAPSE = 25;  // MADV_COLLAPSE, since Linux 6.1; headers may be older
+    constexpr size_t AT_ONCE = 4 * HUGE_PAGE;
+    constexpr int NICENESS = 5;
+    setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), NICENESS);
+    bool is_known = true;
+    for (const std::weak_ptr<Slab>& each : slabs)
+        for (size_t at = 0;; at += AT_ONCE) {
+            const std::shared_ptr<Slab> slab = each.lock();
+            if (!slab || at >= slab->whole_bytes()) break;
+            char* memory = slab->memory() + at;
+            const size_t bytes = std::min(AT_ONCE, slab->whole_bytes() - at);
+            const auto began = std::chrono::steady_clock::now();
+            if (is_known && madvise(memory, bytes, COLLAPSE) != 0) is_known = errno != EINVAL;
+            if (!is_known) madvise(memory, bytes, MADV_HUGEPAGE);
+            std::this_thread::sleep_for(std::chrono::steady_clock::now() - began);
+        }
+#endif
+}
+
+void gather_beside(Slabs slabs) {
+    // Signals are for the threads of whoever uses this.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        std::thread([slabs = std::move(slabs)] { gather_pages(slabs); }).detach();
+    } catch (const std::system_error&) {
+        // There may be no more threads: weights stay where they are.
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 }  // namespace
@@ -180,21 +211,19 @@ Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes) {
         memory, sizes, strides_of(sizes), like.device(), like.scalar_type(), [slab](void*) {});
 }
 
-void gather_pages([[maybe_unused]] Tensor& weight) {
-#if AIOENGINE_LINUX && defined(MADV_HUGEPAGE)
-    const auto address = reinterpret_cast<uintptr_t>(weight.mutable_data_ptr());
-    const uintptr_t first = address / HUGE_PAGE * HUGE_PAGE;
-    const size_t bytes = address + weight.numel() * weight.element_size() - first;
-    madvise(reinterpret_cast<void*>(first), whole_pages(bytes), MADV_HUGEPAGE);
-#endif
-}
-
-void trim_heap() {
+void end_load() {
+    Slabs slabs;
     {
         SlabInUse& in_use = slab_in_use();
         const std::lock_guard<std::mutex> guard(in_use.mutex);
         in_use.slab.reset();
+        slabs.swap(in_use.all);
     }
+    std::erase_if(slabs, [](const std::weak_ptr<Slab>& each) {
+        const std::shared_ptr<Slab> slab = each.lock();
+        return !slab || !slab->whole_bytes();
+    });
+    if (!slabs.empty()) gather_beside(std::move(slabs));
 #if AIOENGINE_LINUX && defined(__GLIBC__)
     malloc_trim(0);
 #endif

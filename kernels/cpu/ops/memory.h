@@ -40,16 +40,13 @@ MemoryPool& memory_pool();
 // An uninitialised tensor of the dtype of `like`.
 Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes);
 
-// An uninitialised tensor for a weight, in huge pages where the system has some: all of it is read at every
-// step, and few of its addresses have to be looked up then. It lies beside others; the memory is freed when
-// all of these are gone.
+// An uninitialised tensor for a weight. It lies beside others of a load; the memory is freed when all of these
+// are gone.
 Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes);
 
-// Has the system move a weight that was written into huge pages, in its own time, as far as it is not.
-void gather_pages(Tensor& weight);
-
-// Behind a load: has the allocator give back to the system what is free, where it keeps it otherwise. Weights
-// of the next load lie elsewhere.
-void trim_heap();
+// Behind a load: has the allocator give back to the system what is free, where it keeps it otherwise, and a thread
+// gather weights into huge pages meanwhile: all of them are read at every step, and few addresses have to be
+// looked up then.
+void end_load();
 
 }  // namespace aioengine

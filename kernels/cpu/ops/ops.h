@@ -127,6 +127,8 @@ Tensor draw(
 // The place [rows] int64 of the largest number of each row of x [rows, width], the first of several; and x
 // as float32.
 Tensor argmax(const Tensor& x);
+// cap * tanh(x / cap) of x [rows, width], of its dtype.
+Tensor cap(const Tensor& x, double cap);
 Tensor widen(const Tensor& x);
 
 // The same with a bias, of rows that are centred first.
@@ -202,7 +204,7 @@ Tensor run_plan(
 Tensor pack_decoder(
     const Tensor& plan, const Tensor& table, const std::optional<Tensor>& factors, int64_t vocab,
     double scale, const std::optional<Tensor>& positions, const Tensor& head, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
-    int64_t outputs, const Tensor& like, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
+    int64_t outputs, double cap, const Tensor& like, std::vector<Tensor> caches, std::vector<Tensor> angles, std::vector<int64_t> is_cross,
     const Tensor& steps, const Tensor& choices, const Tensor& results, const Tensor& last, int64_t event);
 
 // Computes what is queued and what is queued meanwhile, until nothing has come for so long or it is to stop.

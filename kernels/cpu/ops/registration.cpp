@@ -11,7 +11,7 @@
 STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("instruction_set(str name) -> str");
     library.def("usable_processors(str groups, str own) -> int");
-    library.def("trim_heap() -> ()");
+    library.def("end_load() -> ()");
     library.def(
         "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor slot_blocks, Tensor slot_offsets) -> ()");
@@ -35,6 +35,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor");
     library.def("argmax(Tensor x) -> Tensor");
+    library.def("cap(Tensor x, float cap) -> Tensor");
     library.def("draw(Tensor(a!) logits, Tensor choices, Tensor? banned=None, Tensor? num_banned=None) -> Tensor");
     library.def("widen(Tensor x) -> Tensor");
     library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
@@ -56,7 +57,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "Tensor[] places, int[] blocks_in_window, Tensor[] rows, Tensor? wanted, Tensor? memory) -> Tensor");
     library.def(
         "pack_decoder(Tensor plan, Tensor table, Tensor? factors, int vocab, float scale, Tensor? positions, Tensor head, "
-        "Tensor? scales, Tensor? bias, int outputs, Tensor like, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
+        "Tensor? scales, Tensor? bias, int outputs, float cap, Tensor like, Tensor(a!)[] caches, Tensor[] angles, int[] is_cross, "
         "Tensor steps, Tensor choices, "
         "Tensor(b!) results, Tensor(c!) last, int event) -> Tensor");
     library.def("decode(Tensor(a!) decoder, int patience_us) -> int");
@@ -74,6 +75,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
     library.impl("layer_norm", TORCH_BOX(&aioengine::layer_norm));
     library.impl("argmax", TORCH_BOX(&aioengine::argmax));
+    library.impl("cap", TORCH_BOX(&aioengine::cap));
     library.impl("draw", TORCH_BOX(&aioengine::draw));
     library.impl("widen", TORCH_BOX(&aioengine::widen));
     library.impl("rotate", TORCH_BOX(&aioengine::rotate));
@@ -95,5 +97,5 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {
     library.impl("instruction_set", TORCH_BOX(&aioengine::instruction_set));
     library.impl("usable_processors", TORCH_BOX(&aioengine::usable_processors));
-    library.impl("trim_heap", TORCH_BOX(&aioengine::trim_heap));
+    library.impl("end_load", TORCH_BOX(&aioengine::end_load));
 }

@@ -24,7 +24,7 @@ struct DispatchTable {
     const NormKernel* norm;
     const RotaryKernel* rotary;
     const ArgmaxKernel* argmax;
-    const WeightsKernel* weights;
+    const WeightsKernels* weights;
 };
 
 // The table in use: the best of this CPU's, unless another one was chosen.

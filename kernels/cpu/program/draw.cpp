@@ -92,11 +92,39 @@ struct Choose {
     }
 };
 
+// Some numbers of a row.
+struct Cap {
+    static constexpr int64_t NUMBERS = 1 << 14;
+
+    DType dtype;
+    const char* x;
+    char* to;
+    int64_t width, x_stride, to_stride, size, parts_a_row;
+    float cap;
+
+    void commit(const Part& part) const {
+        const int64_t row = part.index / parts_a_row, first = part.index % parts_a_row * NUMBERS;
+        dispatch_table().weights->cap(
+            dtype, x + row * x_stride + first * size, std::min(NUMBERS, width - first), cap,
+            to + row * to_stride + first * size);
+    }
+};
+
 }  // namespace
+
+void add_cap(
+    Program& program, DType dtype, const void* x, int64_t x_stride, int64_t rows, int64_t width, float cap,
+    void* to, int64_t to_stride) {
+    const int64_t parts = (width + Cap::NUMBERS - 1) / Cap::NUMBERS;
+    program.add(
+        Cap{dtype, static_cast<const char*>(x), static_cast<char*>(to), width, x_stride, to_stride, size_of(dtype),
+            parts, cap},
+        rows * parts);
+}
 
 int64_t draw(
     DType dtype, const void* x, int64_t count, const Choice& choice, float* weights, float* spare) {
-    (*dispatch_table().weights)(dtype, x, count, static_cast<float>(choice.temperature), weights);
+    dispatch_table().weights->weights(dtype, x, count, static_cast<float>(choice.temperature), weights);
     // Logits that are not numbers leave no weight at all: any token will do.
     if (!(total_of(weights, count) > 0)) return count - 1;
     const float floor = std::max(static_cast<float>(choice.min_p), threshold(weights, count, choice, spare));

@@ -30,6 +30,11 @@ struct Choices {
     int64_t* to;
 };
 
+// cap * tanh(x / cap) of x [rows, width] at `to`, which may be x; rows are so many bytes apart.
+void add_cap(
+    Program& program, DType dtype, const void* x, int64_t x_stride, int64_t rows, int64_t width, float cap,
+    void* to, int64_t to_stride);
+
 void add_choices(Program& program, const Choices& choices);
 
 }  // namespace aioengine
