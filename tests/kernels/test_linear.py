@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from aioengine.kernels.cpu.library import end_load, is_available
+from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.linear import WAYS, PackedLinear, pack_linear
+
+native = pytest.mark.skipif(not is_available(), reason="the C++ kernels were not built")
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SHAPES = [(1, 1), (7, 3), (64, 16), (70, 48), (130, 257)]
@@ -99,3 +107,46 @@ def test_every_way_says_no_or_is_right(way: object) -> None:
             wanted = linear(x.double(), weight.double())
             bound = TOLERANCE[dtype] * float(wanted.abs().max())
             torch.testing.assert_close(packed(x).double(), wanted, atol=bound, rtol=0)
+
+
+def huge_kib(address: int) -> int | None:
+    """How much of the mapping at an address is in huge pages, in KiB; None where nobody says."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        return None
+    is_inside = False
+    for line in smaps.read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            is_inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1])
+    return None
+
+
+@native
+def test_weights_move_together_while_they_are_used() -> None:
+    """Behind a load, into huge pages where the system has some; small ones lie side by side."""
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(n, 512, generator=generator) for n in (64, 4096, 96, 4096, 32)]
+    packed = [NativeLinear(each) for each in plain]
+    x = torch.randn(3, 512, generator=generator)
+    wanted = [each(x) for each in packed]
+    del packed[1], wanted[1]  # beside which others stay
+    end_load()
+    address = packed[2].operands[0].data_ptr()
+    until = time.monotonic() + 5
+    while not huge_kib(address) and time.monotonic() < until:
+        for each, found in zip(packed, wanted, strict=True):
+            assert torch.equal(each(x), found)
+        time.sleep(0.01)
+    for each, found in zip(packed, wanted, strict=True):
+        assert torch.equal(each(x), found)
+
+
+@native
+def test_weights_that_are_gone_before_they_have_moved() -> None:
+    for _ in range(5):
+        packed = [NativeLinear(torch.ones(4096, 512)) for _ in range(4)]
+        end_load()
+        del packed
