@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_refused() -> None:
     batch = make_batch(MIXED, backend=CpuBackend(), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="fit each other"):
         replace(batch, query=batch.query[..., :4]).attend(CpuBackend())
-    with pytest.raises(RuntimeError, match="one dtype"):
+    with pytest.raises(RuntimeError, match="fit each other"):
         replace(batch, value_cache=batch.value_cache.double()).attend(CpuBackend())
     meta = batch.meta
     for changed in (

@@ -125,7 +125,8 @@ void check_weights(Report& report, DType dtype, Random& random) {
     float top = x.at(0);
     for (int64_t i = 0; i < count; ++i) top = std::max(top, x.at(i));
     Numbers weights(DType::Float32, count);
-    (*dispatch_table().weights)(dtype, x.data(), count, temperature, reinterpret_cast<float*>(weights.data()));
+    dispatch_table().weights->weights(
+        dtype, x.data(), count, temperature, reinterpret_cast<float*>(weights.data()));
     bool is_right = true;
     for (int64_t i = 0; i < count; ++i) {
         const double power = (static_cast<double>(x.at(i)) - top) / temperature, wanted = std::exp(power);
@@ -133,6 +134,21 @@ void check_weights(Report& report, DType dtype, Random& random) {
         is_right = is_right && is_near(weights.at(i), wanted, bound);
     }
     report.check(is_right, describe("weights of tokens", dtype, count) + ": not the reference");
+}
+
+void check_caps(Report& report, DType dtype, Random& random) {
+    const int64_t count = random.one_of<int64_t>({1, 2, 7, 16, 65, 1000});
+    const Numbers x(dtype, count, random);
+    const float cap = random.one_of<float>({0.5f, 2, 30});
+    Numbers capped(dtype, count);
+    dispatch_table().weights->cap(dtype, x.data(), count, cap, capped.data());
+    bool is_right = true;
+    for (int64_t i = 0; i < count; ++i) {
+        const double wanted = std::tanh(static_cast<double>(x.at(i)) / cap) * cap;
+        const double rounding = dtype == DType::Float32 ? 0 : unit_of(dtype, wanted);
+        is_right = is_right && is_near(capped.at(i), wanted, 5e-7 * cap + rounding);
+    }
+    report.check(is_right, describe("soft caps", dtype, count) + ": not the reference");
 }
 
 // Queries, keys and values behind their matmul: rotated and put into pages, as the kernels by themselves do it.
@@ -200,6 +216,7 @@ void check_rows(Report& report, Random& random) {
             check_rotary(report, dtype, random);
             check_argmax(report, dtype, random);
             check_weights(report, dtype, random);
+            check_caps(report, dtype, random);
             check_heads(report, dtype, random);
         }
 }
