@@ -60,7 +60,7 @@ class Questions:
     def __init__(self, family: str) -> None:
         self.family = family
         self._numbers = count(1)
-        self._folder = Path(tempfile.mkdtemp())
+        self._folder = tempfile.TemporaryDirectory()
 
     def next(self) -> tuple[str, SamplingParams, dict[str, Any]]:
         """Prompt, parameters and media of the next answer."""
@@ -74,7 +74,7 @@ class Questions:
             samples = rng.normal(0, 0.1, CLIP_S * workloads.RATE).astype(np.float32)
             return "", params, {"audios": [(samples, workloads.RATE)]}
         text = f"user: {FAMILIES[self.family].place}{workloads.QUESTION}\nassistant:"
-        path = Path(workloads.image(self._folder, number, SIZE))
+        path = Path(workloads.image(Path(self._folder.name), number, SIZE))
         data = path.read_bytes()
         path.unlink()
         return text, params, {"images": [data]}

@@ -7,8 +7,8 @@ BIN holds `llama-bench` and `llama-batched-bench` (docs/benchmarks.md says how t
 form of ours is set beside the file named for it. In each round both run once, one after the other,
 ours in a process of its own, each with as many threads as there are processors. `read` is a plain
 sum over as many bytes as the weights have in memory, in the same process. `grown_mb` is by how much
-a load makes our process larger once libraries are imported, tokenizer included (no page of KV has
-been written by then), and `file_mb` what llama.cpp maps. The last line is JSON: medians of the
+a load makes our process larger once libraries are imported, tokenizer included (few blocks of KV
+have been written by then), and `file_mb` what llama.cpp maps. The last line is JSON: medians of the
 rounds, and of the ratios within a round.
 """
 
@@ -44,7 +44,7 @@ async def own(folder: Path, form: str) -> dict[str, float]:
 
     from aioengine import AsyncEngine, SamplingParams
 
-    assert AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))]
+    _ = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))]  # imports it
     before_mb = resident_mb()
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "quantization": FORMS[form]}
     async with AsyncEngine.from_pretrained(

@@ -21,7 +21,7 @@ from torch.nn.functional import grouped_mm
 
 from aioengine.kernels.cpu.linear import PANEL, NativeLinear, native_way
 from aioengine.kernels.grouped import GroupedWeight, TorchGroupedLinear, pack_grouped
-from aioengine.kernels.matmul import Activation
+from aioengine.kernels.matmul import Activation, activated
 
 __all__ = [
     "ExpertBlocks",
@@ -97,7 +97,8 @@ class PackedExperts:
     ) -> Tensor:
         """`rows` [n, in], sorted by expert, and `ends` as in `ExpertRows` -> [n, out].
 
-        The rest is as in `NativeLinear`.
+        The rest is as in `NativeLinear`; gated, [n, out / 2]. Raises RuntimeError for `ends` that
+        do not rise to n.
         """
         found: Tensor = self._multiply(
             rows, ends, *self._operands, self._num_outputs, int(activation), is_gated
@@ -108,7 +109,7 @@ class PackedExperts:
 class TorchExperts:
     """The same by PyTorch, an expert after the other, of weights in groups."""
 
-    can_gate = False
+    can_gate = True
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None, num_experts: int) -> None:
         outputs = torch.arange(len(weight.numbers)).chunk(num_experts)
@@ -126,10 +127,10 @@ class TorchExperts:
         activation: Activation = Activation.NONE,
         is_gated: bool = False,
     ) -> Tensor:
-        """See `PackedExperts`; without an activation."""
-        assert activation is Activation.NONE and not is_gated
+        """See `PackedExperts`."""
         own = torch.tensor_split(rows, ends[:-1])
-        return torch.cat([f(x) for f, x in zip(self._experts, own, strict=True)])
+        out = torch.cat([f(x) for f, x in zip(self._experts, own, strict=True)])
+        return activated(out, activation, is_gated)
 
 
 def can_pack_experts(weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-__all__ = ["FORMULAS", "Activation", "Matmul", "TorchLinear"]
+__all__ = ["FORMULAS", "Activation", "Matmul", "TorchLinear", "activated"]
 
 
 class Activation(IntEnum):
@@ -30,6 +30,13 @@ FORMULAS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: gelu,
 }
 """The activations in PyTorch."""
+
+
+def activated(out: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+    """Outputs [..., out] of a matmul, or [..., out / 2] where the first half are gates."""
+    gate, up = out.chunk(2, dim=-1) if is_gated else (out, None)
+    found = gate if activation is Activation.NONE else FORMULAS[activation](gate)
+    return found if up is None else found * up
 
 
 class Matmul(Protocol):
@@ -70,12 +77,7 @@ class TorchLinear:
         self, x: Tensor, activation: Activation = Activation.NONE, is_gated: bool = False
     ) -> Tensor:
         """See `Matmul`."""
-        out = linear(x, self.weight, self.bias)
-        if activation is Activation.NONE and not is_gated:
-            return out
-        gate, up = out.chunk(2, dim=-1) if is_gated else (out, None)
-        found = gate if activation is Activation.NONE else FORMULAS[activation](gate)
-        return found if up is None else found * up
+        return activated(linear(x, self.weight, self.bias), activation, is_gated)
 
     def add_to(self, x: Tensor, given: Tensor) -> Tensor:
         """`x` [T, out] plus the outputs for `given` [T, in]; mutates and returns `x`."""

@@ -35,6 +35,7 @@ from aioengine.models.quantization.grouped_layers import (
     expert_weights,
     forget,
     grouped_of,
+    known_groups,
     stand_in,
 )
 
@@ -60,17 +61,18 @@ def _pack(module: Any, tried: dict[Hashable, bool]) -> bool:
     weights = expert_weights(module)
     if not weights or hasattr(module, "aioengine_experts") or is_hooked(module):
         return False
-    matmuls = {name: _matmul(module, name, weight) for name, weight in weights.items()}
-    up, down = (matmuls[name] for name in (*_up_name(module), "down_proj"))
+    known = frozenset(known_groups(module))
+    key = type(module), module.down_proj.dtype, known
+    if not tried.get(key, True):
+        return False
+    up, down = (_matmul(module, name, weights[name]) for name in (_up_name(module), "down_proj"))
     if up is None or down is None:
         return False
     activation = _activation(module) if up.can_gate or not module.has_gate else None
     run = partial(_run_packed, up=up, down=down, activation=activation)
-    is_grouped = grouped_of(module, "down_proj") is not None
-    key = type(module), activation, module.down_proj.dtype, is_grouped
     # What is in groups is held by the trial at load: inputs may be rounded, plain weights gone.
     if key not in tried:
-        tried[key] = is_grouped or _agrees(module, run, weights)
+        tried[key] = bool(known) or _agrees(module, run, weights)
     if not tried[key]:
         return False
     swap(module, subclass(type(module), _forward), aioengine_experts=run)
@@ -80,8 +82,8 @@ def _pack(module: Any, tried: dict[Hashable, bool]) -> bool:
     return True
 
 
-def _up_name(module: Any) -> tuple[str]:
-    return ("gate_up_proj" if module.has_gate else "up_proj",)
+def _up_name(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def _matmul(module: Any, name: str, weight: Tensor) -> _Matmul | None:
@@ -107,7 +109,7 @@ def _activation(module: Any) -> Activation | None:
 
 def _agrees(module: Any, run: Any, weights: dict[str, Tensor]) -> bool:
     """Return whether a layer does to random rows what its own class does."""
-    num_experts, _, width = weights[_up_name(module)[0]].shape
+    num_experts, _, width = weights[_up_name(module)].shape
     rows = random_rows(_TRIAL_ROWS, width, like=module.down_proj)
     scores = random_rows(_TRIAL_ROWS, num_experts, seed=1).softmax(-1)
     shares, chosen = scores.topk(min(2, num_experts), dim=-1)

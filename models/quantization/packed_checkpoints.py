@@ -30,6 +30,8 @@ from aioengine.models.quantization.packed_forms import Form, form_of
 __all__ = ["PackedWeights", "packing_of", "read_packed", "unreadable"]
 
 _Place = Callable[[], Tensor]
+_OF_EXPERTS = 3
+"""Dimensions of the weights of experts."""
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -85,10 +87,6 @@ class PackedWeights:
                     return None
                 found.append(part)
         return GroupedWeight.joined(found)
-
-
-_OF_EXPERTS = 3
-"""Dimensions of the weights of experts."""
 
 
 def _weights_of(module: nn.Module) -> list[tuple[str, Tensor]]:

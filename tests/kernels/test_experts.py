@@ -151,6 +151,17 @@ def test_experts_in_groups_by_pytorch(bits: int) -> None:
         torch.testing.assert_close(packed(rows, ends), experts(rows, ends), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_activations_by_pytorch(is_gated: bool) -> None:
+    """Also of layers without gates, whose activation the first matmul takes."""
+    experts = TorchExperts(round_weight(torch.randn(3 * 64, 64), 8), None, 3)
+    rows, ends = torch.randn(9, 64), torch.tensor([4, 4, 9])
+    plain = experts(rows, ends)
+    gates, others = plain.chunk(2, -1) if is_gated else (plain, torch.ones(()))
+    wanted = torch.nn.functional.silu(gates) * others
+    torch.testing.assert_close(experts(rows, ends, Activation.SILU, is_gated), wanted)
+
+
 @needs_kernels
 @pytest.mark.parametrize("ends", [[3, 2, 9], [-1, 4, 9], [4, 4, 8], [4, 4, 10], [9], []])
 def test_rows_of_nobody_are_refused(ends: list[int]) -> None:

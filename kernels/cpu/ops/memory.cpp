@@ -115,7 +115,7 @@ OfSlab take_of_slab(size_t bytes) {
     return {memory, in_use.slab};
 }
 
-// Has the system move slabs into huge pages, for half of the time that this thread has. A page takes it 1 to 5 ms.
+// Has the system move slabs into huge pages, for half of the time that this thread has. A page takes it up to 5 ms.
 // Asked for before weights are written they would take a start that much longer, and by itself the system
 // moves 16 MB in ten seconds.
 void gather_pages([[maybe_unused]] const Slabs& slabs) {
