@@ -316,6 +316,17 @@ def write_whisper(folder: Path, real: Path) -> None:
     model.save_pretrained(folder)
 
 
+def draw_zeros(model: torch.nn.Module) -> None:
+    """Draw the matrices that transformers begins with zeros.
+
+    Through Gemma 3's projection all images would be the same rows, and who keeps a prefix by its
+    embeddings would compute none of them again.
+    """
+    for weight in model.parameters():
+        if weight.dim() > 1 and not weight.any():
+            torch.nn.init.normal_(weight, std=0.02)
+
+
 def write(name: str, folder: Path, speech_model: Path) -> None:
     """Write weights, configuration, tokenizer and processor settings of a family to `folder`."""
     family = FAMILIES[name]
@@ -329,6 +340,7 @@ def write(name: str, folder: Path, speech_model: Path) -> None:
     more = dict.fromkeys([*SPECIAL, *family.named.values(), *family.marks, *LINE_ENDS])
     tokenizer = make_tokenizer(tuple(more), dict(family.named), template_of(family.place))
     model = family.model(tokenizer.convert_tokens_to_ids).to(torch.bfloat16)
+    draw_zeros(model)
     model.generation_config.update(eos_token_id=2, pad_token_id=0, bos_token_id=1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

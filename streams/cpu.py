@@ -120,15 +120,15 @@ class CpuDevice(Device):
                 self._allow()
                 self._changed.notify_all()
 
-    def release(self, kept: list[Any]) -> asyncio.Future[Any]:
+    def release(self, let_go: Callable[[], None]) -> asyncio.Future[Any]:
         """See `Device`. Steps in the queue that have not begun are cancelled."""
         self._leave()
 
-        def let_go() -> None:
+        def let_all_go() -> None:
             self._queue = None
-            kept.clear()
+            let_go()
 
-        return self.submit_step(let_go)
+        return self.submit_step(let_all_go)
 
     async def aclose(self) -> None:
         """See `Device`."""

@@ -125,12 +125,12 @@ class Device(ABC):
     def rest(self) -> None:  # noqa: B027 - only a thread that both queues share holds jobs back
         """Say that no step follows for now, so that nothing is held back for one."""
 
-    def release(self, kept: list[Any]) -> asyncio.Future[Any]:
-        """Let go of what is kept, and of all that jobs have brought here, on the launch thread.
+    def release(self, let_go: Callable[[], None]) -> asyncio.Future[Any]:
+        """Let go of all that jobs have brought here, on the launch thread, and call `let_go` there.
 
         Gigabytes take a second to be given back to the system.
         """
-        return self.submit_step(kept.clear)
+        return self.submit_step(let_go)
 
     async def aclose(self) -> None:
         """Cancel what has not begun, wait for what runs, end the threads. Idempotent."""

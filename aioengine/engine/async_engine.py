@@ -135,9 +135,9 @@ class AsyncEngine:
         assert core is not None
         if self._lifecycle.was_serving:
             self._final = core.statistics()
-        kept = core.release()
+        let_go = core.release()
         self._lifecycle.clear_frames()
-        dropping = core.device.release(kept)
+        dropping = core.device.release(let_go)
         await asyncio.wait([dropping])
         if not dropping.cancelled():
             dropping.exception()  # is seen: a device that is broken may refuse this too

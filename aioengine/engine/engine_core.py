@@ -24,6 +24,7 @@ from aioengine.engine.request_state import RequestState
 from aioengine.engine.request_tracker import RequestTracker
 from aioengine.errors import EngineDeadError, RequestAbortedError
 from aioengine.instruments import Instruments, StageSpan, timed
+from aioengine.kernels.cpu.library import end_team
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.device import Device
 from aioengine.streams.tokens import TokenStream, open_stream
@@ -84,17 +85,22 @@ class EngineCore:
             self._main.cancel()
             await asyncio.wait([self._main])
 
-    def release(self) -> list[Loaded]:
+    def release(self) -> Callable[[], None]:
         """Drop what leads back here, as a cycle with frozen objects is never freed.
 
-        Returns the last reference to the model, to be dropped where nobody minds the time.
+        Returns what drops the last reference to the model, for the launch thread, as its last job.
         """
         kept = [self.loaded]
+
+        def let_go() -> None:
+            kept.clear()
+            end_team()
+
         self._main = None
         self.encoder_jobs.stop()
         del self.tracker.released  # which leads from the tracker to the encoder jobs and back
         del self.loaded, self.scheduler, self.input_processor, self.tracker, self.encoder_jobs
-        return kept
+        return let_go
 
     # ---- requests
 

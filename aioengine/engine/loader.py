@@ -24,7 +24,7 @@ from aioengine.execution.memory_profiler import largest_items, measure_activatio
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_verdicts import is_kept, keep, settings_of, verdict_name
 from aioengine.kernels.attention import AttentionBackend, select_backend
-from aioengine.kernels.cpu.library import end_load
+from aioengine.kernels.cpu.library import end_load, end_team
 from aioengine.kernels.grouped import can_group
 from aioengine.kernels.pool import BYTES, PageFormat
 from aioengine.models.quantization.gguf_weights import kinds_of
@@ -125,6 +125,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         limits = resolve_limits(config, sizes, device, measure)
         runner = ModelRunner(model, limits, backend, form)
         runner.find_decode_steps()
+    end_team()
     eos_token_ids = _eos_token_ids(model)
     return Loaded(
         runner=runner,

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "LIBRARY",
     "end_load",
+    "end_team",
     "has_bfloat16",
     "has_bfloat16_attention",
     "instruction_set",
@@ -92,3 +93,13 @@ def end_load() -> None:
     """
     if is_available():
         torch.ops.aioengine_cpu.end_load()
+
+
+def end_team() -> None:
+    """End the threads that operators of the calling thread have been shared out to.
+
+    A thread that has run operators calls it before it ends: what it leaves is freed by the next
+    operator of any thread only, as the interpreter may have ended before it does.
+    """
+    if is_available():
+        torch.ops.aioengine_cpu.end_team()

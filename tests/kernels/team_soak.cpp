@@ -75,9 +75,45 @@ struct Copy {
     }
 };
 
+// A helper that has begun a part is still inside of the program when the team's own thread has done all.
+struct Late {
+    std::thread::id own;
+    std::atomic<bool>* has_helper;
+
+    void compute(const Part&) const {
+        if (std::this_thread::get_id() == own) {
+            has_helper->wait(false);
+            return;
+        }
+        *has_helper = true;
+        has_helper->notify_all();
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    }
+
+    void commit(const Part&) const {}
+};
+
 int check(bool is_right, const char* what) {
     if (!is_right) std::fprintf(stderr, "wrong: %s\n", what);
     return is_right ? 0 : 1;
+}
+
+// What late helpers read is handed to whoever closes the team, and to nobody before.
+int check_close(int64_t threads) {
+    Team team(threads);
+    std::atomic<bool> has_helper{threads == 1};
+    auto kept = std::make_shared<int>(7);
+    const std::weak_ptr<int> seen = kept;
+    Program& program = team.begin();
+    program.keep(std::move(kept));
+    program.add(Late{std::this_thread::get_id(), &has_helper}, MOST_PARTS);
+    team.run(program);
+    const bool is_left = threads > 1;
+    int failed = check(seen.expired() != is_left, "what is kept while a helper is inside");
+    const std::vector<std::shared_ptr<const void>> left = team.close();
+    failed += check(left.size() == is_left, "what a closed team hands over");
+    failed += check(seen.expired() != is_left, "when that is freed");
+    return failed;
 }
 
 }  // namespace
@@ -125,6 +161,7 @@ int main(int count, char** arguments) {
         operators += length;
         parts_of_all += length * parts;
     }
+    if (check_close(threads)) return 1;
     std::printf(
         "%lld programs, %lld operators, %lld parts, %lld computed, %lld stops\n", (long long)programs,
         (long long)operators, (long long)parts_of_all, (long long)computed.load(),

@@ -57,6 +57,28 @@ def test_it_is_used_again() -> None:
     assert not any(each.any() for each in others)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_team_ends_with_its_threads() -> None:
+    """Before the thread that it belongs to does; the next operator has another one."""
+
+    def num_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def run() -> list[int]:
+        counts = [num_threads()]
+        for _ in range(2):
+            ones(32, 3.0)
+            counts.append(num_threads())
+            library.end_team()
+            counts.append(num_threads())
+        return counts
+
+    with ThreadPoolExecutor(1) as pool:
+        first, *others = pool.submit(run).result()
+    more = min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - 1
+    assert others == [first + more, first] * 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_it_is_not_kept_without_end() -> None:
     """Of 384 MiB that are freed at once 64 are kept."""

@@ -155,7 +155,7 @@ async def test_closing_cancels_what_has_not_begun(queue: FakeQueue, is_released:
     queued = [submit(device, queue) for _ in range(3)]
     await until(lambda: queue.num_runs == 1)
     kept = [object()]
-    closing = [device.release(kept)] if is_released else []
+    closing = [device.release(kept.clear)] if is_released else []
     closing.append(asyncio.ensure_future(device.aclose()))
     await asyncio.sleep(0)
     queue.gate.set()

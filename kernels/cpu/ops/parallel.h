@@ -15,6 +15,9 @@ namespace aioengine {
 // processors for them.
 Team& own_team();
 
+// Ends it; the next operator has another one. Frees what programs of threads that have ended still keep.
+void end_team();
+
 // Runs a program of one operator on so many rows, between others of torch.
 //
 // Few rows are for the team, as torch's operators need no second thread for them. Where there are many,

@@ -12,6 +12,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def("instruction_set(str name) -> str");
     library.def("usable_processors(str groups, str own) -> int");
     library.def("end_load() -> ()");
+    library.def("end_team() -> ()");
     library.def(
         "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor slot_blocks, Tensor slot_offsets) -> ()");
@@ -98,4 +99,5 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CompositeExplicitAutograd, library) {
     library.impl("instruction_set", TORCH_BOX(&aioengine::instruction_set));
     library.impl("usable_processors", TORCH_BOX(&aioengine::usable_processors));
     library.impl("end_load", TORCH_BOX(&aioengine::end_load));
+    library.impl("end_team", TORCH_BOX(&aioengine::end_team));
 }

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <system_error>
 
@@ -235,6 +236,10 @@ Team::Team(int64_t num_threads) : num_wanted_(num_threads), process_(getpid()) {
 }
 
 Team::~Team() {
+    close();
+}
+
+std::vector<std::shared_ptr<const void>> Team::close() {
     is_closed_ = true;
     posted_.fetch_add(1);
     posted_.notify_all();
@@ -245,6 +250,12 @@ Team::~Team() {
         else
             helper.detach();
     }
+    helpers_.clear();
+    std::vector<std::shared_ptr<const void>> kept;
+    for (const std::unique_ptr<Program>& program : programs_)
+        std::move(program->kept_.begin(), program->kept_.end(), std::back_inserter(kept));
+    programs_.clear();
+    return kept;
 }
 
 bool Team::is_of_this_process() const {

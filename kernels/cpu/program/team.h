@@ -137,6 +137,10 @@ public:
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
+    // Ends the helpers, and with them all use of the team. Returns what programs keep, that somebody was still
+    // inside of when they had been run.
+    std::vector<std::shared_ptr<const void>> close();
+
     int64_t num_threads() const { return num_threads_; }
     int64_t num_wanted() const { return num_wanted_; }
     bool is_of_this_process() const;
