@@ -75,18 +75,22 @@ class ExpertRows:
 
 
 class PackedExperts:
-    """Weights [out, in] of several experts and their biases [out], packed as one for a CPU."""
+    """Weights [out, in] of several experts and their biases [out], packed as one for a CPU.
+
+    `operands`: what the operators take, as of `NativeLinear`. `num_outputs`: of one expert.
+    """
 
     def __init__(self, packed: NativeLinear, num_experts: int) -> None:
-        self._operands = packed.operands
-        self._num_outputs = packed.num_outputs // num_experts
+        self.operands = packed.operands
+        self.num_experts = num_experts
+        self.num_outputs = packed.num_outputs // num_experts
         self._multiply = torch.ops.aioengine_cpu.expert_linear.default
         self.nbytes = packed.nbytes
 
     @property
     def can_gate(self) -> bool:
         """Return whether each half of an expert's outputs fills whole panels."""
-        return self._num_outputs % (2 * PANEL) == 0
+        return self.num_outputs % (2 * PANEL) == 0
 
     def __call__(
         self,
@@ -101,7 +105,7 @@ class PackedExperts:
         do not rise to n.
         """
         found: Tensor = self._multiply(
-            rows, ends, *self._operands, self._num_outputs, int(activation), is_gated
+            rows, ends, *self.operands, self.num_outputs, int(activation), is_gated
         )
         return found
 
@@ -146,7 +150,7 @@ def pack_experts(weight: Tensor, bias: Tensor | None) -> PackedExperts | None:
     if not can_pack_experts(weight) or weight.dtype not in _DTYPES:
         return None
     flat = None if bias is None else bias.flatten()
-    packed = native_way(weight.reshape(-1, weight.shape[-1]), flat)
+    packed = native_way(weight.reshape(-1, weight.shape[-1]).contiguous(), flat)
     return None if packed is None else PackedExperts(packed, len(weight))
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import embedding, layer_norm
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext
-from aioengine.kernels.matmul import Activation, Matmul
+from aioengine.kernels.matmul import Activation, ExpertMatmul, Matmul
 
 __all__ = [
     "Angles",
@@ -32,6 +32,7 @@ __all__ = [
     "LayerPlan",
     "NormPlan",
     "Operators",
+    "RoutedPlan",
     "add_module",
     "normalize",
     "rows_wanted",
@@ -64,6 +65,25 @@ class FeedForwardPlan:
     activation: Activation
     is_gated: bool
     down: Matmul
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoutedPlan:
+    """Experts, of which each row goes to `num_chosen`: those with the largest logits of `router`.
+
+    What they come to is added up by their shares, of a softmax over these logits where it
+    `is_normalized`, over all logits otherwise. `shared`: a layer that all rows go to; what it comes
+    to is added. The rest is as in `FeedForwardPlan`.
+    """
+
+    router: Matmul
+    num_chosen: int
+    is_normalized: bool
+    up: ExpertMatmul
+    activation: Activation
+    is_gated: bool
+    down: ExpertMatmul
+    shared: FeedForwardPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -108,7 +128,7 @@ class LayerPlan:
     out_norm: NormPlan | None = None
     cross: CrossPlan | None = None
     feed_norm: NormPlan | None
-    feed_forward: FeedForwardPlan | Callable[[Tensor], Any]
+    feed_forward: FeedForwardPlan | RoutedPlan | Callable[[Tensor], Any]
     feed_out_norm: NormPlan | None = None
 
 
@@ -252,7 +272,7 @@ def add_module(
     layer: LayerPlan, x: Tensor, normalize: Callable[[Tensor, NormPlan], Tensor]
 ) -> Tensor:
     """`x` plus what a layer's module makes of it, where that is its feed-forward layer."""
-    assert not isinstance(layer.feed_forward, FeedForwardPlan)
+    assert not isinstance(layer.feed_forward, FeedForwardPlan | RoutedPlan)
     normed = x if layer.feed_norm is None else normalize(x, layer.feed_norm)
     found = layer.feed_forward(normed[None])
     found = (found[0] if isinstance(found, tuple) else found)[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-__all__ = ["FORMULAS", "Activation", "Matmul", "TorchLinear", "activated"]
+__all__ = ["FORMULAS", "Activation", "ExpertMatmul", "Matmul", "TorchLinear", "activated"]
 
 
 class Activation(IntEnum):
@@ -37,6 +37,17 @@ def activated(out: Tensor, activation: Activation, is_gated: bool) -> Tensor:
     gate, up = out.chunk(2, dim=-1) if is_gated else (out, None)
     found = gate if activation is Activation.NONE else FORMULAS[activation](gate)
     return found if up is None else found * up
+
+
+class ExpertMatmul(Protocol):
+    """Weights [out, in] of several experts, packed as one for a CPU.
+
+    `operands`: the packed weight, factors of outputs and bias. `num_outputs`: of one expert.
+    """
+
+    operands: tuple[Tensor, Tensor | None, Tensor | None]
+    num_experts: int
+    num_outputs: int
 
 
 class Matmul(Protocol):

@@ -20,13 +20,14 @@ from aioengine.kernels.layer_plan import (
     FeedForwardPlan,
     LayerPlan,
     NormPlan,
+    RoutedPlan,
     add_module,
     rows_wanted,
 )
 from aioengine.kernels.layer_slot import LayerSlot, StepContext
 from aioengine.kernels.matmul import Activation, Matmul
 
-__all__ = ["NativeOperators"]
+__all__ = ["NativeOperators", "run_experts"]
 
 _NOTHING = torch.empty(0, dtype=torch.float32)
 
@@ -58,7 +59,7 @@ class NativeOperators:
         self._stops = [
             index
             for index, layer in enumerate(layers)
-            if not isinstance(layer.feed_forward, FeedForwardPlan)
+            if not isinstance(layer.feed_forward, FeedForwardPlan | RoutedPlan)
         ]
         plans = [each for layer in layers for each in (layer, layer.cross) if each is not None]
         slots = [plan.slot for plan in plans if isinstance(plan.slot, LayerSlot)]
@@ -114,7 +115,7 @@ class NativeOperators:
 
     def add_feed(self, index: int, x: Tensor) -> Tensor:
         """See `Operators`."""
-        if not isinstance(self._layers[index].feed_forward, FeedForwardPlan):
+        if index in self._stops:
             return add_module(self._layers[index], x, compute_norm)
         found: Tensor = self._ops.add_feed(self._plan, index, x)
         return found
@@ -155,6 +156,17 @@ class NativeOperators:
         return found
 
 
+def run_experts(plan: RoutedPlan, x: Tensor) -> Tensor:
+    """What a routed layer, whose matmuls are for a CPU, makes of `x` [T, hidden]: [T, hidden].
+
+    Raises RuntimeError where shapes or dtypes do not go together.
+    """
+    tensors = [*_routed_tensors(plan), *_feed_tensors(plan.shared)]
+    sizes = [*_routed_sizes(plan), *_feed_sizes(plan.shared)]
+    found: Tensor = torch.ops.aioengine_cpu.routed_feed(x, tensors, sizes)
+    return found
+
+
 def _takes(x: Tensor, step: StepContext) -> bool:
     """Return whether the operators know all of a step."""
     # Another backend, or one made of it, wants to be called for each layer.
@@ -166,24 +178,62 @@ def _takes(x: Tensor, step: StepContext) -> bool:
 
 
 def _places(meta: AttentionMetadata) -> list[Tensor]:
-    return [_NOTHING if each is None else each for each in places_of(meta)]
+    return _listed(places_of(meta))
 
 
 # What `pack_plan` (kernels/cpu/layers/layer_plan.cpp) takes of a layer, in its order.
 
 
 def _tensors(layer: LayerPlan) -> list[Tensor]:
-    sinks, cross, feed = layer.attention.sinks, layer.cross, layer.feed_forward
-    products = [layer.qkv, layer.out]
-    inner = [feed.up, feed.down] if isinstance(feed, FeedForwardPlan) else [None, None]
+    sinks, cross = layer.attention.sinks, layer.cross
     crossed = [None] * 3 if cross is None else [cross.query, cross.key_value, cross.out]
     return [
         *(each for norm in _norms(layer) for each in _weights(norm)),
-        *(each for product in (*products, *inner) for each in _operands(product)),
+        *(each for product in (layer.qkv, layer.out) for each in _operands(product)),
+        *_feed_tensors(_feed(layer)),
         _NOTHING if sinks is None else sinks.to(torch.float32).contiguous(),
         *_weights(None if cross is None else cross.norm),
         *(each for product in crossed for each in _operands(product)),
+        *_routed_tensors(_routed(layer)),
     ]
+
+
+def _feed(layer: LayerPlan) -> FeedForwardPlan | None:
+    """The feed-forward layer that all rows go to."""
+    found = layer.feed_forward
+    if isinstance(found, RoutedPlan):
+        return found.shared
+    return found if isinstance(found, FeedForwardPlan) else None
+
+
+def _routed(layer: LayerPlan) -> RoutedPlan | None:
+    found = layer.feed_forward
+    return found if isinstance(found, RoutedPlan) else None
+
+
+def _feed_tensors(plan: FeedForwardPlan | None) -> list[Tensor]:
+    products = (None, None) if plan is None else (plan.up, plan.down)
+    return [each for product in products for each in _operands(product)]
+
+
+def _feed_sizes(plan: FeedForwardPlan | None) -> list[int]:
+    if plan is None:
+        return [int(Activation.NONE), 0, 0]
+    return [int(plan.activation), int(plan.is_gated), plan.up.num_outputs]
+
+
+def _routed_tensors(plan: RoutedPlan | None) -> list[Tensor]:
+    if plan is None:
+        return [_NOTHING] * 9
+    return [*_operands(plan.router), *_listed(plan.up.operands), *_listed(plan.down.operands)]
+
+
+def _routed_sizes(plan: RoutedPlan | None) -> list[int]:
+    if plan is None:
+        return [0] * 6
+    num_experts = plan.up.num_experts
+    up = int(plan.activation), int(plan.is_gated), num_experts * plan.up.num_outputs
+    return [*up, num_experts, plan.num_chosen, int(plan.is_normalized)]
 
 
 def _weights(norm: NormPlan | None) -> list[Tensor]:
@@ -196,18 +246,17 @@ def _operands(product: Matmul | None) -> list[Tensor]:
     if product is None:
         return [_NOTHING] * 3
     assert isinstance(product, NativeLinear)
-    return [_NOTHING if each is None else each for each in product.operands]
+    return _listed(product.operands)
+
+
+def _listed(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [_NOTHING if each is None else each for each in tensors]
 
 
 def _sizes(layer: LayerPlan) -> list[int]:
     group, stores = 0, True
     if isinstance(layer.slot, LayerSlot):
         group, stores = layer.slot.group, layer.slot.stores
-    feed = layer.feed_forward
-    inner = [int(Activation.NONE), 0, 0]
-    if isinstance(feed, FeedForwardPlan):
-        inner = [int(feed.activation), int(feed.is_gated), feed.up.num_outputs]
-    activation, is_gated, num_inner = inner
     cross, crossed = layer.cross, [0] * 4
     if cross is not None:
         of_cross = cross.slot.group if isinstance(cross.slot, LayerSlot) else 0
@@ -215,9 +264,10 @@ def _sizes(layer: LayerPlan) -> list[int]:
     return [
         *(layer.num_heads, layer.num_kv_heads, layer.head_dim),
         -1 if layer.angles is None else layer.angles,
-        *(layer.attention.window or 0, group, int(stores)),
-        *(activation, is_gated, layer.out.num_outputs, num_inner),
+        *(layer.attention.window or 0, group, int(stores), layer.out.num_outputs),
+        *_feed_sizes(_feed(layer)),
         *crossed,
+        *_routed_sizes(_routed(layer)),
     ]
 
 

@@ -19,7 +19,11 @@ from aioengine.models.fusion.fused_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
-from aioengine.models.fusion.routed_experts import pack_expert_layers, route_experts
+from aioengine.models.fusion.routed_experts import (
+    fuse_routed_layers,
+    pack_expert_layers,
+    route_experts,
+)
 from aioengine.models.fusion.tied_head import pack_tables
 from aioengine.models.quantization.grouped_layers import unpacked_names
 
@@ -31,6 +35,7 @@ PASSES: tuple[Callable[[nn.Module], int], ...] = (
     pack_convolutions,  # the same for convolutions over time
     pack_tables,  # takes the heads that have the embeddings' weight
     fuse_activations,  # joins packed matmuls with activations and gates
+    fuse_routed_layers,  # joins packed experts with their router, and with shared experts
     fuse_norms,
     fuse_rotary,
     route_encoders,

@@ -47,7 +47,8 @@ from aioengine.kernels.matmul import TorchLinear
 from aioengine.kernels.reference import ReferenceBackend
 from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.models.fusion.decode_parts import find_decode_parts
-from aioengine.models.fusion.layer_parts import NORMS, Kind, attentions_of, find_layer
+from aioengine.models.fusion.fused_mlp import Kind
+from aioengine.models.fusion.layer_parts import NORMS, attentions_of, find_layer
 from aioengine.models.fusion.swap import is_hooked, subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows, stand_ins
 

@@ -21,18 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.cpu.linear import NativeLinear
+from aioengine.kernels.layer_plan import FeedForwardPlan
 from aioengine.kernels.matmul import FORMULAS, Activation, TorchLinear
 from aioengine.models.fusion.layer_names import FeedForward, layer_names_of
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 from aioengine.models.fusion.swap import is_hooked, swap
 from aioengine.models.fusion.trial import ROUNDINGS, agree, random_rows, stand_ins
 
-__all__ = ["ActivatedFeedForward", "ActivatedLinear", "fuse_activations"]
+__all__ = ["ActivatedFeedForward", "ActivatedLinear", "Kind", "fuse_activations"]
 
 _TRIAL_ROWS = 8
 _OURS = (NativeLinear, TorchLinear)
 Ours: TypeAlias = NativeLinear | TorchLinear
 """Matmuls that take an activation."""
+Kind: TypeAlias = type[NativeLinear] | type[TorchLinear]
+"""Those of one device."""
 
 
 class ActivatedFeedForward(nn.Module):
@@ -43,6 +46,14 @@ class ActivatedFeedForward(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`hidden_states` [..., dim] -> [..., dim]."""
         return _fused_forward(self, *self.fused, hidden_states)
+
+    def plan(self, kind: Kind) -> FeedForwardPlan | None:
+        """The layer as a plan, where its matmuls are of this kind."""
+        names, up, activation = self.fused
+        down = getattr(getattr(self, names.down), "packed", None)
+        if not isinstance(up, kind) or not isinstance(down, kind):
+            return None
+        return FeedForwardPlan(up, activation, names.gate is not None, down)
 
 
 class ActivatedLinear(nn.Linear):

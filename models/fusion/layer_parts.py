@@ -8,21 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.cpu.linear import NativeLinear
-from aioengine.kernels.layer_plan import CrossPlan, FeedForwardPlan, LayerPlan, NormPlan
+from aioengine.kernels.layer_plan import (
+    CrossPlan,
+    FeedForwardPlan,
+    LayerPlan,
+    NormPlan,
+    RoutedPlan,
+)
 from aioengine.kernels.layer_slot import slot_of
-from aioengine.kernels.matmul import TorchLinear
-from aioengine.models.fusion.fused_mlp import ActivatedFeedForward, ActivatedLinear
+from aioengine.models.fusion.fused_mlp import ActivatedFeedForward, ActivatedLinear, Kind
 from aioengine.models.fusion.fused_norm import FusedLayerNorm, FusedRMSNorm
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
+from aioengine.models.fusion.routed_experts import RoutedFeedForward
 from aioengine.models.fusion.swap import is_hooked
 
-__all__ = ["NORMS", "Kind", "attentions_of", "find_layer"]
+__all__ = ["NORMS", "attentions_of", "find_layer"]
 
 NORMS = (FusedLayerNorm, FusedRMSNorm)
 
@@ -58,8 +64,6 @@ _SCALES = ("lambda_1", "lambda_2")
 """Parameters of a layer by which what attention and the feed-forward layer give is multiplied."""
 _OF_CROSS = {"q_proj", "out_proj"}
 _IDLE = (nn.Dropout, nn.Identity)
-Kind: TypeAlias = type[NativeLinear] | type[TorchLinear]
-"""Matmuls of one device."""
 
 
 def attentions_of(layer: nn.Module) -> list[nn.Module]:
@@ -214,7 +218,9 @@ def _head_norms(
     return (query, key) if is_of_heads and query.epsilon == key.epsilon else None
 
 
-def _feed_forward(modules: Sequence[nn.Module], kind: Kind) -> FeedForwardPlan | nn.Module | None:
+def _feed_forward(
+    modules: Sequence[nn.Module], kind: Kind
+) -> FeedForwardPlan | RoutedPlan | nn.Module | None:
     """The plan of what a layer holds beside attention and norms; a module itself of another
     kind."""
     if len(modules) == 2:
@@ -228,9 +234,7 @@ def _feed_forward(modules: Sequence[nn.Module], kind: Kind) -> FeedForwardPlan |
     if len(modules) != 1:
         return None
     (module,) = modules
-    if isinstance(module, ActivatedFeedForward):
-        names, up, activation = module.fused
-        down = getattr(getattr(module, names.down), "packed", None)
-        if isinstance(up, kind) and isinstance(down, kind):
-            return FeedForwardPlan(up, activation, names.gate is not None, down)
-    return module
+    if isinstance(module, RoutedFeedForward):
+        return module.routed
+    found = module.plan(kind) if isinstance(module, ActivatedFeedForward) else None
+    return module if found is None else found

@@ -2,8 +2,9 @@
 
 On a CPU transformers runs an expert after the other, each of them some operators. Here the weights
 of a layer are packed as those of linear layers are, or in groups if they are known so, and all
-experts are one operator for each of the two matmuls. The layer is one whose own class does the
-same to random rows.
+experts are one operator for each of the two matmuls. Where a module is a router, such experts and
+perhaps shared ones, it is one operator (`RoutedFeedForward`), which a decoder's plan takes. Either
+is a layer whose own class does the same to random rows.
 
 On a GPU transformers looks a function up by name at every call. Its own read how many rows each
 expert gets back to the host, or copy each row's weights. One of ours is registered, and modules are
@@ -13,6 +14,7 @@ made to ask for it by a copy of their config, as for attention.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
+from aioengine.kernels.cpu.layer_operators import run_experts
+from aioengine.kernels.cpu.linear import NativeLinear, native_way
 from aioengine.kernels.experts import (
     ExpertBlocks,
     ExpertRows,
@@ -28,7 +32,9 @@ from aioengine.kernels.experts import (
     pack_experts,
     pack_grouped_experts,
 )
+from aioengine.kernels.layer_plan import RoutedPlan
 from aioengine.kernels.matmul import FORMULAS, Activation
+from aioengine.models.fusion.fused_mlp import ActivatedFeedForward
 from aioengine.models.fusion.swap import is_hooked, route, subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, agree, random_rows
 from aioengine.models.quantization.grouped_layers import (
@@ -39,10 +45,22 @@ from aioengine.models.quantization.grouped_layers import (
     stand_in,
 )
 
-__all__ = ["EXPERTS_NAME", "pack_expert_layers", "route_experts"]
+__all__ = [
+    "EXPERTS_NAME",
+    "RoutedFeedForward",
+    "fuse_routed_layers",
+    "pack_expert_layers",
+    "route_experts",
+]
 
 EXPERTS_NAME = "aioengine_blocks"
+_EXPERTS_FIELD = "_experts_implementation_internal"
+_GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+_ROUTED = (torch.float32, torch.bfloat16)
+"""Dtypes of layers that are one operator."""
 _TRIAL_ROWS = 8
+_MORE_ROWS = 64
+"""Of which those are tried whose experts no rounding changes."""
 _USUAL_GATE = getattr(moe, "_default_apply_gate", None)
 """The gating of classes that have none of their own, where it is found."""
 
@@ -54,7 +72,15 @@ def pack_expert_layers(root: nn.Module) -> int:
     """Pack the weights of the expert layers of `root` that are on a CPU; how many layers."""
     tried: dict[Hashable, bool] = {}
     with torch.no_grad():
-        return sum(_pack(module, tried) for module in list(root.modules()))
+        count = sum(_pack(module, tried) for module in list(root.modules()))
+    # PyTorch's matmul of groups, which transformers asks for elsewhere, knows fewer dtypes.
+    others = [
+        module
+        for module in root.modules()
+        if any(each.dtype not in _GROUPED for each in expert_weights(module).values())
+    ]
+    route(others, "eager", _EXPERTS_FIELD)
+    return count
 
 
 def _pack(module: Any, tried: dict[Hashable, bool]) -> bool:
@@ -149,6 +175,158 @@ def _run_packed(
     return layout.combine(rows, top_k_weights).to(hidden_states.dtype)
 
 
+class RoutedFeedForward(nn.Module):
+    """Made of a module by `fuse_routed_layers`, never by itself."""
+
+    routed: RoutedPlan
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`hidden_states` [..., dim] -> [..., dim]."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        return run_experts(self.routed, rows).view(hidden_states.shape)
+
+
+class PackedRouter(nn.Module):
+    """Made of a router by `fuse_routed_layers`, never by itself."""
+
+    packed: NativeLinear
+    top_k: int
+    is_normalized: bool
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`hidden_states` [..., dim] -> logits [T, E], shares and int64 experts [T, k]."""
+        return _routes(self.packed, self.top_k, self.is_normalized, hidden_states)
+
+
+def _routes(
+    matmul: NativeLinear, num_chosen: int, is_normalized: bool, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `PackedRouter.forward`."""
+    logits = matmul(x.reshape(-1, x.shape[-1]))
+    scores = logits.softmax(-1, dtype=torch.float32)
+    shares, chosen = scores.topk(num_chosen, dim=-1)
+    if is_normalized:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return logits, shares.to(logits.dtype), chosen
+
+
+def fuse_routed_layers(root: nn.Module) -> int:
+    """Fuse the feed-forward layers of `root` that are packed experts and their router, in place.
+
+    Of other layers with packed experts the router alone, whose logits PyTorch rounds by the number
+    of rows. Returns how many layers were fused.
+    """
+    tried: dict[Hashable, Any] = {}
+    with torch.no_grad():
+        return sum(_fuse(module, tried) for module in list(root.modules()))
+
+
+def _fuse(module: nn.Module, tried: dict[Hashable, Any]) -> bool:
+    children: list[Any] = list(module.children())
+    experts = next((each for each in children if hasattr(each, "aioengine_experts")), None)
+    if experts is None or any(map(is_hooked, (module, *children))):
+        return False
+    routers = [each for each in children if _is_router(each, experts.num_experts)]
+    if len(routers) != 1:
+        return False
+    (router,) = routers
+    matmul = native_way(router.weight, router._parameters.get("bias"))
+    if matmul is None:
+        return False
+    plan = _plan(children, router, experts, matmul)
+    key = type(module), router.weight.dtype, router.top_k, len(children)
+    if plan is not None and key not in tried:
+        tried[key] = _trial_of_plan(module, router, plan)
+    if plan is not None and tried[key] is not None:
+        swap(module, RoutedFeedForward, routed=replace(plan, is_normalized=tried[key]))
+        return True
+    key = type(router), router.weight.dtype, router.top_k, 0
+    if key not in tried:
+        tried[key] = _trial_of_router(router, matmul)
+    if tried[key] is not None:
+        swap(router, PackedRouter, packed=matmul, is_normalized=tried[key])
+    return False
+
+
+def _is_router(module: Any, num_experts: int) -> bool:
+    """Return whether a module may be a router whose logits are one matmul."""
+    weight, num_chosen = module._parameters.get("weight"), getattr(module, "top_k", None)
+    if weight is None or weight.dtype not in _ROUTED or not isinstance(num_chosen, int):
+        return False
+    is_one = weight.dim() == 2 and len(weight) == num_experts and not [*module.children()]
+    return is_one and 0 < num_chosen <= num_experts
+
+
+def _plan(
+    children: list[Any], router: Any, experts: Any, matmul: NativeLinear
+) -> RoutedPlan | None:
+    """Guess the plan of a layer, if it holds such parts and nothing else."""
+    run = experts.aioengine_experts.keywords
+    shared = [each for each in children if each is not router and each is not experts]
+    plans = [
+        each.plan(NativeLinear) if isinstance(each, ActivatedFeedForward) else None
+        for each in shared
+    ]
+    is_whole = isinstance(run["up"], PackedExperts) and isinstance(run["down"], PackedExperts)
+    if not is_whole or run["activation"] is None or None in plans or len(plans) > 1:
+        return None
+    if getattr(experts, "has_post_expert_norm", False):
+        return None
+    return RoutedPlan(
+        router=matmul,
+        num_chosen=router.top_k,
+        is_normalized=True,
+        **run,
+        is_gated=bool(experts.has_gate),
+        shared=plans[0] if plans else None,
+    )
+
+
+def _trial_of_plan(module: Any, router: Any, plan: RoutedPlan) -> bool | None:
+    """Whether shares are normalized where a layer's own class does to random rows what its plan
+    does; None where it does something else."""
+    x = _trial_rows(router)
+    if x is None:
+        return None
+    for is_normalized in (True, False):
+        found = partial(run_experts, replace(plan, is_normalized=is_normalized), x)
+        if agree(found, lambda: module(x[None])[0], roundings=2 * ROUNDINGS):
+            return is_normalized
+    return None
+
+
+def _trial_of_router(router: Any, matmul: NativeLinear) -> bool | None:
+    """The same of a router."""
+    x = _trial_rows(router)
+    if x is None:
+        return None
+
+    def shares_of(given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        logits, shares, chosen = given
+        return torch.zeros_like(logits).scatter(-1, chosen, shares.to(logits.dtype))
+
+    for is_normalized in (True, False):
+        ours = partial(_routes, matmul, router.top_k, is_normalized, x)
+        if agree(lambda: shares_of(ours()), lambda: shares_of(router(x))):  # noqa: B023
+            return is_normalized
+    return None
+
+
+def _trial_rows(router: Any) -> Tensor | None:
+    """Rows [T, dim] whose experts no rounding changes; None for what gives no logits of them."""
+    x = random_rows(_MORE_ROWS, router.weight.shape[1], like=router.weight)
+    try:
+        logits = router(x)[0].float().sort(-1, descending=True).values
+    except Exception:
+        return None  # it wants other arguments, or gives something else
+    if logits.shape != (_MORE_ROWS, len(router.weight)):
+        return None
+    if router.top_k < len(router.weight):
+        margins = logits[:, router.top_k - 1] - logits[:, router.top_k]
+        x = x[margins.argsort(descending=True)[:_TRIAL_ROWS]].contiguous()
+    return x
+
+
 def route_experts(root: nn.Module) -> int:
     """Make the expert layers of `root` that are on a GPU ask for ours; how many did."""
     found = [
@@ -156,7 +334,7 @@ def route_experts(root: nn.Module) -> int:
         for module in root.modules()
         if any(each.device.type == "cuda" for each in expert_weights(module).values())
     ]
-    route(found, EXPERTS_NAME, "_experts_implementation_internal")
+    route(found, EXPERTS_NAME, _EXPERTS_FIELD)
     return len(found)
 
 

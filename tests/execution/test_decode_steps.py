@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlavaForConditionalGeneration,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.errors import EngineDeadError
@@ -20,7 +26,15 @@ from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.decode_queue import QueuedToken
 from aioengine.streams.pace import Pace
 from tests.support.engines import assert_at_rest, greedy, running_engine, settled, until
-from tests.support.tiny import draw_weights, save_tiny_llava, tiny_image, tiny_tokenizer
+from tests.support.tiny import (
+    VOCAB_SIZE,
+    draw_weights,
+    llava_config,
+    save_tiny_llava,
+    tiny_image,
+    tiny_processor,
+    tiny_tokenizer,
+)
 
 pytestmark = pytest.mark.skipif(
     not library.is_available() or library.instruction_set() == "generic",
@@ -105,6 +119,52 @@ async def test_the_same_tokens(
             assert num_queued(engine) > 20
             if name == "few blocks":
                 assert engine.statistics().preemptions > 0
+
+
+def decoder_of_experts(name: str) -> Any:
+    """The configuration of a decoder with routed experts, small."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    if name == "mixtral":
+        return MixtralConfig(
+            **sizes, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2
+        )
+    return Qwen3MoeConfig(
+        **sizes, intermediate_size=96, moe_intermediate_size=32, num_experts=8,
+        num_experts_per_tok=3, norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=[0],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3"])
+async def test_routed_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, quantization: str | None
+) -> None:
+    """The same tokens as by Python, alone and together, with images and without."""
+
+    def save() -> None:
+        config = llava_config()
+        config.text_config = decoder_of_experts(name)
+        model = LlavaForConditionalGeneration(config)
+        draw_weights(model)
+        model.save_pretrained(tmp_path)
+        tiny_processor().save_pretrained(tmp_path)
+
+    await asyncio.to_thread(save)
+    options = {"dtype": dtype, "quantization": quantization}
+    async with opened(tmp_path, queues=False, **options) as engine:
+        wanted = await all_tokens(engine)
+    with planning(monkeypatch, 5):
+        async with opened(tmp_path, queues=True, **options) as engine:
+            assert await all_tokens(engine) == wanted
+            assert num_queued(engine) > 20
+            await engine.reset_caches()
+            alone = [(await ask(engine, number)).token_ids for number in range(15)]
+    assert alone == wanted[:15]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import (
     GptOssForCausalLM,
     MixtralConfig,
     NemotronHConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -24,9 +27,13 @@ from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.kernels.cpu.layer_operators import run_experts
 from aioengine.kernels.cpu.library import instruction_set, is_available
+from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.grouped import round_weight
-from aioengine.models.fusion.routed_experts import pack_expert_layers
+from aioengine.models.fusion.fused_mlp import fuse_activations
+from aioengine.models.fusion.packed_linear import pack_layers
+from aioengine.models.fusion.routed_experts import fuse_routed_layers, pack_expert_layers
 from aioengine.models.quantization.grouped_layers import (
     attach,
     expert_weights,
@@ -126,6 +133,129 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(dtype: torch.dtype)
         assert torch.equal(alone[0], together[i])
     some = layer(rows[5:60], chosen[5:60], shares[5:60])
     assert torch.equal(some, together[5:60])
+
+
+def fused(model: Any) -> int:
+    """Run the passes that a layer of routed experts takes part in; how many are one operator."""
+    for each in (pack_expert_layers, pack_layers, fuse_activations):
+        each(model)
+    return fuse_routed_layers(model)
+
+
+WHOLE: dict[str, Callable[[], Any]] = {
+    **{name: MODELS[name] for name in ("qwen3", "mixtral")},
+    "shares of all experts": lambda: Qwen3MoeConfig(**QWEN, norm_topk_prob=False),
+    "all experts": lambda: Qwen3MoeConfig(**{**QWEN, "num_experts_per_tok": 8}),
+    "aria": lambda: AriaTextConfig(
+        **{**SIZES, "intermediate_size": 32},
+        moe_num_experts=6,
+        moe_topk=3,
+        moe_num_shared_experts=2,
+    ),
+}
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WHOLE)
+@torch.no_grad()
+def test_layers_that_are_one_operator(name: str, dtype: torch.dtype) -> None:
+    """What a layer comes to, and a row alone, among others and beside rows that are no numbers."""
+    model = drawn(AutoModel.from_config(WHOLE[name]()), dtype)
+    own = [each.mlp for each in copy.deepcopy(model).layers]
+    assert fused(model) == 2
+    for layer, plain in zip((each.mlp for each in model.layers), own, strict=True):
+        x = torch.randn(1, 90, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+        found, wanted = layer(x), plain(x)
+        # Where two experts are nearly as good, rounding chooses.
+        errors = (found - wanted).abs().amax(-1).float() / float(wanted.abs().max())
+        assert (errors < 16 * torch.finfo(dtype).eps).float().mean() > 0.9
+        for i in (0, 41, 89):
+            assert torch.equal(layer(x[:, i : i + 1])[0, 0], found[0, i])
+        bad = x.clone()
+        bad[0, 7], bad[0, 8] = torch.nan, torch.inf
+        others = [i for i in range(90) if i not in (7, 8)]
+        assert torch.equal(layer(bad)[0, others], found[0, others])
+        assert layer(bad)[0, 7].isnan().all()
+        assert layer(x[:, :0]).shape == (1, 0, 64)
+
+
+@needs_packing
+@torch.no_grad()
+def test_layers_that_are_not_one_operator() -> None:
+    """Layers that return something else, have other parts, or whom somebody listens to."""
+    assert fused(drawn(AutoModel.from_config(MODELS["gpt-oss"]()), torch.float32)) == 0
+    assert fused(drawn(AutoModel.from_config(MODELS["qwen3"]()), torch.float16)) == 0
+    config = Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=64)  # which has a gate
+    assert fused(drawn(AutoModel.from_config(config), torch.float32)) == 0
+    model = drawn(AutoModel.from_config(MODELS["qwen3"]()), torch.float32)
+    model.layers[0].mlp.gate.register_forward_hook(lambda *_: None)
+    assert fused(model) == 1
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_a_router_of_other_layers(dtype: torch.dtype) -> None:
+    """Its logits are the same bits in any company; PyTorch's are not."""
+    model = drawn(AutoModel.from_config(MODELS["gpt-oss"]()), dtype)
+    own = copy.deepcopy(model.layers[0].mlp.router)
+    fused(model)
+    router = model.layers[0].mlp.router
+    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    found, wanted = router(x), own(x)
+    bound = 8 * torch.finfo(dtype).eps
+    for mine, theirs in zip(found[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=bound, rtol=bound)
+    for i in (0, 69):
+        assert all(
+            torch.equal(a[0], b[i]) for a, b in zip(router(x[i : i + 1]), found, strict=True)
+        )
+
+
+@needs_packing
+def test_operators_refuse_what_is_no_layer() -> None:
+    model = drawn(AutoModel.from_config(MODELS["qwen3"]()), torch.float32)
+    fused(model)
+    plan = model.layers[0].mlp.routed
+    x = torch.randn(3, 64)
+    run_experts(plan, x)
+    for wrong, message in (
+        (replace(plan, num_chosen=0), "some of the experts"),
+        (replace(plan, num_chosen=9), "some of the experts"),
+        (replace(plan, router=replace_outputs(plan)), "outputs|panels|weight"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run_experts(wrong, x)
+    with pytest.raises(RuntimeError):
+        run_experts(plan, x.half())
+    with pytest.raises(RuntimeError):
+        run_experts(plan, x[:, :48].contiguous())
+    with pytest.raises(RuntimeError, match="lists must be of one routed layer"):
+        torch.ops.aioengine_cpu.routed_feed(x, [x] * 15, [1] * 8)
+
+
+def replace_outputs(plan: Any) -> Any:
+    """The router of a layer that has more experts than there are."""
+    other = copy.copy(plan.router)
+    other.operands = NativeLinear(torch.randn(100, 64)).operands
+    return other
+
+
+@needs_packing
+@torch.no_grad()
+def test_other_dtypes_are_computed_one_expert_after_the_other() -> None:
+    model = drawn(AutoModel.from_config(MODELS["mixtral"]()), torch.float64)
+    model.set_experts_implementation("grouped_mm")
+    assert pack_expert_layers(model) == 0
+    assert model(torch.arange(9)[None]).last_hidden_state.isfinite().all()
+
+
+@needs_packing
+@torch.no_grad()
+def test_a_single_expert_that_is_transposed() -> None:
+    config = GptOssConfig(**SIZES, num_local_experts=1, num_experts_per_tok=1)
+    assert pack_expert_layers(drawn(AutoModel.from_config(config), torch.float32)) == 2
 
 
 @needs_packing

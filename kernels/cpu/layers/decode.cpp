@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -21,6 +20,7 @@
 #include "draw.h"
 #include "layer_builder.h"
 #include "memory.h"
+#include "numbers.h"
 
 namespace aioengine {
 
@@ -75,23 +75,15 @@ struct Decoder {
 // Numbers at x become change(i, number), rounded. Of float32 or bfloat16.
 template <class Change>
 void change_row(DType dtype, char* x, int64_t count, const Change& change) {
-    for (int64_t i = 0; i < count; ++i) {
-        if (dtype == DType::Float32) {
-            float& at = reinterpret_cast<float*>(x)[i];
-            at = change(i, at);
-            continue;
-        }
-        uint16_t& at = reinterpret_cast<uint16_t*>(x)[i];
-        const float value = change(i, std::bit_cast<float>(static_cast<uint32_t>(at) << 16));
-        const uint32_t bits = std::bit_cast<uint32_t>(value);
-        const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-        at = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-    }
+    with_numbers(dtype, x, [&](auto* numbers) {
+        for (int64_t i = 0; i < count; ++i) write_number(numbers[i], change(i, read_number(numbers[i])));
+    });
 }
 
 float number_at(DType dtype, const char* x, int64_t i) {
-    if (dtype == DType::Float32) return reinterpret_cast<const float*>(x)[i];
-    return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(x)[i]) << 16);
+    float found;
+    with_numbers(dtype, x, [&](const auto* numbers) { found = read_number(numbers[i]); });
+    return found;
 }
 
 Places places_of_group(

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "experts.h"
 #include "layer_plan.h"
 #include "ops.h"
 
@@ -183,11 +184,39 @@ public:
     }
 
     Rows add_feed(const PlannedLayer& layer, const Rows& x, void* out = nullptr) {
-        STD_TORCH_CHECK(layer.up, "a module computes this layer's feed-forward part");
-        const int64_t width = layer.up->outputs / (layer.is_gated ? 2 : 1);
-        char* inner = inner_.hold(program_, x.count * width * size_);
-        multiply(normalized(x, layer.feed_norm), *layer.up, layer.activation, layer.is_gated, nullptr, inner);
-        return add(x, {inner, x.count, width, width}, *layer.down, layer.feed_out_norm, out);
+        STD_TORCH_CHECK(!layer.has_module(), "a module computes this layer's feed-forward part");
+        const Rows normed = normalized(x, layer.feed_norm);
+        if (!layer.routed)
+            return add(x, add_inner(*layer.feed, normed), layer.feed->down, layer.feed_out_norm, out);
+        char* found = found_.hold(program_, x.count * x.width * size_);
+        add_experts(*layer.routed, layer.feed, normed, found);
+        const Rows to = stream(x, out);
+        const PlannedNorm* norm = layer.feed_out_norm ? &*layer.feed_out_norm : nullptr;
+        normalize({found, x.count, x.width, x.width}, norm, &x, const_cast<char*>(to.data));
+        return to;
+    }
+
+    // What routed experts, and shared ones if there are any, make of x, to `out` [T, hidden].
+    void add_experts(
+        const PlannedExperts& routed, const std::optional<PlannedFeed>& shared, const Rows& x, void* out) {
+        STD_TORCH_CHECK(dtype_ != DType::Float16, "a router's logits are float32 or bfloat16");
+        const int64_t tokens = x.count, pairs = tokens * routed.chosen;
+        char* logits = logits_.hold(program_, tokens * routed.experts * size_);
+        multiply(x, routed.router, 0, false, nullptr, logits);
+        const Routes routes = add_router(
+            program_, {dtype_, logits, tokens, routed.experts, routed.chosen, routed.is_normalized});
+        char* rows = rows_.hold(program_, 2 * pairs * x.width * size_);
+        add_take_rows(program_, x.data, x.stride * size_, routes.order, pairs, x.width * size_, rows);
+        const int64_t width = routed.feed.up.outputs / routed.experts / (routed.feed.is_gated ? 2 : 1);
+        char* inner = inner_.hold(program_, pairs * width * size_);
+        multiply_by_expert(routed, {rows, pairs, x.width, x.width}, true, routes, inner);
+        char* found = rows + pairs * x.width * size_;
+        multiply_by_expert(routed, {inner, pairs, width, width}, false, routes, found);
+        if (!shared) return add_combination(program_, routes, dtype_, found, x.width, out);
+        char* sums = sums_.hold(program_, tokens * x.width * size_);
+        add_combination(program_, routes, dtype_, found, x.width, sums);
+        const Rows residual{sums, tokens, x.width, x.width};
+        multiply(add_inner(*shared, x), shared->down, 0, false, &residual, out);
     }
 
     Rows add_rows(const Rows& x, const Rows& more) {
@@ -211,6 +240,32 @@ public:
     }
 
 private:
+    // A feed-forward layer up to its last matmul.
+    Rows add_inner(const PlannedFeed& feed, const Rows& x) {
+        const int64_t width = feed.up.outputs / (feed.is_gated ? 2 : 1);
+        char* inner = inner_.hold(program_, x.count * width * size_);
+        multiply(x, feed.up, feed.activation, feed.is_gated, nullptr, inner);
+        return {inner, x.count, width, width};
+    }
+
+    // The first matmul of experts, or the second.
+    void multiply_by_expert(
+        const PlannedExperts& routed, const Rows& x, bool is_first, const Routes& routes, void* out) {
+        const PlannedFeed& feed = routed.feed;
+        Linear a = linear_of_experts(
+            (is_first ? feed.up : feed.down).weight(), routed.experts, dtype_, x.count, x.width,
+            is_first ? feed.activation : 0, is_first && feed.is_gated);
+        a.x = x.data;
+        a.out = out;
+        add_expert_linear(program_, a, routes.ends, routed.experts, floats_of(a));
+    }
+
+    // Where a matmul's input is made floats, if it has to be.
+    float* floats_of(const Linear& a) {
+        if (!wants_floats(a)) return nullptr;
+        return reinterpret_cast<float*>(floats_.hold(program_, a.rows * a.depth * sizeof(float)));
+    }
+
     void write_memory(
         const PlannedCross& cross, const Rows& memory, const Tensor& key_cache, const Tensor& value_cache,
         const Places& places) {
@@ -296,8 +351,7 @@ public:
                 "residual must be of the shape of the outputs");
             a.residual = residual->data;
         }
-        char* floats = wants_floats(a) ? floats_.hold(program_, a.rows * a.depth * sizeof(float)) : nullptr;
-        add_linear(program_, a, reinterpret_cast<float*>(floats));
+        add_linear(program_, a, floats_of(a));
     }
 
 private:
@@ -329,6 +383,7 @@ private:
     const DType dtype_;
     const int64_t size_;
     Buffer streams_[2], normed_, inner_, found_, floats_, partial_, memory_;
+    Buffer logits_, rows_, sums_;  // of experts
     std::deque<std::pair<Attention, AttentionWork>> works_;
 };
 

@@ -14,7 +14,9 @@ namespace aioengine {
 namespace {
 
 // What a layer takes of each list.
-constexpr size_t LAYER_TENSORS = 36, LAYER_SIZES = 15, LAYER_NUMBERS = 10;
+constexpr size_t LAYER_TENSORS = 45, LAYER_SIZES = 21, LAYER_NUMBERS = 10;
+// And of these a feed-forward layer, and a routed one.
+constexpr size_t FEED_TENSORS = 6, FEED_SIZES = 3, ROUTED_TENSORS = 9, ROUTED_SIZES = 6;
 // What a KV group takes of the list of its step's metadata.
 constexpr size_t GROUP_TENSORS = 6;
 
@@ -30,6 +32,21 @@ std::optional<PlannedNorm> norm_of(const Tensor* t, double epsilon) {
 
 PlannedMatmul matmul_of(const Tensor* t, int64_t outputs) {
     return {t[0], maybe(t[1]), maybe(t[2]), outputs};
+}
+
+// With so many outputs of the last matmul.
+std::optional<PlannedFeed> feed_of(const Tensor* t, const int64_t* n, int64_t outputs) {
+    if (!t[0].numel()) return std::nullopt;
+    return PlannedFeed{matmul_of(t, n[2]), matmul_of(t + 3, outputs), n[0], n[1] != 0};
+}
+
+std::optional<PlannedExperts> routed_of(const Tensor* t, const int64_t* n, int64_t outputs) {
+    if (!t[0].numel()) return std::nullopt;
+    const int64_t experts = n[3], chosen = n[4];
+    STD_TORCH_CHECK(0 < chosen && chosen <= experts, "a row must go to some of the experts");
+    const std::optional<PlannedFeed> feed = feed_of(t + 3, n, experts * outputs);
+    STD_TORCH_CHECK(feed, "there must be experts behind a router");
+    return PlannedExperts{matmul_of(t, experts), *feed, experts, chosen, n[5] != 0};
 }
 
 PlannedLayer layer_of(const Tensor* t, const int64_t* n, const double* f) {
@@ -49,21 +66,18 @@ PlannedLayer layer_of(const Tensor* t, const int64_t* n, const double* f) {
     layer.window = n[4];
     layer.group = n[5];
     layer.stores = n[6] != 0;
-    layer.activation = n[7];
-    layer.is_gated = n[8] != 0;
+    const int64_t hidden = n[7];
     layer.qkv = matmul_of(t + 12, (n[0] + 2 * n[1]) * n[2]);
-    layer.out = matmul_of(t + 15, n[9]);
-    if (t[18].numel()) {
-        layer.up = matmul_of(t + 18, n[10]);
-        layer.down = matmul_of(t + 21, n[9]);
-    }
+    layer.out = matmul_of(t + 15, hidden);
+    layer.feed = feed_of(t + 18, n + 8, hidden);
     layer.sinks = maybe(t[24]);
+    layer.routed = routed_of(t + 36, n + 15, hidden);
     if (t[27].numel())
         layer.cross = PlannedCross{
             norm_of(t + 25, f[8]),
             matmul_of(t + 27, n[11] * n[13]),
             matmul_of(t + 30, 2 * n[12] * n[13]),
-            matmul_of(t + 33, n[9]),
+            matmul_of(t + 33, hidden),
             n[11],
             n[12],
             n[13],
@@ -214,6 +228,22 @@ Tensor add_feed(const Tensor& plan, int64_t index, const Tensor& x) {
     return out;
 }
 
+Tensor routed_feed(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> sizes) {
+    STD_TORCH_CHECK(
+        tensors.size() == ROUTED_TENSORS + FEED_TENSORS && sizes.size() == ROUTED_SIZES + FEED_SIZES,
+        "lists must be of one routed layer");
+    check_close(x, 2, "x");
+    const auto routed = routed_of(&tensors[0], &sizes[0], x.size(1));
+    STD_TORCH_CHECK(routed, "there must be a router");
+    const auto shared = feed_of(&tensors[ROUTED_TENSORS], &sizes[ROUTED_SIZES], x.size(1));
+    Tensor out = new_output(x, {x.size(0), x.size(1)});
+    tensors.push_back(x);
+    run_built(x, tensors, [&](Builder& builder) {
+        builder.add_experts(*routed, shared, rows_of(x, builder.dtype(), "x"), out.mutable_data_ptr());
+    });
+    return out;
+}
+
 Tensor finish(
     const Tensor& packed, const Tensor& x, const std::optional<Tensor>& wanted, int64_t tokens) {
     const Plan& plan = plan_of(packed);
@@ -268,7 +298,7 @@ std::pair<Rows, bool> add_layers(
         if (is_cut) x = cut(x);
         if (is_cut) attended = cut(attended);
         x = builder.add(x, attended, *out, *out_norm);
-        if (!layer.up) return {x, true};
+        if (layer.has_module()) return {x, true};
         x = builder.add_feed(layer, x);
         if (i >= step.rows.size()) continue;
         const Rows more = rows_of(step.rows[i], builder.dtype(), "rows");

@@ -34,18 +34,35 @@ struct PlannedCross {
     double scale;
 };
 
+struct PlannedFeed {
+    PlannedMatmul up, down;
+    int64_t activation;
+    bool is_gated;
+};
+
+// Experts, some of which each row goes to. Those of the matmuls are packed as one.
+struct PlannedExperts {
+    PlannedMatmul router;
+    PlannedFeed feed;
+    int64_t experts, chosen;
+    bool is_normalized;
+};
+
 struct PlannedLayer {
     std::optional<PlannedNorm> norm, query_norm, key_norm, out_norm, feed_norm, feed_out_norm;
     PlannedMatmul qkv, out;
     std::optional<PlannedCross> cross;
-    std::optional<PlannedMatmul> up, down;  // none where a module computes the feed-forward layer
+    // What both come to is added up. None of them where a module computes the feed-forward layer.
+    std::optional<PlannedFeed> feed;
+    std::optional<PlannedExperts> routed;
     std::optional<Tensor> sinks;
     int64_t heads, kv_heads, head_dim;
     int64_t angles;  // which of the step's, -1 for none
-    int64_t activation;
-    bool is_gated, stores;
+    bool stores;
     int64_t window, group;
     double scale, softcap;
+
+    bool has_module() const { return !feed && !routed; }
 };
 
 struct Plan {

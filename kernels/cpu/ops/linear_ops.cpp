@@ -1,7 +1,9 @@
 // Linear layers: weights packed into panels, and matmuls with them.
 
 #include <algorithm>
+#include <limits>
 
+#include "experts.h"
 #include "memory.h"
 #include "ops.h"
 
@@ -134,6 +136,19 @@ Linear linear_of(
     return a;
 }
 
+Linear linear_of_experts(
+    const Weight& weight, int64_t experts, DType dtype, int64_t rows, int64_t depth, int64_t activation,
+    bool is_gated) {
+    const int64_t outputs = weight.outputs / experts;
+    STD_TORCH_CHECK(
+        outputs > 0 && outputs * experts == weight.outputs && outputs % (is_gated ? 2 * PANEL : PANEL) == 0,
+        "an expert must fill whole panels");
+    Linear a = linear_of(weight, dtype, rows, depth, activation, is_gated);
+    a.outputs = outputs;
+    a.gate_panels /= experts;
+    return a;
+}
+
 Tensor expert_linear(
     const Tensor& x, const Tensor& ends, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
@@ -146,18 +161,16 @@ Tensor expert_linear(
         experts > 0 && end[0] >= 0 && std::is_sorted(end, end + experts) && end[experts - 1] == rows,
         "ends must rise to the number of rows");
     STD_TORCH_CHECK(
-        outputs > 0 && outputs % (is_gated ? 2 * PANEL : PANEL) == 0, "an expert must fill whole panels");
+        0 < outputs && outputs <= std::numeric_limits<int64_t>::max() / experts, "outputs are of one expert");
     const DType dtype = dtype_of(x, *dispatch_table().attention);
-    Linear a = linear_of(
-        {packed, scales, bias, experts * outputs}, dtype, rows, x.size(1), activation, is_gated);
-    a.outputs = outputs;
-    a.gate_panels /= experts;
+    Linear a = linear_of_experts(
+        {packed, scales, bias, experts * outputs}, experts, dtype, rows, x.size(1), activation, is_gated);
     a.x = x.const_data_ptr();
     a.stride = x.stride(0);
     Tensor out = new_output(x, {rows, is_gated ? outputs / 2 : outputs});
     a.out = out.mutable_data_ptr();
     run_between(rows, [&](Program& program) {
-        keep(program, {x, packed, scales.value_or(x), bias.value_or(x)});
+        keep(program, {x, ends, packed, scales.value_or(x), bias.value_or(x)});
         add_expert_linear(program, a, end, experts);
     });
     return out;

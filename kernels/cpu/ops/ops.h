@@ -62,6 +62,11 @@ struct Weight {
 Linear linear_of(
     const Weight& weight, DType dtype, int64_t rows, int64_t depth, int64_t activation, bool is_gated);
 
+// The same of several experts, whose weights are packed as one; outputs are those of one of them.
+Linear linear_of_experts(
+    const Weight& weight, int64_t experts, DType dtype, int64_t rows, int64_t depth, int64_t activation,
+    bool is_gated);
+
 // A weight [outputs, depth] as [panels, depth, PANEL]; where the CPU multiplies pairs, one of bfloat16
 // as [panels, depth / 2, PANEL, 2].
 Tensor pack_panels(const Tensor& weight);
@@ -113,6 +118,10 @@ Tensor linear(
 Tensor expert_linear(
     const Tensor& x, const Tensor& ends, const Tensor& packed, const std::optional<Tensor>& scales,
     const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated);
+
+// A routed feed-forward layer: x [T, hidden] -> the same. `tensors` and `sizes`: what of a plan says that there is
+// one (layer_plan.h), and, behind that, the shared experts.
+Tensor routed_feed(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> sizes);
 
 // x [rows, dim] or [rows, heads, dim] over the root of the mean square of each row (and head) plus epsilon,
 // times weight [dim], of the dtype of x or float32. Contiguous.

@@ -33,6 +33,7 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
     library.def(
         "expert_linear(Tensor x, Tensor ends, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
         "int activation=0, bool is_gated=False) -> Tensor");
+    library.def("routed_feed(Tensor x, Tensor[] tensors, int[] sizes) -> Tensor");
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor");
     library.def("argmax(Tensor x) -> Tensor");
@@ -73,6 +74,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("read_outputs", TORCH_BOX(&aioengine::read_outputs));
     library.impl("linear", TORCH_BOX(&aioengine::linear));
     library.impl("expert_linear", TORCH_BOX(&aioengine::expert_linear));
+    library.impl("routed_feed", TORCH_BOX(&aioengine::routed_feed));
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
     library.impl("layer_norm", TORCH_BOX(&aioengine::layer_norm));
     library.impl("argmax", TORCH_BOX(&aioengine::argmax));

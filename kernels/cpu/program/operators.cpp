@@ -29,12 +29,6 @@ const char* bytes(const void* memory) {
     return static_cast<const char*>(memory);
 }
 
-const LinearKernels& kernels_of(const Linear& a) {
-    const DispatchTable& table = dispatch_table();
-    if (a.weights == Weights::Grouped && !a.groups.has_full_inputs) return *table.int8_gemm;
-    return *(a.is_paired ? table.bf16_gemm : table.linear);
-}
-
 struct Widen {
     Linear a;
     const LinearKernels* kernels;
@@ -61,54 +55,6 @@ struct Multiply {
 
     void compute(const Part& part) const { kernels->multiply(a, piece(part), part.scratch); }
     void commit(const Part& part) const { kernels->write(a, piece(part), part.scratch); }
-};
-
-// The weights of one of several experts.
-Linear of_expert(Linear a, int64_t expert) {
-    const int64_t outputs = expert * a.outputs, panel = outputs / PANEL;
-    if (a.weights == Weights::Grouped) {
-        a.groups.first = a.groups.panel(panel);
-        a.packed = a.groups.first;
-    } else {
-        const int64_t size = a.weights == Weights::Float32 ? 4 : 2;
-        a.packed = bytes(a.packed) + panel * a.depth * PANEL * size;
-    }
-    if (a.scales) a.scales += outputs;
-    if (a.bias) a.bias += outputs;
-    return a;
-}
-
-// As `Multiply`, but rows are an expert's; a piece of them and a panel is a part.
-struct MultiplyByExpert {
-    struct Rows {
-        int64_t expert, first, last;
-    };
-
-    Linear a;
-    const LinearKernels* kernels;
-    int64_t panels;
-    const Rows* pieces;
-
-    struct Work {
-        Linear a;
-        LinearPiece piece;
-    };
-
-    Work work(const Part& part) const {
-        const Rows& rows = pieces[part.index / panels];
-        const bool has_next = part.has_next && (part.index + 1) % panels != 0;
-        return {of_expert(a, rows.expert), {part.index % panels, rows.first, rows.last, has_next}};
-    }
-
-    void compute(const Part& part) const {
-        const Work own = work(part);
-        kernels->multiply(own.a, own.piece, part.scratch);
-    }
-
-    void commit(const Part& part) const {
-        const Work own = work(part);
-        kernels->write(own.a, own.piece, part.scratch);
-    }
 };
 
 struct Normalize {
@@ -319,13 +265,16 @@ int64_t size_of(DType dtype) {
     return dtype == DType::Float32 ? 4 : 2;
 }
 
+const LinearKernels& kernels_of(const Linear& a) {
+    const DispatchTable& table = dispatch_table();
+    if (a.weights == Weights::Grouped && !a.groups.has_full_inputs) return *table.int8_gemm;
+    return *(a.is_paired ? table.bf16_gemm : table.linear);
+}
+
 bool wants_floats(const Linear& a) {
     return a.dtype != DType::Float32 && kernels_of(a).widen;
 }
 
-namespace {
-
-// Makes a matmul's input floats, if its kernels want them and it is not.
 void add_widening(Program& program, Linear& a, const LinearKernels& kernels, float* floats) {
     a.input = static_cast<const float*>(a.x);
     a.input_stride = a.stride;
@@ -341,14 +290,11 @@ int64_t panels_of(const Linear& a) {
     return a.gate_panels ? a.gate_panels : parts_of(a.outputs, PANEL);
 }
 
-// Rows of a piece: all pieces but the last are equal and a multiple of the unit, and as few as may be.
 int64_t rows_a_piece(const LinearKernels& kernels, int64_t depth, int64_t rows) {
     const int64_t max_rows = kernels.max_rows(depth), unit = kernels.unit_rows;
     const int64_t even = rows / (rows / (max_rows + 1) + 1);
     return std::min(max_rows, (even / unit + 1) * unit);
 }
-
-}  // namespace
 
 void add_linear(Program& program, Linear a, float* floats) {
     const LinearKernels& kernels = kernels_of(a);
@@ -356,21 +302,6 @@ void add_linear(Program& program, Linear a, float* floats) {
     const int64_t panels = panels_of(a), rows = rows_a_piece(kernels, a.depth, a.rows);
     program.add(
         Multiply{a, &kernels, panels, rows}, panels * parts_of(a.rows, rows), kernels.scratch_floats(a));
-}
-
-void add_expert_linear(Program& program, Linear a, const int64_t* ends, int64_t num_experts) {
-    const LinearKernels& kernels = kernels_of(a);
-    add_widening(program, a, kernels, nullptr);
-    std::vector<MultiplyByExpert::Rows> pieces;
-    for (int64_t expert = 0, first = 0; expert < num_experts; first = ends[expert++]) {
-        const int64_t last = ends[expert], rows = rows_a_piece(kernels, a.depth, last - first);
-        for (int64_t at = first; at < last; at += rows)
-            pieces.push_back({expert, at, std::min(at + rows, last)});
-    }
-    const int64_t panels = panels_of(a);
-    program.add(
-        MultiplyByExpert{a, &kernels, panels, program.copy(pieces.data(), pieces.size())},
-        panels * static_cast<int64_t>(pieces.size()), kernels.scratch_floats(a));
 }
 
 void add_norm(Program& program, const Norm& a, int64_t rows) {

@@ -19,10 +19,13 @@ bool wants_floats(const Linear& a);
 // depth], or in memory of the program for null.
 void add_linear(Program& program, Linear a, float* floats = nullptr);
 
-// The same with weights of several experts, whose panels lie one's behind the other's, as their factors and
-// biases do; `a` says what one of them has. Those of expert e multiply the rows up to ends[e] that are behind the
-// expert's before it.
-void add_expert_linear(Program& program, Linear a, const int64_t* ends, int64_t num_experts);
+// Of what it consists, for other matmuls: its kernels; its input made floats, if the kernels want them and it is
+// not; how many panels parts have; and the rows of a piece: all pieces but the last are equal and a multiple of the
+// kernels' unit, and as few as may be.
+const LinearKernels& kernels_of(const Linear& a);
+void add_widening(Program& program, Linear& a, const LinearKernels& kernels, float* floats);
+int64_t panels_of(const Linear& a);
+int64_t rows_a_piece(const LinearKernels& kernels, int64_t depth, int64_t rows);
 
 // The norm of so many rows.
 void add_norm(Program& program, const Norm& a, int64_t rows);

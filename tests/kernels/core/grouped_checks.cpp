@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "experts.h"
 #include "problems.h"
 
 namespace checks {
@@ -205,7 +206,7 @@ void check_form(Report& report, const Form& form, DType dtype, Inputs inputs, bo
 }
 
 // Experts' rows and weights, one's behind the other's, beside a matmul for each.
-void check_experts(Report& report, const Form& form, DType dtype, Random& random) {
+void check_expert_matmuls(Report& report, const Form& form, DType dtype, Random& random) {
     constexpr int64_t EXPERTS = 4;
     const int64_t depth = random.one_of<int64_t>({48, 128, 201}), outputs = random.one_of<int64_t>({32, 64});
     int64_t ends[EXPERTS], rows = 0;
@@ -248,7 +249,7 @@ void check_grouped(Report& report, Random& random) {
                 for (bool has_full_inputs : {false, true})
                     if (has_full_inputs || !form.is_float())
                         check_form(report, form, dtype, Inputs::Any, has_full_inputs, random);
-                check_experts(report, form, dtype, random);
+                check_expert_matmuls(report, form, dtype, random);
             }
             if (form.is_float()) continue;
             check_form(report, form, DType::Float32, Inputs::Halfway, false, random);

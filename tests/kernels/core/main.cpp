@@ -33,6 +33,7 @@ int main(int count, char** arguments) {
         check_rows(report, random);
         check_linear(report, random);
         check_grouped(report, random);
+        check_experts(report, random);
         check_attention(report, random);
         std::printf("%s: %lld checks, %lld failed\n", name, (long long)report.checks, (long long)report.failures);
         std::fflush(stdout);

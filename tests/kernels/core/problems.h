@@ -185,5 +185,6 @@ void check_attention(Report&, Random&);
 void check_linear(Report&, Random&);
 void check_grouped(Report&, Random&);
 void check_rows(Report&, Random&);
+void check_experts(Report&, Random&);
 
 }  // namespace checks

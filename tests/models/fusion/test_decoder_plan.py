@@ -46,6 +46,7 @@ from aioengine.models.fusion.fused_mlp import fuse_activations
 from aioengine.models.fusion.fused_norm import fuse_norms
 from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.fusion.rotary import fuse_rotary
+from aioengine.models.fusion.routed_experts import fuse_routed_layers, pack_expert_layers
 from aioengine.models.fusion.trial import StandIn
 from aioengine.models.runtime.attention import route_attention
 
@@ -90,7 +91,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "two kinds of angles": lambda: Gemma3TextConfig(**SIZES, **WINDOWS),
     "three axes": lambda: Qwen2VLTextConfig(**HALF, rope_parameters=AXES),
     "rows": lambda: Qwen3VLTextConfig(**HALF, rope_parameters={**AXES, "mrope_interleaved": True}),
-    "experts": lambda: Qwen3MoeConfig(
+    "experts": lambda: Qwen3MoeConfig(  # which fill no panels
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "routed experts": lambda: Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
 }
@@ -119,8 +123,10 @@ def routed(config: Any, dtype: torch.dtype) -> nn.Module:
 def fused(config: Any, dtype: torch.dtype) -> nn.Module:
     """A decoder whose operators are ours."""
     model = routed(config, dtype)
+    pack_expert_layers(model)
     pack_layers(model, native_way)
     fuse_activations(model)
+    fuse_routed_layers(model)
     fuse_norms(model)
     fuse_rotary(model)
     return model
@@ -231,7 +237,7 @@ def test_the_same_bits(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "routed experts"])
 def test_operators_in_pytorch_compute_the_same(name: str, dtype: torch.dtype) -> None:
     model, _ = planned(name, dtype)
     wanted = Steps(model, dtype).plan()
