@@ -94,6 +94,16 @@ class GroupedWeight:
             found = numbers * scales + each_input(self.lowest)
         return found * self.factors[:, None]
 
+    @property
+    def is_finite(self) -> bool:
+        """Return whether all weights that its scales allow for are numbers."""
+        largest = 448 if self.numbers.is_floating_point() else 128 if self.bits == 8 else 16
+        if self.levels is not None:
+            largest = max(map(abs, self.levels))
+        rows = [self.scales] if self.lowest is None else [self.scales, self.lowest]
+        sizes = [each.float().abs().amax(1) * self.factors * largest for each in rows]
+        return all(bool(each.isfinite().all()) for each in sizes)
+
     def taken(self, outputs: Tensor) -> GroupedWeight:
         """The weight of `outputs` [n] alone, in their order."""
         lowest = None if self.lowest is None else self.lowest[outputs]

@@ -157,7 +157,7 @@ class NativeOperators:
 
 
 def run_experts(plan: RoutedPlan, x: Tensor) -> Tensor:
-    """What a routed layer, whose matmuls are for a CPU, makes of `x` [T, hidden]: [T, hidden].
+    """Run a routed layer whose matmuls are for a CPU: `x` [T, hidden] -> [T, hidden].
 
     Raises RuntimeError where shapes or dtypes do not go together.
     """

@@ -283,8 +283,8 @@ def _plan(
 
 
 def _trial_of_plan(module: Any, router: Any, plan: RoutedPlan) -> bool | None:
-    """Whether shares are normalized where a layer's own class does to random rows what its plan
-    does; None where it does something else."""
+    """Find whether shares are normalized; None where a layer does to random rows something else
+    than its plan."""
     x = _trial_rows(router)
     if x is None:
         return None

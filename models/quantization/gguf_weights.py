@@ -194,6 +194,8 @@ def _read(
     rows = _turned(place.shape[0], heads)
     if place.kind in BLOCKS and len(place.shape) == 2:
         weight = read_grouped(file, tensor)
+        if not weight.is_finite:
+            raise ValueError("its scales are no finite numbers")
         found.add_grouped(name, weight if rows is None else weight.taken(rows))
         return
     plain = read_floats(file, tensor)

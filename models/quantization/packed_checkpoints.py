@@ -171,6 +171,8 @@ def _add(
     try:
         weight = form.read(tensors, packing)
         grouped = weight.grouped()
+        if grouped is not None and not grouped.is_finite:
+            raise ValueError("its scales are no finite numbers")
     except (KeyError, RuntimeError, ValueError, IndexError, TypeError) as error:
         raise ModelLoadError(
             f"the packed weight {layer!r} does not fit its config.json "

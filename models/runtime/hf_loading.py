@@ -7,6 +7,7 @@ process; one lock keeps loads of several engines apart, and what was changed is 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -209,10 +210,17 @@ def _fetch(path: str | os.PathLike[str], revision: str | None) -> str:
 def _heed_score_caps(model: nn.Module) -> None:
     """Have layers that cap attention scores run eagerly; mutates configs.
 
-    SDPA cannot cap scores, and older versions of transformers take it all the same.
+    SDPA cannot cap scores, and older versions of transformers take it all the same. Raises
+    ModelLoadError for caps that are no positive numbers.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
+        for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+            cap = getattr(config, field, None)
+            if cap is not None and not (isinstance(cap, int | float) and 0 < cap < math.inf):
+                raise ModelLoadError(
+                    f"config.json: {field} is {cap!r:.40}, and must be a positive number or null"
+                )
         caps = getattr(config, "attn_logit_softcapping", None) is not None
         if caps and config._attn_implementation == "sdpa":
             config._attn_implementation_internal = "eager"

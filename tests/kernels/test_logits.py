@@ -71,6 +71,14 @@ def test_soft_caps(dtype: torch.dtype, width: int, cap: float) -> None:
         assert torch.equal(cap_softly(logits[row : row + 1], cap)[0], found[row])
 
 
+@pytest.mark.parametrize("cap", [1e-3, 5.0, 1e4])
+def test_soft_caps_keep_the_digits_of_small_numbers(cap: float) -> None:
+    logits = torch.linspace(-1.5, 1.5, 30_001)[None] * cap
+    found, wanted = cap_softly(logits, cap).double(), torch.tanh(logits.double() / cap) * cap
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found, wanted, atol=1e-30, rtol=4 * eps)
+
+
 def test_soft_caps_of_odd_numbers(dtype: torch.dtype) -> None:
     found = cap_softly(torch.tensor([[INF, -INF, 0.0, NAN, 1.0]], dtype=dtype), 2.0)[0]
     assert found[:3].tolist() == [2, -2, 0] and found[3].isnan() and found[4].isfinite()

@@ -411,6 +411,20 @@ def test_any_damage_is_said_in_words(tmp_path: Path) -> None:
             read_floats(file, name)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers(value: float, tmp_path: Path) -> None:
+    save(tmp_path, "llama", KIND.Q4_0)
+    path, name = tmp_path / "model.gguf", "blk.0.ffn_down.weight"
+    block = BLOCKS[int(KIND.Q4_0)]
+    blocks = GgufFile(path).bytes_of(name, block.unit, block.size).numpy().tobytes()
+    at = path.read_bytes().index(blocks) + 3 * block.size
+    with path.open("r+b") as file:  # a block begins with its scale
+        file.seek(at)
+        file.write(np.float16(value).tobytes())
+    with pytest.raises(ModelLoadError, match=f"{name}.* cannot be read .*no finite numbers"):
+        load(tmp_path)
+
+
 def test_groups_of_16_round_inputs_alike() -> None:
     """Of Q6_K, whose scales are of 16 weights."""
     x = torch.randn(3, 64)

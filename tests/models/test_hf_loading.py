@@ -195,3 +195,17 @@ def test_capped_scores_are_computed_eagerly(
     wanted = "sdpa" if cap is None else "eager"
     configs = [module.config for module in loaded.modules() if hasattr(module, "config")]
     assert {config._attn_implementation for config in configs} == {wanted}
+
+
+@pytest.mark.parametrize("field", ["attn_logit_softcapping", "final_logit_softcapping"])
+@pytest.mark.parametrize("cap", [0.0, -5.0])
+def test_caps_that_are_none(field: str, cap: float, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    setattr(config, field, cap)
+    with pytest.raises(ModelLoadError, match=f"{field} is {cap}, and must be a positive number"):
+        load_pretrained(
+            Gemma2ForCausalLM, tmp_path, hf_config=config, dtype=torch.float32, device="cpu"
+        )

@@ -204,7 +204,7 @@ def test_others_are_refused(kind: str, change: dict[str, Any], reason: str, tmp_
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
-@pytest.mark.parametrize("how", ["short", "long", "lost", "of floats"])
+@pytest.mark.parametrize("how", ["short", "long", "lost", "of floats", "nan", "inf"])
 def test_what_does_not_fit_is_refused(kind: str, how: str, tmp_path: Path) -> None:
     def spoil(name: str, parts: dict[str, Tensor]) -> None:
         if not name.endswith("0.mlp.down_proj"):
@@ -215,6 +215,8 @@ def test_what_does_not_fit_is_refused(kind: str, how: str, tmp_path: Path) -> No
         elif how == "of floats":
             (numbers,) = (each for each in parts if each in ("qweight", "weight_packed"))
             parts[numbers] = parts[numbers].float()
+        elif how in ("nan", "inf"):
+            parts[part].view(-1)[3] = float(how)
         else:
             parts[part] = (
                 parts[part][:1, :1].contiguous() if how == "short" else torch.cat([parts[part]] * 3)

@@ -157,12 +157,7 @@ static void weigh(
 
 static void cap(float* scores, float softcap) {
     for (int64_t n = 0; n < KEYS; n += WIDTH) {
-        const Floats x = load(scores + n) * (1 / softcap);
-        // tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|)
-        const Ints is_negative = x < Floats{};
-        const Floats e = exp_negative(choose(is_negative, x, -x) * 2.0f);
-        const Floats y = (1.0f - e) / (1.0f + e) * softcap;
-        store(scores + n, choose(is_negative, -y, y));
+        store(scores + n, tanh_of(load(scores + n) * (1 / softcap)) * softcap);
     }
 }
 

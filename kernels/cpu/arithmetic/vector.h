@@ -250,6 +250,17 @@ static inline Floats exp_negative(Floats x) {
 #endif
 }
 
+static inline Floats tanh_of(Floats x) {
+    constexpr float SMALL = 0.2f;
+    const Ints is_negative = x < Floats{};
+    const Floats size = choose(is_negative, -x, x), square = x * x;
+    const Floats e = exp_negative(size * -2.0f);
+    // Where 1 - e loses digits, by its series.
+    const Floats series = size + size * square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315)));
+    const Floats found = choose(size < splat(SMALL), series, (1.0f - e) / (1.0f + e));
+    return choose(is_negative, -found, found);
+}
+
 #if AIOENGINE_WIDTH == 16
 constexpr float LOG2_E = 1.44269504f;
 

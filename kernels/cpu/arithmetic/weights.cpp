@@ -42,12 +42,8 @@ static void weights(DType dtype, const void* x, int64_t count, float temperature
     }
 }
 
-// tanh(t) = (1 - e) / (1 + e) with the sign of t, where e is that of -2 |t|.
 static inline Floats capped(Floats x, float cap) {
-    const Floats t = x / cap;
-    const Floats e = exp_negative(choose(t < Floats{}, t, -t) * 2.0f);
-    const Floats size = (1.0f - e) / (1.0f + e) * cap;
-    return choose(t < Floats{}, -size, size);
+    return tanh_of(x / cap) * cap;
 }
 
 template <class T>

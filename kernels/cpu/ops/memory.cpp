@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <system_error>
@@ -11,10 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include <sys/mman.h>
+
 #include "system.h"
 
 #if AIOENGINE_LINUX
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -48,13 +50,17 @@ size_t bytes_of(const Tensor& like, std::initializer_list<int64_t> sizes) {
 }
 
 // Whole huge pages, in which weights lie side by side: most of a small model's are smaller than one.
+// Of the system, not of the allocator: glibc's keeps blocks of this size once it has been given some back.
 class Slab {
 public:
-    explicit Slab(size_t bytes)
-        : memory_(static_cast<char*>(std::aligned_alloc(HUGE_PAGE, bytes))), bytes_(bytes) {
-        STD_TORCH_CHECK(memory_ != nullptr, "out of memory");
+    explicit Slab(size_t bytes) : bytes_(bytes) {
+        void* mapped = mmap(nullptr, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        STD_TORCH_CHECK(mapped != MAP_FAILED, "out of memory");
+        mapped_ = static_cast<char*>(mapped);
+        const auto at = reinterpret_cast<uintptr_t>(mapped_);
+        memory_ = mapped_ + (HUGE_PAGE - at % HUGE_PAGE) % HUGE_PAGE;
     }
-    ~Slab() { std::free(memory_); }
+    ~Slab() { munmap(mapped_, bytes_ + HUGE_PAGE); }
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
 
@@ -71,7 +77,7 @@ public:
     size_t whole_bytes() const { return used_ / HUGE_PAGE * HUGE_PAGE; }
 
 private:
-    char* memory_;
+    char *mapped_, *memory_;
     size_t bytes_, used_ = 0;
 };
 
