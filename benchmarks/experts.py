@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python benchmarks/experts.py [--rounds 5] [--experts 32] [--size 1024]
 
-One layer of Qwen3-MoE's in bfloat16, of which each token has 4 experts: an expert after the other
-("eager"), PyTorch's grouped matmul ("grouped_mm"), and ours with weights in bfloat16, 8 and 4 bits.
+One feed-forward layer of Qwen3-MoE's in bfloat16, whose router gives each token 4 experts: an
+expert after the other ("eager"), PyTorch's grouped matmul ("grouped_mm"), and ours, one operator,
+with weights in bfloat16, 8 and 4 bits.
 All are run in turns in each round; what is printed are medians over the rounds, in milliseconds,
 and ratios within a round. The last line is JSON.
 """
@@ -21,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from aioengine.models.fusion.routed_experts import pack_expert_layers
+from aioengine.models.fusion.routed_experts import fuse_routed_layers, pack_expert_layers
 from aioengine.models.quantization.rounding import Rounding, round_weights
 
 CHOSEN = 4
@@ -34,10 +35,14 @@ OURS = ("bf16", "int8", "int4")
 def make_layer(size: int, num_experts: int) -> Any:
     """Draw the layer's weights."""
     config = Qwen3MoeConfig(
-        hidden_size=size, moe_intermediate_size=size // 2, num_experts=num_experts
+        hidden_size=size,
+        moe_intermediate_size=size // 2,
+        num_experts=num_experts,
+        num_experts_per_tok=CHOSEN,
+        norm_topk_prob=True,
     )
     config._experts_implementation = "eager"
-    layer = Qwen3MoeExperts(config).to(torch.bfloat16).eval().requires_grad_(False)
+    layer = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).eval().requires_grad_(False)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, 0.0, 0.02)
     return layer
@@ -47,13 +52,13 @@ def contenders(layer: Any) -> dict[str, Any]:
     """The layer as it is run by each."""
     found = {"eager": layer}
     grouped = found["grouped_mm"] = copy.deepcopy(layer)
-    grouped.config._experts_implementation = "grouped_mm"
+    grouped.experts.config._experts_implementation = "grouped_mm"
     for name in OURS:
         ours = found[name] = copy.deepcopy(layer)
         if name != "bf16":
             holder = _Holder(ours)
             round_weights(holder, holder, [], [], Rounding(bits=int(name[3:])), keep=False)
-        assert pack_expert_layers(ours) == 1
+        assert pack_expert_layers(ours) == fuse_routed_layers(ours) == 1
     return found
 
 
@@ -91,13 +96,11 @@ def main() -> None:
     layers = contenders(make_layer(args.size, args.experts))
     results: dict[str, Any] = {}
     for count in ROWS:
-        hidden = torch.randn(count, args.size).to(torch.bfloat16)
-        shares, chosen = torch.randn(count, args.experts).softmax(-1).topk(CHOSEN, dim=-1)
-        given = hidden, chosen, shares.to(torch.bfloat16)
+        hidden = torch.randn(1, count, args.size).to(torch.bfloat16)
         rounds = []
         for number in range(args.rounds + 1):
             times = {
-                name: seconds(lambda layer=layer, given=given: layer(*given))  # type: ignore[misc]
+                name: seconds(lambda layer=layer, hidden=hidden: layer(hidden))  # type: ignore[misc]
                 for name, layer in layers.items()
             }
             if number:  # the first one warms up

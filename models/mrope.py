@@ -8,9 +8,10 @@ the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,10 @@ from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
+
+_Grids: TypeAlias = tuple[tuple[int, ...], ...]
+"""Patches in time, height and width of each image."""
+_NUM_KNOWN_GRIDS = 8
 
 
 class MRopeModel(GenericModel):
@@ -70,9 +75,16 @@ class MRopeModel(GenericModel):
             name = f"{modality}_grid_thw"
             grid = kwargs.get(name)
             if isinstance(grid, Tensor):
-                layout = _layout_of(self._encoder(), grid, self.device)
+                layout = self._layouts(tuple(map(tuple, grid.reshape(-1, 3).tolist())))
                 return {name: grid, **{f"{modality}_{key}": each for key, each in layout.items()}}
         return {}
+
+    @cached_property
+    def _layouts(self) -> Callable[[_Grids], Mapping[str, Tensor]]:
+        """`_layout_of` of this encoder, which knows the last grids: it is up to a hundred operators
+        of PyTorch's, for each of which the interpreter's lock is given up."""
+        made = partial(_layout_of, self._encoder(), self.device)
+        return lru_cache(maxsize=_NUM_KNOWN_GRIDS)(made)
 
     def _encoder(self) -> nn.Module:
         # Some classes have it on the inner model only.
@@ -156,13 +168,13 @@ def _gather_arguments(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return tuple(to_device(each, args[0].device) for each in args)
 
 
-def _layout_of(encoder: Any, grid: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Keyword arguments that spare the encoder of images [n, 3] or videos the reading of `grid`.
+def _layout_of(encoder: Any, device: torch.device, grids: _Grids) -> Mapping[str, Tensor]:
+    """Keyword arguments that spare the encoder of images or videos the reading of their grids.
 
     The ends of sequences stay on the host, as attention is called once for each; what tensors on
     `device` are indexed by or added to goes there.
     """
-    merge = encoder.spatial_merge_size
+    grid, merge = torch.tensor(grids), encoder.spatial_merge_size
     ends = {"cu_seqlens": get_vision_cu_seqlens(grid)}
     used = {"position_ids": get_vision_position_ids(grid, merge)}
     if hasattr(encoder, "window_size"):

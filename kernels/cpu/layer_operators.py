@@ -93,8 +93,8 @@ class NativeOperators:
         return found
 
     def encode(self, x: Tensor, angles: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-        """The only layer's result, of an encoder: each row of `x` [rows, hidden] attends to all of
-        its sequence, of which there are some of these lengths."""
+        """The only layer's result, of an encoder: each row of `x` [..., hidden] attends to all of
+        its sequence, of which there are some of these lengths. Contiguous, as `x` has to be."""
         found: Tensor = self._ops.encode_layer(self._plan, x, [*angles], [*lengths], self._by_pages)
         return found
 

@@ -93,7 +93,7 @@ class NativeLinear:
         out: Tensor = self._multiply(
             _rows(x), *self.operands, self.num_outputs, int(activation), is_gated
         )
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return out if x.dim() == out.dim() else out.view(*x.shape[:-1], out.shape[-1])
 
     def scaled(self, factors: Tensor) -> NativeLinear:
         """The same weight, whose outputs are multiplied by `factors` [out] before rounding."""
@@ -143,7 +143,8 @@ def _copied(numbers: Tensor | None) -> Tensor | None:
 
 def _rows(x: Tensor) -> Tensor:
     """`x` [..., in] as [rows, in], with a row's numbers side by side."""
-    rows = x.reshape(-1, x.shape[-1])
+    # A view gives the interpreter's lock up, as any operator of PyTorch's does.
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -38,7 +38,7 @@ __all__ = ["plan_encoders"]
 _LAYER = "_aioengine_encoder_layer"
 _ENDS, _ANGLES, _MASK = "cu_seqlens", "position_embeddings", "attention_mask"
 _LENGTHS = "_aioengine_lengths"
-"""What is known of a mask, as all layers are given the same."""
+"""What is known of a mask or of ends, as all layers are given the same."""
 _HARMLESS = frozenset({"dropout", "output_hidden_states", "return_dict", "use_cache"})
 """Arguments that change nothing of what a layer computes."""
 _TRIAL_ROWS = 5
@@ -93,24 +93,33 @@ def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
         return None
     if (angles is None) != (layer.plan.angles is None) or (ends is None) == layer.is_flat:
         return None
-    rows = x.flatten(0, -2)
-    if angles is not None and not all(_fits(each, rows) for each in angles):
+    if angles is not None and not all(_fits(each, x) for each in angles):
         return None
     if layer.is_flat:
-        lengths: list[int] | None = ends.diff().tolist()
-        if mask is not None:
-            return None
+        lengths = None if mask is not None else _differences(ends)
     else:
         lengths = _lengths(mask, *x.shape[:2])
     if lengths is None or any(length <= 0 for length in lengths):
         return None
-    return layer.operators.encode(rows.contiguous(), angles or (), lengths).view(x.shape)
+    # Not a view more than there has to be: each is an operator of PyTorch's, for which the
+    # interpreter's lock is given up.
+    rows = x if x.is_contiguous() else x.contiguous()
+    return layer.operators.encode(rows, angles or (), lengths)
 
 
-def _fits(angles: Tensor, rows: Tensor) -> bool:
-    """Return whether the operators rotate `rows` by such cosines or sines."""
-    is_known = angles.dim() == 2 and angles.dtype in (rows.dtype, torch.float32)
-    return is_known and len(angles) == len(rows)
+def _fits(angles: Tensor, x: Tensor) -> bool:
+    """Return whether the operators rotate the rows of `x` by such cosines or sines."""
+    is_known = angles.dim() == 2 and angles.dtype in (x.dtype, torch.float32)
+    return is_known and len(angles) == x.numel() // x.shape[-1]
+
+
+def _differences(ends: Tensor) -> list[int]:
+    """Lengths of sequences that end there, the first end being 0."""
+    found: list[int] | None = getattr(ends, _LENGTHS, None)
+    if found is None:
+        found = ends.diff().tolist()
+        setattr(ends, _LENGTHS, found)
+    return found
 
 
 def _lengths(mask: Tensor | None, count: int, length: int) -> list[int] | None:

@@ -57,8 +57,10 @@ void attend_by_pages(
 }  // namespace
 
 Tensor encode_layer(
-    const Tensor& packed, const Tensor& x, std::vector<Tensor> angles, std::vector<int64_t> lengths,
+    const Tensor& packed, const Tensor& given, std::vector<Tensor> angles, std::vector<int64_t> lengths,
     bool by_pages) {
+    STD_TORCH_CHECK(given.dim() > 1 && given.is_contiguous(), "x must be rows, one behind the other");
+    const Tensor x = torch::stable::view(given, {-1, given.size(-1)});
     const Plan& plan = plan_of(packed);
     STD_TORCH_CHECK(plan.layers.size() == 1, "the plan must be of one layer");
     const PlannedLayer& layer = plan.layers[0];
@@ -97,7 +99,7 @@ Tensor encode_layer(
         }
         first += count * length;
     }
-    return add_feed(packed, 0, add_attended(packed, 0, x, attended));
+    return torch::stable::view(add_feed(packed, 0, add_attended(packed, 0, x, attended)), given.sizes());
 }
 
 }  // namespace aioengine

@@ -185,7 +185,7 @@ Tensor add_feed(const Tensor& plan, int64_t index, const Tensor& x);
 Tensor finish(
     const Tensor& plan, const Tensor& x, const std::optional<Tensor>& wanted, int64_t tokens);
 
-// An encoder's layer, a plan of one: x [rows, hidden] of sequences of these lengths, each row of which attends
+// An encoder's layer, a plan of one: rows x [..., hidden] of sequences of these lengths, each row of which attends
 // to all of its sequence. `by_pages`: by our own attention, not PyTorch's.
 Tensor encode_layer(
     const Tensor& plan, const Tensor& x, std::vector<Tensor> angles, std::vector<int64_t> lengths,
