@@ -14,7 +14,6 @@ made to ask for it by a copy of their config, as for attention.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -59,8 +58,11 @@ _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ROUTED = (torch.float32, torch.bfloat16)
 """Dtypes of layers that are one operator."""
 _TRIAL_ROWS = 8
-_MORE_ROWS = 64
-"""Of which those are tried whose experts no rounding changes."""
+_ROUTER_ROWS = 128
+_WIDER = 8
+_LEAST_SHARE = 1e-6
+"""An error of a share that says nothing."""
+_LEAST_ERROR = 1e-5
 _USUAL_GATE = getattr(moe, "_default_apply_gate", None)
 """The gating of classes that have none of their own, where it is found."""
 
@@ -214,14 +216,13 @@ def fuse_routed_layers(root: nn.Module) -> int:
     """Fuse the feed-forward layers of `root` that are packed experts and their router, in place.
 
     Of other layers with packed experts the router alone, whose logits PyTorch rounds by the number
-    of rows. Returns how many layers were fused.
+    of rows. Returns how many layers were fused. Each is tried: layers of one class may differ.
     """
-    tried: dict[Hashable, Any] = {}
     with torch.no_grad():
-        return sum(_fuse(module, tried) for module in list(root.modules()))
+        return sum(map(_fuse, list(root.modules())))
 
 
-def _fuse(module: nn.Module, tried: dict[Hashable, Any]) -> bool:
+def _fuse(module: nn.Module) -> bool:
     children: list[Any] = list(module.children())
     experts = next((each for each in children if hasattr(each, "aioengine_experts")), None)
     if experts is None or any(map(is_hooked, (module, *children))):
@@ -230,21 +231,17 @@ def _fuse(module: nn.Module, tried: dict[Hashable, Any]) -> bool:
     if len(routers) != 1:
         return False
     (router,) = routers
+    is_normalized = _normalization(router)
     matmul = native_way(router.weight, router._parameters.get("bias"))
-    if matmul is None:
+    if matmul is None or is_normalized is None:
         return False
-    plan = _plan(children, router, experts, matmul)
-    key = type(module), router.weight.dtype, router.top_k, len(children)
-    if plan is not None and key not in tried:
-        tried[key] = _trial_of_plan(module, router, plan)
-    if plan is not None and tried[key] is not None:
-        swap(module, RoutedFeedForward, routed=replace(plan, is_normalized=tried[key]))
+    plan = None if _has_own(module) else _plan(children, router, experts, matmul, is_normalized)
+    if plan is not None and _does_the_same(module, router, plan):
+        swap(module, RoutedFeedForward, routed=plan)
         return True
-    key = type(router), router.weight.dtype, router.top_k, 0
-    if key not in tried:
-        tried[key] = _trial_of_router(router, matmul)
-    if tried[key] is not None:
-        swap(router, PackedRouter, packed=matmul, is_normalized=tried[key])
+    x = random_rows(_TRIAL_ROWS, router.weight.shape[1], like=router.weight)
+    if agree(lambda: matmul(x), lambda: router(x)[0]):
+        swap(router, PackedRouter, packed=matmul, is_normalized=is_normalized)
     return False
 
 
@@ -254,11 +251,17 @@ def _is_router(module: Any, num_experts: int) -> bool:
     if weight is None or weight.dtype not in _ROUTED or not isinstance(num_chosen, int):
         return False
     is_one = weight.dim() == 2 and len(weight) == num_experts and not [*module.children()]
-    return is_one and 0 < num_chosen <= num_experts
+    return is_one and not _has_own(module, "weight", "bias") and 0 < num_chosen <= num_experts
+
+
+def _has_own(module: nn.Module, *names: str) -> bool:
+    """Return whether a module itself has other parameters or buffers than these."""
+    own = {**module._parameters, **module._buffers}
+    return any(value is not None for name, value in own.items() if name not in names)
 
 
 def _plan(
-    children: list[Any], router: Any, experts: Any, matmul: NativeLinear
+    children: list[Any], router: Any, experts: Any, matmul: NativeLinear, is_normalized: bool
 ) -> RoutedPlan | None:
     """Guess the plan of a layer, if it holds such parts and nothing else."""
     run = experts.aioengine_experts.keywords
@@ -275,56 +278,58 @@ def _plan(
     return RoutedPlan(
         router=matmul,
         num_chosen=router.top_k,
-        is_normalized=True,
+        is_normalized=is_normalized,
         **run,
         is_gated=bool(experts.has_gate),
         shared=plans[0] if plans else None,
     )
 
 
-def _trial_of_plan(module: Any, router: Any, plan: RoutedPlan) -> bool | None:
-    """Find whether shares are normalized; None where a layer does to random rows something else
-    than its plan."""
-    x = _trial_rows(router)
-    if x is None:
-        return None
-    for is_normalized in (True, False):
-        found = partial(run_experts, replace(plan, is_normalized=is_normalized), x)
-        if agree(found, lambda: module(x[None])[0], roundings=2 * ROUNDINGS):
-            return is_normalized
-    return None
+def _normalization(router: Any) -> bool | None:
+    """Find whether a router's shares are normalized; None where they are not those of a softmax,
+    or its experts not those with the largest logits.
 
-
-def _trial_of_router(router: Any, matmul: NativeLinear) -> bool | None:
-    """The same of a router."""
-    x = _trial_rows(router)
-    if x is None:
-        return None
-
-    def shares_of(given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        logits, shares, chosen = given
-        return torch.zeros_like(logits).scatter(-1, chosen, shares.to(logits.dtype))
-
-    for is_normalized in (True, False):
-        ours = partial(_routes, matmul, router.top_k, is_normalized, x)
-        if agree(lambda: shares_of(ours()), lambda: shares_of(router(x))):  # noqa: B023
-            return is_normalized
-    return None
-
-
-def _trial_rows(router: Any) -> Tensor | None:
-    """Rows [T, dim] whose experts no rounding changes; None for what gives no logits of them."""
-    x = random_rows(_MORE_ROWS, router.weight.shape[1], like=router.weight)
+    Its own logits say what both have to be, so that rounding in its matmul does not count.
+    """
+    x = random_rows(_ROUTER_ROWS, router.weight.shape[1], like=router.weight)
+    x[1::2] *= _WIDER  # small logits do not tell a softmax from others
     try:
-        logits = router(x)[0].float().sort(-1, descending=True).values
+        logits, shares, chosen = router(x)
+        wide, found = logits.float(), shares.float()
+        best = wide.topk(router.top_k, dim=-1).values
+        is_best = torch.equal(wide.gather(-1, chosen).sort(-1, descending=True).values, best)
     except Exception:
         return None  # it wants other arguments, or gives something else
-    if logits.shape != (_MORE_ROWS, len(router.weight)):
+    if not is_best or logits.dtype != router.weight.dtype or found.shape != best.shape:
         return None
-    if router.top_k < len(router.weight):
+    of_all = wide.softmax(-1).gather(-1, chosen)
+    errors = {}
+    for is_normalized in (True, False):
+        wanted = of_all / of_all.sum(-1, keepdim=True) if is_normalized else of_all
+        errors[is_normalized] = float(((found - wanted).abs() - _LEAST_SHARE).div(wanted).max())
+    better = errors[True] <= errors[False]
+    return better if errors[better] <= 4 * torch.finfo(shares.dtype).eps else None
+
+
+def _does_the_same(module: Any, router: Any, plan: RoutedPlan) -> bool:
+    """Return whether a plan comes to what a layer does to rows whose experts no rounding changes.
+
+    By the norm of the difference: a factor of a few hundredths is no rounding of many numbers.
+    """
+    x = random_rows(_ROUTER_ROWS, router.weight.shape[1], like=router.weight)
+    logits = router(x)[0].float().sort(-1, descending=True).values
+    if router.top_k < logits.shape[-1]:
         margins = logits[:, router.top_k - 1] - logits[:, router.top_k]
         x = x[margins.argsort(descending=True)[:_TRIAL_ROWS]].contiguous()
-    return x
+    try:
+        wanted = module(x[None])
+        if not isinstance(wanted, Tensor) or wanted.shape != x[None].shape:
+            return False
+        found, wanted = run_experts(plan, x).double(), wanted[0].double()
+    except Exception:
+        return False
+    bound = max(2 * torch.finfo(x.dtype).eps, _LEAST_ERROR)
+    return bool((found - wanted).norm() <= bound * wanted.norm())
 
 
 def route_experts(root: nn.Module) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,54 @@ def test_layers_that_are_not_one_operator() -> None:
     model = drawn(AutoModel.from_config(MODELS["qwen3"]()), torch.float32)
     model.layers[0].mlp.gate.register_forward_hook(lambda *_: None)
     assert fused(model) == 1
+
+
+def scaled_layer(layer: Any, x: Tensor) -> Tensor:
+    found: Tensor = type(layer).plain(layer, x)
+    return found * 1.05
+
+
+def other_router(change: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Any:
+    logits, shares, chosen = type(layer).plain(layer, x)
+    return logits, change(shares), chosen
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "a factor": ("mlp", scaled_layer),
+    "shares that are scaled": ("mlp.gate", partial(other_router, lambda x: x * 1.05)),
+    "shares that are softer": ("mlp.gate", partial(other_router, lambda x: x.sqrt() / 2)),
+}
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_layers_that_compute_something_else(name: str, dtype: torch.dtype) -> None:
+    """Each layer is tried, as those of one class may differ."""
+    model = drawn(AutoModel.from_config(WHOLE["qwen3"]()), dtype)
+    path, change = CHANGES[name]
+    module = model.layers[1].get_submodule(path)
+    kind: Any = type(module)
+    # A method, as a function that is partly applied is none.
+    methods = {"plain": kind.forward, "forward": lambda self, x: change(self, x)}
+    module.__class__ = type(kind.__name__, (kind,), methods)
+    assert fused(model) == 1
+    assert hasattr(model.layers[0].mlp, "routed") and not hasattr(model.layers[1].mlp, "routed")
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_layers_of_one_model_that_differ(dtype: torch.dtype) -> None:
+    model = drawn(AutoModel.from_config(WHOLE["qwen3"]()), dtype)
+    model.layers[1].mlp.gate.norm_topk_prob = False
+    model.layers[0].mlp.gate.norm_topk_prob = True
+    assert fused(model) == 2
+    assert [each.mlp.routed.is_normalized for each in model.layers] == [True, False]
+    other = drawn(AutoModel.from_config(WHOLE["qwen3"]()), dtype)
+    other.layers[1].mlp.gate.register_buffer("correction", torch.zeros(8))
+    assert fused(other) == 1
 
 
 @needs_packing

@@ -113,6 +113,7 @@ void set_panels(Linear& a, const Weight& weight, int64_t depth) {
 Linear linear_of(
     const Weight& weight, DType dtype, int64_t rows, int64_t depth, int64_t activation, bool is_gated) {
     const auto& [packed, scales, bias, outputs] = weight;
+    STD_TORCH_CHECK(depth > 0, "rows must have numbers");
     Linear a{};
     a.dtype = dtype;
     if (packed.dim() == 1)
