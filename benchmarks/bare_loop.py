@@ -31,27 +31,38 @@ def run_queue_delays_s() -> dict[str, float]:
 
 @dataclass
 class Probe:
-    """Lags and stalls of the loop, in milliseconds."""
+    """Lags and stalls of the loop, in milliseconds.
 
+    A stall is a lag less what the process' threads waited for cores. Knowing it takes some dozens of
+    system calls a tick, each of which gives the GIL up: beside threads that run Python, stalls
+    are better left out.
+    """
+
+    has_stalls: bool = True
     lags: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            before = run_queue_delays_s()
+            before = run_queue_delays_s() if self.has_stalls else {}
             due = time.perf_counter() + TICK_S
             await asyncio.sleep(TICK_S)
             lag = time.perf_counter() - due
+            self.lags.append(lag * 1e3)
+            if not self.has_stalls:
+                continue
             after = run_queue_delays_s()
             waited = [after[thread] - before[thread] for thread in before.keys() & after]
-            self.lags.append(lag * 1e3)
             self.stalls.append(max(0.0, lag - max(waited, default=0.0)) * 1e3)
 
     def summary(self, prefix: str) -> dict[str, float]:
         """Milliseconds: median, 99th percentile and worst."""
         found = {}
-        for name, values in (("lag", sorted(self.lags)), ("stall", sorted(self.stalls))):
+        seen = {"lag": sorted(self.lags)}
+        if self.has_stalls:
+            seen["stall"] = sorted(self.stalls)
+        for name, values in seen.items():
             for label, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
                 found[f"{prefix}_{name}_{label}"] = round(values[int(share * (len(values) - 1))], 2)
         return found

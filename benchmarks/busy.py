@@ -102,7 +102,7 @@ async def decode(
     try:
         if not questions.family:
             await asyncio.wait_for(begun.wait(), 120)
-        probe = Probe()
+        probe = Probe(has_stalls=False)
         bare.begin()
         watching = asyncio.create_task(probe.run())
         before, since = sum(counts), time.perf_counter()
