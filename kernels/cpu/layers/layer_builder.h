@@ -63,8 +63,8 @@ class Builder {
 public:
     // For rows of the dtype of x.
     Builder(Team& team, Program& program, const Tensor& x)
-        : team_(team), program_(program), dtype_(dtype_of(x, *dispatch_table().attention)),
-          size_(size_of(dtype_)) {}
+        : program_(program), dtype_(dtype_of(x, *dispatch_table().attention)), size_(size_of(dtype_)),
+          team_(team) {}
 
     DType dtype() const { return dtype_; }
     int64_t size() const { return size_; }
@@ -239,6 +239,24 @@ public:
         add_take_rows(program_, x.data, x.stride * size_, rows, x.count, x.width * size_, out);
     }
 
+protected:
+    Program& program_;
+    const DType dtype_;
+    const int64_t size_;
+    Buffer inner_;  // what lies between a layer's matmuls
+
+    // The attention of `tokens` whose heads lie side by side, to `out`.
+    Rows attend(Attention& a, const Places& places, int64_t tokens, char* out) {
+        const int64_t width = a.heads * a.value_dim;
+        a.query_strides[1] = a.key_dim;
+        a.out = out;
+        const AttentionWork& work = work_of(a, places);
+        a.partial =
+            reinterpret_cast<float*>(partial_.hold(program_, work.num_partial * sizeof(float)));
+        aioengine::add_attention(program_, a, work);
+        return {out, tokens, width, width};
+    }
+
 private:
     // A feed-forward layer up to its last matmul.
     Rows add_inner(const PlannedFeed& feed, const Rows& x) {
@@ -290,18 +308,6 @@ private:
         heads.pages->blocks = places.slot_blocks;
         heads.pages->offsets = places.slot_offsets;
         add_heads(program_, heads);
-    }
-
-    // The attention of `tokens` whose heads lie side by side, to `out`.
-    Rows attend(Attention& a, const Places& places, int64_t tokens, char* out) {
-        const int64_t width = a.heads * a.value_dim;
-        a.query_strides[1] = a.key_dim;
-        a.out = out;
-        const AttentionWork& work = work_of(a, places);
-        a.partial =
-            reinterpret_cast<float*>(partial_.hold(program_, work.num_partial * sizeof(float)));
-        aioengine::add_attention(program_, a, work);
-        return {out, tokens, width, width};
     }
 
     Norm norm_of(const PlannedNorm& norm, int64_t dim) const {
@@ -379,10 +385,7 @@ private:
     }
 
     Team& team_;
-    Program& program_;
-    const DType dtype_;
-    const int64_t size_;
-    Buffer streams_[2], normed_, inner_, found_, floats_, partial_, memory_;
+    Buffer streams_[2], normed_, found_, floats_, partial_, memory_;
     Buffer logits_, rows_, sums_;  // of experts
     std::deque<std::pair<Attention, AttentionWork>> works_;
 };
