@@ -33,7 +33,7 @@ def run_queue_delays_s() -> dict[str, float]:
 class Probe:
     """Lags and stalls of the loop, in milliseconds.
 
-    A stall is a lag less what the process' threads waited for cores. Knowing it takes some dozens of
+    A stall is a lag less what the process' threads waited for cores. Knowing it takes dozens of
     system calls a tick, each of which gives the GIL up: beside threads that run Python, stalls
     are better left out.
     """
