@@ -137,7 +137,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             turn = partial(decode, engine, bare, questions, requests)
             await turn(0.5)
             idle, lag = await turn(options.seconds)
-            rates[key] = [idle]
+            rates[key], lags[key][IDLE] = [idle], [lag]
             for name in names * options.rounds:
                 with NEIGHBOURS[name]():
                     busy, lag_beside = await turn(options.seconds)

@@ -90,7 +90,7 @@ static void dot(
     for (int64_t n = count; n < whole; ++n) keys[n] = keys[count - 1];
     for (int64_t n = 0; n < whole; n += TILE_COLUMNS) {
         for (int64_t i = n; next && i < n + TILE_COLUMNS && i < count; ++i)
-            prefetch(next[i], dim * sizeof(T));
+            prefetch_ahead(next[i], dim * sizeof(T));
         int64_t r = 0;
         for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
             dot_tile<TILE_ROWS>(query + r * dim, dim, keys + n, dim, scores + r * KEYS + n);
@@ -112,7 +112,7 @@ static inline void weigh_tile(
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load(out + r * stride + at + c * WIDTH);
     for (int64_t n = 0; n < count; ++n) {
-        if (next) prefetch(next[n] + at, COLUMNS * WIDTH * sizeof(T));
+        if (next) prefetch_ahead(next[n] + at, COLUMNS * WIDTH * sizeof(T));
         Floats w[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) w[r] = splat(weights[r * KEYS + n]);

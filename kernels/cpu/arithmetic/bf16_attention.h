@@ -95,7 +95,7 @@ struct Coming {
     void prefetch_next() {
         if (num_prefetched == count) return;
         if (num_prefetched % TILE == 0) at = rows[num_prefetched / TILE].at;
-        prefetch(at, bytes[num_prefetched / TILE_KEYS]);
+        prefetch_ahead(at, bytes[num_prefetched / TILE_KEYS]);
         at += rows[num_prefetched / TILE].stride;
         ++num_prefetched;
     }

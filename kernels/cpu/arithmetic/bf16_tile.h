@@ -40,7 +40,7 @@ static void unpack_tile_rows(
     const ByteRow* const* rows, const ByteRow* const* next, int64_t count, int64_t dim, BFloat16* copies,
     TileRows* found) {
     for (int64_t n = 0; n < count; ++n) {
-        if (next) prefetch(next[n], aioengine::row_bytes(dim));
+        if (next) prefetch_ahead(next[n], aioengine::row_bytes(dim));
         unpack_row(rows[n], dim, copies + n * dim);
     }
     for (int64_t n = count; n % TILE; ++n)

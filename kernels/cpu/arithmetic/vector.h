@@ -48,6 +48,11 @@ static inline void prefetch(const void* at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)at + i);
 }
 
+// To the second cache: for what is read after so much else that the first would have lost it.
+static inline void prefetch_ahead(const void* at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)at + i, 0, 2);
+}
+
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
