@@ -49,20 +49,27 @@ static void unpack_tile_rows(
 }
 
 // Adds rows of a cache to `coming`, those that are read after the tile that begins at `begin`: the piece's
-// next ones, or, after its last, the first ones of the next head, which this thread is likely to get.
+// next ones, or, after its last, the first ones of the next head or sequence, which this thread is likely to get.
 static void add_coming(
     const Attention& a, const Piece& p, const void* cache, const int64_t* strides, int64_t dim,
     int64_t begin, Coming& coming) {
     const bool is_last = begin + KEYS >= p.key_end;
-    const int64_t head = p.kv_head + is_last;
-    if (head == a.kv_heads || a.block_size % TILE) return;
-    const int32_t* blocks = a.block_table + p.sequence * a.table_width;
-    const int64_t first = is_last ? p.key_begin / TILE * TILE : begin + KEYS;
+    int64_t sequence = p.sequence, head = p.kv_head + is_last, end = p.key_end;
+    int64_t first = is_last ? p.key_begin / TILE * TILE : begin + KEYS;
+    if (head == a.kv_heads) {
+        head = 0;
+        if (++sequence >= a.num_sequences) return;
+        end = a.seq_lens[sequence];
+        const int64_t num_new = a.query_start[sequence + 1] - a.query_start[sequence];
+        first = a.window ? greater(0, end - num_new - a.window + 1) / TILE * TILE : 0;
+    }
+    if (first >= end || a.block_size % TILE) return;
+    const int32_t* blocks = a.block_table + sequence * a.table_width;
     int64_t block = first / a.block_size, offset = first % a.block_size;
     for (int64_t i = 0; i < KEYS / TILE; ++i) {
         const int64_t at = blocks[block] * strides[0] + offset * strides[1] + head * strides[2];
         coming.rows[coming.count / TILE + i] = {(const BFloat16*)cache + at, strides[1]};
-        if (first + (i + 1) * TILE >= p.key_end) continue;  // what there is no more of, again
+        if (first + (i + 1) * TILE >= end) continue;  // what there is no more of, again
         offset += TILE;
         if (offset == a.block_size) offset = 0, ++block;
     }

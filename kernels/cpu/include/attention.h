@@ -20,6 +20,7 @@ struct Attention {
     int64_t key_strides[3];
     int64_t value_strides[3];
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
+    int64_t num_sequences;       // S
     const int32_t* query_start;  // [S + 1]
     const int32_t* seq_lens;     // [S]
     const int32_t* block_table;  // [S, table_width]

@@ -83,6 +83,7 @@ private:
         for (int64_t i = 0; i <= count; ++i) starts[i] = static_cast<int32_t>(i * length);
         std::fill(lengths, lengths + count, static_cast<int32_t>(length));
         for (int64_t i = 0; i < count; ++i) table[i] = static_cast<int32_t>(i);
+        a.num_sequences = count;
         a.query_start = starts;
         a.seq_lens = lengths;
         a.block_table = table;

@@ -106,6 +106,7 @@ Attention attention_of(
     a.block_size = key_cache.size(1);
     STD_TORCH_CHECK(
         a.kv_heads > 0 && a.heads % a.kv_heads == 0, "query and key_cache do not fit each other");
+    a.num_sequences = places.num_sequences;
     a.query_start = places.query_start;
     a.seq_lens = places.seq_lens;
     a.block_table = places.block_table;
