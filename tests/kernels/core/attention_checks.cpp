@@ -128,6 +128,7 @@ Attention attention_of(const Problem& p, int64_t first) {
 
 void add_to(Program& program, Attention a, int64_t sequences, int64_t threads, void* out) {
     a.out = out;
+    a.num_sequences = sequences;
     const AttentionWork work = cut_attention(program, a, sequences, threads);
     a.partial = static_cast<float*>(program.take(work.num_partial * sizeof(float)));
     add_attention(program, a, work);
