@@ -167,10 +167,7 @@ Tensor encode_layer(
     std::vector<Tensor> kept{packed, x, attended.value_or(x)};
     kept.insert(kept.end(), angles.begin(), angles.end());
     Team& team = own_team();
-    for (size_t i = 0, first = 0; i < lengths.size();) {
-        const size_t begin = i;
-        int64_t rows = 0;
-        while (i < lengths.size() && rows < FEW_ROWS) rows += lengths[i++];
+    const auto run = [&](int64_t first, int64_t rows, const int64_t* lengths, int64_t count) {
         Program& program = team.begin();
         EncoderBuilder builder(team, program, x);
         const int64_t size = builder.size();
@@ -182,13 +179,28 @@ Tensor encode_layer(
             attended ? part(*attended, "attended")
                      : builder.attend_to_all(
                            layer, taken, angles_from(angles_of(angles, total, builder.dtype()), first, size),
-                           &lengths[begin], i - begin);
+                           lengths, count);
         const Rows added = builder.add(taken, found, layer.out, layer.out_norm);
         char* to = static_cast<char*>(out.mutable_data_ptr()) + first * x.size(1) * size;
-        builder.add_feed(layer, added, to);
+        for (int64_t row = 0; row < rows; row += FEW_ROWS) {
+            const int64_t few = std::min(FEW_ROWS, rows - row);
+            builder.add_feed(layer, part_of(added, row, few, size), to + row * x.size(1) * size);
+        }
         keep(program, kept);
         run_between(team, program, rows);
-        first += rows;
+    };
+    if (attended) {
+        for (int64_t first = 0; first < total; first += FEW_ROWS)
+            run(first, std::min(FEW_ROWS, total - first), nullptr, 0);
+    } else {
+        int64_t first = 0;
+        for (size_t i = 0; i < lengths.size();) {
+            const size_t begin = i;
+            int64_t rows = 0;
+            while (i < lengths.size() && rows < FEW_ROWS) rows += lengths[i++];
+            run(first, rows, &lengths[begin], i - begin);
+            first += rows;
+        }
     }
     return torch::stable::view(out, given.sizes());
 }
