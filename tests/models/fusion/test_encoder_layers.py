@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.kernels.cpu import library
+from aioengine.kernels.cpu.library import has_bfloat16_attention
 from aioengine.models.fusion import PASSES
 from aioengine.models.fusion.encoder_layers import _LAYER
 from tests.support.tiny import draw_weights
@@ -282,3 +283,27 @@ def test_ends_of_sequences_that_do_not_fit_are_refused() -> None:
             operators.encode(rows, (), lengths)
     apart = [operators.encode(each.contiguous(), (), [6]) for each in x]
     torch.testing.assert_close(operators.encode(rows, (), [6, 6]), torch.cat(apart))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [2, 4])
+@torch.inference_mode()
+def test_a_sequence_in_the_company_of_thousands_of_rows(heads: int, dtype: torch.dtype) -> None:
+    """Rows are computed some 2,048 at a time. Attention of heads of 32 may be ours, and has the
+    same bits then; PyTorch's, in float32 and of heads of 16, may have others."""
+    with torch.inference_mode(False):
+        config = hf.CLIPVisionConfig(
+            image_size=28, patch_size=14, **{**SIZES, "num_attention_heads": heads}
+        )
+        model, _ = packed(hf.CLIPVisionModel(config).to(dtype))
+    layer = next(getattr(each, _LAYER) for each in model.modules() if hasattr(each, _LAYER))
+    lengths = [1, 700, 700, 646, 1, 2048, 2049, 3, 3, 3, 5, 2047]
+    x = torch.randn(sum(lengths), 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = layer.operators.encode(x, (), lengths)
+    apart = [
+        layer.operators.encode(each.contiguous(), (), [len(each)]) for each in x.split(lengths)
+    ]
+    wanted = torch.cat(apart)
+    is_ours = dtype == torch.bfloat16 and heads == 2 and has_bfloat16_attention()
+    bound = 0 if is_ours else (1e-5 if dtype == torch.float32 else 2e-2) * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=bound, rtol=0)
