@@ -413,3 +413,18 @@ def test_a_plan_lies_where_it_was_made() -> None:
             ops.add_feed(other, 0, x)
     with pytest.raises(RuntimeError, match="same number of layers"):
         ops.pack_plan([x], [1], [1.0], None, None, 0.0)
+
+
+@pytest.mark.parametrize("by_pages", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"num_heads": 0}, {"num_heads": -8}, {"num_kv_heads": 0}, {"head_dim": 0}, {"head_dim": -32}],
+    ids=str,
+)
+def test_an_encoder_layer_of_impossible_heads_is_refused(
+    sizes: dict[str, int], by_pages: bool
+) -> None:
+    layer = layer_plan(torch.float32, angles=None, **sizes)
+    operators = NativeOperators([layer], by_pages=by_pages)
+    with pytest.raises(RuntimeError, match="heads"):
+        operators.encode(torch.randn(12, HIDDEN), (), [12])

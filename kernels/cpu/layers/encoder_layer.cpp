@@ -151,7 +151,8 @@ Tensor encode_layer(
     STD_TORCH_CHECK(plan.layers.size() == 1, "the plan must be of one layer");
     const PlannedLayer& layer = plan.layers[0];
     STD_TORCH_CHECK(
-        layer.kv_heads > 0 && layer.heads % layer.kv_heads == 0, "the layer's heads do not fit each other");
+        layer.head_dim > 0 && layer.kv_heads > 0 && layer.heads > 0 && layer.heads % layer.kv_heads == 0,
+        "the layer's heads have no width or do not fit each other");
     int64_t total = 0;
     for (const int64_t length : lengths) {
         STD_TORCH_CHECK(
