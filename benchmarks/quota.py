@@ -11,13 +11,16 @@ processors. Needs the right to make control groups (of either version). Last lin
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,22 @@ def control_group(cpus: float) -> Iterator[Path]:
             (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
         yield group / "cgroup.procs"
     finally:
-        group.rmdir()
+        leave(group)
+
+
+def leave(group: Path) -> None:
+    """Remove a group, once what was in it has ended: what is in it still is killed."""
+    for _ in range(100):
+        try:
+            return group.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        for process in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        time.sleep(0.05)
+    group.rmdir()
 
 
 def run(busy: list[str], procs: Path | None = None) -> dict[str, Any]:
@@ -61,6 +79,8 @@ def main() -> None:
         "--cpus", type=lambda text: [*map(float, text.split(","))], default=[0.5, 1.0, 1.5]
     )
     options, busy = parser.parse_known_args()
+    if min(options.cpus) < 0.01:
+        parser.error("--cpus: a quota is at least 0.01")
     cores = len(os.sched_getaffinity(0))
     before, shares, lags = run(busy), {}, {}
     idle = [before]
