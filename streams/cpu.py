@@ -125,8 +125,8 @@ class CpuDevice(Device):
         self._leave()
 
         def let_all_go() -> None:
-            self._queue = None
             let_go()
+            self._queue = None  # a late thread may be reading what is queued until then
 
         return self.submit_step(let_all_go)
 

@@ -93,8 +93,9 @@ class EngineCore:
         kept = [self.loaded]
 
         def let_go() -> None:
-            kept.clear()
+            # A late thread of the team may still be reading weights: they go when it has come out.
             end_team()
+            kept.clear()
 
         self._main = None
         self.encoder_jobs.stop()

@@ -60,7 +60,8 @@ struct Decoder {
     std::vector<int64_t> is_cross;  // for each KV group
     Tensor steps, choices, results, last;
     int event;
-    std::vector<char> logits = {};
+    // Kept by the program that writes them, as a late thread may read them when more are wanted.
+    std::shared_ptr<std::vector<char>> logits = std::make_shared<std::vector<char>>();
 
     std::mutex mutex = {};
     std::condition_variable changed = {};
@@ -196,12 +197,13 @@ void Decoder::run(int64_t index) {
     char* normed = static_cast<char*>(program.take(count * row_bytes));
     builder.finish(found, layers.norm, normed);
     const size_t logit_bytes = count * head.outputs * builder.size();
-    if (logits.size() < logit_bytes) logits.resize(logit_bytes);
-    builder.multiply({normed, count, hidden, hidden}, head, 0, false, nullptr, logits.data());
+    if (logits->size() < logit_bytes) logits = std::make_shared<std::vector<char>>(logit_bytes);
+    program.keep(logits);
+    builder.multiply({normed, count, hidden, hidden}, head, 0, false, nullptr, logits->data());
     const int64_t stride = head.outputs * builder.size();
     if (cap > 0)
         add_cap(
-            program, type, logits.data(), stride, count, head.outputs, static_cast<float>(cap), logits.data(),
+            program, type, logits->data(), stride, count, head.outputs, static_cast<float>(cap), logits->data(),
             stride);
     int64_t* chosen = static_cast<int64_t*>(program.take(count * sizeof(int64_t)));
     int64_t* num_banned = static_cast<int64_t*>(program.take(count * sizeof(int64_t)));
@@ -218,7 +220,7 @@ void Decoder::run(int64_t index) {
     const bool is_drawn =
         std::any_of(drawn, drawn + count, [](const Choice& each) { return each.temperature > 0; });
     add_choices(
-        program, {type, logits.data(), count, head.outputs, stride,
+        program, {type, logits->data(), count, head.outputs, stride,
                   is_drawn ? program.copy(drawn, count) : nullptr, banned, num_banned, chosen});
     team.run(program);
     // Its memory stays until another is begun.
@@ -316,8 +318,8 @@ Tensor decoder_logits(const Tensor& packed, int64_t count) {
     const Decoder& decoder = decoder_of(packed);
     Tensor out = new_output(decoder.like, {count, decoder.head.outputs});
     const size_t bytes = count * decoder.head.outputs * out.element_size();
-    STD_TORCH_CHECK(count >= 0 && bytes <= decoder.logits.size(), "no step has had so many sequences");
-    std::memcpy(out.mutable_data_ptr(), decoder.logits.data(), bytes);
+    STD_TORCH_CHECK(count >= 0 && bytes <= decoder.logits->size(), "no step has had so many sequences");
+    std::memcpy(out.mutable_data_ptr(), decoder.logits->data(), bytes);
     return out;
 }
 
