@@ -16,7 +16,8 @@ async def main() -> None:
         except TimeoutError:
             print("cancelled")
 
-        output = await engine.generate(prompt, SamplingParams(max_tokens=4), images=[image])
+        short = SamplingParams(temperature=0, max_tokens=4)
+        output = await engine.generate(prompt, short, images=[image])
         print(f"the next request got {len(output.token_ids)} tokens")
         statistics = engine.statistics()
         print(f"{statistics.running} running, {statistics.waiting} waiting")

@@ -16,7 +16,7 @@ def models(folder: Path, names: list[str], dtype: str, openvino_python: Path) ->
     """Contender -> its folder of the model; missing ones are made."""
     ours = folder / f"model-{dtype}"
     if not ours.exists():
-        _run(sys.executable, BENCHMARKS / "make_model.py", ours, "--dtype", dtype)
+        run(sys.executable, BENCHMARKS / "make_model.py", ours, "--dtype", dtype)
     found = dict.fromkeys(names, ours)
     if "vllm" in names:
         found["vllm"] = folder / f"model-{dtype}-vllm"
@@ -50,7 +50,7 @@ def export(source: Path, target: Path, dtype: str, python: Path) -> None:
     weights = "fp32" if dtype == "float32" else "fp16"
     program = python.parent / "optimum-cli"
     task = ("--task", "image-text-to-text", "--weight-format", weights)
-    _run(program, "export", "openvino", "--model", source, *task, target)
+    run(program, "export", "openvino", "--model", source, *task, target)
     (target / "preprocessor_config.json").unlink(missing_ok=True)  # ours says the size
     write_image_settings(source, target)
 
@@ -87,7 +87,8 @@ def write_older(source: Path, target: Path) -> None:
         copy.write_text(json.dumps(settings, indent=2))
 
 
-def _run(*command: object) -> None:
+def run(*command: object) -> None:
+    """Run a command with its output on standard error, without what our tests set."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONSAFEPATH", None)
     subprocess.run([str(word) for word in command], check=True, env=environment, stdout=sys.stderr)
