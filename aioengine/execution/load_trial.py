@@ -130,6 +130,7 @@ class Trial:
         done = [each.prompt for each in self._cut if is_heavy or each.prompt.is_long]
         self._whole, refused = _refer_all(refer, [each for each in prompts if each not in done])
         references = [*self._whole, *self._cut]
+        _check_numbers(references, shell.dtype)
         # A model that takes media only has nothing to say to text alone.
         takes_media = any(each.prompt.modality != "text" for each in references)
         self._unseen += [each for each in refused if not (takes_media and each.startswith("text "))]
@@ -282,6 +283,18 @@ def _refer(shell: TransformersModel, prompt: TrialPrompt, *, is_quantized: bool)
         # leave a row alone. In 16 bits the result's rounding is most of it.
         noise = noise.max().expand_as(noise)
     return Reference(prompt, inputs, bounds, logits, noise)
+
+
+def _check_numbers(references: Sequence[Reference], dtype: torch.dtype) -> None:
+    """Raise ModelLoadError where a module's own logits are no numbers, as nothing can be compared
+    with these."""
+    lost = [each.prompt.what for each in references if not (each.logits < torch.inf).all()]
+    if lost:
+        raise ModelLoadError(
+            f"the checkpoint's own module gives no numbers (NaN or infinity) for a prompt with "
+            f"{lost[0]}: its weights are damaged, or too large for {dtype}. Fetch them again or "
+            "choose another dtype, or set check_model=False to use it all the same"
+        )
 
 
 def _rows(bounds: Sequence[int]) -> list[int]:

@@ -171,7 +171,7 @@ def _add(
     try:
         weight = form.read(tensors, packing)
         grouped = weight.grouped()
-        if grouped is not None and not grouped.is_finite:
+        if not (weight.floats().isfinite().all() if grouped is None else grouped.is_finite):
             raise ValueError("its scales are no finite numbers")
     except (KeyError, RuntimeError, ValueError, IndexError, TypeError) as error:
         raise ModelLoadError(

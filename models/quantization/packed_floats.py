@@ -109,9 +109,11 @@ class Fp4Experts:
 
     def grouped(self) -> GroupedWeight:
         """The weights in groups."""
+        is_zero = ~self.numbers.view(*self.scales.shape, _FP4_GROUP).any(-1)
+        scales = self.scales.masked_fill(is_zero, 0)  # which nothing is multiplied by
         return GroupedWeight.of(
             self.numbers.flatten(0, 1),
-            self.scales.flatten(0, 1),
+            scales.flatten(0, 1),
             None,
             bits=4,
             group=_FP4_GROUP,

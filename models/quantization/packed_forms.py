@@ -109,8 +109,10 @@ def _check(weight: Scaled, size: object) -> Scaled:
     groups = weight.scales.shape[1]
     if weight.scales.shape != weight.zeros.shape or weight.scales.shape[0] != outputs or not groups:
         raise ValueError("scales and zeros are of other outputs")
-    if isinstance(size, int) and size > 0 and groups != -(-depth // size):
-        raise ValueError(f"there are {groups} groups of {size} for {depth} inputs")
+    if isinstance(size, int) and size:
+        size = depth if size < 0 else size
+        if groups != -(-depth // size) or (weight.order is None and depth % size):
+            raise ValueError(f"there are {groups} groups of {size} for {depth} inputs")
     if weight.order is None:
         if depth % groups:
             raise ValueError("groups do not fill the inputs")

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aioengine.errors import ModelLoadError
 from aioengine.kernels.experts import can_pack_experts
 from aioengine.kernels.grouped import GroupedWeight, round_weight
 from aioengine.models.quantization.grouped_layers import (
@@ -38,8 +39,14 @@ class Rounding:
     has_full_inputs: bool = False
 
     def of(self, weight: Tensor, bits: int) -> GroupedWeight:
-        """A weight [out, in] in groups."""
-        return replace(round_weight(weight, bits), has_full_inputs=self.has_full_inputs)
+        """A weight [out, in] in groups. Raises ModelLoadError where some of it is no number."""
+        found = round_weight(weight, bits)
+        if not found.is_finite:
+            raise ModelLoadError(
+                f"a weight of {list(weight.shape)} cannot be rounded to {bits} bits: some of its "
+                "numbers are not finite. Fetch the checkpoint again, or leave quantization out"
+            )
+        return replace(found, has_full_inputs=self.has_full_inputs)
 
 
 def round_weights(
@@ -69,8 +76,11 @@ def round_weights(
             assert isinstance(table[0].weight, Tensor)
             _round(table, rounding.of(table[0].weight, _TABLE_BITS), keep)
     for module in decoder.modules():
-        for name, weight in expert_weights(module).items():
-            if grouped_of(module, name) is None and can_pack_experts(weight):
+        experts = expert_weights(module)
+        if not all(map(can_pack_experts, experts.values())):
+            continue  # a layer is packed whole or not at all
+        for name, weight in experts.items():
+            if grouped_of(module, name) is None:
                 _round_experts(module, name, weight, rounding, keep)
     _log_share(decoder)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from aioengine import AsyncEngine
@@ -386,6 +387,27 @@ async def test_what_is_refused_is_not_kept(llama: Path) -> None:
     register_model("LlamaForCausalLM")(ForgetsToStore)
     await refusal(llama)
     await refusal(llama)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+async def test_weights_that_are_no_numbers_are_refused(
+    llama: Path, tmp_path: Path, quantization: str | None, number: float, trials: Callable[[], int]
+) -> None:
+    """Nothing can be compared with what they give, and no other file has passed by it."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"][70, 7] = number
+    save_file(weights, path, {"format": "pt"})
+    reason = "gives no numbers" if quantization is None else "cannot be rounded"
+    with pytest.raises(ModelLoadError, match=reason):
+        async with AsyncEngine.from_pretrained(folder, quantization=quantization, **SIZES):
+            pass
+    before = trials()
+    await start(llama)
+    assert trials() > before
 
 
 async def test_where_nothing_can_be_written_every_start_has_its_trial(

@@ -227,9 +227,26 @@ def test_what_does_not_fit_is_refused(kind: str, how: str, tmp_path: Path) -> No
         load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
+def test_groups_that_do_not_fill_the_inputs_are_refused(kind: str, tmp_path: Path) -> None:
+    """There are as many as there would be, but where a last one is short the others are longer."""
+    save(tmp_path, kind)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    packing = settings["quantization_config"]
+    packing = packing["config_groups"]["group_0"]["weights"] if kind == "compressed" else packing
+    packing["group_size"] = 40
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ModelLoadError, match="groups of 40 for"):
+        load(tmp_path)
+
+
 def at_one(change: Callable[[dict[str, Tensor]], None]) -> Callable[[str, dict[str, Tensor]], None]:
     """A change of one layer's parts."""
     return lambda name, parts: change(parts) if name.endswith("0.mlp.down_proj") else None
+
+
+ONE = torch.tensor([1])
 
 
 def one_group(parts: dict[str, Tensor]) -> None:
@@ -253,6 +270,13 @@ WRONG: Mapping[str, tuple[str, Callable[[dict[str, Tensor]], None], str]] = {
         "gptq",
         lambda parts: parts.update(scales=parts["scales"][:0]),
         "of other outputs",
+    ),
+    "a scale of inputs in another order": (
+        "gptq with zeros",
+        lambda parts: parts.update(
+            g_idx=parts["g_idx"].flip(0), scales=parts["scales"].index_fill(0, ONE, torch.nan)
+        ),
+        "no finite numbers",
     ),
     "scales are integers": (
         "awq",

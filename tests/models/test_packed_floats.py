@@ -19,7 +19,7 @@ from aioengine.kernels.cpu.library import is_available
 from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
 from aioengine.models.quantization.packed_checkpoints import unreadable
-from aioengine.models.quantization.packed_floats import read_floats
+from aioengine.models.quantization.packed_floats import FP4_LEVELS, read_floats, read_fp4
 from aioengine.models.runtime.checkpoint import read_config
 from aioengine.models.runtime.registry import resolve
 from tests.models.test_packed_checkpoints import WEIGHTS, load
@@ -251,6 +251,18 @@ def test_a_block_of_zeros_may_have_any_scale(scale: float) -> None:
     assert grouped is not None
     wanted = found.floats()
     assert (grouped.floats() - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("power", [0, 150, 254])
+def test_an_empty_block_of_four_bits_may_have_any_scale(power: int) -> None:
+    blocks = torch.randint(256, (2, 32, 2, 16), dtype=torch.uint8)
+    scales = torch.full((2, 32, 2), 120, dtype=torch.uint8)
+    blocks[:, :, 0], scales[:, :, 0] = 0, power
+    found = read_fp4({"blocks": blocks, "scales": scales}).grouped()
+    assert found.is_finite
+    (low, high), levels = (blocks & 15, blocks >> 4), torch.tensor(FP4_LEVELS).float()
+    wanted = levels[torch.stack((low, high), -1).int()].flatten(2).flatten(0, 1) * 2.0**-8
+    assert torch.equal(found.floats(), wanted)
 
 
 def test_scales_that_are_far_apart_stay_as_they_are() -> None:

@@ -344,6 +344,18 @@ def test_rounded(bits: int, keep: bool) -> None:
     torch.testing.assert_close(model(ids).logits, whole(ids).logits, atol=2e-4, rtol=1e-4)
 
 
+@needs_packing
+@pytest.mark.parametrize("sizes", [{"hidden_size": 72}, {"intermediate_size": 72}], ids=str)
+@torch.no_grad()
+def test_a_layer_is_rounded_whole_or_not_at_all(sizes: dict[str, int]) -> None:
+    """Of one of its two matmuls the outputs fill panels: the other's cannot be packed."""
+    config = GptOssConfig(**{**SIZES, **sizes}, num_local_experts=4, num_experts_per_tok=2)
+    model = drawn(GptOssForCausalLM(config), torch.float32)
+    round_weights(model, model.model, [], [], Rounding(bits=8), keep=False)
+    assert not any(known_groups(each) for each in model.modules() if expert_weights(each))
+    assert unpacked_names(model) == []
+
+
 def stored(model: Any) -> dict[str, Tensor]:
     """Weights of a checkpoint whose experts are e4m3; the model has what they stand for then."""
     weights = model.state_dict()
