@@ -1,7 +1,8 @@
 // Random programs on a team whose threads stop at random, within a part and between two: each result is
 // checked, and no part may be committed twice or write after its operator has ended.
 //
-//     c++ -std=c++20 -O2 -pthread -I kernels/cpu/program tests/kernels/team_soak.cpp kernels/cpu/program/team.cpp
+//     c++ -std=c++20 -O2 -pthread -I kernels/cpu/program -I kernels/cpu/include
+//         tests/kernels/team_soak.cpp kernels/cpu/program/team.cpp
 //     ./a.out THREADS SECONDS SEED [MUTANT]
 
 #include <chrono>

@@ -44,7 +44,7 @@ def build(source: str, folder: Path, *flags: str) -> Path:
     team.write_text(source)
     soak = Path(__file__).with_name("team_soak.cpp")
     options = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    folders = ["-I", str(TEAM.parent)]
+    folders = ["-I", str(TEAM.parent), "-I", str(TEAM.parents[1] / "include")]
     subprocess.run(
         [COMPILER, *options, *folders, str(soak), str(team), "-o", str(program)], check=True
     )

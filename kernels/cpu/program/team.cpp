@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include "system.h"
+
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -51,6 +53,30 @@ inline void finish_streaming() {
     __builtin_ia32_sfence();
 #endif
 }
+
+#if AIOENGINE_LINUX
+int current_processor() {
+    return sched_getcpu();
+}
+
+// Has this thread go on elsewhere, if it runs on `processor` and may run on others; where, is the kernel's
+// choice, as before.
+void leave(int processor) {
+    if (processor < 0 || sched_getcpu() != processor) return;
+    cpu_set_t own;
+    if (sched_getaffinity(0, sizeof own, &own) != 0) return;
+    cpu_set_t others = own;
+    CPU_CLR(processor, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+    sched_setaffinity(0, sizeof own, &own);
+}
+#else
+int current_processor() {
+    return -1;
+}
+
+void leave(int) {}
+#endif
 
 void* aligned(size_t bytes) {
     void* memory = std::aligned_alloc(LINE, (bytes + LINE - 1) / LINE * LINE);
@@ -277,6 +303,7 @@ void Team::run(Program& program) {
     // Nobody is woken where there is nothing to share.
     const bool is_shared = program.most_parts_ > 1;
     if (is_shared) {
+        processor_.store(current_processor(), std::memory_order_relaxed);
         current_.store(&program);
         posted_.fetch_add(1);
         posted_.notify_all();
@@ -313,6 +340,8 @@ void Team::help(int64_t thread) {
         seen = posted_.load();
         Program* program = current_.load();
         if (!program) continue;
+        // Beside the thread that it helps it would only take that one's time.
+        leave(processor_.load(std::memory_order_relaxed));
         // It is not used again while somebody is inside; and who was inside in time sees it still here.
         program->num_inside_.fetch_add(1);
         if (current_.load() == program) work(*program, thread, scratch);

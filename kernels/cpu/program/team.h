@@ -171,6 +171,7 @@ private:
     alignas(64) std::atomic<Program*> current_{nullptr};
     alignas(64) std::atomic<uint32_t> posted_{0};
     std::atomic<bool> is_closed_{false};
+    std::atomic<int> processor_{-1};  // that the team's own thread ran on when it began the program
     const int64_t num_wanted_;
     const int process_;
     std::atomic<int64_t> num_threads_;

@@ -13,5 +13,6 @@ shift
 "${PYTHON:-python}" "$ROOT/tests/kernels/core/run.py" "$FOLDER" \
     --compiler aarch64-linux-gnu-g++ --emulator "qemu-aarch64 -cpu max" "$@"
 aarch64-linux-gnu-g++ -std=c++20 -O2 -Wall -Wextra -Werror -static -pthread -I "$ROOT/kernels/cpu/program" \
-    "$ROOT/tests/kernels/team_soak.cpp" "$ROOT/kernels/cpu/program/team.cpp" -o "$FOLDER/soak"
+    -I "$ROOT/kernels/cpu/include" "$ROOT/tests/kernels/team_soak.cpp" "$ROOT/kernels/cpu/program/team.cpp" \
+    -o "$FOLDER/soak"
 qemu-aarch64 -cpu max "$FOLDER/soak" 4 20 "${1:-1}"
