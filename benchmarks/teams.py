@@ -61,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         programs = build(Path(folder), options.tbb)
         for _, rows, count, name in product(
-            range(options.rounds), map(int, options.rows.split(",")), SPINNING, programs
+            range(options.rounds), options.rows, SPINNING, programs
         ):
             threads = 1 if name == ALONE else options.threads
             command = [programs[name], threads, options.seconds, rows]
