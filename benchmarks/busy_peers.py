@@ -95,9 +95,7 @@ def measure(turns: dict[str, Turn], options: argparse.Namespace) -> dict[str, An
 
 
 def export(source: Path, target: Path, python: Path) -> None:
-    """Write OpenVINO's files of the text model, in float16, where there are none."""
-    if target.exists():
-        return
+    """Write OpenVINO's files of the text model, in float16."""
     older = target.with_name(f"{target.name}-older")
     prepare.write_older(source, older)
     program = [python, "-c", "from optimum.commands.optimum_cli import main; main()"]
