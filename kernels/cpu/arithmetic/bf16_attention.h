@@ -83,26 +83,64 @@ struct TileRows {
     int64_t stride;  // from one to the next, in numbers
 };
 
-// The tile that is read after this one, whose rows are prefetched one by one meanwhile: a core has room for
-// some dozens of lines, and then waits for the first of them.
+// The tile that is read after this one, which is prefetched meanwhile, a share for each piece of work: a core has
+// room for some dozens of lines that are on their way, and what it reads itself then waits with them.
 struct Coming {
     TileRows rows[2 * TILE_KEYS / TILE];  // keys, then values
-    int64_t bytes[2];                     // of a row of either
+    int64_t bytes[2] = {};                // of a row of either
     int64_t count = 0;                    // of rows: 0 where it is not known which tile that is
-    int64_t num_prefetched = 0;
-    const BFloat16* at;
+
+    // All will have been prefetched after so many units of work.
+    void begin(int64_t work) {
+        if (!count) return;
+        int64_t strides = 0;
+        for (int64_t of_row : bytes) strides += (of_row + STRIDE - 1) / STRIDE * TILE_KEYS;
+        share = strides * ONE / work + 1;
+        next_group();
+    }
+
+    void prefetch_during(int64_t work) {
+        for (due += work * share; due >= ONE; due -= ONE) prefetch_next();
+    }
+
+private:
+    static constexpr int64_t STRIDE = 2 * LINE;  // bytes that are prefetched at a time
+    static constexpr int64_t ONE = 1 << 20;
+
+    int64_t share = 0, due = 0;  // of strides, by unit of work and in all: ONE is one
+    int64_t group = -1, rows_left = 0, bytes_left = 0;
+    const char* row = nullptr;
+
+    void next_group() {
+        if (++group == count / TILE) {
+            share = due = 0;
+            return;
+        }
+        row = (const char*)rows[group].at;
+        rows_left = TILE;
+        bytes_left = row_bytes();
+    }
+
+    int64_t row_bytes() const { return bytes[group / (TILE_KEYS / TILE)]; }
 
     void prefetch_next() {
-        if (num_prefetched == count) return;
-        if (num_prefetched % TILE == 0) at = rows[num_prefetched / TILE].at;
-        prefetch_ahead(at, bytes[num_prefetched / TILE_KEYS]);
-        at += rows[num_prefetched / TILE].stride;
-        ++num_prefetched;
+        const char* at = row + row_bytes() - bytes_left;
+        __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(at + LINE, 0, 2);
+        bytes_left -= STRIDE;
+        if (bytes_left > 0) return;
+        bytes_left = row_bytes();
+        row += rows[group].stride * (int64_t)sizeof(BFloat16);
+        if (!--rows_left) next_group();
     }
 };
 
-// Values [count, dim] to [TILE_KEYS / 2, dim, 2] at `to`, with zeros to whole tiles. Meanwhile 32 rows that
-// are coming are prefetched.
+// Units of work are multiplications of vectors. What reads a tile from the second cache counts for less than it
+// takes: lines that are prefetched meanwhile are in its way.
+constexpr int64_t BLOCK_UNITS = 20;        // to transpose a block of keys
+constexpr int64_t ARRANGED_PER_UNIT = 8;   // numbers of two values
+
+// Values [count, dim] to [TILE_KEYS / 2, dim, 2] at `to`, with zeros to whole tiles.
 static inline void arrange_values(
     const TileRows* values, int64_t count, int64_t dim, Coming& coming, BFloat16* to) {
     const __m512i low = _mm512_set_epi16(
@@ -111,7 +149,7 @@ static inline void arrange_values(
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const int64_t whole = count > TILE_DEPTH ? TILE_KEYS : TILE_DEPTH;
     for (int64_t n = 0; n < whole; n += 2) {
-        coming.prefetch_next();
+        coming.prefetch_during(dim / ARRANGED_PER_UNIT);
         const TileRows& rows = values[n / TILE];
         const BFloat16 *first = rows.at + n % TILE * rows.stride, *second = first + rows.stride;
         const __mmask32 has_first = n < count ? 0xffffffff : 0;

@@ -32,7 +32,7 @@ static inline const BFloat16* transpose_keys(
     for (int64_t n = 0; n < count; n += TILE) {
         const TileRows& rows = keys[n / TILE];
         for (int64_t d = 0; d < dim; d += TILE_DEPTH) {
-            for (int64_t i = 0; i < 256; i += dim) coming.prefetch_next();
+            coming.prefetch_during(BLOCK_UNITS);
             transpose_block(rows.at + d, rows.stride, TILE, TILE_KEYS, to + d * TILE_KEYS + 2 * n);
         }
     }
@@ -58,7 +58,7 @@ static inline void add_some(
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = _mm512_loadu_ps(to + r * stride + c * TILE);
     for (int64_t n = 0; n < count; ++n, right += right_step) {
-        coming.prefetch_next();
+        coming.prefetch_during(ROWS * COLUMNS);
         __m512bh x[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) x[r] = splat_pair(left.at + r * left.row + n * left.step);
@@ -84,7 +84,9 @@ static inline void add_rows(
         int64_t done;
         if (rows >= 4)
             add_some<4, COLUMNS>(left, right, right_step, count, coming, to, stride), done = 4;
-        else if (rows >= 2)
+        else if (rows == 3)
+            add_some<3, COLUMNS>(left, right, right_step, count, coming, to, stride), done = 3;
+        else if (rows == 2)
             add_some<2, COLUMNS>(left, right, right_step, count, coming, to, stride), done = 2;
         else
             add_some<1, COLUMNS>(left, right, right_step, count, coming, to, stride), done = 1;
@@ -94,11 +96,20 @@ static inline void add_rows(
     }
 }
 
+// Units of work of a tile, from its keys to its weighted values.
+static inline int64_t units_of(int64_t rows, int64_t key_dim, int64_t value_dim) {
+    const int64_t blocks = TILE_KEYS / TILE * key_dim / TILE_DEPTH, pairs = TILE_KEYS / 2;
+    const int64_t multiplied = rows * (key_dim / 2 * TILE_KEYS + pairs * value_dim) / TILE;
+    return blocks * BLOCK_UNITS + pairs * value_dim / ARRANGED_PER_UNIT + multiplied;
+}
+
 // scores [rows, TILE_KEYS] of the first `count` keys, for up to TILE rows as `arrange_query` leaves them.
 // `memory`: room for TILE_KEYS keys.
 static inline void dot_rows(
     const BFloat16* query, int64_t rows, int64_t dim, const TileRows* keys, int64_t count,
     const TileRows*, Coming& coming, BFloat16* memory, float* scores) {
+    const int64_t value_dim = coming.bytes[1] / (int64_t)sizeof(BFloat16);
+    coming.begin(units_of(rows, dim, value_dim));
     transpose_keys(keys, dim, count, coming, memory);
     memset(scores, 0, rows * TILE_KEYS * sizeof(float));
     add_rows<TILE_KEYS / TILE>(
