@@ -52,6 +52,7 @@ X86_PARTS = {
     "linear": {**GENERIC, "avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "bf16_gemm": {"avx512_bf16": BF16, "amx_bf16": AMX},
     "int8_gemm": {**GENERIC, "avx2": AVX2, "avx512_vnni": VNNI},
+    "grouped_bf16": {"avx512_bf16": BF16},
     "norm": {**GENERIC, "avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "rotary": {**GENERIC, "avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16},
     "argmax": {**GENERIC, "avx2": AVX2, "avx512": AVX512},
@@ -67,7 +68,7 @@ ARM_PARTS = {
     "argmax": NEON,
     "weights": NEON,
 }
-OTHER_PARTS = {part: GENERIC for part in X86_PARTS if part != "bf16_gemm"}
+OTHER_PARTS = {part: GENERIC for part, sets in X86_PARTS.items() if "generic" in sets}
 Words = list[str | Path]
 
 

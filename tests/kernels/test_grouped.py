@@ -88,6 +88,22 @@ def test_matmul(
 
 
 @needs_kernels
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize(("bits", "group", "lowest"), FORMS)
+def test_bfloat16_is_multiplied_in_full(
+    instructions: str, bits: int, group: int, lowest: str, outputs: int, inputs: int
+) -> None:
+    weight = draw(outputs, inputs, bits, group, lowest, is_full=True)
+    packed, twin = pack_grouped(weight), TorchGroupedLinear(weight)
+    x = (torch.randn(211, inputs + 3) * 3).bfloat16()[:, 1 : inputs + 1]
+    found, wanted = packed(x), twin(x.float())
+    bound = wanted.abs() * 2**-8 + 4e-6 * wanted.abs().amax(0).clamp_min(1)
+    assert bool(((found.float() - wanted).abs() <= bound).all())
+    for count in (1, 2, 3, 4, 5, 13, 97):
+        assert torch.equal(packed(x[:count]), found[:count]), "a row has no company"
+
+
+@needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_cpu_comes_to_the_same_numbers(bits: int) -> None:
     """What is added up as integers is exact; floats may be added in one instruction or two."""

@@ -73,6 +73,8 @@ extern const LinearKernels int8_gemm_avx512_vnni;
 // Of weights in pairs.
 extern const LinearKernels bf16_gemm_avx512_bf16;
 extern const LinearKernels bf16_gemm_amx_bf16;
+// Of weights in groups and inputs of bfloat16 that stay what they are.
+extern const LinearKernels grouped_bf16_avx512_bf16;
 #elif defined(__aarch64__)
 extern const LinearKernels linear_neon;
 extern const LinearKernels linear_neon_bf16;

@@ -22,25 +22,25 @@ namespace {
 #if !defined(__aarch64__)
 constexpr DispatchTable GENERIC = {
     "generic", &kernels_generic, &linear_generic, nullptr, &int8_gemm_generic,
-    &norm_generic, &rotary_generic, &argmax_generic, &weights_generic};
+    nullptr, &norm_generic, &rotary_generic, &argmax_generic, &weights_generic};
 #endif
 
 #if defined(__x86_64__)
 constexpr DispatchTable AMX_BF16 = {
     "amx_bf16", &kernels_amx_bf16, &linear_avx512_bf16, &bf16_gemm_amx_bf16, &int8_gemm_avx512_vnni,
-    &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
+    &grouped_bf16_avx512_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX512_BF16 = {
     "avx512_bf16", &kernels_avx512_bf16, &linear_avx512_bf16, &bf16_gemm_avx512_bf16, &int8_gemm_avx512_vnni,
-    &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
+    &grouped_bf16_avx512_bf16, &norm_avx512_bf16, &rotary_avx512_bf16, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX512_VNNI = {
     "avx512_vnni", &kernels_avx512, &linear_avx512, nullptr, &int8_gemm_avx512_vnni,
-    &norm_avx512, &rotary_avx512, &argmax_avx512, &weights_avx512};
+    nullptr, &norm_avx512, &rotary_avx512, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX512 = {
     "avx512", &kernels_avx512, &linear_avx512, nullptr, &int8_gemm_avx2,
-    &norm_avx512, &rotary_avx512, &argmax_avx512, &weights_avx512};
+    nullptr, &norm_avx512, &rotary_avx512, &argmax_avx512, &weights_avx512};
 constexpr DispatchTable AVX2 = {
     "avx2", &kernels_avx2, &linear_avx2, nullptr, &int8_gemm_avx2,
-    &norm_avx2, &rotary_avx2, &argmax_avx2, &weights_avx2};
+    nullptr, &norm_avx2, &rotary_avx2, &argmax_avx2, &weights_avx2};
 
 // Clang does not know this one by name.
 bool has_f16c() {
@@ -81,13 +81,13 @@ const DispatchTable* by_name(const std::string& name) {
 #elif defined(__aarch64__)
 constexpr DispatchTable NEON_BF16 = {
     "neon_bf16", &kernels_neon_bf16, &linear_neon_bf16, &bf16_gemm_neon_bf16, &int8_gemm_neon_i8mm,
-    &norm_neon_bf16, &rotary_neon_bf16, &argmax_neon, &weights_neon};
+    nullptr, &norm_neon_bf16, &rotary_neon_bf16, &argmax_neon, &weights_neon};
 constexpr DispatchTable NEON_DOTPROD = {
     "neon_dotprod", &kernels_neon, &linear_neon, nullptr, &int8_gemm_neon_dotprod,
-    &norm_neon, &rotary_neon, &argmax_neon, &weights_neon};
+    nullptr, &norm_neon, &rotary_neon, &argmax_neon, &weights_neon};
 constexpr DispatchTable NEON = {
     "neon", &kernels_neon, &linear_neon, nullptr, &int8_gemm_neon,
-    &norm_neon, &rotary_neon, &argmax_neon, &weights_neon};
+    nullptr, &norm_neon, &rotary_neon, &argmax_neon, &weights_neon};
 
 // What the CPU has beyond NEON. Only Linux is asked; elsewhere there is as much of it as the compiler takes for
 // granted, as Apple's does with dot products.

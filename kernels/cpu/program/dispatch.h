@@ -15,12 +15,14 @@ namespace aioengine {
 
 // One instruction set's kernels. `bf16_gemm`: null where the CPU does not multiply bfloat16. `int8_gemm`: the
 // best for bytes that the CPU has beside it.
+// `grouped_bf16`: null where weights in groups are multiplied as floats.
 struct DispatchTable {
     const char* name;
     const AttentionKernels* attention;
     const LinearKernels* linear;
     const LinearKernels* bf16_gemm;
     const LinearKernels* int8_gemm;
+    const LinearKernels* grouped_bf16;
     const NormKernel* norm;
     const RotaryKernel* rotary;
     const ArgmaxKernel* argmax;

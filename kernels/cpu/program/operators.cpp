@@ -267,7 +267,10 @@ int64_t size_of(DType dtype) {
 
 const LinearKernels& kernels_of(const Linear& a) {
     const DispatchTable& table = dispatch_table();
-    if (a.weights == Weights::Grouped && !a.groups.has_full_inputs) return *table.int8_gemm;
+    if (a.weights == Weights::Grouped) {
+        if (!a.groups.has_full_inputs) return *table.int8_gemm;
+        return *(a.dtype == DType::BFloat16 && table.grouped_bf16 ? table.grouped_bf16 : table.linear);
+    }
     return *(a.is_paired ? table.bf16_gemm : table.linear);
 }
 
