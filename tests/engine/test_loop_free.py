@@ -215,5 +215,5 @@ async def test_a_decoder_that_keeps_the_interpreters_lock_is_caught(
         workers: Any = engine._core.input_processor.media._workers
         monkeypatch.setattr(workers, "run", decode_by(workers, decode_locked))
         probe = await measure(engine, images[:2])
-    assert probe.longest_held < took / 2, "the loop's own thread has next to no part in it"
+    assert probe.longest_held < MAX_HELD_S
     assert probe.longest_stall > MAX_STALL_S

@@ -14,8 +14,7 @@
 namespace aioengine {
 
 // One instruction set's kernels. `bf16_gemm`: null where the CPU does not multiply bfloat16. `int8_gemm`: the
-// best for bytes that the CPU has beside it.
-// `grouped_bf16`: null where weights in groups are multiplied as floats.
+// best for bytes that the CPU has beside it. `grouped_bf16`: null where weights in groups are multiplied as floats.
 struct DispatchTable {
     const char* name;
     const AttentionKernels* attention;
