@@ -1,8 +1,9 @@
 """The caller's loop stays free while large images are decoded and streams run.
 
 Two measures, because a test machine is noisy. *Held*: CPU time of the loop's thread within one
-callback; other processes hardly count into it, but a garbage collection and a core that the
-machine's host takes away do. *Stall*: how late a short sleep ends, which also sees other threads
+callback; other processes hardly count into it, but a garbage collection, a core that the
+machine's host takes away and a wait for the interpreter's lock do, which wakes the thread every
+switch interval. *Stall*: how late a short sleep ends, which also sees other threads
 that hold the interpreter's lock. From it is taken the time for which the kernel let one of our
 threads, ready to run, wait for a core (Linux tells): it may be the loop's thread or the one that
 holds the lock, and on a machine with cores to spare it is next to nothing. What is left can still
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import io
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -208,8 +210,16 @@ async def test_a_decoder_that_keeps_the_interpreters_lock_is_caught(
         number * number
         took = time.thread_time() - begin
 
+    switch_interval_s = sys.getswitchinterval()
+
+    def hold_the_lock() -> None:
+        # Nobody else runs meanwhile, so the interval only tells how often those who wait wake.
+        sys.setswitchinterval(10)
+        number * number
+        sys.setswitchinterval(switch_interval_s)
+
     async def decode_locked(decode: Callable[[], Any]) -> Any:
-        return await asyncio.to_thread(lambda: (number * number, decode())[1])
+        return await asyncio.to_thread(lambda: (hold_the_lock(), decode())[1])
 
     async with running_engine(folder, max_model_len=5000, kv_cache_bytes=64 << 20) as engine:
         workers: Any = engine._core.input_processor.media._workers
