@@ -19,13 +19,6 @@ static inline __m512bh load_pairs(const BFloat16* at) {
     return (__m512bh)_mm512_loadu_si512(at);
 }
 
-// Two numbers, in each lane.
-static inline __m512bh splat_pair(const BFloat16* at) {
-    int32_t pair;
-    memcpy(&pair, at, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
-
 // The first `count` keys, and as many more as fill 16, to [dim / 2, TILE_KEYS, 2] at `to`.
 static inline const BFloat16* transpose_keys(
     const TileRows* keys, int64_t dim, int64_t count, Coming& coming, BFloat16* to) {

@@ -161,6 +161,15 @@ static inline Floats load_halves(const void* at) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+// Two numbers, in each lane.
+static inline __m512bh splat_pair(const BFloat16* at) {
+    int32_t pair;
+    memcpy(&pair, at, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+#endif
+
 static inline Floats choose(Ints is_first, Floats first, Floats second) {
     return (Floats)((is_first & (Ints)first) | (~is_first & (Ints)second));
 }

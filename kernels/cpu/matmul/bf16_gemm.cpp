@@ -149,9 +149,7 @@ static void add_up_rows(
             const __m512bh high = (__m512bh)_mm512_loadu_si512(at + 2 * WIDTH);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; ++r) {
-                int32_t pair;
-                memcpy(&pair, x + r * stride + k, sizeof pair);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                const __m512bh both = splat_pair(x + r * stride + k);
                 s[r][0] = _mm512_dpbf16_ps(s[r][0], both, low);
                 s[r][1] = _mm512_dpbf16_ps(s[r][1], both, high);
             }

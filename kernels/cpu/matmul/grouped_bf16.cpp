@@ -6,7 +6,7 @@
 #include "linear.h"
 
 #include "grouped_numbers.h"
-#include "outputs.h"
+#include "ready_rows.h"
 #include "vector.h"
 
 namespace {
@@ -14,7 +14,6 @@ namespace {
 using aioengine::GroupAt;
 using aioengine::Groups;
 using aioengine::Linear;
-using aioengine::LinearPiece;
 using aioengine::Lowest;
 using aioengine::MIDDLE;
 using aioengine::PANEL;
@@ -22,41 +21,15 @@ using aioengine::QUAD;
 
 constexpr int64_t UNIT_ROWS = 12;  // whose sums fill the registers
 constexpr int64_t FEW_ROWS = 4;
-constexpr int64_t BLOCK_ROWS = 96;        // for which a group is unpacked once
-constexpr int64_t PIECE_BYTES = 5 << 17;  // of inputs that stay in the second cache meanwhile
 constexpr int64_t MOST_DEPTH = 128;       // of a group
 
 // How numbers are stored: places in a table of 16, bytes with a sign, floats of a byte.
 enum class Kind { Table, Bytes, E4m3 };
 
-// A thread's scratch: the first row that it has copied, plus one; sums of a block of rows, and of another panel
-// where there are gates; unpacked numbers; rows.
-constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
-constexpr int64_t UNPACKED_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
-constexpr int64_t ROWS_AT = UNPACKED_AT + MOST_DEPTH * PANEL / 2;
-
 // Of a row: its inputs, zeros up to a whole group, and the sums of its groups.
 static int64_t row_bytes(const Groups& g) {
     const int64_t bytes = g.depth() * (int64_t)sizeof(BFloat16) + g.count * (int64_t)sizeof(float);
     return (bytes + LINE - 1) / LINE * LINE;
-}
-
-static int64_t max_rows(int64_t depth) {
-    const int64_t blocks = PIECE_BYTES / (depth * (int64_t)sizeof(BFloat16)) / BLOCK_ROWS;
-    return (blocks ? blocks : 1) * BLOCK_ROWS;
-}
-
-static int64_t most_rows(const Linear& a) {
-    return lesser(a.rows, max_rows(a.depth));
-}
-
-// Where what is to be written of a piece lies, behind its rows.
-static int64_t results_at(const Linear& a) {
-    return ROWS_AT + most_rows(a) * row_bytes(a.groups) / (int64_t)sizeof(float);
-}
-
-static int64_t scratch_floats(const Linear& a) {
-    return results_at(a) + most_rows(a) * PANEL / 2;
 }
 
 // Whether a number of 0 stands for something that is added for all inputs at once.
@@ -170,12 +143,6 @@ static inline void prefetch_after(const uint8_t* numbers) {
     constexpr int64_t lines = KIND == Kind::Table ? 256 : 36;
     __builtin_prefetch(numbers + lines * LINE, 0, 2);
     if (KIND != Kind::Table) __builtin_prefetch(numbers + (lines + 1) * LINE, 0, 2);
-}
-
-static inline __m512bh splat_pair(const BFloat16* at) {
-    int32_t pair;
-    memcpy(&pair, at, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
 }
 
 // How a group's sums become part of an output: of 16 outputs.
@@ -315,7 +282,7 @@ static void multiply_many(
 
 template <Kind KIND>
 static void add_up_as(
-    const char* rows, int64_t count, const Groups& g, const uint8_t* panel, float* scratch, float* sums) {
+    const char* rows, int64_t count, const Groups& g, const uint8_t* panel, BFloat16* unpacked, float* sums) {
     using Few = void(const char*, const Groups&, const uint8_t*, const Unpacking&, float*);
     constexpr Few* FEW[] = {
         multiply_few<KIND, 1>, multiply_few<KIND, 2>, multiply_few<KIND, 3>, multiply_few<KIND, 4>};
@@ -324,48 +291,40 @@ static void add_up_as(
     if (count <= FEW_ROWS)
         FEW[count - 1](rows, g, panel, u, sums);
     else
-        multiply_many<KIND>(rows, count, g, panel, u, (BFloat16*)(scratch + UNPACKED_AT), sums);
+        multiply_many<KIND>(rows, count, g, panel, u, unpacked, sums);
 }
 
 // sums [count, PANEL] = rows times one panel, scaled and shifted.
 static void add_up(
-    const Linear& a, const char* rows, int64_t count, int64_t panel, float* scratch, float* sums) {
+    const Linear& a, const char* rows, int64_t count, int64_t panel, BFloat16* unpacked, float* sums) {
     const Groups& g = a.groups;
     const uint8_t* at = g.panel(panel);
     if (g.bits == 4)
-        add_up_as<Kind::Table>(rows, count, g, at, scratch, sums);
+        add_up_as<Kind::Table>(rows, count, g, at, unpacked, sums);
     else if (g.lowest == Lowest::E4m3)
-        add_up_as<Kind::E4m3>(rows, count, g, at, scratch, sums);
+        add_up_as<Kind::E4m3>(rows, count, g, at, unpacked, sums);
     else
-        add_up_as<Kind::Bytes>(rows, count, g, at, scratch, sums);
+        add_up_as<Kind::Bytes>(rows, count, g, at, unpacked, sums);
     scale_and_shift(a, panel, count, sums);
 }
 
-static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
-    float *sums = scratch + SUMS_AT, *others = scratch + OTHERS_AT;
-    char* rows = (char*)(scratch + ROWS_AT);
-    BFloat16* results = (BFloat16*)(scratch + results_at(a));
-    int64_t known;
-    memcpy(&known, scratch, sizeof known);
-    if (known != p.first_row + 1) copy_rows(a, p.first_row, p.last_row, rows);
-    known = p.first_row + 1;
-    memcpy(scratch, &known, sizeof known);
-    for (int64_t first = p.first_row; first < p.last_row; first += BLOCK_ROWS) {
-        const int64_t count = lesser(BLOCK_ROWS, p.last_row - first), done = first - p.first_row;
-        const char* x = rows + done * row_bytes(a.groups);
-        add_up(a, x, count, p.panel, scratch, sums);
-        activate<true>(a.activation, count * PANEL, sums);
-        if (a.gate_panels) {
-            add_up(a, x, count, p.panel + a.gate_panels, scratch, others);
-            gate(count * PANEL, others, sums);
-        }
-        round_sums(a, {p.panel, first, first + count, false}, sums, results + done * PANEL);
-    }
-}
+struct Kernel {
+    static constexpr int64_t BLOCK_ROWS = 96;  // for which a group is unpacked once
+    static constexpr int64_t PIECE_BYTES = 5 << 17, INPUT_BYTES = sizeof(BFloat16);
+    static constexpr int64_t OWN_FLOATS = MOST_DEPTH * PANEL / 2;
+    static constexpr bool IS_NARROW = true;
 
-static void write(const Linear& a, const LinearPiece& p, const float* scratch) {
-    write_results(a, p, scratch + results_at(a));
-}
+    static int64_t row_bytes(const Groups& g) { return ::row_bytes(g); }
+
+    static void make_ready(const Linear& a, int64_t first, int64_t last, char* to) {
+        copy_rows(a, first, last, to);
+    }
+
+    static void add_up(
+        const Linear& a, const char* rows, int64_t count, int64_t panel, float* own, float* sums) {
+        ::add_up(a, rows, count, panel, (BFloat16*)own, sums);
+    }
+};
 
 }  // namespace
 
@@ -373,6 +332,5 @@ static void write(const Linear& a, const LinearPiece& p, const float* scratch) {
 #define AIOENGINE_TABLE(name) AIOENGINE_JOIN(grouped_bf16_, name)
 
 namespace aioengine {
-extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
-    UNIT_ROWS, max_rows, scratch_floats, nullptr, multiply, write};
+extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = ReadyRows<Kernel>::table(UNIT_ROWS);
 }

@@ -8,7 +8,7 @@
 
 #include "grouped_numbers.h"
 #include "int8_neon.h"
-#include "outputs.h"
+#include "ready_rows.h"
 #include "vector.h"
 
 namespace {
@@ -17,14 +17,10 @@ using aioengine::DType;
 using aioengine::GroupAt;
 using aioengine::Groups;
 using aioengine::Linear;
-using aioengine::LinearPiece;
 using aioengine::Lowest;
 using aioengine::MIDDLE;
 using aioengine::PANEL;
 using aioengine::QUAD;
-
-constexpr int64_t BLOCK_ROWS = 48;       // whose sums are in the first cache until they are written
-constexpr int64_t PIECE_BYTES = 5 << 17;  // of inputs that stay in the second cache meanwhile
 
 // Lines of weights that are prefetched, beyond the page that a core follows by itself; not for a few rows of 8
 // bits, where that keeps it from following.
@@ -55,32 +51,9 @@ struct Rounded {
     int32_t correction;  // what its products with the lowest weight would add up to
 };
 
-// A thread's scratch: the first row that it has rounded, plus one; sums of a block of rows, and of another
-// panel where there are gates; then rows, as bytes: their numbers and what is known of their groups.
-constexpr int64_t SUMS_AT = LINE / sizeof(float), OTHERS_AT = SUMS_AT + BLOCK_ROWS * PANEL;
-constexpr int64_t ROWS_AT = OTHERS_AT + BLOCK_ROWS * PANEL;
-
 static int64_t row_bytes(const Groups& g) {
     const int64_t bytes = g.depth() + g.count * (int64_t)sizeof(Rounded);
     return (bytes + LINE - 1) / LINE * LINE;
-}
-
-static int64_t max_rows(int64_t depth) {
-    const int64_t blocks = PIECE_BYTES / depth / BLOCK_ROWS;
-    return (blocks ? blocks : 1) * BLOCK_ROWS;
-}
-
-static int64_t most_rows(const Linear& a) {
-    return lesser(a.rows, max_rows(a.depth));
-}
-
-// Where what is to be written of a piece lies, behind its rows.
-static int64_t results_at(const Linear& a) {
-    return ROWS_AT + most_rows(a) * row_bytes(a.groups) / (int64_t)sizeof(float);
-}
-
-static int64_t scratch_floats(const Linear& a) {
-    return results_at(a) + most_rows(a) * PANEL;
 }
 
 // The nearest integers, the even ones of two. The product before it is a number of its own everywhere, or CPUs
@@ -363,32 +336,21 @@ static void add_up(const Linear& a, const char* rows, int64_t count, int64_t pan
     scale_and_shift(a, panel, count, sums);
 }
 
-static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
-    float *sums = scratch + SUMS_AT, *others = scratch + OTHERS_AT;
-    char* rows = (char*)(scratch + ROWS_AT);
-    char* results = (char*)(scratch + results_at(a));
-    int64_t known;
-    memcpy(&known, scratch, sizeof known);
-    if (known != p.first_row + 1) round_rows(a, p.first_row, p.last_row, rows);
-    known = p.first_row + 1;
-    memcpy(scratch, &known, sizeof known);
-    const int64_t size = a.dtype == DType::Float32 ? sizeof(float) : sizeof(BFloat16);
-    for (int64_t first = p.first_row; first < p.last_row; first += BLOCK_ROWS) {
-        const int64_t count = lesser(BLOCK_ROWS, p.last_row - first), done = first - p.first_row;
-        const char* x = rows + done * row_bytes(a.groups);
-        add_up(a, x, count, p.panel, sums);
-        activate<false>(a.activation, count * PANEL, sums);
-        if (a.gate_panels) {
-            add_up(a, x, count, p.panel + a.gate_panels, others);
-            gate(count * PANEL, others, sums);
-        }
-        round_sums(a, {p.panel, first, first + count, false}, sums, results + done * PANEL * size);
-    }
-}
+struct Kernel {
+    static constexpr int64_t BLOCK_ROWS = 48, PIECE_BYTES = 5 << 17, INPUT_BYTES = 1, OWN_FLOATS = 0;
+    static constexpr bool IS_NARROW = false;
 
-static void write(const Linear& a, const LinearPiece& p, const float* scratch) {
-    write_results(a, p, scratch + results_at(a));
-}
+    static int64_t row_bytes(const Groups& g) { return ::row_bytes(g); }
+
+    static void make_ready(const Linear& a, int64_t first, int64_t last, char* to) {
+        round_rows(a, first, last, to);
+    }
+
+    static void add_up(
+        const Linear& a, const char* rows, int64_t count, int64_t panel, float*, float* sums) {
+        ::add_up(a, rows, count, panel, sums);
+    }
+};
 
 }  // namespace
 
@@ -396,6 +358,5 @@ static void write(const Linear& a, const LinearPiece& p, const float* scratch) {
 #define AIOENGINE_TABLE(name) AIOENGINE_JOIN(int8_gemm_, name)
 
 namespace aioengine {
-extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = {
-    TILE_ROWS, max_rows, scratch_floats, nullptr, multiply, write};
+extern const LinearKernels AIOENGINE_TABLE(AIOENGINE_KERNELS) = ReadyRows<Kernel>::table(TILE_ROWS);
 }
