@@ -63,7 +63,7 @@ async def soak(model: str, until: float, chance: random.Random, counts: dict[str
         options["quantization"] = method
     lengths = [int(3 * 100 ** chance.random()) for _ in range(NUM_PROMPTS)]
     texts = [" ".join(chance.choices(WORDS, k=length)) for length in lengths]
-    async with AsyncEngine.from_pretrained(folder, max_model_len=1024, **options) as engine:
+    async with AsyncEngine.from_pretrained(folder, max_model_len=2048, **options) as engine:
 
         async def ask(number: int, max_tokens: int) -> Any:
             params = SamplingParams(

@@ -154,11 +154,19 @@ def _check_plain(found: PackedWeights) -> None:
         for name, each in found.plain.items()
         if each.dtype.itemsize == 1 and (each.is_floating_point() or name.endswith(".weight"))
     )
-    if bare:
+    if not bare:
+        return
+    shape = list(found.plain[bare[0]].shape)
+    if len(shape) == _OF_EXPERTS:
         raise ModelLoadError(
-            f"the packed weight {bare[0]!r} has no scale beside it. Fetch the checkpoint again, or "
-            "take the one that is not quantized"
+            f"the packed weight {bare[0]!r} {shape} is of all experts at once, which is not read "
+            "in this form. Take the checkpoint that is not quantized, or one with a weight for "
+            "each expert"
         )
+    raise ModelLoadError(
+        f"the packed weight {bare[0]!r} has no scale beside it. Fetch the checkpoint again, or "
+        "take the one that is not quantized"
+    )
 
 
 def _add(

@@ -158,8 +158,10 @@ def read_floats(tensors: Mapping[str, Tensor], block: tuple[int, int] | None) ->
     if len(found) > 1:
         raise ValueError(f"it has both {' and '.join(FLOAT_MARKS)}")
     scales = found[0]
-    if numbers.dtype is not torch.float8_e4m3fn or numbers.dim() != 2:
-        raise ValueError(f"its numbers are {numbers.dtype} and not in rows of float8_e4m3fn")
+    if numbers.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"its numbers are {numbers.dtype} and not float8_e4m3fn")
+    if numbers.dim() != 2:
+        raise ValueError(f"its numbers are {list(numbers.shape)} and not [outputs, inputs]")
     if bool(((numbers.view(torch.uint8) & _NAN_BITS) == _NAN_BITS).any()):
         raise ValueError("some of its numbers are NaN")
     if not scales.is_floating_point() or not bool(scales.isfinite().all()):
@@ -169,7 +171,7 @@ def read_floats(tensors: Mapping[str, Tensor], block: tuple[int, int] | None) ->
     if block is None and scales.shape == (-(-outputs // _WIDEST), -(-depth // _WIDEST)):
         block = _WIDEST, _WIDEST  # as is usual, where nothing is said
     if block is None:
-        if scales.numel() not in (1, outputs):
+        if scales.numel() != 1 and scales.shape not in ((outputs,), (outputs, 1)):
             raise ValueError(f"it has {list(scales.shape)} scales for {outputs} outputs")
         size = outputs if scales.numel() == 1 else 1
         return FloatScaled(numbers=numbers, scales=scales.reshape(-1, 1), block=(size, depth))

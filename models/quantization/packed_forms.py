@@ -157,7 +157,7 @@ def _refuse_awq(packing: Mapping[str, Any]) -> str:
     version = str(packing.get("version", "gemm")).lower()
     if version != "gemm":
         return f"the version {version[:40]!r} of AWQ is not read here"
-    bits = packing.get("bits", packing.get("w_bit"))
+    bits = packing.get("w_bit") if packing.get("bits") is None else packing["bits"]
     is_known = isinstance(bits, int) and bits == 4
     return "" if is_known else f"AWQ of {bits!r:.10} bits is not read here, but of 4"
 

@@ -324,6 +324,13 @@ def test_compressed_tensors_with_more(change: Any, reason: str, tmp_path: Path) 
     assert reason in unreadable(settings["quantization_config"])
 
 
+def test_bits_of_awq_under_either_name() -> None:
+    for bits in ({"bits": 4}, {"bits": None, "w_bit": 4}, {"w_bit": 4}):
+        assert not unreadable({"quant_method": "awq", **bits})
+    for bits in ({}, {"bits": 8}, {"bits": 8, "w_bit": 4}):
+        assert "AWQ" in unreadable({"quant_method": "awq", **bits})
+
+
 def test_zeros_of_earlier_compressed_tensors(tmp_path: Path) -> None:
     """They are signed bytes, one for each output and group."""
 

@@ -200,6 +200,23 @@ WRONG: Mapping[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
         ),
         "no scale",
     ),
+    "all experts at once": (
+        lambda parts: parts.update(
+            weight=parts["weight"]
+            .view(torch.uint8)
+            .expand(2, -1, -1)
+            .clone()
+            .view(torch.float8_e4m3fn)
+        ),
+        r"\[2, \d+, \d+\] and not \[outputs, inputs\]",
+    ),
+    "all experts at once, and no scale": (
+        lambda parts: (
+            parts.update(weight=torch.zeros(2, 8, 8, dtype=torch.float8_e4m3fn))
+            or parts.pop("weight_scale_inv")
+        ),
+        "all experts at once",
+    ),
     "an endless scale": (
         lambda parts: parts["weight_scale_inv"].fill_(torch.inf),
         "finite floats",
@@ -237,6 +254,17 @@ def test_a_wrong_reading_is_refused(case: str, tmp_path: Path) -> None:
 )
 def test_what_is_left_to_transformers(packing: dict[str, Any], reason: str) -> None:
     assert reason in unreadable(packing)
+
+
+def test_scales_of_inputs_are_refused() -> None:
+    numbers = torch.randn(64, 64).to(torch.float8_e4m3fn)
+    for shape in ((64,), (64, 1)):
+        scales = torch.rand(shape)
+        found = read_floats({"weight": numbers, "weight_scale": scales}, None)
+        assert torch.equal(found.floats(), numbers.float() * scales.view(-1, 1))
+    for shape in ((1, 64), (64, 1, 1), (64, 2), (2,)):
+        with pytest.raises(ValueError, match="scales for 64 outputs"):
+            read_floats({"weight": numbers, "weight_scale": torch.rand(shape)}, None)
 
 
 @pytest.mark.parametrize("scale", [1.0, 448.0, 1e30])
