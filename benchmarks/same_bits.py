@@ -1,6 +1,6 @@
 """Whether requests keep every bit while other processes take the cores and threads stop at random.
 
-    PYTHONPATH=. python benchmarks/same_bits.py MODEL [MODEL ...] --seconds 3600
+    python benchmarks/same_bits.py MODEL [MODEL ...] --seconds 3600
 
 `MODEL` is a folder with weights; `FOLDER:int4` and `FOLDER:int8` make weights of few bits of them.
 Each prompt runs alone on an idle machine first. Then come waves of random company beside one to
@@ -21,8 +21,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from neighbours import processes
+
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from benchmarks.neighbours import processes
 
 WORDS = ("the", "a", "of", "river", "stone", "light", "under", "because", "seven", "12", "(", ",")
 COMPANY = (1, 2, 5, 16, 32)
@@ -43,16 +44,19 @@ async def threads_that_stop(chance: random.Random, counts: dict[str, int]) -> As
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
                 counts["stops"] += 1
-            await asyncio.sleep(chance.uniform(0.001, 0.1))
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+            try:
+                await asyncio.sleep(chance.uniform(0.001, 0.1))
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
     task = asyncio.create_task(stop())
     try:
         yield
     finally:
         task.cancel()
-        await asyncio.wait([task])
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def soak(model: str, until: float, chance: random.Random, counts: dict[str, int]) -> None:

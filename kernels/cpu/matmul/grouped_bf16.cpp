@@ -21,7 +21,7 @@ using aioengine::QUAD;
 
 constexpr int64_t UNIT_ROWS = 12;  // whose sums fill the registers
 constexpr int64_t FEW_ROWS = 4;
-constexpr int64_t MOST_DEPTH = 128;       // of a group
+constexpr int64_t MOST_DEPTH = 128;  // of a group
 
 // How numbers are stored: places in a table of 16, bytes with a sign, floats of a byte.
 enum class Kind { Table, Bytes, E4m3 };
