@@ -57,7 +57,7 @@ class Loaded:
     """Parts of a loaded engine.
 
     Tokenizers and HF processors must not be shared between threads, so there are several:
-    `processors` for the media threads (none, if media have processes of their own),
+    `processors` for the media threads (none, if there are no media or they have processes),
     `layout_processor` for the thread that tokenises and lays out, `loop_processor` for the event
     loop's own thread, which detokenises and lends it to the application.
     `suppress`, `begin_suppress`: tokens that the generation config forbids, always or at first;
@@ -108,6 +108,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         processor = _make_processor(model_class, context)
         taken = processor.info.get_allowed_mm_limits()
         load_readers([name for name, limit in taken.items() if limit != 0], config.media)
+        needs_threads = bool(taken) and not config.uses_processes
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
         _check_quantization(config.quantization, device, dtype)
@@ -117,7 +118,6 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         read = partial(model_class.load_module, path, hf_config=hf_config, **options)
         name = _verdict_name(model_class, hf_config, config, device, path)
         model = _load_model(model_class, hf_config, config, processor, read, backend, name)
-        end_load()
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
         sizes = _sizes(model, processor, config, form)
@@ -127,14 +127,14 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         runner.find_decode_steps()
     end_team()
     eos_token_ids = _eos_token_ids(model)
-    return Loaded(
+    loaded = Loaded(
         runner=runner,
         limits=limits,
         layout_processor=processor,
         loop_processor=_clone(model_class, context),
         processors=tuple(
             _clone(model_class, context)
-            for _ in range(0 if config.uses_processes else config.num_processor_workers)
+            for _ in range(config.num_processor_workers if needs_threads else 0)
         ),
         eos_token_ids=eos_token_ids,
         suppress=_token_ids(model, "suppress_tokens"),
@@ -145,6 +145,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
         folder=folder,
     )
+    end_load()
+    return loaded
 
 
 def _load_model(

@@ -57,6 +57,17 @@ def test_it_is_used_again() -> None:
     assert not any(each.any() for each in others)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in /proc")
+def test_the_end_of_a_load_gives_it_back() -> None:
+    ones(1024 * 12, 1.0)  # 50 MB
+    library.end_load()
+    before = resident_bytes()
+    ones(1024 * 12, 1.0)
+    assert resident_bytes() > before + (32 << 20)
+    library.end_load()
+    assert resident_bytes() < before + (16 << 20)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_team_ends_with_its_threads() -> None:
     """Before the thread that it belongs to does; the next operator has another one."""

@@ -183,7 +183,16 @@ void MemoryPool::give(void* memory, size_t bytes) {
     const std::lock_guard<std::mutex> guard(mutex_);
     blocks_.push_back({memory, bytes});
     bytes_ += bytes;
-    while (bytes_ > MOST_BYTES) {  // the oldest goes
+    shrink(MOST_BYTES);
+}
+
+void MemoryPool::clear() {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    shrink(0);
+}
+
+void MemoryPool::shrink(size_t most_bytes) {
+    while (bytes_ > most_bytes) {  // the oldest goes
         std::free(blocks_.front().memory);
         bytes_ -= blocks_.front().bytes;
         blocks_.pop_front();
@@ -230,6 +239,7 @@ void end_load() {
         return !slab || !slab->whole_bytes();
     });
     if (!slabs.empty()) gather_beside(std::move(slabs));
+    memory_pool().clear();  // of what a model was tried with
 #if AIOENGINE_LINUX && defined(__GLIBC__)
     malloc_trim(0);
 #endif

@@ -18,6 +18,7 @@ public:
     // `bytes`: as `rounded`. Small blocks are left to malloc, which keeps them.
     void* take(size_t bytes);
     void give(void* memory, size_t bytes);
+    void clear();
 
     static constexpr size_t LARGE = 1 << 18;
 
@@ -33,6 +34,8 @@ private:
     std::mutex mutex_;
     std::deque<Block> blocks_;
     size_t bytes_ = 0;
+
+    void shrink(size_t most_bytes);
 };
 
 MemoryPool& memory_pool();
@@ -44,7 +47,7 @@ Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes);
 // are gone.
 Tensor new_weight(const Tensor& like, std::initializer_list<int64_t> sizes);
 
-// Behind a load: has the allocator give back to the system what is free, where it keeps it otherwise, and a thread
+// Behind a load: has the allocators give back to the system what is free, where they keep it otherwise, and a thread
 // gather weights into huge pages meanwhile: all of them are read at every step, and few addresses have to be
 // looked up then.
 void end_load();
