@@ -7,9 +7,10 @@ BIN holds `llama-bench` and `llama-batched-bench` (docs/benchmarks.md says how t
 form of ours is set beside the file named for it. In each round both run once, one after the other,
 ours in a process of its own, each with as many threads as there are processors. `read` is a plain
 sum over as many bytes as the weights have in memory, in the same process. `grown_mb` is by how much
-a load makes our process larger once libraries are imported, tokenizer included (few blocks of KV
-have been written by then), and `file_mb` what llama.cpp maps. The last line is JSON: medians of the
-rounds, and of the ratios within a round.
+a load makes a process larger, with what it maps and its tokenizers: ours once libraries are
+imported (few blocks of KV have been written by then), llama.cpp's at the most of one token's run,
+less one that loads nothing. The last line is JSON: medians of the rounds, and of the ratios within
+a round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 FORMS = {"bf16": None, "int8": "int8", "int4": "int4"}
 PROMPT, ANSWER, MANY, LONG = 64, 128, 16, 512
-RATES = ("one", "many", "prefill")
+RATES = ("one", "many", "prefill", "grown_mb")
 
 
 def resident_mb() -> float:
@@ -42,8 +43,10 @@ async def own(folder: Path, form: str) -> dict[str, float]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    import aioengine.engine.loader
     from aioengine import AsyncEngine, SamplingParams
 
+    assert aioengine.engine.loader  # imports what a load needs
     _ = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))]  # imports it
     before_mb = resident_mb()
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "quantization": FORMS[form]}
@@ -126,7 +129,20 @@ def run_llama(binaries: Path, file: Path) -> dict[str, float]:
     words = ["-npp", str(PROMPT), "-ntg", str(ANSWER), "-npl", str(MANY), "-c", "8192"]
     table = call("llama-batched-bench", *words)
     (row,) = [line for line in table.splitlines() if line.startswith(f"|{PROMPT:6d} |")]
-    return {**rates, "many": float(row.split("|")[8]), "file_mb": file.stat().st_size / 1e6}
+    bench_path = str(binaries / "llama-bench")
+    one_token = [bench_path, *threads, "-p", "0", "-n", "1", "-r", "1"]
+    grown_mb = most_mb(one_token) - most_mb([bench_path, "--help"])
+    return {**rates, "many": float(row.split("|")[8]), "grown_mb": grown_mb}
+
+
+def most_mb(command: list[str]) -> float:
+    """The most memory that a process had, mapped files included."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return usage.ru_maxrss * 1024 / 1e6
 
 
 def compare(folder: Path, binaries: Path, files: dict[str, Path], rounds: int) -> dict[str, Any]:

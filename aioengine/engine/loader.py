@@ -118,6 +118,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         read = partial(model_class.load_module, path, hf_config=hf_config, **options)
         name = _verdict_name(model_class, hf_config, config, device, path)
         model = _load_model(model_class, hf_config, config, processor, read, backend, name)
+        end_load()  # weights move while the rest is loaded
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
         sizes = _sizes(model, processor, config, form)
@@ -145,7 +146,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
         folder=folder,
     )
-    end_load()
+    end_load()  # what has been used since
     return loaded
 
 
