@@ -2,6 +2,7 @@
 
     PYTHONPATH=. HF_HUB_OFFLINE=1 python benchmarks/perplexity.py A.gguf B.gguf --llama BIN \
         [--text README.md] [--full-inputs] [--kv-cache-dtype int8]
+    PYTHONPATH=. HF_HUB_OFFLINE=1 python benchmarks/perplexity.py FOLDER --quantization int4
 
 BIN holds `llama-perplexity` (docs/benchmarks.md says how it is built). As it does, ours cuts the
 text into pieces of 512 tokens and counts the second half of each; both get the same tokens. Ours
@@ -59,12 +60,14 @@ def main() -> None:
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--text", type=Path, default=Path("README.md"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="of a folder's weights")
     parser.add_argument("--full-inputs", action="store_true", help="inputs are not rounded")
     parser.add_argument("--kv-cache-dtype", default="auto")
     args = parser.parse_args()
     options = {
         "device": "cpu",
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "quantize_activations": not args.full_inputs,
         "kv_cache_dtype": args.kv_cache_dtype,
         "enable_prefix_caching": False,
@@ -79,7 +82,8 @@ def main() -> None:
             result |= {"llama.cpp": other, "ratio": ours / other}
         print(", ".join(f"{name} {value:.4f}" for name, value in list(result.items())[1:]), file)
         results.append(result)
-    settings = {name: getattr(args, name) for name in ("dtype", "full_inputs", "kv_cache_dtype")}
+    names = ("dtype", "quantization", "full_inputs", "kv_cache_dtype")
+    settings = {name: getattr(args, name) for name in names}
     print(json.dumps({**settings, "files": results}))
 
 
