@@ -125,6 +125,7 @@ CHECKS = {
     "mm_processor_cache_dir_bytes": (ints(0), "0 or more"),
     "attention_backend": (lambda value: isinstance(value, str), "a name, or auto"),
     "packed_layers": YES_OR_NO,
+    "model_impl": (one_of("auto", "native", "transformers"), '"auto", "native" or "transformers"'),
     "check_model": YES_OR_NO,
     "thread_niceness": (ints(0, 19), "from 0 to 19"),
     "quantization": (one_of("int8", "int4", None), '"int8", "int4" or None'),
@@ -190,6 +191,9 @@ class EngineConfig:
     """"auto" (the fastest here), "cpu" (C++), "gather" (plain PyTorch), "reference" or your own."""
     packed_layers: bool = True
     """Lay weights out for the CPU's kernels, and drop encoder layers that nothing reads."""
+    model_impl: str = "auto"
+    """"native": an architecture's own class here; "transformers": transformers' module with what
+    fits all of its kind; "auto": the first, or else the second."""
     check_model: bool = True
     """Compare a freshly loaded model with its own module in a short trial. A verdict is kept for
     the same settings and versions."""

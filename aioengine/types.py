@@ -308,8 +308,11 @@ class EngineStatistics:
     `aborted`, `rejected` and `failed` count requests: `rejected` ended with an InvalidRequestError,
     the caller's mistake, `failed` with the engine's. What is refused before its stream is made is
     not counted. `encoder_cache_waits` counts items for which there was no room at first.
+    `model_impl`: "native" where the architecture has a class here, "transformers" where it is run
+    as any other of its kind.
     """
 
+    model_impl: str
     running: int
     waiting: int
     finished: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from aioengine.errors import ModelLoadError
+from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.transformers_model import TransformersModel
 
 __all__ = ["GptOss", "TextModel"]
@@ -9,6 +11,18 @@ __all__ = ["GptOss", "TextModel"]
 
 class TextModel(TransformersModel):
     """A causal language model: token ids in, logits out."""
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """See the base class. Raises ModelLoadError where tokens see later ones."""
+        decoder, found = self.decoder(), super().layers()
+        attends = {each.name: decoder.get_submodule(each.name) for each in found}
+        both = [name for name, each in attends.items() if not getattr(each, "is_causal", True)]
+        if both:
+            raise ModelLoadError(
+                f"{type(self.model).__name__} does not generate text as it is configured: tokens "
+                f"see later ones in {', '.join(both[:3])}"
+            )
+        return found
 
 
 class GptOss(TextModel):

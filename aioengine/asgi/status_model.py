@@ -152,6 +152,7 @@ class StatusBoard:
         return {
             "state": state.value,
             "model": self._model,
+            "model_impl": None if statistics is None else statistics.model_impl,
             "uptime_s": round(now - self._begin, 1),
             "requests": None if statistics is None else _requests(statistics),
             "stages": self._stages(statistics),

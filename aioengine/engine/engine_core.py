@@ -131,6 +131,7 @@ class EngineCore:
         counters, pool, media = scheduler.counters, scheduler.pool, scheduler.media
         processed = asdict(self.input_processor.media.cache.statistics())
         return EngineStatistics(
+            model_impl=self.loaded.model_impl,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + tracker.num_preparing,
             **{outcome: tracker.counters[outcome] for outcome in OUTCOMES},

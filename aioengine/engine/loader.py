@@ -34,7 +34,7 @@ from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.gguf_folder import GgufFolder, open_gguf
 from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
-from aioengine.models.runtime.registry import resolve
+from aioengine.models.runtime.registry import choose
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.checkpoint_errors import check_placeholders
 from aioengine.processors.encdec import EncDecMultiModalProcessor
@@ -63,7 +63,8 @@ class Loaded:
     `suppress`, `begin_suppress`: tokens that the generation config forbids, always or at first;
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
-    compiles structured outputs for the model's vocabulary; `folder`: made for a GGUF file.
+    compiles structured outputs for the model's vocabulary; `folder`: made for a GGUF file;
+    `model_impl`: "native" or "transformers", as `EngineConfig` means it.
     """
 
     runner: ModelRunner
@@ -79,6 +80,7 @@ class Loaded:
     longest_token: int
     grammars: Grammars
     folder: GgufFolder | None
+    model_impl: str
 
 
 def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
@@ -93,7 +95,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         hf_config = read_config(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-        model_class = resolve(hf_config.architectures).chosen_for(hf_config)
+        model_class, model_impl = _choose(hf_config, config)
         check_files(path, hf_config, revision=config.revision)
         device = find_device(config.device)
         context = load_context(
@@ -145,9 +147,17 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
         folder=folder,
+        model_impl=model_impl,
     )
     end_load()  # what has been used since
     return loaded
+
+
+def _choose(hf_config: Any, config: EngineConfig) -> tuple[type[TransformersModel], str]:
+    choice = choose(hf_config, config.model_impl)
+    names = ", ".join(hf_config.architectures)
+    logger.info("%s runs as %s (%s)", names, choice.model_class.__name__, choice.model_impl)
+    return choice.model_class, choice.model_impl
 
 
 def _load_model(

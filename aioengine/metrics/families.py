@@ -14,6 +14,8 @@ __all__ = ["FIGURES", "HISTOGRAMS", "Figure", "Histogram", "Reading", "Values"]
 VALUES = {"": ("",), "outcome": OUTCOMES, "stage": STAGES}
 """Label of a histogram -> its values."""
 
+IMPLS = ("native", "transformers")
+
 SECONDS = tuple(m * s for s in (0.001, 0.01, 0.1, 1, 10, 100) for m in (1, 2.5, 5))
 """1 ms to 500 s: from a cached prompt on a small model to a long answer on a busy one. Three steps
 to a factor of ten tell a quantile within a factor of 2.5, with few series."""
@@ -133,6 +135,14 @@ FIGURES = (
         "1 for the state that the engine is in, 0 for the others.",
         lambda reading: {state.value: float(state is reading.state) for state in EngineState},
         label="state",
+    ),
+    Figure(
+        "aioengine_model_impl",
+        "1 for what runs the model: its architecture's own class, or one for all of its kind.",
+        _from_statistics(
+            lambda statistics: {name: float(name == statistics.model_impl) for name in IMPLS}
+        ),
+        label="impl",
     ),
     Figure(
         "aioengine_requests_total",

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from aioengine.errors import EngineError
 from aioengine.models.encdec.base import EncoderDecoderModel
-from aioengine.models.runtime.hf_loading import find_class
 from aioengine.models.runtime.interfaces import merge_multimodal_embeddings
+from aioengine.models.runtime.registry import find_class
 
 __all__ = ["ImageReader"]
 

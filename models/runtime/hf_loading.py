@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
@@ -40,21 +39,9 @@ from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import move_weights
 from aioengine.processors.checkpoint_errors import shown, without_folders
 
-__all__ = ["build_on_meta", "find_class", "load_config", "load_pretrained", "loading", "pin_rotary"]
+__all__ = ["build_on_meta", "load_config", "load_pretrained", "loading", "pin_rotary"]
 
 _LOAD_LOCK = threading.RLock()
-
-
-def find_class(hf_config: Any) -> Any:
-    """transformers' own class for the config's first architecture that it has."""
-    names = getattr(hf_config, "architectures", None) or ()
-    for name in names:
-        found = getattr(transformers, name, None)
-        if found is not None:
-            return found
-    raise ModelLoadError(
-        f"transformers {transformers.__version__} has no class for {', '.join(names) or 'nothing'}"
-    )
 
 
 def load_config(

@@ -1,13 +1,19 @@
-"""Registry of the class that runs each architecture.
+"""Registry of the class that runs each architecture, and choice of one for those that have none.
 
 A checkpoint's `architectures` are looked up by name; the first that is known wins. Families that
 ship with the engine are written down here and imported when one is asked for; an application adds
 its own with `register_model`, which also overrides a shipped one.
+
+Any other architecture that transformers has runs by transformers' own module, if that generates
+text: what it takes beside text decides the class around it. Whether this computes what the module
+does is not known from a config; the trial at load finds it out.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +22,7 @@ from aioengine.errors import ModelLoadError
 if TYPE_CHECKING:
     from aioengine.models.runtime.transformers_model import TransformersModel
 
-__all__ = ["known_architectures", "register_model", "resolve"]
+__all__ = ["Choice", "choose", "find_class", "known_architectures", "register_model", "resolve"]
 
 Model = TypeVar("Model", bound="type[TransformersModel]")
 
@@ -68,6 +74,7 @@ _FAMILIES = {
     "voxtral.Voxtral": "VoxtralForConditionalGeneration",
 }
 """Class of a family, by its path in `aioengine.models` -> the architectures that it runs."""
+_YOURS = "One of yours can be added with aioengine.models.register_model"
 _SHIPPED = {name: place for place, names in _FAMILIES.items() for name in names.split()}
 
 _CLASSES: dict[str, type[TransformersModel]] = {}
@@ -124,5 +131,79 @@ def resolve(architectures: Sequence[str] | None) -> type[TransformersModel]:
     given = ", ".join(architectures or ()) or "none"
     raise ModelLoadError(
         f"no model class for architectures: {given}. Known: {', '.join(known_architectures())}. "
-        "Others can be added with aioengine.models.register_model."
+        + _YOURS
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`model_class`, and whether an architecture's own class was chosen ("native") or one for all
+    of its kind ("transformers")."""
+
+    model_class: type[TransformersModel]
+    model_impl: str
+
+
+def choose(hf_config: Any, model_impl: str = "auto") -> Choice:
+    """Choose the class for a config. Reads no weights.
+
+    `model_impl`: "auto" takes the architecture's own class, if there is one; "native" nothing else;
+    "transformers" never. Raises ModelLoadError, which says why nothing runs it.
+    """
+    names = hf_config.architectures or ()
+    is_known = not set(names).isdisjoint(known_architectures())
+    if model_impl == "native" or (is_known and model_impl == "auto"):
+        return Choice(resolve(names).chosen_for(hf_config), "native")
+    return Choice(_class_of_kind(hf_config), "transformers")
+
+
+def find_class(hf_config: Any) -> Any:
+    """transformers' own class for the config's first architecture that it has."""
+    import transformers
+
+    names = getattr(hf_config, "architectures", None) or ()
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    raise ModelLoadError(
+        f"no model class for architectures: {', '.join(names) or 'none'}, and transformers "
+        f"{transformers.__version__} has none either. {_YOURS}"
+    )
+
+
+def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
+    """The class for all whose config and transformers' class are like this one's."""
+    from transformers import GenerationMixin
+
+    from aioengine.models.generic import GenericModel
+    from aioengine.models.mrope import DeepStackModel, MRopeModel
+    from aioengine.models.text import TextModel
+
+    hf_class = find_class(hf_config)
+    if not (isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)):
+        raise _refused(hf_class, "it does not generate text")
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise _refused(hf_class, "each encoder-decoder needs a class of its own")
+    if not any(hasattr(hf_class, f"get_{name}_features") for name in ("image", "video", "audio")):
+        media = [
+            name for name in ("vision_config", "audio_config") if getattr(hf_config, name, None)
+        ]
+        if media:
+            raise _refused(hf_class, f"it has {' and '.join(media)}, but no get_image_features")
+        return TextModel
+    vision = getattr(hf_config, "vision_config", None)
+    if getattr(vision, "deepstack_visual_indexes", None):
+        return DeepStackModel
+    siblings = vars(sys.modules[hf_class.__module__]).values()
+    if any(isinstance(each, type) and hasattr(each, "get_rope_index") for each in siblings):
+        return MRopeModel
+    return GenericModel
+
+
+def _refused(hf_class: Any, reason: str) -> ModelLoadError:
+    name = getattr(hf_class, "__name__", hf_class)
+    return ModelLoadError(
+        f"no model class is registered for {name}, and transformers' own cannot be run as it is: "
+        f"{reason}. {_YOURS}"
     )

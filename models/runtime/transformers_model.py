@@ -45,7 +45,6 @@ from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
 from aioengine.models.runtime.hf_loading import (
     build_on_meta,
-    find_class,
     load_pretrained,
     pin_rotary,
 )
@@ -56,7 +55,8 @@ from aioengine.models.runtime.interfaces import (
     merge_multimodal_embeddings,
 )
 from aioengine.models.runtime.probe import LayerSpec, group_layers, probe_layers
-from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
+from aioengine.models.runtime.registry import find_class
+from aioengine.models.runtime.whole_pass import WholePrompt, find_logit_scale, run_whole
 from aioengine.types import KVGroup
 
 __all__ = ["TransformersModel"]
@@ -94,6 +94,7 @@ class TransformersModel:
         self._backend: AttentionBackend | None = None
         self._caches: tuple[tuple[Tensor, Tensor], ...] = ()
         pin_rotary(self.decoder(), max_model_len)
+        self.logit_scale = find_logit_scale(model, self.decoder(), self.text_config)
         self.patch()
 
     @classmethod
@@ -298,6 +299,8 @@ class TransformersModel:
     def decoder(self) -> nn.Module:
         """The module that takes embeddings [1, T, hidden] and gives the last hidden state."""
         decoder: nn.Module = self.model.get_decoder()
+        if decoder is self.model or decoder is self.model.get_output_embeddings():
+            decoder = self.model.model  # transformers looks by names, which a head has here
         return decoder
 
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -427,8 +430,10 @@ class TransformersModel:
         return {"position_ids": positions[None] if positions.dim() == 1 else positions[:, None]}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The output head on [n, hidden], with the config's final soft cap."""
+        """The output head on [n, hidden], with the config's scale and final soft cap."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
         cap = getattr(self.text_config, "final_logit_softcapping", None)
         return logits if cap is None else cap_softly(logits, cap)
 

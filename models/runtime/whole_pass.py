@@ -26,6 +26,7 @@ from aioengine.models.runtime.interfaces import PromptMedia
 __all__ = [
     "WholePrompt",
     "attending_whole",
+    "find_logit_scale",
     "run_whole",
     "spare_layers",
     "with_rounding_noise",
@@ -36,6 +37,8 @@ _KINDS = {"image": 1, "video": 2, "audio": 3}
 """How transformers numbers the kinds of tokens; text is 0."""
 _COUNTS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 """How configs call the number of their layers."""
+_LOGIT_SCALES = ("logit_scale", "logits_scaling")
+"""What configs call a number that logits are multiplied or divided by, as the class has it."""
 _KIND_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -93,6 +96,38 @@ def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Te
         return kept[0]
     logits: Tensor = module(**placed, use_cache=False).logits
     return logits[0, list(rows)]
+
+
+def find_logit_scale(module: Any, decoder: Any, config: Any) -> float:
+    """The factor of logits in the module's own forward, behind its head: 1, or as `config` says.
+
+    `config`: the text's. Its number may divide or multiply, by the class; the module tells, with a
+    hidden state in the place of what `decoder` computes.
+    """
+    found = [getattr(config, name, None) for name in _LOGIT_SCALES]
+    scales = [float(each) for each in found if isinstance(each, int | float) and each not in (0, 1)]
+    if not scales:
+        return 1.0
+    weight = module.get_input_embeddings().weight
+    hidden = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+    forward = decoder.forward
+
+    def give_hidden(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)  # which may hold more that the module reads
+        output.last_hidden_state = hidden
+        return output
+
+    decoder.forward = give_hidden
+    try:
+        with torch.inference_mode():
+            logits = module(input_ids=ids, use_cache=False).logits[0, -1].double()
+            plain = module.get_output_embeddings()(hidden)[0, -1].double()
+    finally:
+        del decoder.forward
+    ratio = float((logits * plain).sum() / (plain * plain).sum())
+    scales += [1 / each for each in scales]
+    return min([1.0, *scales], key=lambda scale: abs(scale - ratio))
 
 
 def spare_layers(

@@ -30,14 +30,14 @@ from tests.support.tiny import tiny_image
 
 SECRET = "what hides the treasure map"
 FIGURES = {
-    name: 0 for name, field in EngineStatistics.__dataclass_fields__.items() if name != "stages"
+    name: 0 for name, field in EngineStatistics.__dataclass_fields__.items() if field.type == "int"
 }
 
 
 def statistics(**figures: int) -> EngineStatistics:
     """All zero but for `figures`."""
     stages = {"decode": StageStatistics(count=4, total_s=0.2, max_s=0.1)}
-    return EngineStatistics(**{**FIGURES, **figures}, stages=stages)
+    return EngineStatistics(**{**FIGURES, **figures}, model_impl="native", stages=stages)
 
 
 def snapshot(board: StatusBoard, now: float, **figures: int) -> dict[str, Any]:

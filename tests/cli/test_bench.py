@@ -20,7 +20,9 @@ from tests.support.engines import running_engine
 from tests.support.tiny import IMAGE, NUM_IMAGE_TOKENS
 
 NO_ENGINE = EngineStatistics(
-    **{name: 0 for name in EngineStatistics.__dataclass_fields__ if name != "stages"}, stages={}
+    **{name: 0 for name, f in EngineStatistics.__dataclass_fields__.items() if f.type == "int"},
+    model_impl="native",
+    stages={},
 )
 
 

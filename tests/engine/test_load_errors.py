@@ -179,7 +179,7 @@ POINTER = b"version 1 of git-lfs\noid sha256:0\nsize 12\n"
 EARLY: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "architecture": (
         "llava", change("config.json", architectures=["FooForBar"]),
-        ("FooForBar", "Known: ", "register_model"),
+        ("FooForBar", "none either", "register_model"),
     ),
     "architecture_and_type": (
         "llava", change("config.json", architectures=["FooForBar"], model_type="foo"),

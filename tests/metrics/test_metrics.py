@@ -120,7 +120,7 @@ async def test_figures_are_the_engines_own(folder: Path) -> None:
 
 
 def test_nothing_of_the_statistics_is_left_out() -> None:
-    shown = {*FIELDS.values()} | {*OUTCOMES, "stages"}
+    shown = {*FIELDS.values()} | {*OUTCOMES, "stages", "model_impl"}
     assert shown == {field.name for field in fields(EngineStatistics)}
 
 

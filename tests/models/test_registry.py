@@ -5,18 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import LlavaConfig, PreTrainedConfig
 
 import aioengine.models
 from aioengine.errors import ModelLoadError
 from aioengine.models import SupportsEncoderDecoder, SupportsMultiModal
 from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.runtime import registry
-from aioengine.models.runtime.registry import known_architectures, register_model, resolve
+from aioengine.models.runtime.registry import choose, known_architectures, register_model, resolve
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 
@@ -108,6 +109,51 @@ def test_who_has_cross_attention() -> None:
 def test_unknown_architectures_list_the_known(architectures: list[str] | None) -> None:
     with pytest.raises(ModelLoadError, match="LlavaForConditionalGeneration"):
         resolve(architectures)
+
+
+def config_of(name: str, **settings: Any) -> Any:
+    return PreTrainedConfig(architectures=[name], **settings)
+
+
+def test_an_architecture_that_nobody_named_is_chosen_by_its_kind() -> None:
+    for name, found in [
+        ("SmolLM3ForCausalLM", "TextModel"),
+        ("AyaVisionForConditionalGeneration", "GenericModel"),
+        ("Glm46VForConditionalGeneration", "MRopeModel"),
+    ]:
+        choice = choose(config_of(name))
+        assert (choice.model_class.__name__, choice.model_impl) == (found, "transformers")
+    vision = SimpleNamespace(deepstack_visual_indexes=[1])
+    choice = choose(config_of("Qwen3VLMoeForConditionalGeneration", vision_config=vision))
+    assert choice.model_class.__name__ == "DeepStackModel"
+
+
+def test_what_may_be_chosen_is_the_hosts_to_say() -> None:
+    llava = LlavaConfig(architectures=["LlavaForConditionalGeneration"])
+    names = {impl: choose(llava, impl).model_class.__name__ for impl in ("auto", "native")}
+    assert names == {"auto": "Llava", "native": "Llava"}
+    assert choose(llava, "transformers").model_class.__name__ == "GenericModel"
+    assert choose(llava, "native").model_impl == "native"
+    with pytest.raises(ModelLoadError, match=r"SmolLM3ForCausalLM\. Known: "):
+        choose(config_of("SmolLM3ForCausalLM"), "native")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("Unheard", {}, "for architectures: Unheard, and transformers .* has none either"),
+        ("BertModel", {}, "it does not generate text"),
+        ("MarianMTModel", {"is_encoder_decoder": True}, "each encoder-decoder needs a class"),
+        ("GitForCausalLM", {"vision_config": {"depth": 1}}, "it has vision_config, but no"),
+        ("MolmoForCausalLM", {}, "and transformers .* has none either"),
+    ],
+)
+def test_what_nothing_runs_is_refused_with_a_reason(
+    name: str, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=reason) as caught:
+        choose(config_of(name, **settings), "transformers")
+    assert "register_model" in str(caught.value)
 
 
 def test_every_exported_name_exists() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.models.runtime.registry import known_architectures
 from tests.parity.families import MAX_TOKENS, TEXT, vocabulary
 from tests.processors.conftest import make_tokenizer
 from tests.support.tiny import draw_weights
@@ -23,6 +25,8 @@ WINDOWS = {
     "sliding_window": 6,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+
+NAMED = {*known_architectures()}
 
 Settings = Mapping[str, Any]
 FAMILIES: Mapping[str, Callable[[Settings], Any]] = {
@@ -55,19 +59,62 @@ FAMILIES: Mapping[str, Callable[[Settings], Any]] = {
     "qwen2": lambda s: hf.Qwen2ForCausalLM(hf.Qwen2Config(**s)),
     "qwen3": lambda s: hf.Qwen3ForCausalLM(hf.Qwen3Config(**s, head_dim=12)),
 }  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+UNNAMED: Mapping[str, Callable[[Settings], Any]] = {
+    "cohere2": lambda s: hf.Cohere2ForCausalLM(
+        hf.Cohere2Config(**s, sliding_window=6, logit_scale=0.25)
+    ),
+    "deepseek-v3": lambda s: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(**{**s, **EXPERTS, **LATENT})
+    ),
+    "glm4": lambda s: hf.Glm4ForCausalLM(hf.Glm4Config(**s, head_dim=12)),
+    "gpt-neox": lambda s: hf.GPTNeoXForCausalLM(
+        hf.GPTNeoXConfig(**{n: v for n, v in s.items() if n != "num_key_value_heads"})
+    ),
+    "granite": lambda s: hf.GraniteForCausalLM(
+        hf.GraniteConfig(
+            **s, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22
+        )
+    ),
+    "hyperclovax": lambda s: hf.HyperCLOVAXForCausalLM(
+        hf.HyperCLOVAXConfig(**s, logits_scaling=0.3)
+    ),
+    "llama4": lambda s: hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(
+            **s, head_dim=12, num_local_experts=4, intermediate_size_mlp=96,
+            attention_chunk_size=8192,
+        )
+    ),
+    "mixtral": lambda s: hf.MixtralForCausalLM(hf.MixtralConfig(**s, num_local_experts=4)),
+    "olmo3": lambda s: hf.Olmo3ForCausalLM(hf.Olmo3Config(**s, sliding_window=6)),
+    "qwen3-moe": lambda s: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**s, **EXPERTS, head_dim=12, num_experts=4)
+    ),
+    "smollm3": lambda s: hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**s)),
+}  # fmt: skip
+"""Architectures that no class here names."""
+SINGLE = {"deepseek-v3", "llama4", "mixtral", "qwen3-moe"}
+"""In float32: PyTorch's grouped matmul of experts has no float64."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *UNNAMED])
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[tuple[int, ...]]]:
     """The family's folder, and what transformers makes of the prompts."""
     tokenizer = make_tokenizer("bytes")
     with torch.random.fork_rng(devices=[]):
-        model = FAMILIES[request.param]({**TEXT, "vocab_size": vocabulary(tokenizer)})
+        model = {**FAMILIES, **UNNAMED}[request.param](
+            {**TEXT, "vocab_size": vocabulary(tokenizer)}
+        )
     draw_weights(model)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
-    model = model.double().eval().requires_grad_(False)
+    model = (model if request.param in SINGLE else model.double()).eval().requires_grad_(False)
     model.config.architectures = [type(model).__name__]
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
@@ -96,4 +143,7 @@ async def test_tokens_equal_generate(
         for _ in range(2):  # with a cold and with a warm prefix cache
             outputs = await asyncio.gather(*(engine.generate(text, PARAMS) for text in PROMPTS))
             assert [output.token_ids for output in outputs] == expected
-        assert engine.statistics().prefix_hit_tokens > 0
+        now = engine.statistics()
+        assert now.prefix_hit_tokens > 0
+        is_named = {*json.loads((folder / "config.json").read_text())["architectures"]} & NAMED
+        assert now.model_impl == ("native" if is_named else "transformers")
