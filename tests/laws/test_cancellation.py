@@ -142,11 +142,12 @@ async def test_cancelled_at_every_point(
 ) -> None:
     expected = (await ask(engine)).token_ids
     points = Points(engine, monkeypatch)
-    number = num_cancelled = 0
+    number = num_cancelled = num_ended = 0
     while True:
         await engine.reset_caches()
         tasks: list[asyncio.Task[RequestOutput]] = []
-        points.arm(number, after, lambda tasks=tasks: tasks[0].cancel())
+        struck: list[bool] = []
+        points.arm(number, after, lambda ts=tasks, of=struck: of.append(ts[0].cancel()))
         tasks.append(ask(engine))
         if with_company:
             tasks.append(ask(engine))
@@ -155,6 +156,9 @@ async def test_cancelled_at_every_point(
         assert_at_rest(engine)
         if isinstance(outcomes[0], asyncio.CancelledError):
             num_cancelled += 1
+        num_ended += struck == [
+            False
+        ]  # its company goes on behind it, for longer on a busy machine
         for outcome in outcomes[0 if points.seen <= number else 1 :]:
             assert isinstance(outcome, RequestOutput)
             assert outcome.token_ids == expected
@@ -162,7 +166,7 @@ async def test_cancelled_at_every_point(
             break
         number += 1
     # Seven trips to threads, two fetches, two encoder runs and at least six steps.
-    assert number >= 15 and num_cancelled >= number - 3
+    assert num_cancelled == number - num_ended >= 15
 
 
 async def test_cancelled_at_every_tick(engine: AsyncEngine) -> None:

@@ -31,7 +31,7 @@ from tests.simulated.plugin import ORDER
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 CUDA = torch.device("cuda", 0)
-SEEDS = range(8)
+SEEDS = range(40)
 """Orders that are tried until one shows the fault."""
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 DEADLINE_S = 60

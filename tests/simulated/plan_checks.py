@@ -42,8 +42,16 @@ def steps(model: nn.Module, dtype: torch.dtype, **options: Any) -> Steps:
     return Steps(model, dtype, device="cuda", **{"backend": backend, **options})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "experts"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in CONFIGS
+        for dtype in DTYPES
+        # Layers of experts in float16 are not one operator: PyTorch has no matmul of groups there.
+        if name != "experts" and (name, dtype) != ("routed experts", torch.float16)
+    ],
+)
 def test_the_plan_computes_what_the_modules_do(name: str, dtype: torch.dtype) -> None:
     with SimulatedMode():
         modules, plan = (on_device(name, dtype, is_planned=is_one) for is_one in (False, True))
