@@ -12,8 +12,10 @@ import pytest
 from aioengine import AsyncEngine, Embeddings, SamplingParams
 from aioengine.errors import InvalidRequestError, MediaError
 from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save, video_cases
+from tests.parity.unnamed_families import UNNAMED
 from tests.support.versions import NO_VIDEOS, RELEASE, skip_up_to
 
+ALL = {**FAMILIES, **UNNAMED}
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 VIDEO_FAMILIES = [name for name, family in FAMILIES.items() if family.video_place]
 
@@ -32,9 +34,9 @@ def engine_for(folder: Path, **options: Any) -> AsyncEngine:
     return AsyncEngine.from_pretrained(folder, **{**sizes, **options})
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ALL)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    family: Family = FAMILIES[request.param]
+    family: Family = ALL[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     reference = save(family, folder)
 
@@ -69,7 +71,7 @@ def test_the_cases_differ(model: Model) -> None:
 
 @pytest.mark.parametrize("budget", [1024, 13, 5, 1])
 async def test_tokens_equal_generate(model: Model, budget: int) -> None:
-    budget = max(budget, FAMILIES[model.name].least_budget)
+    budget = max(budget, ALL[model.name].least_budget)
     async with engine_for(model.folder, max_num_batched_tokens=budget) as engine:
         for case in model.cases[:2]:
             output = await engine.generate(case.text, PARAMS, images=case.images)
@@ -78,11 +80,12 @@ async def test_tokens_equal_generate(model: Model, budget: int) -> None:
         await check_all(engine, model.cases)
         await check_all(engine, model.cases)  # with prefix and encoder caches warm
         now = engine.statistics()
+        assert now.model_impl == ("native" if model.name in FAMILIES else "transformers")
         assert now.prefix_hit_tokens > 0 and now.kv_blocks_free == now.kv_blocks_total
 
 
 async def test_tokens_equal_generate_without_a_prefix_cache(model: Model) -> None:
-    budget = max(31, FAMILIES[model.name].least_budget)
+    budget = max(31, ALL[model.name].least_budget)
     options = {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
     async with engine_for(model.folder, **options) as engine:
         await check_all(engine, model.cases)

@@ -24,7 +24,8 @@ inline Rows rows_of(const Tensor& x, DType dtype, const char* name) {
     check_close(x, 2, name);
     STD_TORCH_CHECK(
         dtype_of(x, *dispatch_table().attention) == dtype, name, " must be of the dtype of the layers");
-    return {static_cast<const char*>(x.const_data_ptr()), x.size(0), x.size(1), x.stride(0)};
+    const int64_t stride = x.size(0) == 1 ? x.size(1) : x.stride(0);  // one row is close, whatever it says
+    return {static_cast<const char*>(x.const_data_ptr()), x.size(0), x.size(1), stride};
 }
 
 // Cosines and sines of one kind for a step's tokens.

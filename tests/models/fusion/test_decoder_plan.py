@@ -142,7 +142,10 @@ def planned(name: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
 
 @dataclass
 class Steps:
-    """Two steps of two sequences: prompts of 3 and 5 tokens, then one token and a chunk of 4."""
+    """Two steps of two sequences: prompts of 3 and 5 tokens, then one token and a chunk of 4.
+
+    `bounds`: other ones, of the first sequences and each step's [starts, ends).
+    """
 
     model: nn.Module
     dtype: torch.dtype
@@ -150,23 +153,27 @@ class Steps:
     wanted: Tensor | None = None
     num_rows: int = 0
     device: str = "cpu"
+    bounds: Sequence[Sequence[tuple[int, ...]]] = (((0, 0), (3, 5)), ((3, 5), (4, 9)))
 
     def run(self, compute: Callable[[Tensor, Tensor, list[Tensor]], Tensor | None]) -> Tensor:
-        """`compute`: embeddings, positions and rows -> hidden states; of both steps, [13, 64]."""
+        """`compute`: embeddings, positions and rows -> hidden states [T, 64] of all."""
         generator = torch.Generator().manual_seed(1)
         head_dim = self.model.config.head_dim  # type: ignore[union-attr]
         size = (LAYERS, 2, 6, 4, 2, head_dim)
         caches = torch.zeros(size, dtype=self.dtype, device=self.device)
         found = []
-        for starts, ends in (((0, 0), (3, 5)), ((3, 5), (4, 9))):
+        for starts, ends in self.bounds:
             pairs = [*zip(starts, ends, strict=True)]
             count = sum(end - start for start, end in pairs)
             drawn = torch.randn(1 + self.num_rows, count, HIDDEN, generator=generator)
-            embeds, *rows = drawn.to(self.device, self.dtype).unbind(0)
+            # Parts of one wide row each, as an encoder gives them.
+            wide = drawn.to(self.device, self.dtype).transpose(0, 1).flatten(1)
+            embeds, *rows = wide.split(HIDDEN, dim=1)
             positions = torch.cat([torch.arange(*pair) for pair in pairs])
             if isinstance(self.model, Qwen2VLTextModel | Qwen3VLTextModel):
                 positions = torch.stack([positions, positions + 2, positions.flip(0)])
-            tables = {"block_size": 4, "block_tables": [[3], [0, 2, 5]], "device": self.device}
+            tables = {"block_size": 4, "block_tables": [[3], [0, 2, 5]][: len(starts)]}
+            tables["device"] = self.device
             metas = [build_metadata(**tables, starts=starts, ends=ends) for _ in range(2)]
             pages = [(keys, values) for keys, values in caches]
             step = StepContext(metas, pages, self.backend, wanted=self.wanted)
@@ -301,6 +308,9 @@ def test_rows_are_added_behind_the_first_layers(dtype: torch.dtype) -> None:
     assert not torch.equal(wanted, Steps(before, dtype).modules())
     assert torch.equal(Steps(model, dtype, num_rows=2).plan(), wanted)
     assert torch.equal(Steps(model, dtype, OwnBackend(), num_rows=2).plan(), wanted)
+    one_by_one = {"num_rows": 2, "bounds": (((0,), (1,)), ((1,), (2,)))}
+    wanted = Steps(before, dtype, **one_by_one).modules()
+    assert torch.equal(Steps(model, dtype, **one_by_one).plan(), wanted)
 
 
 def test_what_a_decoder_does_not_take_is_not_planned() -> None:
