@@ -51,6 +51,20 @@ engine computes the same function, not how exact a real checkpoint is; bfloat16 
 for this family; `tokenizer`, there is nothing else to do.
 """
 TAIL = """
+## Architectures that are not listed
+
+Any other that transformers has is chosen by its kind: text, media whose HF processor says what they
+become in the text, positions of three axes, rows for the decoder's first layers. transformers'
+module runs as it is, and the trial at load ([`model-check.md`](decisions/model-check.md)) compares
+it with itself, so that an architecture which needs something else is refused, in words. What was
+tried is in [`any-architecture.md`](decisions/any-architecture.md). `EngineConfig.model_impl` says
+what may be chosen: `"native"` the tables above alone, `"transformers"` never them; the log,
+`engine.statistics().model_impl` and the status page say which it is.
+
+Refused are, by name and reason: layers that keep a state between steps (Mamba, gated delta nets,
+short convolutions), attention that does not go through transformers' `AttentionInterface`,
+encoder-decoders without a row above, and processors that do not report what media become.
+
 ## Not built
 
 {lacking}
