@@ -125,9 +125,7 @@ def resolve(architectures: Sequence[str] | None) -> type[TransformersModel]:
         if name in _CLASSES:
             return _CLASSES[name]
         if name in _SHIPPED:
-            module, _, kind = f"aioengine.models.{_SHIPPED[name]}".rpartition(".")
-            found: type[TransformersModel] = getattr(import_module(module), kind)
-            return found
+            return _imported(_SHIPPED[name])
     given = ", ".join(architectures or ()) or "none"
     raise ModelLoadError(
         f"no model class for architectures: {given}. Known: {', '.join(known_architectures())}. "
@@ -176,10 +174,6 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     """The class for all whose config and transformers' class are like this one's."""
     from transformers import GenerationMixin
 
-    from aioengine.models.generic import GenericModel
-    from aioengine.models.mrope import DeepStackModel, MRopeModel
-    from aioengine.models.text import TextModel
-
     hf_class = find_class(hf_config)
     if not (isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)):
         raise _refused(hf_class, "it does not generate text")
@@ -191,14 +185,20 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
         ]
         if media:
             raise _refused(hf_class, f"it has {' and '.join(media)}, but no get_image_features")
-        return TextModel
+        return _imported("text.TextModel")
     vision = getattr(hf_config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
-        return DeepStackModel
+        return _imported("mrope.DeepStackModel")
     siblings = vars(sys.modules[hf_class.__module__]).values()
     if any(isinstance(each, type) and hasattr(each, "get_rope_index") for each in siblings):
-        return MRopeModel
-    return GenericModel
+        return _imported("mrope.MRopeModel")
+    return _imported("generic.GenericModel")
+
+
+def _imported(place: str) -> type[TransformersModel]:
+    module, _, kind = f"aioengine.models.{place}".rpartition(".")
+    found: type[TransformersModel] = getattr(import_module(module), kind)
+    return found
 
 
 def _refused(hf_class: Any, reason: str) -> ModelLoadError:
