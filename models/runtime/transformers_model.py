@@ -300,7 +300,7 @@ class TransformersModel:
         """The module that takes embeddings [1, T, hidden] and gives the last hidden state."""
         decoder: nn.Module = self.model.get_decoder()
         if decoder is self.model or decoder is self.model.get_output_embeddings():
-            decoder = self.model.model  # transformers looks by names, which a head has here
+            decoder = getattr(self.model, "model", decoder)  # its name is a head's here
         return decoder
 
     def layers(self) -> tuple[LayerSpec, ...]:
