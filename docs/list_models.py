@@ -56,10 +56,11 @@ TAIL = """
 Any other that transformers has is chosen by its kind: text, media whose HF processor says what they
 become in the text, positions of three axes, rows for the decoder's first layers. transformers'
 module runs as it is, and the trial at load ([`model-check.md`](decisions/model-check.md)) compares
-it with itself, so that an architecture which needs something else is refused, in words. What was
-tried is in [`any-architecture.md`](decisions/any-architecture.md). `EngineConfig.model_impl` says
-what may be chosen: `"native"` the tables above alone, `"transformers"` never them; the log,
-`engine.statistics().model_impl` and the status page say which it is.
+it with itself, so that an architecture which needs something else is refused, in words (unless
+`check_model=False`). What was tried is in [`any-architecture.md`](decisions/any-architecture.md).
+`EngineConfig.model_impl` says what may be chosen: `"native"` the tables above alone,
+`"transformers"` never them; the log, `engine.statistics().model_impl` and the status page say which
+it is.
 
 Refused are, by name and reason: layers that keep a state between steps (Mamba, gated delta nets,
 short convolutions), attention that does not go through transformers' `AttentionInterface`,

@@ -43,11 +43,7 @@ from aioengine.models.fusion.tied_head import tables_of
 from aioengine.models.quantization.rounding import Rounding, round_weights
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
-from aioengine.models.runtime.hf_loading import (
-    build_on_meta,
-    load_pretrained,
-    pin_rotary,
-)
+from aioengine.models.runtime.hf_loading import build_on_meta, load_pretrained, pin_rotary
 from aioengine.models.runtime.interfaces import (
     MultiModalEmbeddings,
     PromptInputs,
@@ -160,6 +156,7 @@ class TransformersModel:
 
     # What the runner reads and calls.
 
+    logit_scale: float = 1.0
     kv_groups: tuple[KVGroup, ...]
     layer_groups: tuple[tuple[int, int], ...]
 

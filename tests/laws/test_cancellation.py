@@ -156,9 +156,8 @@ async def test_cancelled_at_every_point(
         assert_at_rest(engine)
         if isinstance(outcomes[0], asyncio.CancelledError):
             num_cancelled += 1
-        num_ended += struck == [
-            False
-        ]  # its company goes on behind it, for longer on a busy machine
+        # Its company goes on behind it, for longer where the machine is busy.
+        num_ended += struck == [False]
         for outcome in outcomes[0 if points.seen <= number else 1 :]:
             assert isinstance(outcome, RequestOutput)
             assert outcome.token_ids == expected

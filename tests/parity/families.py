@@ -526,6 +526,26 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 
 
+def save_text(model: Any, tokenizer: Any, folder: Path, texts: Sequence[str]) -> list[Any]:
+    """A text model's folder, its weights to be drawn; returns the tokens that it generates."""
+    draw_weights(model)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
+    # PyTorch's grouped matmul of experts has no float64.
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    model = model.to(torch.float32 if has_experts else torch.float64).eval().requires_grad_(False)
+    model.config.architectures = [type(model).__name__]
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, return_tensors="pt")
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with torch.inference_mode():
+            output = model.generate(**given, do_sample=False, max_new_tokens=MAX_TOKENS)
+        found.append(tuple(output[0, given["input_ids"].shape[1] :].tolist()))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return found
+
+
 def save(family: Family, folder: Path) -> Any:
     """The family's folder, as a user would have it; returns the HF model."""
     if family.lacking:

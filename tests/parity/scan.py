@@ -24,9 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.registry import known_architectures
-from tests.parity.families import MAX_TOKENS, TEXT, vocabulary
+from tests.parity.families import MAX_TOKENS, TEXT, save_text, vocabulary
 from tests.processors.conftest import make_tokenizer
-from tests.support.tiny import draw_weights
 
 PROMPTS = ("tell a story", "What is in the picture? There is", "a", "tell a story about colours")
 MOST_WEIGHTS = 1 << 25
@@ -73,22 +72,7 @@ def build(architecture: str, folder: Path) -> list[tuple[int, ...]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class(config)
-    draw_weights(model)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
-    has_experts = any("expert" in name.lower() for name, _ in model.named_modules())
-    dtype = torch.float32 if has_experts else torch.float64
-    model = model.to(dtype).eval().requires_grad_(False)
-    model.config.architectures = [architecture]
-    found = []
-    for text in PROMPTS:
-        inputs = tokenizer(text, return_tensors="pt")
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        with torch.inference_mode():
-            output = model.generate(**given, do_sample=False, max_new_tokens=MAX_TOKENS)
-        found.append(tuple(output[0, given["input_ids"].shape[1] :].tolist()))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return found
+    return save_text(model, tokenizer, folder, PROMPTS)
 
 
 async def serve(folder: Path, budget: int) -> list[tuple[int, ...]]:

@@ -14,9 +14,8 @@ import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.models.runtime.registry import known_architectures
-from tests.parity.families import MAX_TOKENS, TEXT, vocabulary
+from tests.parity.families import MAX_TOKENS, TEXT, save_text, vocabulary
 from tests.processors.conftest import make_tokenizer
-from tests.support.tiny import draw_weights
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 PROMPTS = ("tell a story", "What is in the picture? There is", "a", "tell a story about colours")
@@ -98,8 +97,6 @@ UNNAMED: Mapping[str, Callable[[Settings], Any]] = {
     "smollm3": lambda s: hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**s)),
 }  # fmt: skip
 """Architectures that no class here names."""
-SINGLE = {"deepseek-v3", "llama4", "mixtral", "qwen3-moe"}
-"""In float32: PyTorch's grouped matmul of experts has no float64."""
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *UNNAMED])
@@ -112,23 +109,8 @@ def saved(
         model = {**FAMILIES, **UNNAMED}[request.param](
             {**TEXT, "vocab_size": vocabulary(tokenizer)}
         )
-    draw_weights(model)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
-    model = (model if request.param in SINGLE else model.double()).eval().requires_grad_(False)
-    model.config.architectures = [type(model).__name__]
     folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    expected = []
-    for text in PROMPTS:
-        inputs = tokenizer(text, return_tensors="pt")
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
-                do_sample=False, max_new_tokens=MAX_TOKENS,
-            )  # fmt: skip
-        expected.append(tuple(output[0, inputs["input_ids"].shape[1] :].tolist()))
-    return folder, expected
+    return folder, save_text(model, tokenizer, folder, PROMPTS)
 
 
 @pytest.mark.parametrize("budget", [512, 5])
