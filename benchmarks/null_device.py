@@ -158,12 +158,14 @@ def runner_of(name: str, num_requests: int) -> ModelRunner:
     return ModelRunner(model, limits)
 
 
-def plan_of(runner: ModelRunner, num_requests: int, sampling: dict[str, Any]) -> StepPlan:
-    """A decode step."""
-    width = CONTEXT // BLOCK + 2
+def plan_of(
+    runner: ModelRunner, num_requests: int, sampling: dict[str, Any], context: int = CONTEXT
+) -> StepPlan:
+    """A decode step of requests with so many tokens, or a few more."""
+    width = context // BLOCK + 2
 
     def sequence(number: int) -> SequencePlan:
-        length = CONTEXT + number % 20
+        length = context + number % 20
         blocks = tuple(range(number * width, number * width + width))
         return SequencePlan(
             request_id=str(number),

@@ -33,19 +33,24 @@ def messages(image: Any) -> list[dict[str, Any]]:
 class Baseline:
     """transformers by itself."""
 
-    def __init__(self, folder: Path, max_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, max_tokens: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.processor = AutoProcessor.from_pretrained(folder, padding_side="left")
-        self.model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+        self.model = AutoModelForImageTextToText.from_pretrained(folder).to(device).eval()
         self.options = {
             "do_sample": False,
             "max_new_tokens": max_tokens,
             "min_new_tokens": max_tokens,
         }
 
-    @torch.inference_mode()
     def generate(self, paths: list[Path]) -> int:
         """All images as one padded batch; the number of tokens."""
-        images = [Image.open(path).convert("RGB") for path in paths]
+        return self.generate_images([Image.open(path).convert("RGB") for path in paths])
+
+    @torch.inference_mode()
+    def generate_images(self, images: list[Image.Image]) -> int:
+        """The same, of images in memory."""
         text = self.processor.apply_chat_template(
             messages(images[0]), add_generation_prompt=True, tokenize=False
         )
@@ -55,7 +60,7 @@ class Baseline:
             return_tensors="pt",
             padding=True,
         )
-        output = self.model.generate(**inputs, **self.options)
+        output = self.model.generate(**inputs.to(self.model.device), **self.options)
         return int(output.shape[0] * (output.shape[1] - inputs["input_ids"].shape[1]))
 
     def one_by_one(self, paths: list[Path]) -> int:

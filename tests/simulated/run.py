@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE = "tests/gpu/test_engine_cuda.py"
 CHECKS = "tests/simulated/checks.py"
 LAWS = "tests/simulated/laws.py"
-FAMILIES = "tests/simulated/families.py"
+FAMILIES = "tests/gpu/test_families_cuda.py"
 OTHERS = (
     *("attention", "experts", "loading", "plan_checks", "encoder_waits", "decode_steps"),
     "mutants",

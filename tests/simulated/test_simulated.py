@@ -20,7 +20,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("run.py")
 ENGINE = "tests/gpu/test_engine_cuda.py"
 LAWS = "tests/simulated/laws.py"
-FAMILIES = "tests/simulated/families.py"
+FAMILIES = "tests/gpu/test_families_cuda.py"
 AT_ONCE = "64-True or encoder_that_fails or step_that_fails or sizes or memory_is"
 LATER = "64-True or encoder_that_fails or scarce_memory[0] or [llama] or clip"
 PIECES = (

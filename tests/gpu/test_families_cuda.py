@@ -1,8 +1,9 @@
-"""Every family on the simulated device: tokens equal those of its reference.
+"""Every family on a GPU, or on the simulated one: tokens equal those of its reference.
 
 Each row of tests/parity/measured_rows.py is a tiny model and what transformers, or where it has no
 class for it a plain forward, makes of its prompts. One of them, with media where it takes any, is
-asked in small chunks, and its steps make nobody wait; what makes encoders wait is printed.
+asked in small chunks. On the simulated GPU its steps make nobody wait, and what makes encoders wait
+is printed.
 
 SIMULATED_PART, as "2/5", chooses every fifth row from the third on.
 """
