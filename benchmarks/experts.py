@@ -1,10 +1,11 @@
-"""Routed experts on a CPU: a layer packed, beside transformers' own ways to run it.
+"""Routed experts: a layer of ours, beside transformers' own ways to run it.
 
     PYTHONPATH=. python benchmarks/experts.py [--rounds 5] [--experts 32] [--size 1024]
+                                              [--chosen 4] [--device cuda]
 
-One feed-forward layer of Qwen3-MoE's in bfloat16, whose router gives each token 4 experts: an
-expert after the other ("eager"), PyTorch's grouped matmul ("grouped_mm"), and ours, one operator,
-with weights in bfloat16, 8 and 4 bits.
+One feed-forward layer of Qwen3-MoE's in bfloat16, whose router gives each token 4 experts
+(`--chosen`): an expert after the other ("eager"), PyTorch's grouped matmul ("grouped_mm"), and
+ours: on a CPU one operator, with weights in bfloat16, 8 and 4 bits; on a GPU blocks of rows.
 All are run in turns in each round; what is printed are medians over the rounds, in milliseconds,
 and ratios within a round. The last line is JSON.
 """
@@ -24,21 +25,24 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from aioengine.models.fusion.routed_experts import fuse_routed_layers, pack_expert_layers
+from aioengine.models.fusion.routed_experts import (
+    fuse_routed_layers,
+    pack_expert_layers,
+    route_experts,
+)
 from aioengine.models.quantization.rounding import Rounding, round_weights
 
-CHOSEN = 4
 ROWS = (1, 16, 512)
 OURS = ("bf16", "int8", "int4")
 
 
-def make_layer(size: int, num_experts: int) -> Any:
+def make_layer(size: int, num_experts: int, chosen: int) -> Any:
     """Draw the layer's weights."""
     config = Qwen3MoeConfig(
         hidden_size=size,
         moe_intermediate_size=size // 2,
         num_experts=num_experts,
-        num_experts_per_tok=CHOSEN,
+        num_experts_per_tok=chosen,
         norm_topk_prob=True,
     )
     config._experts_implementation = "eager"
@@ -53,6 +57,10 @@ def contenders(layer: Any) -> dict[str, Any]:
     found = {"eager": layer}
     grouped = found["grouped_mm"] = copy.deepcopy(layer)
     grouped.experts.config._experts_implementation = "grouped_mm"
+    if layer.gate.weight.is_cuda:
+        ours = found["bf16"] = copy.deepcopy(layer)
+        assert route_experts(ours) == 1
+        return found
     for name in OURS:
         ours = found[name] = copy.deepcopy(layer)
         if name != "bf16":
@@ -80,7 +88,8 @@ def seconds(run: Callable[[], Tensor]) -> float:
     """Of one call, at least a tenth of a second long all told."""
     count, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < 0.1:
-        run()
+        if run().is_cuda:
+            torch.cuda.synchronize()
         count += 1
     return spent / count
 
@@ -91,12 +100,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--chosen", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
-    layers = contenders(make_layer(args.size, args.experts))
+    layers = contenders(make_layer(args.size, args.experts, args.chosen).to(args.device))
     results: dict[str, Any] = {}
     for count in ROWS:
-        hidden = torch.randn(1, count, args.size).to(torch.bfloat16)
+        hidden = torch.randn(1, count, args.size).to(args.device, torch.bfloat16)
         rounds = []
         for number in range(args.rounds + 1):
             times = {
@@ -110,6 +121,7 @@ def main() -> None:
         ratios = {
             name: round(median(b / each[name] for b, each in zip(best, rounds, strict=True)), 2)
             for name in OURS
+            if name in layers
         }
         print(f"{count} rows, ms: {found}; over the best of transformers': {ratios}")
         results[str(count)] = {"ms": found, "over_transformers": ratios}

@@ -157,7 +157,9 @@ def kernels_of(report: Report, step: Callable[[], Any]) -> dict[str, Any]:
 def steps(report: Report) -> None:
     rows = report.found["steps"] = []
     names = ("qwen2-0.5b",) if report.is_tiny else ("qwen2-0.5b", "qwen2-1.5b", "qwen2-7b")
-    print(f"{'model':12}{'context':>8}{'requests':>9}{'ms':>8}{'kernels':>9}{'own ms':>8}{'floor':>7}")
+    print(
+        f"{'model':12}{'context':>8}{'requests':>9}{'ms':>8}{'kernels':>9}{'own ms':>8}{'floor':>7}"
+    )
     for name, context in itertools.product(names, CONTEXTS):
         most = 2 if report.is_tiny else max(REQUESTS) if context < 1000 else 32
         runner = runner_of(report, name, most, context)

@@ -33,9 +33,7 @@ def messages(image: Any) -> list[dict[str, Any]]:
 class Baseline:
     """transformers by itself."""
 
-    def __init__(
-        self, folder: Path, max_tokens: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, folder: Path, max_tokens: int, device: torch.device | str = "cpu") -> None:
         self.processor = AutoProcessor.from_pretrained(folder, padding_side="left")
         self.model = AutoModelForImageTextToText.from_pretrained(folder).to(device).eval()
         self.options = {

@@ -154,7 +154,10 @@ def _draft(config: EngineConfig, sizes: ModelSizes) -> Limits:
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `EngineConfig.device` means. Raises ModelLoadError."""
+    """The device that `EngineConfig.device` means; a GPU has its number, 0 if none is named.
+
+    Raises ModelLoadError.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -166,7 +169,8 @@ def find_device(name: str) -> torch.device:
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= count:
         raise ModelLoadError(f"device {name!r:.40} was asked for, but there are {count}")
-    return device
+    # `torch.cuda.set_device` takes none without a number.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:

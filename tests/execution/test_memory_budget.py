@@ -213,3 +213,14 @@ def test_limits_of_the_process_itself(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     found = available_bytes()
     assert found is None or found > MIB
+
+
+def test_a_gpu_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since `torch.cuda.set_device` refuses one without."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    names = ("auto", "cuda", "cuda:0", "cuda:1", "cpu")
+    found = [memory_budget.find_device(name) for name in names]
+    assert [each.index for each in found] == [0, 0, 0, 1, None]
+    with pytest.raises(ModelLoadError, match="there are 2"):
+        memory_budget.find_device("cuda:2")

@@ -17,4 +17,5 @@ PYTHON="${PYTHON:-python3}"
 import torch, transformers
 print(torch.cuda.get_device_name(), "| torch", torch.__version__, "| transformers", transformers.__version__)
 EOF
-exec "$PYTHON" -m pytest -q -m gpu tests/gpu "$@"
+# pytest-benchmark, where it is installed, warns beside xdist, and a warning is an error here.
+exec "$PYTHON" -m pytest -q -p no:benchmark -m gpu tests/gpu "$@"

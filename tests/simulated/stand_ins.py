@@ -55,6 +55,10 @@ def install(module_to: Callable[..., Any] = nn.Module.to) -> None:
             DEVICE.order.queues.run_all()
         DEVICE.order.synchronize()
 
+    def set_device(device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError(f"Expected a torch.device with a specified index, but got {device}")
+
     stand_ins: dict[str, Any] = {
         "Stream": new_stream,
         "Event": lambda **options: Event(DEVICE.order, **options),
@@ -64,7 +68,7 @@ def install(module_to: Callable[..., Any] = nn.Module.to) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": lambda _device: None,
+        "set_device": set_device,
         "mem_get_info": lambda _device=None: (8 << 30, 16 << 30),
         "memory_allocated": lambda _device=None: DEVICE.num_bytes,
         "max_memory_allocated": lambda _device=None: DEVICE.most_bytes,
