@@ -1,11 +1,11 @@
 """Routed experts: on a CPU with packed weights, elsewhere so that nobody waits for the device.
 
-On a CPU rows are sorted by expert, and one operator multiplies each expert's with its own panels
-(`ExpertRows`, `PackedExperts`).
+Rows are sorted by expert (`ExpertRows`), and one operator multiplies each expert's: on a CPU with
+its own panels (`PackedExperts`), on a GPU PyTorch's kernel for groups, where it has one.
 
-On a device how many rows an expert gets is known there alone. So the rows are laid out in blocks of
-one size (`ExpertBlocks`): each expert's are filled up to whole blocks, and of those there is a
-bound that depends on sizes alone. Nothing is read back, and shapes do not depend on what the
+Elsewhere on a device, how many rows an expert gets is known there alone. So they are laid out in
+blocks of one size (`ExpertBlocks`): each expert's are filled up to whole blocks, and of those there
+is a bound that depends on sizes alone. Nothing is read back, and shapes do not depend on what the
 router says.
 """
 
@@ -29,6 +29,7 @@ __all__ = [
     "PackedExperts",
     "TorchExperts",
     "can_pack_experts",
+    "lay_out_experts",
     "pack_experts",
     "pack_grouped_experts",
 ]
@@ -48,24 +49,35 @@ _GROUPED_CHIPS = (9, 10)
 class ExpertRows:
     """Layout of the rows of a step's (token, expert) pairs, sorted by expert.
 
-    `order` int64 [T * k]: the pair of each row. `ends` int64 [E]: the row behind each expert's last
-    one. `num_chosen`: experts of a token, k.
+    `order` int64 [T * k]: the pair of each row; `experts`: its expert. `ends` [E]: the row behind
+    each expert's last one, int64 on a CPU and int32 on a GPU, as is asked there. `num_chosen`:
+    experts of a token, k.
     """
 
     order: Tensor
+    experts: Tensor
     ends: Tensor
     num_chosen: int
 
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int) -> Self:
         """Lay out the pairs of `chosen` int64 [T, k], the experts of each token."""
-        flat = chosen.flatten()
-        ends = torch.bincount(flat, minlength=num_experts).cumsum(0)
-        return cls(flat.argsort(stable=True), ends, chosen.shape[1])
+        experts, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(num_experts, device=chosen.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=chosen.is_cuda)
+        return cls(order, experts, ends, chosen.shape[1])
 
     def take(self, hidden: Tensor) -> Tensor:
         """Copy each token's row of `hidden` [T, in] to its pairs' places: [T * k, in]."""
         return hidden[self.order // self.num_chosen]
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply `rows` [n, in] by their experts' parts of `weight` [E, in, out] on a GPU.
+
+        `bias` [E, out] is added. Returns [n, out].
+        """
+        out = grouped_mm(rows, weight, offs=self.ends)
+        return out if bias is None else out + bias[self.experts]
 
     def combine(self, rows: Tensor, shares: Tensor) -> Tensor:
         """Sum each token's `rows` [T * k, out] by its `shares` [T, k]: [T, out]."""
@@ -168,13 +180,12 @@ def pack_grouped_experts(
 class ExpertBlocks:
     """Layout of the rows of a step's (token, expert) pairs.
 
-    `places` int64 [T, k]: of each pair's row. `experts` int64 [n]: of each
-    block. `ends` int32 [E]: the row behind each expert's last block. `size`: rows of a block.
+    `places` int64 [T, k]: of each pair's row. `experts` int64 [n]: of each block. `size`: rows of a
+    block.
     """
 
     places: Tensor
     experts: Tensor
-    ends: Tensor
     size: int
 
     @classmethod
@@ -195,7 +206,7 @@ class ExpertBlocks:
         places = torch.empty_like(order).index_copy(0, order, ranks + shift[flat[order]])
         blocks = torch.arange(count, device=flat.device)
         experts = torch.searchsorted(block_ends, blocks, right=True).clamp(max=num_experts - 1)
-        return cls(places.view_as(chosen), experts, (block_ends * size).to(torch.int32), size)
+        return cls(places.view_as(chosen), experts, size)
 
     def take(self, hidden: Tensor) -> Tensor:
         """Copy each token's row of `hidden` [T, in] to its blocks: [n, size, in], else zeros."""
@@ -209,19 +220,21 @@ class ExpertBlocks:
 
         `bias` [E, out] is added. Returns [n, size, out]; rows behind the last block mean nothing.
         """
-        if _is_grouped(weight):
-            flat = grouped_mm(rows.flatten(0, 1), weight, offs=self.ends)
-            out = flat.view(*rows.shape[:2], -1)
-        else:
-            each = max(1, MAX_WEIGHT_BYTES // (weight[0].numel() * weight.element_size()))
-            parts = zip(torch.split(rows, each), torch.split(self.experts, each), strict=True)
-            out = torch.cat([torch.bmm(part, weight[experts]) for part, experts in parts])
+        each = max(1, MAX_WEIGHT_BYTES // (weight[0].numel() * weight.element_size()))
+        parts = zip(torch.split(rows, each), torch.split(self.experts, each), strict=True)
+        out = torch.cat([torch.bmm(part, weight[experts]) for part, experts in parts])
         return out if bias is None else out + bias[self.experts][:, None]
 
     def combine(self, rows: Tensor, shares: Tensor) -> Tensor:
         """Sum each token's `rows` [n, size, out] by its `shares` [T, k]: [T, out]."""
         pairs = rows.flatten(0, 1)[self.places]
         return (pairs * shares[..., None]).sum(1)
+
+
+def lay_out_experts(chosen: Tensor, weights: Sequence[Tensor]) -> ExpertRows | ExpertBlocks:
+    """Lay out the pairs of `chosen` int64 [T, k] for `weights` [E, in, out] on a device."""
+    kind = ExpertRows if all(map(_is_grouped, weights)) else ExpertBlocks
+    return kind.of(chosen, len(weights[0]))
 
 
 def _is_grouped(weight: Tensor) -> bool:

@@ -16,8 +16,10 @@ step that reads it has committed, so the allocator needs no hint.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -32,6 +34,9 @@ __all__ = ["CudaDevice", "Driver", "Mark", "TorchDriver"]
 logger = logging.getLogger(__name__)
 
 Sent = tuple["Mark", Any, "asyncio.Future[Any]"]
+
+_UNUSED: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+"""Streams of a GPU, by queue, that no engine of this process has at the moment."""
 
 
 class Mark(Protocol):
@@ -150,31 +155,39 @@ def _failure(prepare: Callable[[], None]) -> Exception | None:
 
 
 class TorchDriver:
-    """The queues of a GPU, through cuda-python's `cuda.core`, or torch's streams without it."""
+    """The queues of a GPU, through cuda-python's `cuda.core`, or torch's streams without it.
+
+    Streams are made once and serve one engine after the other, and none is ever destroyed: what
+    PyTorch has used in one it keeps for it, a matmul's workspace of 32 MiB among it, and pinned
+    memory that is freed late, by a garbage collection say, marks the streams that have read it.
+    """
 
     def __init__(self, device: Any) -> None:
-        """`device`: a `torch.device` of type "cuda"."""
+        """`device`: a `torch.device` of type "cuda", with its number."""
         import torch
 
         self._cuda: Any = torch.cuda
         self._device = device
         self._streams: dict[str, Any] = {}
-        self._kept: list[Any] = []
 
     def start(self) -> None:
         """See `Driver`."""
         self._cuda.set_device(self._device)
+        try:
+            self._streams = _UNUSED[str(self._device)].pop()
+        except IndexError:
+            self._streams = self._new_streams()
+
+    def _new_streams(self) -> dict[str, Any]:
         lowest, highest = self._cuda.Stream.priority_range()
         priorities = {DECODER: highest, ENCODER: lowest}
         try:
-            self._streams = {name: self._borrowed(each) for name, each in priorities.items()}
-            return
+            return {name: self._borrowed(each) for name, each in priorities.items()}
         except ImportError:
             pass
         except Exception as error:  # bindings that do not fit the driver raise errors of their own
             logger.warning("cuda.core cannot be used, torch's streams are taken: %s", error)
-        self._kept.clear()
-        self._streams = {
+        return {
             name: self._cuda.Stream(self._device, priority=each)
             for name, each in priorities.items()
         }
@@ -187,7 +200,8 @@ class TorchDriver:
         gpu = Gpu(self._cuda.current_device())
         gpu.set_current()
         stream = gpu.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
-        self._kept.append(stream)  # torch only borrows it
+        # torch only borrows it, and may ask for it until the process has ended.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
         return self._cuda.ExternalStream(int(stream.handle), device=self._device)
 
     def attach(self) -> None:
@@ -202,12 +216,12 @@ class TorchDriver:
 
     def stop(self) -> None:
         """See `Driver`. By now the engine has let go of its tensors."""
-        # What the allocator keeps free belongs to these streams, and is of no use to any other; a
-        # new stream may even get the handle of one that is gone.
+        # What the allocator keeps free belongs to these streams, and is of no use to any other.
         self._cuda.synchronize(self._device)
         self._cuda.empty_cache()
-        self._streams.clear()
-        self._kept.clear()
+        if self._streams:
+            _UNUSED[str(self._device)].append(self._streams)
+            self._streams = {}
 
     def mark(self, name: str) -> Mark:
         """See `Driver`."""

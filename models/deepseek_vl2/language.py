@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from aioengine.errors import ModelLoadError
-from aioengine.kernels.experts import ExpertBlocks
+from aioengine.kernels.experts import lay_out_experts
 from aioengine.models.deepseek_vl2.processing import DeepseekLanguageConfig
 from aioengine.models.runtime.attention import Attention
 from aioengine.models.runtime.defined_model import RMSNorm, rotary_table, rotate_halves
@@ -248,7 +248,7 @@ class _Experts(nn.Module):
     def forward(self, hidden: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
         """`hidden` [T, size], `experts` and `shares` [T, k] -> the sum of shares [T, size]."""
         if hidden.device.type != "cpu":
-            return self._in_blocks(hidden, experts, shares)
+            return self._on_device(hidden, experts, shares)
         order = experts.flatten().argsort(stable=True)
         taken = hidden[order // experts.shape[1]]
         counts = torch.zeros(len(self.down_proj), dtype=torch.int64, device=hidden.device)
@@ -257,12 +257,13 @@ class _Experts(nn.Module):
         summed: Tensor = (out.view(*experts.shape, -1) * shares[..., None]).sum(1)
         return summed.to(hidden.dtype)
 
-    def _in_blocks(self, hidden: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+    def _on_device(self, hidden: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
         """Do the same where nothing may be read back."""
-        blocks = ExpertBlocks.of(experts, len(self.down_proj))
-        gate, up = blocks.linear(blocks.take(hidden), self.gate_up_proj.mT).chunk(2, dim=-1)
-        out = blocks.linear(silu(gate) * up, self.down_proj.mT)
-        return blocks.combine(out, shares).to(hidden.dtype)
+        weights = self.gate_up_proj.mT, self.down_proj.mT
+        layout = lay_out_experts(experts, weights)
+        gate, up = layout.linear(layout.take(hidden), weights[0]).chunk(2, dim=-1)
+        out = layout.linear(silu(gate) * up, weights[1])
+        return layout.combine(out, shares).to(hidden.dtype)
 
     def _one_by_one(self, taken: Tensor, counts: Tensor) -> Tensor:
         parts = []

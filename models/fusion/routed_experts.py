@@ -24,10 +24,10 @@ from transformers.integrations import moe
 from aioengine.kernels.cpu.layer_operators import run_experts
 from aioengine.kernels.cpu.linear import NativeLinear, native_way
 from aioengine.kernels.experts import (
-    ExpertBlocks,
     ExpertRows,
     PackedExperts,
     TorchExperts,
+    lay_out_experts,
     pack_experts,
     pack_grouped_experts,
 )
@@ -343,26 +343,22 @@ def route_experts(root: nn.Module) -> int:
     return len(found)
 
 
-def _run_in_blocks(
+def _run_on_device(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """See `_forward`."""
-
-    def linear(rows: Tensor, name: str) -> Tensor:
-        weight = getattr(module, name)
-        bias = getattr(module, f"{name}_bias") if module.has_bias else None
-        return blocks.linear(rows, weight if module.is_transposed else weight.mT, bias)
-
-    blocks = ExpertBlocks.of(top_k_index, module.num_experts)
-    rows = blocks.take(hidden_states)
-    if module.has_gate:
-        rows = module._apply_gate(linear(rows, "gate_up_proj"))
-    else:
-        rows = module.act_fn(linear(rows, "up_proj"))
-    rows = linear(rows, "down_proj")
+    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    stored = (getattr(module, name) for name in names)
+    up, down = (each if module.is_transposed else each.mT for each in stored)
+    biases = (getattr(module, f"{name}_bias") if module.has_bias else None for name in names)
+    up_bias, down_bias = biases
+    layout = lay_out_experts(top_k_index, (up, down))
+    rows = layout.linear(layout.take(hidden_states), up, up_bias)
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    rows = layout.linear(rows, down, down_bias)
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
-    return blocks.combine(rows, top_k_weights).to(hidden_states.dtype)
+    return layout.combine(rows, top_k_weights).to(hidden_states.dtype)
 
 
-moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _run_in_blocks)
+moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _run_on_device)

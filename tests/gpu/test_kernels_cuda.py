@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention import AttentionMetadata
-from aioengine.kernels.experts import ExpertBlocks
+from aioengine.kernels.experts import lay_out_experts
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.reference import ReferenceBackend
 from tests.kernels.paging import PagedBatch, make_batch
@@ -109,13 +109,14 @@ def test_experts(dtype: torch.dtype, spread: str, inputs: int, outputs: int) -> 
             scores[:, 3] = 2
         chosen = scores.topk(2).indices
         hidden, shares = draw(num_tokens, inputs), torch.rand(num_tokens, 2, generator=generator)
-        blocks = ExpertBlocks.of(chosen.cuda(), 16)
-        out = blocks.linear(blocks.take(hidden.cuda()), weight.cuda())
-        found = blocks.combine(out, shares.cuda()).double().cpu()
+        layout = lay_out_experts(chosen.cuda(), [weight.cuda()])
+        bias = draw(16, outputs)
+        out = layout.linear(layout.take(hidden.cuda()), weight.cuda(), bias.cuda())
+        found = layout.combine(out, shares.cuda()).double().cpu()
         rows = torch.zeros(num_tokens, outputs, dtype=torch.float64)
         for expert in range(16):
             tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            product = hidden[tokens].double() @ weight[expert].double()
+            product = hidden[tokens].double() @ weight[expert].double() + bias[expert].double()
             rows.index_add_(0, tokens, product * shares[tokens, place, None].double())
         bound = max(TOLERANCE[dtype], 1e-5 if dtype != torch.float64 else 0)
         torch.testing.assert_close(found, rows, atol=bound, rtol=bound)

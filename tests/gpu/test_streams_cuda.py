@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -91,11 +92,13 @@ async def test_either_kind_of_stream(
         import sys
 
         monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setattr("aioengine.streams.cuda._UNUSED", defaultdict(list))
     driver = TorchDriver(torch.device("cuda", 0))
     device = CudaDevice(asyncio.get_running_loop(), driver)
     seen: list[int] = []
     for submit in (device.submit_step, device.submit_encode):
         await submit(lambda: seen.append(torch.cuda.current_stream().cuda_stream))
+    priorities = {name: each.priority for name, each in driver._streams.items()}
     await device.aclose()
     assert len(set(seen)) == 2 and torch.cuda.default_stream().cuda_stream not in seen
-    assert driver._streams[DECODER].priority < driver._streams[ENCODER].priority
+    assert priorities[DECODER] < priorities[ENCODER]

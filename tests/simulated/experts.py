@@ -1,4 +1,4 @@
-"""Experts in blocks on the simulated device, where nothing is read back to the host."""
+"""Routed experts on the simulated device, where nothing is read back to the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import experts
-from aioengine.kernels.experts import ExpertBlocks
+from aioengine.kernels.experts import lay_out_experts
 from tests.simulated.device import LAUNCH_THREAD, SimulatedMode, SimulatedTensor
 
 
@@ -51,9 +51,10 @@ def test_nothing_is_read_back(
         weight = weight.contiguous()
     shares = torch.rand(num_tokens, 2, generator=generator)
     with SimulatedMode():
-        blocks = ExpertBlocks.of(SimulatedTensor(chosen), 6)
-        out = blocks.linear(blocks.take(SimulatedTensor(hidden)), SimulatedTensor(weight))
-        found: Any = blocks.combine(out, SimulatedTensor(shares))
+        there = SimulatedTensor(weight)
+        layout = lay_out_experts(SimulatedTensor(chosen), [there])
+        out = layout.linear(layout.take(SimulatedTensor(hidden)), there)
+        found: Any = layout.combine(out, SimulatedTensor(shares))
     pairs = torch.einsum("ti,tkio->tko", hidden.double(), weight.double()[chosen])
     expected = (pairs * shares.double()[..., None]).sum(1)
     tolerance = 0.15 if dtype == torch.bfloat16 else 0.03

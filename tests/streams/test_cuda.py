@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from aioengine.streams import cuda
 from aioengine.streams.cuda import CudaDevice, TorchDriver
 from aioengine.streams.device import DECODER, ENCODER
 from aioengine.types import Launched
@@ -380,6 +382,7 @@ def test_torchs_streams_where_the_bindings_fail(
     """What cuda.core raises where it does not fit the driver is no error of an engine's."""
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.core", Bindings(failure))
+    monkeypatch.setattr(cuda, "_UNUSED", defaultdict(list))
     driver = TorchDriver("cuda:1")
 
     def new_stream(device: object, priority: int) -> tuple[str, object, int]:
@@ -405,9 +408,47 @@ def test_torchs_streams_where_the_bindings_fail(
     assert driver._streams == expected
     driver.stop()
     assert chosen[2:] == ["cuda:1 is waited for", "its memory is given back"]
-    assert not driver._streams and not driver._kept
+    assert not driver._streams
     warned = [record.message for record in caplog.records]
     assert len(warned) == (1 if isinstance(failure, RuntimeError) else 0), warned
+
+
+def test_streams_serve_one_engine_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two engines at a time each has its own, and a GPU's serve no other GPU."""
+    monkeypatch.setattr(cuda, "_UNUSED", defaultdict(list))
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    made = []
+
+    def new_stream(device: object, priority: int) -> str:
+        made.append(device)
+        return f"stream {len(made)}"
+
+    new_stream.priority_range = lambda: (0, -3)  # type: ignore[attr-defined]
+
+    def driver_of(device: str) -> TorchDriver:
+        driver = TorchDriver(device)
+        driver._cuda = SimpleNamespace(
+            set_device=lambda device: None,
+            Stream=new_stream,
+            synchronize=lambda device: None,
+            empty_cache=lambda: None,
+        )
+        return driver
+
+    first, second, other = driver_of("cuda:0"), driver_of("cuda:0"), driver_of("cuda:1")
+    first.start()
+    of_first = dict(first._streams)
+    second.start()
+    assert not set(second._streams.values()) & set(of_first.values())
+    first.stop()
+    first.stop()
+    other.start()
+    assert not set(other._streams.values()) & set(of_first.values())
+    third, fourth = driver_of("cuda:0"), driver_of("cuda:0")
+    third.start()
+    assert third._streams == of_first
+    fourth.start()
+    assert made == ["cuda:0"] * 4 + ["cuda:1"] * 2 + ["cuda:0"] * 2
 
 
 async def test_closing_waits_for_what_is_launched_and_cancels_the_rest(
