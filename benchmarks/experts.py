@@ -104,7 +104,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
-    layers = contenders(make_layer(args.size, args.experts, args.chosen).to(args.device))
+    with torch.device(args.device):
+        layers = contenders(make_layer(args.size, args.experts, args.chosen))
     results: dict[str, Any] = {}
     for count in ROWS:
         hidden = torch.randn(1, count, args.size).to(args.device, torch.bfloat16)

@@ -5,7 +5,8 @@
 Models have real shapes and random weights, so nothing is fetched. Each stage prints its figures as
 it ends, and one that fails says so and leaves the others alone.
 
-- machine: chip and versions; the rate of a large copy (read and written) and of a large matmul.
+- machine: chip and versions; the rate of a large copy (read and written) and of a large matmul;
+  the host's time for an operator that does next to nothing.
 - steps: decode steps of the runner, from the plan to the tokens read back, and their kernels' own
   time; `floor` is the weights and the context's keys and values at the rate of the copy.
 - shapes: attention over contexts that grow: the first call of each shape beside later ones, and
@@ -87,6 +88,15 @@ def machine(report: Report) -> None:
     edge = 256 if report.is_tiny else 8192
     matrix = torch.randn(edge, edge, device=report.device, dtype=torch.bfloat16)
     flops = 2 * edge**3 / report.timed(lambda: matrix @ matrix)
+    small = torch.zeros(8, device=report.device)
+
+    def launch() -> None:
+        for _ in range(1000):
+            small.add_(1)
+
+    launch()
+    report.wait()
+    launch_us = milliseconds(launch, 5)
     is_cuda = report.device.type == "cuda"
     report.found["machine"] = {
         "chip": torch.cuda.get_device_name() if is_cuda else "cpu",
@@ -94,6 +104,7 @@ def machine(report: Report) -> None:
         "transformers": transformers.__version__,
         "copy_tb_per_s": round(report.bytes_per_s / 1e12, 2),
         "matmul_tflops": round(flops / 1e12),
+        "launch_us": round(launch_us, 1),
     }
     print(report.found["machine"], flush=True)
 

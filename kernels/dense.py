@@ -20,6 +20,8 @@ __all__ = ["KEY_MULTIPLE", "attention_over", "dense_attention", "padded_length"]
 
 KEY_MULTIPLE = 64
 """Of the keys in masked calls on a GPU: few shapes over a growing context, and aligned masks."""
+_QUERY_BLOCK = 32
+"""Queries that the memory-efficient kernel takes at a time, or a divisor of them."""
 _ALIGNMENT_BYTES = 16
 """Of rows and of their addresses, for the memory-efficient kernel."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,12 +83,39 @@ def attention_over(
             return found
         if not is_ready:
             keys, values = _aligned(keys), _aligned(values)
-        out: Tensor = _efficient(
-            _aligned(query), keys, values, bias, False, 0.0, is_causal, scale=scale
-        )[0]
-        return out
+        return _by_kernel(_aligned(query), keys, values, bias, is_causal, scale)
 
     return attend
+
+
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Call the memory-efficient kernel, around a fault of it.
+
+    One query over keys that heads share (stride 0): it takes heads for rows then, and asks whether
+    there is one of what is left from a block on. So the last of 33 or 65 would be computed for the
+    first heads alone, in the place of other rows.
+    """
+
+    def call(query: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
+        found: Tensor = _efficient(query, key, value, bias, False, 0.0, is_causal, scale=scale)[0]
+        return found
+
+    count = query.shape[2]
+    is_shared = key.shape[1] > 1 and key.stride(1) == value.stride(1) == 0
+    if not is_shared or count == 1 or count % _QUERY_BLOCK != 1:
+        return call(query, bias, is_causal)
+    biases = (None, None) if bias is None else (bias[:, :, :-1], bias[:, :, -1:])
+    most = call(query[:, :, :-1], biases[0], is_causal)
+    if is_causal:
+        key, value = key[:, :, :count], value[:, :, :count]
+    return torch.cat((most, call(query[:, :, -1:], biases[1], False)), dim=2)
 
 
 def padded_length(count: int, device: torch.device) -> int:

@@ -132,6 +132,13 @@ def test_blocks(dtype: torch.dtype, window: int | None, in_window: bool) -> None
     assert_right(with_blocks(batch, ids, in_window=in_window), window=window)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("start", [0, 7])
+def test_one_query_more_than_whole_blocks(dtype: torch.dtype, start: int) -> None:
+    for count in (33, 65, 129):
+        assert_right(batch_of([(start, start + count)], dtype=dtype))
+
+
 def test_a_growing_context_makes_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: set[tuple[int, ...]] = set()
     efficient = operators.efficient_attention
@@ -182,6 +189,15 @@ def test_rows_that_lie_badly_are_moved() -> None:
         (lambda q, k, v, b: (q, k, v, b[:, :1]), "the scores' shape"),
         (lambda q, k, v, b: (q, k[:, :, :7], v[:, :, :7], b[..., :7].contiguous()), "aligned rows"),
         (lambda q, k, v, b: (q, k, v, b - float("inf")), "each query sees"),
+        (
+            lambda q, k, v, b: (
+                q.expand(1, 2, -1, -1).repeat(1, 1, 5, 1)[:, :, :33],
+                k[:, :1].expand(-1, 2, -1, -1),
+                v[:, :1].expand(-1, 2, -1, -1),
+                None,
+            ),
+            "last block",
+        ),
     ],
 )
 def test_broken_rules_are_found(change: Any, text: str) -> None:
