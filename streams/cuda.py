@@ -16,13 +16,13 @@ step that reads it has committed, so the allocator needs no hint.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib import import_module
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -155,7 +155,7 @@ def _failure(prepare: Callable[[], None]) -> Exception | None:
 
 
 class TorchDriver:
-    """The queues of a GPU, through cuda-python's `cuda.core`, or torch's streams without it.
+    """The queues of a GPU, through cuda-python, or torch's streams without it.
 
     Streams are made once and serve one engine after the other, and none is ever destroyed: what
     PyTorch has used in one it keeps for it, a matmul's workspace of 32 MiB among it, and pinned
@@ -173,6 +173,7 @@ class TorchDriver:
     def start(self) -> None:
         """See `Driver`."""
         self._cuda.set_device(self._device)
+        self._cuda.synchronize(self._device)  # so that this thread has the GPU's context
         try:
             self._streams = _UNUSED[str(self._device)].pop()
         except IndexError:
@@ -186,23 +187,21 @@ class TorchDriver:
         except ImportError:
             pass
         except Exception as error:  # bindings that do not fit the driver raise errors of their own
-            logger.warning("cuda.core cannot be used, torch's streams are taken: %s", error)
+            logger.warning("cuda-python cannot be used, torch's streams are taken: %s", error)
         return {
             name: self._cuda.Stream(self._device, priority=each)
             for name, each in priorities.items()
         }
 
     def _borrowed(self, priority: int) -> Any:
-        """A stream of cuda.core's. Raises ImportError where it is not installed, or whatever."""
-        from cuda.core import Device as Gpu
-        from cuda.core import StreamOptions
-
-        gpu = Gpu(self._cuda.current_device())
-        gpu.set_current()
-        stream = gpu.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
-        # torch only borrows it, and may ask for it until the process has ended.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
-        return self._cuda.ExternalStream(int(stream.handle), device=self._device)
+        """A stream of the driver's own, which nothing destroys. Raises ImportError where its
+        bindings are not installed, or whatever."""
+        driver = import_module("cuda.bindings.driver")
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        status, stream = driver.cuStreamCreateWithPriority(int(flags), priority)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuStreamCreateWithPriority: {status}")
+        return self._cuda.ExternalStream(int(stream), device=self._device)
 
     def attach(self) -> None:
         """See `Driver`."""

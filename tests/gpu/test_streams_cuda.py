@@ -87,11 +87,11 @@ async def test_either_kind_of_stream(
     with_cuda_python: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if with_cuda_python:
-        pytest.importorskip("cuda.core")
+        pytest.importorskip("cuda.bindings.driver")
     else:
         import sys
 
-        monkeypatch.setitem(sys.modules, "cuda.core", None)
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     monkeypatch.setattr("aioengine.streams.cuda._UNUSED", defaultdict(list))
     driver = TorchDriver(torch.device("cuda", 0))
     device = CudaDevice(asyncio.get_running_loop(), driver)

@@ -358,30 +358,31 @@ async def test_a_thread_that_cannot_wait_says_so() -> None:
 
 
 class Bindings(ModuleType):
-    """Stands for `cuda.core`; `failure` is raised by what asks for the device."""
+    """Stands for `cuda.bindings.driver`; `status` is what its calls return."""
 
-    class StreamOptions:
-        def __init__(self, **options: object) -> None:
-            self.options = options
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
 
     def __init__(self, failure: Exception | None) -> None:
-        super().__init__("cuda.core")
+        super().__init__("cuda.bindings.driver")
         self.failure = failure
 
-    def Device(self, _number: int) -> Any:
-        if self.failure is not None:
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int, int]:
+        assert flags == 1 and priority in (0, -3)
+        if isinstance(self.failure, OSError):
             raise self.failure
-        stream = SimpleNamespace(handle=77)
-        return SimpleNamespace(set_current=lambda: None, create_stream=lambda options: stream)
+        return (3, 0) if self.failure is not None else (0, 77)
 
 
-@pytest.mark.parametrize("failure", [None, RuntimeError("driver too old"), ImportError("none")])
+@pytest.mark.parametrize("failure", [None, RuntimeError("status"), OSError("no libcuda"), "absent"])
 def test_torchs_streams_where_the_bindings_fail(
-    failure: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failure: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cuda.core raises where it does not fit the driver is no error of an engine's."""
+    """What cuda-python says where it does not fit the driver is no error of an engine's."""
+    bindings = None if failure == "absent" else Bindings(failure)
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.core", Bindings(failure))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", ModuleType("cuda.bindings"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
     monkeypatch.setattr(cuda, "_UNUSED", defaultdict(list))
     driver = TorchDriver("cuda:1")
 
@@ -400,23 +401,23 @@ def test_torchs_streams_where_the_bindings_fail(
     )
     driver.start()
     driver.attach()
-    assert chosen == ["cuda:1", "cuda:1"]
+    assert chosen == ["cuda:1", "cuda:1 is waited for", "cuda:1"]
     if failure is None:
         expected = {DECODER: ("borrowed", "cuda:1", 77), ENCODER: ("borrowed", "cuda:1", 77)}
     else:
         expected = {DECODER: ("torch's", "cuda:1", -3), ENCODER: ("torch's", "cuda:1", 0)}
     assert driver._streams == expected
     driver.stop()
-    assert chosen[2:] == ["cuda:1 is waited for", "its memory is given back"]
+    assert chosen[3:] == ["cuda:1 is waited for", "its memory is given back"]
     assert not driver._streams
     warned = [record.message for record in caplog.records]
-    assert len(warned) == (1 if isinstance(failure, RuntimeError) else 0), warned
+    assert len(warned) == (1 if isinstance(failure, Exception) else 0), warned
 
 
 def test_streams_serve_one_engine_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two engines at a time each has its own, and a GPU's serve no other GPU."""
     monkeypatch.setattr(cuda, "_UNUSED", defaultdict(list))
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     made = []
 
     def new_stream(device: object, priority: int) -> str:
