@@ -173,7 +173,6 @@ class TorchDriver:
     def start(self) -> None:
         """See `Driver`."""
         self._cuda.set_device(self._device)
-        self._cuda.synchronize(self._device)  # so that this thread has the GPU's context
         try:
             self._streams = _UNUSED[str(self._device)].pop()
         except IndexError:
@@ -197,10 +196,17 @@ class TorchDriver:
         """A stream of the driver's own, which nothing destroys. Raises ImportError where its
         bindings are not installed, or whatever."""
         driver = import_module("cuda.bindings.driver")
-        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        status, stream = driver.cuStreamCreateWithPriority(int(flags), priority)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuStreamCreateWithPriority: {status}")
+
+        def call(name: str, *args: Any) -> Any:
+            status, *found = getattr(driver, name)(*args)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"{name}: {status}")
+            return found[0] if found else None
+
+        # The context that PyTorch has for a GPU, which a new thread need not have yet.
+        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", self._cuda.current_device()))
+        flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        stream = call("cuStreamCreateWithPriority", flags, priority)
         return self._cuda.ExternalStream(int(stream), device=self._device)
 
     def attach(self) -> None:
