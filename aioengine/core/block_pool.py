@@ -1,9 +1,8 @@
-"""The pool of KV blocks and the prefix cache in it: who references which, which go first.
+"""The pool of KV blocks and the prefix cache in it.
 
-Every block is unused, evictable (cached, unreferenced) or referenced, and is counted once. All KV
-groups draw from one pool; a request has one block table per group. A full block is cached under
-(group, digest of everything its content depends on), and a hit also checks the token ids. Blocks of
-cross-attention are cached too, full or not, under what the encoder was given.
+All KV groups draw from one pool; a request has one block table per group. A full block is cached
+under (group, digest of everything its content depends on), and a hit also checks the token ids.
+Blocks of cross-attention are cached too, full or not, under what the encoder was given.
 
 Without caching, the completions of one prompt still find the prompt's blocks under their own salt,
 until the last of them has ended.
@@ -11,11 +10,11 @@ until the last of them has ended.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 from aioengine.core.block_hash import cross_digests, extend_digests
+from aioengine.core.places import Places
 from aioengine.core.plan import Limits
 from aioengine.core.request import KnownPrefix, Request
 
@@ -24,71 +23,20 @@ __all__ = ["BlockPool"]
 BlockKey = tuple[int, bytes]
 
 
-class BlockPool:
-    """`num_blocks` interchangeable blocks of `block_size` tokens, numbered from 0."""
+class BlockPool(Places[BlockKey]):
+    """Blocks of `block_size` tokens."""
 
     def __init__(self, limits: Limits) -> None:
-        self.num_blocks, self.block_size = limits.num_blocks, limits.block_size
+        super().__init__(limits.num_blocks)
+        self.block_size = limits.block_size
         self.num_groups = limits.num_groups
         self._cross_groups = range(self.num_groups, self.num_groups + limits.num_cross_groups)
         self._caching = limits.enable_prefix_caching
-        self._unused = list(range(self.num_blocks - 1, -1, -1))
-        # Least recently used first. A plain dict would look for its first past all that have gone.
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * self.num_blocks
-        self._keys: list[BlockKey | None] = [None] * self.num_blocks
-        self._cached: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
-        self._num_published = 0  # blocks that became cached content, ever
-        self._num_forgotten = 0  # blocks that ceased to be
         self._last_search: tuple[tuple[int, ...], list[bytes], KnownPrefix] | None = None
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that an allocation could get: unused and evictable ones."""
-        return len(self._unused) + len(self._evictable)
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks with reusable content, referenced or not."""
-        return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens fill or begin, in one group."""
         return -(-num_tokens // self.block_size)
-
-    # ---- references
-
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks, each referenced once; evicts the least recently used where it must."""
-        assert count <= self.num_free
-        blocks = []
-        for _ in range(count):
-            if self._unused:
-                block = self._unused.pop()
-            else:
-                block, _ = self._evictable.popitem(last=False)
-                self._forget(block)
-            self._references[block] = 1
-            blocks.append(block)
-        return blocks
-
-    def reference(self, blocks: Iterable[int]) -> None:
-        """Use cached blocks once more."""
-        for block in blocks:
-            if self._references[block] == 0:
-                del self._evictable[block]
-            self._references[block] += 1
-
-    def release(self, blocks: list[int]) -> None:
-        """Let go of blocks; the last becomes evictable first, as a short prefix is shared more."""
-        for block in reversed(blocks):
-            assert self._references[block] > 0
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._keys[block] is None:
-                    self._unused.append(block)
-                else:
-                    self._evictable[block] = None
 
     # ---- the prefix cache
 
@@ -100,7 +48,7 @@ class BlockPool:
         blocks that were found stay where they are until one is forgotten, and the search goes on
         behind them.
         """
-        if not (self._shares(request) and request.reads_prefix):
+        if not (self.shares(request) and request.reads_prefix):
             return [[] for _ in range(self.num_groups)]
         candidates = request.known_prefix, self._prefix_of_sibling(request)
         known = max(
@@ -147,11 +95,8 @@ class BlockPool:
 
     def publish(self, request: Request) -> None:
         """Offer the request's blocks that are computed in full to others."""
-        num_tokens = request.num_computed
-        if not self._caching:
-            num_tokens = min(num_tokens, len(request.prompt_token_ids))
-        num_full = num_tokens // self.block_size
-        if num_full == request.num_published or not self._shares(request):
+        num_full = self.shareable(request, request.num_computed) // self.block_size
+        if num_full <= request.num_published:
             return
         digests = extend_digests(request, self.block_size)
         for index in range(request.num_published, num_full):
@@ -159,9 +104,7 @@ class BlockPool:
             for group, table in enumerate(request.block_tables):
                 block, key = table[index], (group, digests[index])
                 if self._keys[block] is None and key not in self._cached:
-                    self._keys[block] = key
-                    self._cached[key] = (block, token_ids)
-                    self._num_published += 1
+                    self._publish(block, key, token_ids)
         request.num_published = num_full
 
     def find_cross(self, request: Request) -> list[list[int]] | None:
@@ -171,7 +114,7 @@ class BlockPool:
         """
         if request.encoder is None:
             return []
-        if not self._shares(request):
+        if not self.shares(request):
             return None
         digests = cross_digests(request, self.block_size)
         tables: list[list[int]] = []
@@ -190,15 +133,13 @@ class BlockPool:
         At once, as steps run in their order: no later one can read them before they are written,
         and within one step every layer writes before it reads.
         """
-        if not self._shares(request):
+        if not self.shares(request):
             return
         digests = cross_digests(request, self.block_size)
         for group, table in zip(self._cross_groups, request.cross_tables, strict=True):
             for digest, block in zip(digests, table, strict=True):
                 if (group, digest) not in self._cached:
-                    self._keys[block] = (group, digest)
-                    self._cached[group, digest] = (block, ())
-                    self._num_published += 1
+                    self._publish(block, (group, digest))
 
     def forget_private(self, request: Request) -> None:
         """Forget what the completions of the request's prompt, all ended, have shared."""
@@ -209,40 +150,18 @@ class BlockPool:
             extend_digests(request, self.block_size)
         own = product(range(self.num_groups), request.digests[:num_full])
         cross = product(self._cross_groups, cross_digests(request, self.block_size))
-        keys = [*own, *cross]
-        for block, _ in filter(None, map(self._cached.get, keys)):
-            self._forget(block)
-            if not self._references[block]:
-                del self._evictable[block]
-                self._unused.append(block)
+        self._forget_all([*own, *cross])
 
-    def _shares(self, request: Request) -> bool:
+    def shareable(self, request: Request, num_tokens: int) -> int:
+        """How many of its first `num_tokens` others may find: without caching, the completions of
+        its prompt alone, and of that alone."""
+        if not self.shares(request):
+            return 0
+        return num_tokens if self._caching else min(num_tokens, len(request.prompt_token_ids))
+
+    def shares(self, request: Request) -> bool:
+        """Return whether others may find what the request computes."""
         return self._caching or request.private_salt is not None
-
-    def clear(self) -> None:
-        """Forget all cached content; referenced blocks stay with their holders."""
-        for block in [block for block, _ in self._cached.values()]:
-            self._forget(block)
-        self._unused.extend(self._evictable)
-        self._evictable.clear()
-
-    def check(self) -> None:
-        """Assert that each block is counted once."""
-        referenced = {b for b in range(self.num_blocks) if self._references[b] > 0}
-        unused, evictable = set(self._unused), set(self._evictable)
-        assert len(unused) == len(self._unused)
-        assert not (unused & evictable or unused & referenced or evictable & referenced)
-        assert len(unused) + len(evictable) + len(referenced) == self.num_blocks
-        assert all(self._keys[b] is not None for b in evictable)
-        assert all(self._keys[b] is None for b in unused)
-        assert all(self._keys[b] == key for key, (b, _) in self._cached.items())
 
     def _token_ids(self, request: Request, index: int) -> tuple[int, ...]:
         return request.tokens(index * self.block_size, (index + 1) * self.block_size)
-
-    def _forget(self, block: int) -> None:
-        key = self._keys[block]
-        assert key is not None
-        del self._cached[key]
-        self._keys[block] = None
-        self._num_forgotten += 1

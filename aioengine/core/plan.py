@@ -32,6 +32,9 @@ class Limits:
     """Resources to share. `max_model_len` tokens must fit the pool's blocks, beside an encoder
     input of `max_encoder_len` rows where there are cross-attention groups.
 
+    `num_states`: places for the states of layers that keep one, 0 where none does: one for each of
+    `max_num_seqs` at least, and snapshots `state_interval` tokens apart, a multiple of a block.
+
     `max_encode_items` bounds one encoder batch; `max_media_rows` bounds, in encoder rows, the media
     that are being decoded or lie decoded and not yet encoded.
     """
@@ -43,6 +46,8 @@ class Limits:
     num_blocks: int
     num_groups: int = 1
     num_cross_groups: int = 0
+    num_states: int = 0
+    state_interval: int = 1
     max_encoder_len: int = 0
     encoder_cache_bytes: int = 0
     max_num_encoder_input_tokens: int = 0
@@ -80,6 +85,10 @@ class SequencePlan:
 
     `cross_tables`: as many more for the groups of cross-attention, which cover the encoder's
     `num_encoder_rows`; `encoder_key`: this step writes them, of these rows.
+
+    `state`: the place of the state of layers that keep one. It is all zeros where `start` is 0;
+    else it is what the step before has left, or a copy of `state_source`. `snapshots`: (end,
+    place), in order: the state after so many tokens goes there too.
     """
 
     request_id: str
@@ -97,6 +106,9 @@ class SequencePlan:
     cross_tables: tuple[tuple[int, ...], ...] = ()
     num_encoder_rows: int = 0
     encoder_key: str | None = None
+    state: int | None = None
+    state_source: int | None = None
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def row_keys(self) -> set[str]:

@@ -115,6 +115,11 @@ class Request:
     cross_digests: list[bytes] = field(default_factory=list)
     finds_cross: bool = False
     """Whether the pool held the encoder input's keys and values when it was last asked."""
+    state: int | None = None
+    """The place of its layers' state, while it runs and they keep one."""
+    num_shared: int = 0
+    """Tokens whose blocks were cached when it was last asked, whether a snapshot ends them or
+    not."""
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
     known_prefix: KnownPrefix | None = None

@@ -12,30 +12,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from aioengine.core.admission import refuse_impossible, whole_ranges
 from aioengine.core.block_pool import BlockPool
+from aioengine.core.draft import StepDraft, plan_sequence
+from aioengine.core.limbo import Limbo
 from aioengine.core.media_scheduler import MediaScheduler
-from aioengine.core.plan import Advance, Limits, MediaPlan, SequencePlan, StepPlan
+from aioengine.core.plan import Advance, Limits, MediaPlan, StepPlan
 from aioengine.core.request import Item, Request
+from aioengine.core.state_pool import StatePool
 from aioengine.core.waiting import WaitingRequests, insert, remove, take_turns
 
 __all__ = ["Scheduler"]
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step being put together. `num_slots` counts the running requests that hold a slot."""
-
-    step_id: int
-    budget: int
-    num_slots: int
-    sequences: list[SequencePlan] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    is_short_of_blocks: bool = False
-    num_parked_rows: int = 0  # that running requests wait for
-    num_new_rows: int = 0  # of encoders' outputs, whose keys and values it writes
 
 
 class Scheduler:
@@ -47,13 +36,15 @@ class Scheduler:
         longest = self.pool.blocks_for(limits.max_model_len) * limits.num_groups
         longest += self.pool.blocks_for(limits.max_encoder_len) * limits.num_cross_groups
         assert longest <= limits.num_blocks
+        self.states = StatePool(limits)
+        assert limits.num_states == 0 or limits.num_states > limits.max_num_seqs
         self.media = MediaScheduler(limits)
         self.counters: Counter[str] = Counter()
         self._live: dict[str, Request] = {}
         self._running: list[Request] = []  # by seniority
         self._waiting = WaitingRequests()
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
-        self._limbo: deque[tuple[int, list[int]]] = deque()  # blocks let go when a step commits
+        self._limbo = Limbo(self.pool, self.states)
         self._num_arrivals = 0
         self._num_steps = 0
         self._last_committed = -1
@@ -78,7 +69,7 @@ class Scheduler:
         if leader is not request and self._is_live(leader) and not leader.has_computed_prompt:
             leader.followers[request.request_id] = request
             return
-        request.hit_estimate = self.pool.hit_length(request, self.pool.find_prefix(request))
+        request.hit_estimate = self.pool.hit_length(request, self._find_prefix(request))
         request.finds_cross = self.pool.find_cross(request) is not None
         self._waiting.add(request)
 
@@ -95,6 +86,7 @@ class Scheduler:
         leader.num_sharing -= 1
         if not leader.num_sharing:
             self.pool.forget_private(leader)
+            self.states.forget_private(leader)
         self.media.remove(request)
         if self._urgent is request:
             self._urgent = None
@@ -130,7 +122,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or None if there is nothing that can be computed now."""
-        step = _Step(self._num_steps, self.limits.max_num_batched_tokens, 0)
+        step = StepDraft(self._num_steps, self.limits.max_num_batched_tokens, 0)
         for request in self._running:
             blocker = self.media.blocker(request)
             request.has_slot &= blocker is None
@@ -163,19 +155,21 @@ class Scheduler:
                 self.media.cache.release(key)
             token_id = next(sampled) if sequence.samples else None
             if not self._is_live(request):
+                self.states.commit(request, sequence, is_current=False)
                 continue
             if token_id is not None:
                 request.num_pending -= 1
                 request.output_token_ids.append(token_id)
-            if request.epoch == sequence.epoch:
+            is_current = request.epoch == sequence.epoch
+            self.states.commit(request, sequence, is_current)
+            if is_current:
                 request.num_computed = sequence.end
                 self.pool.publish(request)
                 if request.has_computed_prompt:
                     self._release_followers(request)
             if token_id is not None:
                 advances.append(self._advance(request, token_id))
-        while self._limbo and self._limbo[0][0] <= self._last_committed:
-            self.pool.release(self._limbo.popleft()[1])
+        self._limbo.commit(self._last_committed)
         return advances
 
     def _advance(self, request: Request, token_id: int) -> Advance:
@@ -185,7 +179,7 @@ class Scheduler:
         self.end(request.request_id)
         return Advance(request.request_id, token_id, *verdict)
 
-    def _serve_urgent(self, step: _Step) -> None:
+    def _serve_urgent(self, step: StepDraft) -> None:
         """Plan first what must be computed whole and did not fit behind the others."""
         request, self._urgent = self._urgent, None
         if request is None:
@@ -203,7 +197,7 @@ class Scheduler:
 
         return sorted(self._running, key=turn)
 
-    def _plan_running(self, request: Request, step: _Step) -> None:
+    def _plan_running(self, request: Request, step: StepDraft) -> None:
         # One before it in this very step may have preempted it, or it was urgent.
         if not request.is_running or request.last_step == step.step_id:
             return
@@ -227,7 +221,7 @@ class Scheduler:
             request.has_slot = False
             step.num_slots -= 1
 
-    def _plan_waiting(self, step: _Step) -> None:
+    def _plan_waiting(self, step: StepDraft) -> None:
         """Start waiting requests by seniority, until one of them holds up those behind it.
 
         A request with media does not pass another whose next image has its pixels: running ones
@@ -254,7 +248,7 @@ class Scheduler:
                 if not (request.is_running or request.encoder) and self.media.has_pixels(missing):
                     media.clear()
 
-    def _admit(self, request: Request, step: _Step) -> bool:
+    def _admit(self, request: Request, step: StepDraft) -> bool:
         """Start a waiting request if that gives it tokens now. False: nobody behind it may pass.
 
         Only a shortage of blocks holds up those behind, and only for a request whose next image,
@@ -268,7 +262,7 @@ class Scheduler:
         request.finds_cross = cross is not None
         if cross is None and not self._may_write_cross(request, step):
             return True
-        hit = self.pool.find_prefix(request)
+        hit = self._find_prefix(request)
         start = request.hit_estimate = self.pool.hit_length(request, hit)
         missing = self.media.first_missing(request, start, request.num_tokens)
         if (
@@ -289,11 +283,13 @@ class Scheduler:
         num_cross = self.pool.blocks_for(request.num_encoder_rows)
         if cross is None:
             num_new += num_cross * self.limits.num_cross_groups
-        self._make_room(num_new, step, None)
-        if num_new > self.pool.num_free:
+        num_states = self.states.needed(request, start)
+        self._make_room(num_new, step, None, num_states)
+        if num_new > self.pool.num_free or num_states > self.states.num_free:
             for blocks in found:
                 self.pool.release(blocks)
             return missing is not None and missing[1] is request.open_items(start)[0]
+        source = self.states.start(request, start)
         self._start(request, hit, start)
         if cross is None:
             groups = range(self.limits.num_cross_groups)
@@ -302,10 +298,14 @@ class Scheduler:
             step.num_new_rows += request.num_encoder_rows
         else:
             request.cross_tables = cross
-        self._take(request, start, end, step, request.encoder if cross is None else None)
+        self._take(request, start, end, step, request.encoder if cross is None else None, source)
         return True
 
-    def _may_write_cross(self, request: Request, step: _Step) -> bool:
+    def _find_prefix(self, request: Request) -> list[list[int]]:
+        """The blocks that a request can start behind, one table per group."""
+        return self.states.cut(request, self.pool.find_prefix(request))
+
+    def _may_write_cross(self, request: Request, step: StepDraft) -> bool:
         """Return whether the encoder's output is there and fits the step beside others."""
         num_rows = step.num_new_rows + request.num_encoder_rows
         fits = num_rows <= self.limits.max_num_encoder_input_tokens or not step.num_new_rows
@@ -332,31 +332,32 @@ class Scheduler:
             request.num_cached_tokens = start
 
     def _take(
-        self, request: Request, start: int, end: int, step: _Step, encoder: Item | None = None
+        self,
+        request: Request,
+        start: int,
+        end: int,
+        step: StepDraft,
+        encoder: Item | None = None,
+        source: int | None = None,
     ) -> None:
         """Put positions [start, end) into the step: blocks, encoder references, counters.
 
-        `encoder`: the step writes the keys and values that cross-attention reads, too.
+        `encoder`: the step writes the keys and values that cross-attention reads, too. `source`:
+        the snapshot that it begins with.
         """
         is_stored = start < request.num_published * self.limits.block_size
         for table in request.block_tables:
             table += self.pool.allocate(self.pool.blocks_for(end + is_stored) - len(table))
-        sequence = SequencePlan(
-            request_id=request.request_id,
-            epoch=request.epoch,
-            start=start,
-            end=end,
-            token_ids=request.tokens(start, end),
-            block_tables=tuple(tuple(table) for table in request.block_tables),
-            rows=tuple(request.row_slices(start, end)),
-            samples=end == request.num_tokens,
-            output_index=request.num_output,
+        shared_end = self.pool.shareable(request, end)
+        snapshots = self.states.plan_snapshots(request, start, shared_end)
+        sequence = plan_sequence(
+            request,
+            start,
+            end,
             is_stored=is_stored,
-            sampling=request.sampling,
-            inputs=request.inputs,
-            cross_tables=tuple(tuple(table) for table in request.cross_tables),
-            num_encoder_rows=request.num_encoder_rows,
-            encoder_key=None if encoder is None else encoder.key,
+            encoder=encoder,
+            source=source,
+            snapshots=snapshots,
         )
         for key in sequence.row_keys:
             self.media.cache.reference(key)
@@ -385,7 +386,7 @@ class Scheduler:
 
     # ---- blocks
 
-    def _fit_blocks(self, request: Request, start: int, end: int, step: _Step) -> int:
+    def _fit_blocks(self, request: Request, start: int, end: int, step: StepDraft) -> int:
         """Shorten [start, end) to the blocks that there are, after taking from juniors."""
         groups, held = len(request.block_tables), len(request.block_tables[0])
         needed = (self.pool.blocks_for(end) - held) * groups
@@ -396,21 +397,24 @@ class Scheduler:
         limit = (held + self.pool.num_free // groups) * self.limits.block_size
         return max(start, request.cut_before_whole(start, min(end, limit)))
 
-    def _make_room(self, needed: int, step: _Step, senior: Request | None) -> None:
-        """Preempt until `needed` blocks are free, or will be when the steps in flight commit.
+    def _make_room(
+        self, needed: int, step: StepDraft, senior: Request | None, num_states: int = 0
+    ) -> None:
+        """Preempt until `needed` blocks, and so many places of states, are free, or will be when
+        the steps in flight commit.
 
         First those who wait for pixels (once for each item, so that they get on in the end), then,
         if a running request asks, its juniors; the newest of the lowest priority first.
         """
-        if needed <= self.pool.num_free:
+        if needed <= self.pool.num_free and num_states <= self.states.num_free:
             return
         for victim in self._victims(step, senior):
-            if needed <= self.pool.num_free + sum(len(blocks) for _, blocks in self._limbo):
+            if needed <= self._limbo.num_blocks and num_states <= self._limbo.num_states:
                 return
             step.num_slots -= victim.has_slot
             self._preempt(victim)
 
-    def _victims(self, step: _Step, senior: Request | None) -> list[Request]:
+    def _victims(self, step: StepDraft, senior: Request | None) -> list[Request]:
         others = [
             request
             for request in reversed(self._running)
@@ -430,6 +434,7 @@ class Scheduler:
         self._waiting.add(request)
         self._release_blocks(request)
         request.block_tables, request.cross_tables = [], []
+        request.state = None
         request.num_scheduled = request.num_computed = request.num_published = 0
         request.hit_estimate = 0
         request.has_slot = request.lacks_blocks = False
@@ -439,7 +444,6 @@ class Scheduler:
     def _release_blocks(self, request: Request) -> None:
         tables = request.block_tables + request.cross_tables
         blocks = [block for table in tables for block in table]
-        if request.last_step > self._last_committed:
-            self._limbo.append((self._num_steps - 1, blocks))
-        else:
-            self.pool.release(blocks)
+        states = [] if request.state is None else [request.state]
+        is_in_flight = request.last_step > self._last_committed
+        self._limbo.let_go(blocks, states, self._num_steps - 1 if is_in_flight else None)

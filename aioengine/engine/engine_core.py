@@ -119,6 +119,7 @@ class EngineCore:
         """Forget all prefixes, encoder outputs and processed media that no live request holds."""
         media = self.input_processor.media  # it may be closed meanwhile
         self.scheduler.pool.clear()
+        self.scheduler.states.clear()
         evicted = self.scheduler.media.cache.clear()
         self._changed.set()
         if evicted:
@@ -136,7 +137,7 @@ class EngineCore:
             waiting=scheduler.num_waiting + tracker.num_preparing,
             **{outcome: tracker.counters[outcome] for outcome in OUTCOMES},
             preemptions=counters["preemptions"],
-            kv_blocks_total=pool.num_blocks,
+            kv_blocks_total=pool.count,
             kv_blocks_free=pool.num_free,
             kv_blocks_cached=pool.num_cached,
             prefix_query_tokens=counters["prefix_query_tokens"],

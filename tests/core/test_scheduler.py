@@ -389,11 +389,11 @@ def test_blocks_are_let_go_when_the_last_step_that_uses_them_has_committed() -> 
     w.plan()
     w.plan()
     w.end("r", "cancelled")
-    assert w.scheduler.pool.num_free < w.scheduler.pool.num_blocks
+    assert w.scheduler.pool.num_free < w.scheduler.pool.count
     w.commit()
-    assert w.scheduler.pool.num_free < w.scheduler.pool.num_blocks
+    assert w.scheduler.pool.num_free < w.scheduler.pool.count
     w.commit()
-    assert w.scheduler.pool.num_free == w.scheduler.pool.num_blocks
+    assert w.scheduler.pool.num_free == w.scheduler.pool.count
 
 
 # ---- stalls

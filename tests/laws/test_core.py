@@ -18,8 +18,12 @@ BLOCK_SIZE = 4
 def all_limits(draw: st.DrawFn) -> Limits:
     num_groups = draw(st.integers(1, 2))
     num_cross_groups = draw(st.sampled_from([0, 0, 1, 2]))
+    max_num_seqs = draw(st.integers(1, 4))
+    num_states = draw(st.integers(1, 5)) + max_num_seqs if draw(st.booleans()) else 0
     return Limits(
-        max_num_seqs=draw(st.integers(1, 4)),
+        max_num_seqs=max_num_seqs,
+        num_states=num_states,
+        state_interval=draw(st.integers(1, 3)) * BLOCK_SIZE,
         max_num_batched_tokens=draw(st.sampled_from([5, 6, 9, 16, 64])),
         max_model_len=6 * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -123,6 +127,7 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
         world.end(world.live[pick % len(world.live)], "cancelled")
     elif name == "clear":
         world.scheduler.pool.clear()
+        world.scheduler.states.clear()
         if not world.encodes:
             world.rows -= set(world.scheduler.media.cache.clear())
     world.forget_unneeded()
@@ -157,8 +162,10 @@ def check_end(world: World) -> None:
         else:
             assert (world.outputs[name], ending) == (expected, reason)
     scheduler = world.scheduler
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.pool.num_free == scheduler.pool.count
     assert world.limits.enable_prefix_caching or scheduler.pool.num_cached == 0
+    assert scheduler.states.num_free == scheduler.states.count
+    assert world.limits.enable_prefix_caching or scheduler.states.num_cached == 0
     assert scheduler.media.cache.num_referenced == 0
     assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
     assert not scheduler.media._users and not scheduler.media._decoded
@@ -221,8 +228,11 @@ RARE = ["pixels_fail", "encode_fails", "cancel", "clear"]
 def random_limits(random: Random) -> Limits:
     num_groups = random.randint(1, 2)
     num_cross_groups = random.choice([0, 0, 1, 2])
+    max_num_seqs = random.randint(1, 4)
     return Limits(
-        max_num_seqs=random.randint(1, 4),
+        max_num_seqs=max_num_seqs,
+        num_states=max_num_seqs + random.randint(1, 5) if random.random() < 0.5 else 0,
+        state_interval=random.randint(1, 3) * BLOCK_SIZE,
         max_num_batched_tokens=random.choice([5, 6, 9, 16, 64]),
         max_model_len=6 * BLOCK_SIZE,
         block_size=BLOCK_SIZE,

@@ -211,7 +211,7 @@ async def test_completions_share_blocks_of_cross_attention(saved: Saved) -> None
         ) as engine:
             scheduler, used = engine._core.scheduler, []
             engine.instruments.listeners.append(
-                lambda _: used.append(scheduler.pool.num_blocks - scheduler.pool.num_free)  # noqa: B023
+                lambda _: used.append(scheduler.pool.count - scheduler.pool.num_free)  # noqa: B023
             )
             output = await engine.generate(
                 TEXTS[1], SamplingParams(temperature=0, max_tokens=2, n=4)

@@ -126,6 +126,8 @@ class World:
     scheduler: Scheduler = field(init=False)
     kv: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     """(block, row) -> the group that wrote last, and what."""
+    states: dict[int, str] = field(default_factory=dict)
+    """Place of a state -> the chain's last link there, "" of nothing."""
     rows: set[str] = field(default_factory=set)
     requests: dict[str, Request] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -187,6 +189,7 @@ class World:
         plan = self.steps.pop(0)
         for s in plan.sequences:  # a layer writes everybody's keys before anybody reads
             self.write_cross(s)
+        self.begin_states(plan)
         sampled = [self.run(s) for s in plan.sequences]
         tokens = [token for token, s in zip(sampled, plan.sequences, strict=True) if s.samples]
         for advance in self.scheduler.commit(plan, tokens):
@@ -247,6 +250,28 @@ class World:
             for group, place in self.cross_slots(sequence, row):
                 assert self.kv[place] == (group, digest(request.encoder.key, row)), "wrong cross KV"
 
+    def begin_states(self, plan: StepPlan) -> None:
+        """Zeros and copies come before a step's layers, all copies at once."""
+        made = {
+            s.state: "" if not s.start else self.states[s.state_source]
+            for s in plan.sequences
+            if s.state is not None and (not s.start or s.state_source is not None)
+        }
+        self.states |= made
+
+    def run_state(self, sequence: SequencePlan, links: list[str]) -> None:
+        """What lies in a request's place is the state before the chunk, and becomes that after."""
+        assert (sequence.state is not None) == bool(self.limits.num_states)
+        if sequence.state is None:
+            return
+        if sequence.request_id in self.live:
+            before = links[sequence.start - 1] if sequence.start else ""
+            assert self.states[sequence.state] == before, "wrong state"
+        ends = [end for end, _ in sequence.snapshots]
+        assert ends == sorted({*ends}) and all(sequence.start < e <= sequence.end for e in ends)
+        for end, place in (*sequence.snapshots, (sequence.end, sequence.state)):
+            self.states[place] = links[end - 1]
+
     def run(self, sequence: SequencePlan) -> int:
         request = self.requests[sequence.request_id]
         given = [
@@ -265,6 +290,7 @@ class World:
         for row in sequence.rows:
             assert row.key in self.rows, "an encoder row is read that is not there"
         states = chain(request, tokens)
+        self.run_state(sequence, states)
         if sequence.request_id in self.live:
             self.check_cross(sequence, request)
             for position in range(sequence.end if sequence.is_stored else sequence.start):
@@ -299,6 +325,7 @@ class World:
 
     def check(self) -> None:
         self.scheduler.pool.check()
+        self.scheduler.states.check()
         self.scheduler.media.cache.check()
         cache = self.scheduler.media.cache
         total = cache.free_bytes + cache.evictable_bytes + cache.referenced_bytes
@@ -326,6 +353,7 @@ class World:
             request = self.requests[s.request_id]
             assert not (request.awaits_tokens and UNSAMPLED in s.token_ids)
             assert not s.is_stored or (s.samples and s.end == s.start + 1)
+            assert not s.is_stored or s.state is None
             leader = self.leaders.get(s.request_id)
             if leader is not None and s.request_id not in self.begun:
                 # The leader may have been preempted since.
@@ -344,6 +372,9 @@ class World:
                 for i in range(count)
             }
             assert taken == due
+        places = [s.state for s in plan.sequences if s.state is not None]
+        places += [place for s in plan.sequences for _, place in s.snapshots]
+        assert len(set(places)) == len(places), "a place of two states"
         num_slots = sum(request.has_slot for request in self.scheduler._running)
         assert num_slots <= self.limits.max_num_seqs
 
