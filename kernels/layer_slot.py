@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -28,7 +28,8 @@ class StepContext:
     `metadata`: one for each KV group. `caches`: (key cache, value cache) of each layer. `backend`:
     the kernels that the engine chose. `positions` [T]: of the step's tokens. `memory` [R, dim]:
     what cross-attention layers are given, None where there are none. `wanted` [n]: rows that are
-    read after the last layer, None for all.
+    read after the last layer, None for all. `states`: those of layers that keep one, as these know
+    them.
     """
 
     metadata: Sequence[AttentionMetadata]
@@ -37,6 +38,7 @@ class StepContext:
     positions: Tensor | None = None
     memory: Tensor | None = None
     wanted: Tensor | None = None
+    states: Any = None
 
 
 class StepHolder:

@@ -36,6 +36,7 @@ from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
 from aioengine.models.runtime.registry import choose
 from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.state.memory import state_bytes
 from aioengine.processors.checkpoint_errors import check_placeholders
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import ProcessingContext, load_context
@@ -299,6 +300,7 @@ def _sizes(
         max_item_rows=max_encoder_len
         or max(largest_items(processor, config.max_model_len or 0).values(), default=0),
         max_encoder_len=max_encoder_len,
+        state_bytes=state_bytes(model.states, model.dtype),
     )
 
 

@@ -397,6 +397,7 @@ class _Tables:
             num_blocks=total,
             num_groups=num_own,
             num_cross_groups=num_cross,
+            num_states=len(references),
             max_encoder_len=max(reference.prompt.num_encoder_rows for reference in references),
         )
 
@@ -424,4 +425,5 @@ class _Tables:
             cross_tables=self._cross[number],
             num_encoder_rows=reference.prompt.num_encoder_rows,
             encoder_key=str(number) if is_first else None,
+            state=number,
         )

@@ -35,6 +35,10 @@ UNLIMITED_LEN = 32_768
 MOST_TOGETHER = 4
 """Items of one encoder run. Few, so that the first results come early: on a CPU steps wait for the
 run, on a GPU they share the device with it. The prompts behind the items then share a step."""
+SNAPSHOTS = 4
+"""Of states, for each request that may run: what prompts have in common, and their own ends."""
+SNAPSHOT_SHARE = 8
+"""But they take at most one part in so many of the memory of keys and values."""
 PLENTY = 4
 """With so many times the memory that the caches could use, a CPU's step need not be measured."""
 
@@ -44,6 +48,7 @@ class ModelSizes:
     """Properties of a model that decide how much memory it takes.
 
     `itemsize`: bytes of one number; `kv_row_bytes`: of a key or value of so many numbers;
+    `state_bytes`: of a request's state, 0 where no layer keeps one;
     `row_size`: width of an encoder row; `max_item_rows`: encoder rows of the largest item to
     encode, 0 for a model without an encoder; `max_encoder_len`: rows that cross-attention may read,
     0 where there is none; `max_position_embeddings`: None where it knows no limit.
@@ -56,6 +61,7 @@ class ModelSizes:
     max_position_embeddings: int | None
     max_item_rows: int
     max_encoder_len: int = 0
+    state_bytes: int = 0
 
     @property
     def num_cross_groups(self) -> int:
@@ -95,8 +101,13 @@ def resolve_limits(
         share = max(0, budget - needed - (kv_bytes or 0)) // ENCODER_SHARE
         item_bytes = sizes.max_item_rows * sizes.row_size * sizes.itemsize
         encoder_bytes = min(draft.encoder_cache_bytes, max(item_bytes, share))
+    live_bytes = draft.num_states * sizes.state_bytes
     if kv_bytes is None:
-        kv_bytes = min(max(0, budget - needed - encoder_bytes), useful_bytes)
+        left = max(0, budget - needed - encoder_bytes - live_bytes)
+        num_snapshots = _num_snapshots(draft, sizes, left)
+        kv_bytes = min(left - num_snapshots * sizes.state_bytes, useful_bytes)
+    else:
+        num_snapshots = _num_snapshots(draft, sizes, kv_bytes)
     num_blocks = kv_bytes // page_bytes
     model_len = draft.max_model_len
     if num_blocks < draft.num_blocks:
@@ -116,9 +127,22 @@ def resolve_limits(
             )
         rest = num_blocks - sizes.num_blocks(0, config.block_size)
         model_len = rest // draft.num_groups * config.block_size
+    per_block = page_bytes * draft.num_groups
+    interval = max(1, -(-sizes.state_bytes // per_block)) * config.block_size
     return replace(
-        draft, max_model_len=model_len, num_blocks=num_blocks, encoder_cache_bytes=encoder_bytes
+        draft,
+        max_model_len=model_len,
+        num_blocks=num_blocks,
+        num_states=draft.num_states + num_snapshots,
+        state_interval=interval,
+        encoder_cache_bytes=encoder_bytes,
     )
+
+
+def _num_snapshots(draft: Limits, sizes: ModelSizes, kv_bytes: int) -> int:
+    if not sizes.state_bytes:
+        return 0
+    return min(SNAPSHOTS * draft.max_num_seqs, kv_bytes // SNAPSHOT_SHARE // sizes.state_bytes)
 
 
 def _draft(config: EngineConfig, sizes: ModelSizes) -> Limits:
@@ -143,6 +167,8 @@ def _draft(config: EngineConfig, sizes: ModelSizes) -> Limits:
         num_blocks=sizes.num_blocks(model_len, config.block_size),
         num_groups=len(sizes.kv_groups) - sizes.num_cross_groups,
         num_cross_groups=sizes.num_cross_groups,
+        # One more than requests: that is how one can begin with a copy of another.
+        num_states=config.max_num_seqs + 1 if sizes.state_bytes else 0,
         max_encoder_len=sizes.max_encoder_len,
         encoder_cache_bytes=default_rows * row_bytes if sizes.max_item_rows else 0,
         max_num_encoder_input_tokens=max(encoder_rows, sizes.max_item_rows),

@@ -244,6 +244,7 @@ def _worst_step(
             cross_tables=(memory,) * limits.num_cross_groups,
             num_encoder_rows=limits.max_encoder_len,
             encoder_key=WRITTEN if number < num_written else None,
+            state=number % max(1, limits.num_states),
         )
         for number, size in enumerate(sizes)
     ]

@@ -29,6 +29,7 @@ from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.kernels.transfer import to_host
 from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.state.memory import StateMemory, stage_states
 from aioengine.sampling.logprobs import ScoreColumns, Scores, score
 from aioengine.sampling.sampler import Sampled, Sampler
 from aioengine.types import Launched, TokenLogprobs
@@ -65,6 +66,9 @@ class ModelRunner:
         self._backend = backend or select_backend("auto", model.device)
         self.decode_steps: DecodeSteps | None = None
         """Takes steps that need no Python, if this model has such; see `find_decode_steps`."""
+        self._states: StateMemory | None = None
+        if model.states:
+            self._states = StateMemory(model.states, limits.num_states, model.dtype, model.device)
         model.bind(self._pages, self._backend)
 
     def find_decode_steps(self) -> None:
@@ -128,6 +132,9 @@ class ModelRunner:
         ends = [s.end for s in sequences]
         embed = self._stage_tokens(sequences)
         metadata = self._stage_metadata(sequences, starts, ends)
+        states = None
+        if self._states is not None:
+            states = stage_states(self._states, self._buffer, sequences)
         prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
         positions = put(self.model.positions_for(starts, ends, prompts))
         tails = accumulate(end - start for start, end in zip(starts, ends, strict=True))
@@ -147,6 +154,7 @@ class ModelRunner:
                 [built() for built in metadata],
                 encoded,
                 rows=None if reads_all else rows,
+                states=None if states is None else states(),
             )
             return hidden, rows
 

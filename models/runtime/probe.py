@@ -8,7 +8,6 @@ and fails early and by name where a layer computes its attention some other way.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +19,15 @@ from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.runtime.attention import route_attention
+from aioengine.models.state.memory import StateSpec
+from aioengine.models.state.probe import Watch
 from aioengine.types import KVGroup
 
-__all__ = ["NUM_PROBE_ROWS", "LayerSpec", "group_layers", "probe_layers"]
+__all__ = ["NUM_PROBE_ROWS", "LayerSpec", "LayerSpecs", "group_layers", "probe_layers"]
 
 NUM_PROBE_TOKENS = 3
 NUM_PROBE_ROWS = 5
 """Of an encoder's output, where the decoder attends to one."""
-_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"}
-"""What transformers calls the argument through which a module keeps something between calls."""
 _SHOWN = 8
 
 
@@ -53,6 +52,13 @@ class LayerSpec:
     softcap: float | None
     sinks: bool
     shares: str | None = None
+
+
+class LayerSpecs(tuple[LayerSpec, ...]):
+    """A decoder's attention layers, in the order in which they run; `states`: those of its layers
+    that keep a state."""
+
+    states: tuple[StateSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,8 +110,8 @@ class _Recorder:
 
 def probe_layers(
     decoder: nn.Module, run: Callable[[nn.Module, Tensor, Tensor], Any], hidden_size: int
-) -> tuple[LayerSpec, ...]:
-    """The attention layers of `decoder`, in the order in which they run.
+) -> LayerSpecs:
+    """The attention layers of `decoder`, in the order in which they run, and its states.
 
     `decoder` lies on the meta device and is used up: its modules keep the probe's slots. `run`
     calls it with embeddings [T, hidden] and positions [T]. Raises ModelLoadError where a layer
@@ -118,6 +124,7 @@ def probe_layers(
     dtype = next(decoder.parameters()).dtype
     embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=dtype)
     positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
+    watch = Watch(decoder)
     try:
         with torch.no_grad():
             run(decoder, embeds, positions)
@@ -129,9 +136,13 @@ def probe_layers(
             f"{type(decoder).__name__} cannot be run on a flattened batch: {error}"
         ) from error
     routed = [call.spec.name for call in calls]
-    _refuse_state(decoder, routed)
-    _require_routing(decoder, routed)
-    return tuple(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
+    found = watch.find_states([*routed, *_silent_attention(decoder, routed)])
+    states = tuple(each for each in found if each.parts)
+    _check_states(decoder, routed, states)
+    _require_routing(decoder, routed, [each.name for each in found])
+    specs = LayerSpecs(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
+    specs.states = states
+    return specs
 
 
 def _with_owner(call: _Call, earlier: Sequence[_Call]) -> LayerSpec:
@@ -151,31 +162,21 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _refuse_state(decoder: nn.Module, routed: Sequence[str]) -> None:
-    """Raise ModelLoadError where a module takes a cache and is no attention layer of ours.
+def _check_states(decoder: nn.Module, routed: Sequence[str], states: Sequence[StateSpec]) -> None:
+    """Raise ModelLoadError where not all that a decoder keeps of a request can be held.
 
-    A convolution or a state-space mixer beside an attention layer, or inside one, would start anew
-    at every chunk and every decode step, and nothing but the tokens would show it.
+    A convolution or a state-space mixer that nobody knew of would start anew at every chunk and
+    every decode step, and nothing but the tokens would show it.
     """
-    attends = [*routed, *_silent_attention(decoder, routed)]
-    takers = [
-        (name, type(module).__name__)
-        for name, module in decoder.named_modules()
-        if name
-        and not _CACHES.isdisjoint(inspect.signature(type(module).forward).parameters)
-        and not any(_is_within(path, name) for path in attends)
-    ]
-    keepers = [
-        f"{name} ({kind})"
-        for name, kind in takers
-        if not any(other != name and _is_within(other, name) for other, _ in takers)
-    ]
-    if keepers or getattr(decoder, "_is_stateful", False):
-        shown = ", ".join(keepers[:_SHOWN]) or "all layers"
+    missing = ""
+    if not states and getattr(decoder, "_is_stateful", False):
+        missing = "and not in layers that take a cache"
+    if states and not routed:
+        missing = f"in {states[0].name} and its like, and has no attention layer beside them"
+    if missing:
         raise ModelLoadError(
-            f"{type(decoder).__name__} keeps state between calls that the engine does not hold, in "
-            f"{shown}: only the keys and values of attention layers are held here. Run this model "
-            "with transformers"
+            f"{type(decoder).__name__} keeps a state between calls that the engine does not hold, "
+            f"{missing}. Run this model with transformers"
         )
 
 
@@ -191,8 +192,9 @@ def _silent_attention(decoder: nn.Module, routed: Sequence[str]) -> list[str]:
     ]
 
 
-def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
-    """Every decoder layer, and every module that calls itself attention, must have reported."""
+def _require_routing(decoder: nn.Module, routed: Sequence[str], keepers: Sequence[str]) -> None:
+    """Every decoder layer that keeps no state, and every module that calls itself attention, must
+    have reported."""
     expected: list[str] = []
     num_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     lists = [name for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
@@ -206,7 +208,8 @@ def _require_routing(decoder: nn.Module, routed: Sequence[str]) -> None:
             if any(_is_within(path, layer) for path in routed for layer in layers):
                 expected += layers
     silent = _silent_attention(decoder, routed)
-    silent += [name for name in expected if not any(_is_within(path, name) for path in routed)]
+    known = [*routed, *keepers]
+    silent += [name for name in expected if not any(_is_within(path, name) for path in known)]
     if silent or not routed:
         raise ModelLoadError(
             f"{type(decoder).__name__} does not route attention through transformers' "

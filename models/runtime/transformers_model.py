@@ -53,6 +53,8 @@ from aioengine.models.runtime.interfaces import (
 from aioengine.models.runtime.probe import LayerSpec, group_layers, probe_layers
 from aioengine.models.runtime.registry import find_class
 from aioengine.models.runtime.whole_pass import WholePrompt, find_logit_scale, run_whole
+from aioengine.models.state.layers import attach_states
+from aioengine.models.state.memory import StateSpec, StateStep
 from aioengine.types import KVGroup
 
 __all__ = ["TransformersModel"]
@@ -84,7 +86,8 @@ class TransformersModel:
         self.model = model
         self.hf_config = model.config
         self.text_config = self.hf_config.get_text_config(decoder=True)
-        self.specs = tuple(specs) if specs is not None else self.probe(self.hf_config)
+        self.specs = specs if specs is not None else self.probe(self.hf_config)
+        self.states = getattr(self.specs, "states", ())
         self.kv_groups, self.layer_groups = group_layers(self.specs)
         self._holder = StepHolder()
         self._backend: AttentionBackend | None = None
@@ -157,6 +160,7 @@ class TransformersModel:
     # What the runner reads and calls.
 
     logit_scale: float = 1.0
+    states: tuple[StateSpec, ...] = ()
     kv_groups: tuple[KVGroup, ...]
     layer_groups: tuple[tuple[int, int], ...]
 
@@ -311,9 +315,11 @@ class TransformersModel:
         for index, spec in enumerate(self.specs):
             group, _ = self.layer_groups[index]
             stores = spec.shares is None
-            is_last = index == len(self.specs) - 1
+            # Behind the last attention layer may be one that needs all tokens.
+            is_last = index == len(self.specs) - 1 and not self.states
             slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
             attach_slot(decoder.get_submodule(spec.name), slot)
+        attach_states(decoder, self.states, self._holder)
 
     def unread_layers(self) -> Sequence[nn.Module]:
         """Layers of encoders that compute hidden states which nobody reads."""
@@ -384,18 +390,21 @@ class TransformersModel:
         encoded: Sequence[Tensor] = (),
         *,
         rows: Tensor | None = None,
+        states: StateStep | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] of a step's embeddings [T, hidden].
 
         `positions` [T] or [3, T]; `metadata`: one for each of `kv_groups`; `encoded`: the encoder
         outputs whose keys and values this step writes. `rows` [n]: those of the result that will be
         read, None for all; what the others hold is not defined, as the last layer may leave them
-        out. Writes the step's keys and values into the pages that were bound.
+        out. `states`: of the layers that keep one. Writes the step's keys and values into the pages
+        that were bound.
         """
         assert self._backend is not None, "bind() comes before forward()"
         assert len(metadata) == len(self.kv_groups)
         memory = self.memory(encoded)
-        step = StepContext(tuple(metadata), self._caches, self._backend, positions, memory, rows)
+        given = tuple(metadata), self._caches, self._backend, positions, memory, rows, states
+        step = StepContext(*given)
         with self._holder.hold(step):
             return self.call_decoder(self.decoder(), inputs_embeds, positions)
 

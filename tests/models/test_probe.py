@@ -104,65 +104,104 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-STATEFUL: dict[str, tuple[Callable[[], Any], str]] = {
+KEPT: dict[str, tuple[Callable[[], Any], str, list[tuple[str, int, tuple[int, ...]]]]] = {
     "FalconH1ForCausalLM": (
         lambda: hf.FalconH1Config(
             **TINY, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1
         ),
-        r"layers\.0\.mamba \(FalconH1Mixer\)",
+        "layers.0.mamba",
+        [("conv", 0, (576, 4)), ("recurrent", 0, (4, 16, 256))],
     ),
     "ZayaForCausalLM": (
         lambda: hf.ZayaConfig(**TINY),
-        r"layers\.0\.self_attn\.qkv_proj \(ZayaCCAProjection\)",
+        "layers.0.self_attn.qkv_proj",
+        [("conv", 0, (96, 2)), ("recurrent", 0, (16,))],
     ),
     "Lfm2ForCausalLM": (
         lambda: hf.Lfm2Config(**TINY, layer_types=["conv", "full_attention"] * 2),
-        r"layers\.0\.conv \(Lfm2ShortConv\), layers\.2\.conv",
+        "layers.0.conv",
+        [("conv", 0, (64, 3))],
     ),
     "Qwen3_5ForCausalLM": (
         lambda: hf.Qwen3_5TextConfig(
             **TINY, layer_types=["linear_attention", "full_attention"] * 2
         ),
-        r"layers\.0\.linear_attn \(Qwen3_5GatedDeltaNet\)",
-    ),
-    "InklingForConditionalGeneration": (
-        lambda: hf.InklingConfig(text_config={**TINY, "num_hidden_layers": 2}),
-        r"layers\.0\.self_attn\.k_sconv \(InklingShortConvolution\)",
+        "layers.0.linear_attn",
+        [("conv", 0, (8192, 4)), ("recurrent", 0, (32, 128, 128))],
     ),
     "JambaForCausalLM": (
         lambda: hf.JambaConfig(**TINY, attn_layer_period=2, attn_layer_offset=1),
-        r"layers\.0\.mamba \(JambaMambaMixer\)",
+        "layers.0.mamba",
+        [("conv", 0, (128, 4)), ("recurrent", 0, (128, 16))],
     ),
-    "MambaForCausalLM": (lambda: hf.MambaConfig(**TINY), r"layers\.0\.mixer \(MambaMixer\)"),
+}
+STATEFUL: dict[str, tuple[Callable[[], Any], str]] = {
+    "MambaForCausalLM": (lambda: hf.MambaConfig(**TINY), r"layers\.0\.mixer"),
     "Mamba2ForCausalLM": (
         lambda: hf.Mamba2Config(**{**TINY, "head_dim": 32}, num_heads=4, n_groups=1),
-        r"layers\.0\.mixer \(Mamba2Mixer\)",
+        r"layers\.0\.mixer",
     ),
-    "RwkvForCausalLM": (lambda: hf.RwkvConfig(vocab_size=128, hidden_size=64), "all layers"),
+    "RwkvForCausalLM": (
+        lambda: hf.RwkvConfig(vocab_size=128, hidden_size=64),
+        "not in layers that take a cache",
+    ),
 }
 
 
+@pytest.mark.parametrize("architecture", KEPT)
+def test_what_a_layer_keeps_is_found(architecture: str) -> None:
+    """Recurrent states stay in float32 where the model's code has them so."""
+    make, name, parts = KEPT[architecture]
+    config = make()
+    config.architectures = [architecture]
+    specs = TextModel.probe(config)
+    found = {each.name: each.parts for each in specs.states}  # type: ignore[attr-defined]
+    assert [(*part.name, part.shape) for part in found[name]] == parts
+    dtypes = {part.name[0]: part.dtype for part in found[name]}
+    assert dtypes["conv"] is None
+    if architecture in ("FalconH1ForCausalLM", "Qwen3_5ForCausalLM"):
+        assert dtypes["recurrent"] == torch.float32
+
+
 @pytest.mark.parametrize("architecture", STATEFUL)
-def test_what_keeps_state_beside_attention_is_refused_by_name(architecture: str) -> None:
-    """Whichever class of ours it is registered with: the first three passed the probe as text."""
+def test_state_without_attention_is_refused_by_name(architecture: str) -> None:
     make, where = STATEFUL[architecture]
     config = make()
     config.architectures = [architecture]
-    with pytest.raises(ModelLoadError, match=f"keeps state .* in {where}"):
+    with pytest.raises(ModelLoadError, match=f"keeps a state .*{where}"):
+        TextModel.probe(config)
+
+
+class Odd(nn.Module):
+    """A mixer that asks its cache for more."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, past_key_values: Any = None, **_: Any
+    ) -> torch.Tensor:
+        if past_key_values is not None:
+            past_key_values.update_indexer(hidden_states)
+        return hidden_states
+
+
+def test_a_state_of_another_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf.models.lfm2.modeling_lfm2.Lfm2ShortConv, "forward", Odd.forward)
+    config = hf.Lfm2Config(**TINY, layer_types=["conv", "full_attention"] * 2)
+    config.architectures = ["Lfm2ForCausalLM"]
+    with pytest.raises(ModelLoadError, match=r"layers\.0\.conv \(Lfm2ShortConv\).*update_indexer"):
         TextModel.probe(config)
 
 
 async def test_state_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_CLASSES", {"FalconH1ForCausalLM": TextModel})
+    monkeypatch.setattr(registry, "_CLASSES", {"Mamba2ForCausalLM": TextModel})
     monkeypatch.setattr(transformers_model, "load_pretrained", None)
-    config = STATEFUL["FalconH1ForCausalLM"][0]()
-    config.architectures = ["FalconH1ForCausalLM"]
+    config = STATEFUL["Mamba2ForCausalLM"][0]()
+    config.architectures = ["Mamba2ForCausalLM"]
     config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     save_file({"any": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"FalconH1Model keeps state"):
+    with pytest.raises(ModelLoadError, match=r"Mamba2Model keeps a state"):
         async with AsyncEngine.from_pretrained(tmp_path, device="cpu"):
             pass
 

@@ -1,0 +1,1 @@
+"""Layers that keep a state of each request: convolutions, gated delta nets, Mamba's mixers."""

@@ -1,0 +1,202 @@
+"""Layers that keep a state, run over a flat batch of many requests' tokens.
+
+transformers' mixers read and write their state through a cache: the last inputs of a convolution,
+and a recurrent state. Such a module keeps its own forward, which is called with a cache of ours
+(`LayerCache`) that holds the states of the requests at hand: once for all requests that have one
+token, and once for each longer chunk, or for each part of it that a snapshot ends. Some mixers
+(Mamba's first kind, as in Jamba) begin anew at every call with several tokens: their chunks are run
+token by token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.layer_slot import StepHolder
+from aioengine.models.fusion.swap import subclass, swap
+from aioengine.models.fusion.trial import random_rows
+from aioengine.models.state.memory import PartName, StateSpec, StateStep
+
+__all__ = ["CACHES", "LayerCache", "StateSlot", "attach_states", "call_mixer", "named_arguments"]
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
+"""What transformers calls the argument through which a module keeps something between calls."""
+_SLOT = "_aioengine_state"
+_NUM_TRIED = 8
+_NEAR = 0.05
+"""What is left between two ways to compute the same, as a part of it: rounding in 16 bits."""
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Stands for transformers' cache in one call of one layer, whose states are there.
+
+    `values`: [n, ...] each, of n requests, copies that the layer may write into; `changed` are put
+    in their places.
+    """
+
+    values: dict[PartName, Tensor] = field(default_factory=dict)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs [n, channels, width] of a convolution."""
+        return self.values.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A recurrence's state [n, ...]."""
+        return self.values.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keep the last of the inputs [n, channels, T]; return them behind those before them."""
+        state = self.values["conv", state_idx]
+        joined = torch.cat([state, conv_states], dim=-1)
+        self.values["conv", state_idx] = joined[..., -state.shape[-1] :]
+        return joined
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keep a recurrence's state."""
+        self.values["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        """No: what is kept is the state behind the last token alone."""
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None) -> bool:
+        """Yes: before the first token it is zeros."""
+        return True
+
+
+@lru_cache(maxsize=256)
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's arguments behind `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def named_arguments(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """The hidden states that a mixer is called with, and its other arguments but for masks: here
+    no sequence is padded."""
+    names = _names(forward)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    hidden = given.pop(names[0])
+    return hidden, {name: None if "mask" in name else each for name, each in given.items()}
+
+
+def call_mixer(
+    module: nn.Module, kind: type[nn.Module], hidden: Tensor, others: Mapping[str, Any], cache: Any
+) -> tuple[Tensor, ...]:
+    """The forward of `kind` on [n, T, dim], with `cache`: its output or outputs [n, T, ...]."""
+    name = next(name for name in CACHES if name in _names(kind.forward))
+    found = kind.forward(module, hidden, **{**others, name: cache})
+    return found if isinstance(found, tuple) else (found,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSlot:
+    """One layer's place: its `name` under the decoder, and the model's current step.
+
+    `kind`: the class of the module before it was attached. `goes_on`: whether a call with several
+    tokens takes up the state that it is given.
+    """
+
+    name: str
+    kind: type[nn.Module]
+    holder: StepHolder
+    goes_on: bool
+
+    def run(
+        self, module: nn.Module, hidden: Tensor, others: Mapping[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """The layer on a step's tokens [1, T, dim]; outside a step, on whole sequences."""
+        step: StateStep | None = None if self.holder.current is None else self.holder.current.states
+        if step is None:
+            return call_mixer(module, self.kind, hidden, others, None)
+        memory, rows = step.memory.layers[self.name], hidden[0]
+        found: list[tuple[Tensor, ...]] = []
+        if step.num_single:
+            cache = LayerCache({part: each[step.places] for part, each in memory.items()})
+            out = call_mixer(module, self.kind, rows[: step.num_single, None], others, cache)
+            found.append(tuple(each[:, 0] for each in out))
+            for part, each in memory.items():
+                each[step.places] = cache.values[part]
+                if step.copied is not None:
+                    each[step.copies] = cache.values[part][step.copied]
+        for first, last, place, snapshots in step.chunks:
+            cache = LayerCache({part: each[place][None] for part, each in memory.items()})
+            # What is written in place is the copy's.
+            cache.values = {part: each.clone() for part, each in cache.values.items()}
+            for start, end, copy in _parts(first, last, snapshots):
+                for piece in torch.split(rows[start:end], end - start if self.goes_on else 1):
+                    out = call_mixer(module, self.kind, piece[None], others, cache)
+                    found.append(tuple(each[0] for each in out))
+                if copy is not None:
+                    _store(memory, copy, cache)
+            _store(memory, place, cache)
+        return tuple(torch.cat(parts)[None] for parts in zip(*found, strict=True))
+
+
+def _parts(
+    first: int, last: int, snapshots: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int | None]]:
+    """The rows [first, last) in pieces that snapshots end, and each one's place."""
+    parts: list[tuple[int, int, int | None]] = []
+    for end, place in snapshots:
+        parts.append((first, end, place))
+        first = end
+    return parts if first == last else [*parts, (first, last, None)]
+
+
+def _store(memory: Mapping[PartName, Tensor], place: int, cache: LayerCache) -> None:
+    for part, each in memory.items():
+        each[place] = cache.values[part][0]
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a mixer's own."""
+    slot: StateSlot = getattr(module, _SLOT)
+    found = slot.run(module, *named_arguments(slot.kind.forward, args, kwargs))
+    return found if len(found) > 1 else found[0]
+
+
+@torch.no_grad()
+def _goes_on(module: nn.Module, spec: StateSpec) -> bool:
+    """Try whether a call with several tokens takes up a state, as one with a single token does."""
+    weight = next(module.parameters())
+    rows = random_rows(_NUM_TRIED, spec.width, like=weight)[None]
+
+    def run(pieces: Sequence[Tensor]) -> Tensor:
+        cache = LayerCache(
+            {
+                part.name: weight.new_zeros(1, *part.shape, dtype=part.dtype or weight.dtype)
+                for part in spec.parts
+            }
+        )
+        found = [call_mixer(module, type(module), each, {}, cache)[0] for each in pieces]
+        return torch.cat(found, dim=1).flatten().double()
+
+    singly, halves = (run(torch.split(rows, size, dim=1)) for size in (1, _NUM_TRIED // 2))
+    return bool((halves - singly).norm() <= _NEAR * singly.norm())
+
+
+def attach_states(decoder: nn.Module, specs: Sequence[StateSpec], holder: StepHolder) -> None:
+    """Run these modules of `decoder` over flat batches; mutates them."""
+    goes_on: dict[type[nn.Module], bool] = {}
+    for spec in specs:
+        module = decoder.get_submodule(spec.name)
+        kind = type(module)
+        if kind not in goes_on:
+            goes_on[kind] = _goes_on(module, spec)
+        slot = StateSlot(spec.name, kind, holder, goes_on[kind])
+        swap(module, subclass(kind, _forward), **{_SLOT: slot})
