@@ -303,7 +303,9 @@ class EngineStatistics:
     """A snapshot of an engine's counters.
 
     `kv_blocks_free` is what a new request could get: unused blocks plus cached, unreferenced ones;
-    at rest it equals `kv_blocks_total`. Bytes are bytes; tokens are prompt tokens. `running` and
+    at rest it equals `kv_blocks_total`. `states_...` are the same of places for what layers keep of
+    a request beside keys and values; most models have none. Bytes are bytes; tokens are prompt
+    tokens. `running` and
     `waiting` count completions (a request of `n` has so many, once it is laid out), `finished`,
     `aborted`, `rejected` and `failed` count requests: `rejected` ended with an InvalidRequestError,
     the caller's mistake, `failed` with the engine's. What is refused before its stream is made is
@@ -323,6 +325,9 @@ class EngineStatistics:
     kv_blocks_total: int
     kv_blocks_free: int
     kv_blocks_cached: int
+    states_total: int
+    states_free: int
+    states_cached: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
     encoder_cache_capacity_bytes: int

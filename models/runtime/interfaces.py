@@ -20,6 +20,7 @@ __all__ = [
     "PromptMedia",
     "SupportsEncoderDecoder",
     "SupportsMultiModal",
+    "cut_positions",
     "flatten_embeddings",
     "merge_multimodal_embeddings",
 ]
@@ -180,3 +181,14 @@ def _find(input_ids: Tensor, token_ids: int | Sequence[int]) -> Tensor:
         return input_ids == token_ids
     wanted = torch.tensor(list(token_ids), dtype=input_ids.dtype, device=input_ids.device)
     return torch.isin(input_ids, wanted)
+
+
+def cut_positions(known: tuple[Tensor, int] | None, start: int, end: int) -> Tensor:
+    """Positions of tokens [start, end): the prompt's own, then counting on from them."""
+    if known is None:
+        return torch.arange(start, end)
+    prompt, delta = known
+    length = prompt.shape[-1]
+    beyond = torch.arange(max(start, length), max(end, length)) + delta
+    inside = prompt[..., start:end]
+    return torch.cat([inside, beyond.expand(*prompt.shape[:-1], -1)], dim=-1)

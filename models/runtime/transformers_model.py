@@ -48,6 +48,7 @@ from aioengine.models.runtime.interfaces import (
     MultiModalEmbeddings,
     PromptInputs,
     PromptMedia,
+    cut_positions,
     merge_multimodal_embeddings,
 )
 from aioengine.models.runtime.probe import LayerSpec, group_layers, probe_layers
@@ -293,7 +294,7 @@ class TransformersModel:
         if prompts is None or not any(prompts):
             return torch.tensor([*chain.from_iterable(map(range, starts, ends))], dtype=torch.int64)
         cuts = zip(prompts, starts, ends, strict=True)
-        return torch.cat([_cut_positions(*cut) for cut in cuts], dim=-1)
+        return torch.cat([cut_positions(*cut) for cut in cuts], dim=-1)
 
     # Hooks.
 
@@ -319,7 +320,8 @@ class TransformersModel:
             is_last = index == len(self.specs) - 1 and not self.states
             slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
             attach_slot(decoder.get_submodule(spec.name), slot)
-        attach_states(decoder, self.states, self._holder)
+        table = self.model.get_input_embeddings().weight
+        attach_states(decoder, self.states, self._holder, table)
 
     def unread_layers(self) -> Sequence[nn.Module]:
         """Layers of encoders that compute hidden states which nobody reads."""
@@ -442,14 +444,3 @@ class TransformersModel:
             logits = logits * self.logit_scale
         cap = getattr(self.text_config, "final_logit_softcapping", None)
         return logits if cap is None else cap_softly(logits, cap)
-
-
-def _cut_positions(known: tuple[Tensor, int] | None, start: int, end: int) -> Tensor:
-    """Positions of tokens [start, end): the prompt's own, then counting on from them."""
-    if known is None:
-        return torch.arange(start, end)
-    prompt, delta = known
-    length = prompt.shape[-1]
-    beyond = torch.arange(max(start, length), max(end, length)) + delta
-    inside = prompt[..., start:end]
-    return torch.cat([inside, beyond.expand(*prompt.shape[:-1], -1)], dim=-1)

@@ -171,15 +171,14 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def _goes_on(module: nn.Module, spec: StateSpec) -> bool:
+def _goes_on(module: nn.Module, spec: StateSpec, like: Tensor) -> bool:
     """Try whether a call with several tokens takes up a state, as one with a single token does."""
-    weight = next(module.parameters())
-    rows = random_rows(_NUM_TRIED, spec.width, like=weight)[None]
+    rows = random_rows(_NUM_TRIED, spec.width, like=like)[None]
 
     def run(pieces: Sequence[Tensor]) -> Tensor:
         cache = LayerCache(
             {
-                part.name: weight.new_zeros(1, *part.shape, dtype=part.dtype or weight.dtype)
+                part.name: like.new_zeros(1, *part.shape, dtype=part.dtype or like.dtype)
                 for part in spec.parts
             }
         )
@@ -190,13 +189,16 @@ def _goes_on(module: nn.Module, spec: StateSpec) -> bool:
     return bool((halves - singly).norm() <= _NEAR * singly.norm())
 
 
-def attach_states(decoder: nn.Module, specs: Sequence[StateSpec], holder: StepHolder) -> None:
-    """Run these modules of `decoder` over flat batches; mutates them."""
+def attach_states(
+    decoder: nn.Module, specs: Sequence[StateSpec], holder: StepHolder, like: Tensor
+) -> None:
+    """Run these modules of `decoder` over flat batches of the dtype and device of `like`; mutates
+    them."""
     goes_on: dict[type[nn.Module], bool] = {}
     for spec in specs:
         module = decoder.get_submodule(spec.name)
         kind = type(module)
         if kind not in goes_on:
-            goes_on[kind] = _goes_on(module, spec)
+            goes_on[kind] = _goes_on(module, spec, like)
         slot = StateSlot(spec.name, kind, holder, goes_on[kind])
         swap(module, subclass(kind, _forward), **{_SLOT: slot})

@@ -12,10 +12,11 @@ import pytest
 from aioengine import AsyncEngine, Embeddings, SamplingParams
 from aioengine.errors import InvalidRequestError, MediaError
 from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save, video_cases
+from tests.parity.state_families import FAMILIES as STATE_FAMILIES
 from tests.parity.unnamed_families import UNNAMED
 from tests.support.versions import NO_VIDEOS, RELEASE, skip_up_to
 
-ALL = {**FAMILIES, **UNNAMED}
+ALL = {**FAMILIES, **STATE_FAMILIES, **UNNAMED}
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 VIDEO_FAMILIES = [name for name, family in FAMILIES.items() if family.video_place]
 

@@ -53,6 +53,7 @@ def is_at_rest(statistics: EngineStatistics) -> bool:
     return (
         statistics.running == statistics.waiting == 0
         and statistics.kv_blocks_free == statistics.kv_blocks_total
+        and statistics.states_free == statistics.states_total
         and statistics.encoder_cache_referenced == 0
     )
 
