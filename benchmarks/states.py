@@ -1,6 +1,7 @@
 """Decoders whose layers keep a state, beside transformers: rates of prompts and of decoding.
 
     python benchmarks/states.py [--models lfm2,qwen3.5,falcon-h1] [--rounds 3] [--prompt 256]
+                                [--device cuda]
 
 Random weights in bfloat16, with the widths of LFM2-350M, Qwen3.5-0.8B and Falcon-H1-0.5B and fewer
 layers. Requests of so many tokens, 32 to come, alone and 16 together; transformers' `generate` on
@@ -65,11 +66,11 @@ MODELS: dict[str, Callable[[], Any]] = {"lfm2": lfm2, "qwen3.5": qwen35, "falcon
 class Contenders:
     """The engine, and transformers with the same weights."""
 
-    def __init__(self, folder: Path, engine: AsyncEngine, length: int) -> None:
+    def __init__(self, folder: Path, engine: AsyncEngine, length: int, device: str) -> None:
         self.engine = engine
-        self.model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        ids = torch.randint(10, 8000, (max(REQUESTS), length))
-        self.ids = ids
+        model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.model = model.to(device).eval()
+        self.ids = torch.randint(10, 8000, (max(REQUESTS), length)).to(device)
 
     async def ours(self, count: int, tokens: int) -> float:
         """Seconds that the engine takes for so many requests."""
@@ -99,8 +100,9 @@ async def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[
     num_parameters = sum(each.numel() for each in model.parameters())
     del model
     found: dict[str, Any] = {"model": name, "parameters_m": round(num_parameters / 1e6)}
-    async with AsyncEngine.from_pretrained(folder, device="cpu", dtype="bfloat16") as engine:
-        pair = Contenders(folder, engine, options.prompt)
+    device = options.device
+    async with AsyncEngine.from_pretrained(folder, device=device, dtype="bfloat16") as engine:
+        pair = Contenders(folder, engine, options.prompt, device)
         for count in REQUESTS:
             rounds: list[tuple[float, float, float, float]] = []
             for number in range(options.rounds + 1):
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.manual_seed(0)
     results = []
