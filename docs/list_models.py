@@ -62,9 +62,14 @@ it with itself, so that an architecture which needs something else is refused, i
 `"transformers"` never them; the log, `engine.statistics().model_impl` and the status page say which
 it is.
 
-Refused are, by name and reason: layers that keep a state between steps (Mamba, gated delta nets,
-short convolutions), attention that does not go through transformers' `AttentionInterface`,
-encoder-decoders without a row above, and processors that do not report what media become.
+Layers that keep a state beside keys and values (short convolutions, gated delta nets, Mamba's) run
+where a model has attention layers too: Qwen3.5 and its MoE, with images and videos, Qwen3-Next,
+LFM2, Falcon-H1, Granite's and OLMo's hybrids, Nemotron-H, Bamba, Jamba, Zaya
+([`states.md`](decisions/states.md)).
+
+Refused are, by name and reason: models without attention layers (Mamba), states of other kinds,
+attention that does not go through transformers' `AttentionInterface`, encoder-decoders without a
+row above, and processors that do not report what media become.
 
 ## Not built
 

@@ -153,7 +153,7 @@ class BlockPool(Places[BlockKey]):
         self._forget_all([*own, *cross])
 
     def shareable(self, request: Request, num_tokens: int) -> int:
-        """How many of its first `num_tokens` others may find: without caching, the completions of
+        """Count those of its first `num_tokens` that others may find: without caching, the completions of
         its prompt alone, and of that alone."""
         if not self.shares(request):
             return 0

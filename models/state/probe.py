@@ -65,7 +65,7 @@ class Watch:
         self._widths[name] = hidden.shape[-1]
 
     def find_states(self, attends: Sequence[str]) -> tuple[StateSpec, ...]:
-        """What the modules keep of a request that have been called meanwhile, hold no other that
+        """Find what modules keep of a request that have been called meanwhile, hold no other that
         was, and are none of `attends`, which put keys and values into their cache.
 
         One may leave its cache alone: its spec has no parts. Raises ModelLoadError for one that
