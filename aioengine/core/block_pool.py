@@ -153,8 +153,8 @@ class BlockPool(Places[BlockKey]):
         self._forget_all([*own, *cross])
 
     def shareable(self, request: Request, num_tokens: int) -> int:
-        """Count those of its first `num_tokens` that others may find: without caching, the completions of
-        its prompt alone, and of that alone."""
+        """Count those of a request's first `num_tokens` that others may find: without caching, the
+        completions of its prompt alone, and of that alone."""
         if not self.shares(request):
             return 0
         return num_tokens if self._caching else min(num_tokens, len(request.prompt_token_ids))

@@ -108,7 +108,7 @@ def _parts_of(decoder: nn.Module, name: str, width: int) -> tuple[StatePart, ...
 
 
 def _noted(module: nn.Module, width: int) -> dict[PartName, Tensor]:
-    """What the module puts into its cache; also tries what will be asked of it."""
+    """Note what the module puts into its cache; also try what will be asked of it."""
     cache: LayerCache = _Noting()
     _call(module, cache, 1, _LENGTH, width)
     kept = dict(cache.values)
