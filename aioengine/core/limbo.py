@@ -1,4 +1,4 @@
-"""What requests have let go of and a step in flight may still use."""
+"""Places that requests have let go of, and that a step in flight may still use."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _store(memory: Mapping[PartName, Tensor], place: int, cache: LayerCache) -> 
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a mixer's own."""
+    """Run in the place of a mixer's own forward."""
     slot: StateSlot = getattr(module, _SLOT)
     found = slot.run(module, *named_arguments(slot.kind.forward, args, kwargs))
     return found if len(found) > 1 else found[0]

@@ -130,11 +130,16 @@ async def test_a_longer_prompt_begins_where_one_like_it_parted(
         assert hits[:2] == [0, 0] and hits[2] >= 32
 
 
-async def test_cancelling_leaves_all_places_free(one: tuple[Path, list[Tokens]]) -> None:
+@pytest.mark.parametrize(
+    "count", [400, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+async def test_cancelling_leaves_all_places_free(
+    one: tuple[Path, list[Tokens]], count: int
+) -> None:
     folder, expected = one
     rng = random.Random(3)
     async with running_engine(folder, **SIZES, max_num_seqs=4) as engine:
-        for _ in range(100):
+        for _ in range(count // len(PROMPTS)):
             tasks = [asyncio.create_task(engine.generate(text, PARAMS)) for text in PROMPTS]
             await asyncio.sleep(rng.random() * 0.02)
             for task in tasks:

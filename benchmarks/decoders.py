@@ -1,12 +1,14 @@
-"""Decoders whose layers keep a state, beside transformers: rates of prompts and of decoding.
+"""Decoders that run by their kind, beside transformers: rates of prompts and of decoding.
 
-    python benchmarks/states.py [--models lfm2,qwen3.5,falcon-h1] [--rounds 3] [--prompt 256]
-                                [--device cuda]
+    python benchmarks/decoders.py [--models lfm2,qwen3.5,falcon-h1,qwen3-moe,...] [--rounds 3]
+                                  [--prompt 256] [--device cuda]
 
-Random weights in bfloat16, with the widths of LFM2-350M, Qwen3.5-0.8B and Falcon-H1-0.5B and fewer
-layers. Requests of so many tokens, 32 to come, alone and 16 together; transformers' `generate` on
-one, and on all as one batch, in turns with the engine in each round. A prompt's rate is that of
-requests with one token. What is printed are medians; ratios are within a round. Last line: JSON.
+Layers that keep a state: LFM2-350M's, Qwen3.5-0.8B's and Falcon-H1-0.5B's widths. Experts:
+Qwen3-MoE, Mixtral, DeepSeek-V3 and GPT-OSS, of 32 or 8 small ones. All with fewer layers than
+published, and random weights in bfloat16. Requests of so many tokens, 32 to come, alone and 16
+together; transformers' `generate` on one, and on all as one batch, in turns with the engine in each
+round. A prompt's rate is that of requests with one token. What is printed are medians; ratios are
+within a round. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +62,48 @@ def falcon_h1() -> Any:
     return hf.FalconH1ForCausalLM(hf.FalconH1Config(**COMMON, **sizes, **heads, **states))
 
 
-MODELS: dict[str, Callable[[], Any]] = {"lfm2": lfm2, "qwen3.5": qwen35, "falcon-h1": falcon_h1}
+EXPERTS = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16}
+
+
+def qwen3_moe() -> Any:
+    sizes = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    heads = {"num_key_value_heads": 4, "head_dim": 64}
+    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**COMMON, **EXPERTS, **sizes, **heads))
+
+
+def mixtral() -> Any:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1792}
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(**COMMON, **EXPERTS, **sizes, num_key_value_heads=4)
+    )
+
+
+def deepseek_v3() -> Any:
+    sizes = {"n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    groups = {"n_group": 4, "topk_group": 2, "intermediate_size": 2048, "first_k_dense_replace": 1}
+    latent = {
+        "q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+        "v_head_dim": 64, "num_key_value_heads": 16,
+    }  # fmt: skip
+    config = hf.DeepseekV3Config(**{**COMMON, **EXPERTS, **sizes, **groups, **latent})
+    return hf.DeepseekV3ForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    sizes = {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 512}
+    heads = {"num_key_value_heads": 4, "head_dim": 64}
+    return hf.GptOssForCausalLM(hf.GptOssConfig(**COMMON, **EXPERTS, **sizes, **heads))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "lfm2": lfm2,
+    "qwen3.5": qwen35,
+    "falcon-h1": falcon_h1,
+    "qwen3-moe": qwen3_moe,
+    "mixtral": mixtral,
+    "deepseek-v3": deepseek_v3,
+    "gpt-oss": gpt_oss,
+}
 
 
 class Contenders:
