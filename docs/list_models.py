@@ -54,10 +54,12 @@ TAIL = """
 ## Architectures that are not listed
 
 Any other that transformers has is chosen by its kind: text, media whose HF processor says what they
-become in the text, positions of three axes, rows for the decoder's first layers. transformers'
-module runs as it is, and the trial at load ([`model-check.md`](decisions/model-check.md)) compares
-it with itself, so that an architecture which needs something else is refused, in words (unless
-`check_model=False`). What was tried is in [`any-architecture.md`](decisions/any-architecture.md).
+become in the text, positions of three axes, rows for the decoder's first layers, text to text
+(encoder-decoders of `AutoModelForSeq2SeqLM`: [`encoder_decoder.md`](encoder_decoder.md)).
+transformers' module runs as it is, and the trial at load
+([`model-check.md`](decisions/model-check.md)) compares it with itself, so that an architecture
+which needs something else is refused, in words (unless `check_model=False`). What was tried is in
+[`any-architecture.md`](decisions/any-architecture.md).
 `EngineConfig.model_impl` says what may be chosen: `"native"` the tables above alone,
 `"transformers"` never them; the log, `engine.statistics().model_impl` and the status page say which
 it is.
@@ -69,7 +71,8 @@ LFM2, Falcon-H1, Granite's and OLMo's hybrids, Nemotron-H, Bamba, Jamba, Zaya
 
 Refused are, by name and reason: models without attention layers (Mamba), states of other kinds,
 attention that does not go through transformers' `AttentionInterface`, encoder-decoders without a
-row above, and processors that do not report what media become.
+row above that read or give anything but text, experts that drop tokens by what else is in a batch,
+and processors that do not report what media become.
 
 ## Not built
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from aioengine.errors import ModelLoadError, PlaceholderMismatchError
 from aioengine.models.encdec.media import ImageReader
-from aioengine.models.encdec.t5 import T5
+from aioengine.models.encdec.text import TextToText
 from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.encdec import EncoderPromptProcessor
@@ -124,13 +124,9 @@ class Blip2T5MultiModalProcessor(Blip2MultiModalProcessor, EncoderPromptProcesso
 @MULTIMODAL_REGISTRY.register_processor(
     Blip2T5MultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
-class Blip2T5(ImageReader, T5):
+class Blip2T5(ImageReader, TextToText):
     """A whole T5 inside; `Blip2.chosen_for` hands it the configs that say so."""
 
-    @property
-    def t5(self) -> Any:
-        return self.model.language_model
-
     def decoder(self) -> nn.Module:
-        decoder: nn.Module = self.t5.get_decoder()
+        decoder: nn.Module = self.model.language_model.get_decoder()
         return decoder

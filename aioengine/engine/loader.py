@@ -141,7 +141,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             for _ in range(config.num_processor_workers if needs_threads else 0)
         ),
         eos_token_ids=eos_token_ids,
-        suppress=_token_ids(model, "suppress_tokens"),
+        suppress=_suppressed(model, eos_token_ids),
         begin_suppress=_token_ids(model, "begin_suppress_tokens"),
         row_bytes=model.row_size * model.dtype.itemsize,
         num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
@@ -329,6 +329,13 @@ def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
         if found is not None:
             return frozenset([found] if isinstance(found, int) else found)
     return frozenset()
+
+
+def _suppressed(model: TransformersModel, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """Tokens that the generation config never lets come: by themselves, or as words of one."""
+    words = getattr(model.model.generation_config, "bad_words_ids", None) or ()
+    alone = {word[0] for word in words if len(word) == 1} - eos_token_ids
+    return tuple(sorted({*_token_ids(model, "suppress_tokens"), *alone}))
 
 
 def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:

@@ -85,19 +85,19 @@ class EncoderDecoderModel(TransformersModel):
 
 
 class PlacedEmbedding(nn.Module):
-    """Learned positions of a flattened batch: row `position + offset` of `weight`.
+    """Positions of a flattened batch: rows of a table [positions, dim].
 
     Stands for modules that count positions from the beginning of the batch.
     """
 
-    def __init__(self, weight: Tensor, offset: int, holder: StepHolder) -> None:
+    def __init__(self, table: Tensor, holder: StepHolder) -> None:
         super().__init__()
-        self.weight = weight
-        self.offset = offset
+        self.register_buffer("table", table, persistent=False)
         self._holder = holder
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The embeddings [1, T, dim] of the step's positions, whatever was asked for."""
         step = self._holder.current
         assert step is not None and step.positions is not None
-        return embedding(step.positions + self.offset, self.weight)[None]
+        table: Any = self.table
+        return embedding(step.positions, table)[None]

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models.encdec.bart import Bart
-from aioengine.models.encdec.base import EncoderDecoderModel
 from aioengine.models.encdec.media import ImageReader
+from aioengine.models.encdec.text import TextToText
 from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.processors.encdec import EncoderPromptProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
@@ -105,7 +104,7 @@ class Florence2MultiModalProcessor(ImageTokenProcessor, EncoderPromptProcessor):
 @MULTIMODAL_REGISTRY.register_processor(
     Florence2MultiModalProcessor, info=Florence2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
 )
-class Florence2(ImageReader, Bart):
+class Florence2(ImageReader, TextToText):
     """The prompt is a task token or a sentence; checkpoints in transformers' format.
 
     A BART without its head inside, whose decoder is one level further down.
@@ -113,14 +112,6 @@ class Florence2(ImageReader, Bart):
 
     config_class: ClassVar[type[Any] | None] = Florence2ConfigReader
 
-    @property
-    def max_encoder_len(self) -> int:
-        return int(self.hf_config.text_config.max_position_embeddings)
-
     def decoder(self) -> nn.Module:
         decoder: nn.Module = self.model.get_decoder().decoder
         return decoder
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Without BART's bias, which the model's own head does not have."""
-        return EncoderDecoderModel.logits(self, hidden)

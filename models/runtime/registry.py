@@ -12,9 +12,10 @@ does is not known from a config; the trial at load finds it out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioengine.errors import ModelLoadError
@@ -33,11 +34,11 @@ _FAMILIES = {
     "blip2.Blip2": "Blip2ForConditionalGeneration",
     "chameleon.Chameleon": "ChameleonForConditionalGeneration",
     "deepseek_vl2.modeling.DeepseekVL2": "DeepseekVLV2ForCausalLM",
-    "encdec.bart.Bart": (
-        "BartForConditionalGeneration BartModel MBartForConditionalGeneration MBartModel"
-    ),
     "encdec.florence2.Florence2": "Florence2ForConditionalGeneration",
-    "encdec.t5.T5": "T5ForConditionalGeneration T5Model",
+    "encdec.text.TextToText": (
+        "BartForConditionalGeneration BartModel MBartForConditionalGeneration MBartModel "
+        "T5ForConditionalGeneration T5Model"
+    ),
     "encdec.whisper.Moonshine": "MoonshineForConditionalGeneration",
     "encdec.whisper.Whisper": "WhisperForConditionalGeneration",
     "fuyu.Fuyu": "FuyuForCausalLM",
@@ -74,6 +75,7 @@ _FAMILIES = {
     "voxtral.Voxtral": "VoxtralForConditionalGeneration",
 }
 """Class of a family, by its path in `aioengine.models` -> the architectures that it runs."""
+_MEDIA_CONFIGS = ("vision_config", "audio_config", "codec_config")
 _YOURS = "One of yours can be added with aioengine.models.register_model"
 _SHIPPED = {name: place for place, names in _FAMILIES.items() for name in names.split()}
 
@@ -172,19 +174,18 @@ def find_class(hf_config: Any) -> Any:
 
 def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     """The class for all whose config and transformers' class are like this one's."""
-    from transformers import GenerationMixin
-
     hf_class = find_class(hf_config)
-    if not (isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)):
-        raise _refused(hf_class, "it does not generate text")
+    encoders = {
+        name: getattr(hf_class, f"get_{name}_features", None)
+        for name in ("image", "video", "audio")
+    }
+    encoders = {name: method for name, method in encoders.items() if method is not None}
+    obstacle = _find_obstacle(hf_config, hf_class, encoders)
+    if obstacle is not None:
+        raise _refused(hf_class, obstacle)
     if getattr(hf_config, "is_encoder_decoder", False):
-        raise _refused(hf_class, "each encoder-decoder needs a class of its own")
-    if not any(hasattr(hf_class, f"get_{name}_features") for name in ("image", "video", "audio")):
-        media = [
-            name for name in ("vision_config", "audio_config") if getattr(hf_config, name, None)
-        ]
-        if media:
-            raise _refused(hf_class, f"it has {' and '.join(media)}, but no get_image_features")
+        return _imported("encdec.text.TextToText")
+    if not encoders:
         return _imported("text.TextModel")
     vision = getattr(hf_config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
@@ -193,6 +194,38 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     if any(isinstance(each, type) and hasattr(each, "get_rope_index") for each in siblings):
         return _imported("mrope.MRopeModel")
     return _imported("generic.GenericModel")
+
+
+def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -> str | None:
+    """Describe why no class for a kind runs this one, in words; None if nothing is known.
+
+    `encoders`: transformers' method that encodes a modality, by its name.
+    """
+    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, GenerationMixin
+
+    if not (isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)):
+        return "it does not generate text"
+    if getattr(hf_config, "is_encoder_decoder", False):
+        if encoders:
+            return f"its encoder reads {' and '.join(encoders)} beside text"
+        if MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(hf_config), None) is not hf_class:
+            return (
+                "transformers does not have it among the encoder-decoders from text to text "
+                "(AutoModelForSeq2SeqLM), and one that reads or gives anything else needs a class "
+                "of its own"
+            )
+    media = [name for name in _MEDIA_CONFIGS if getattr(hf_config, name, None)]
+    if media and not encoders:
+        return f"it has {' and '.join(media)}, but no get_image_features or the like"
+    if getattr(hf_config, "has_lora_adapter", False):
+        return "it has weights that are added where there is media, and only there (LoRA)"
+    for name, method in encoders.items():
+        taken = signature(method).parameters
+        if "input_ids" in taken and taken["input_ids"].default is Parameter.empty:
+            return f"what it makes of {name} depends on the prompt (get_{name}_features)"
+    if encoders and getattr(signature(hf_class.forward).parameters.get("sample"), "default", None):
+        return "it adds noise to what it makes of media (sample=True)"
+    return None
 
 
 def _imported(place: str) -> type[TransformersModel]:

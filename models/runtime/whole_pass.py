@@ -98,19 +98,21 @@ def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Te
     return logits[0, list(rows)]
 
 
-def find_logit_scale(module: Any, decoder: Any, config: Any) -> float:
+def find_logit_scale(module: Any, decoder: Any, config: Any, others: Sequence[float] = ()) -> float:
     """The factor of logits in the module's own forward, behind its head: 1, or as `config` says.
 
-    `config`: the text's. Its number may divide or multiply, by the class; the module tells, with a
-    hidden state in the place of what `decoder` computes.
+    `config`: the text's; `others`: numbers that it may be beside those. A number may divide or
+    multiply, by the class; the module tells, with a hidden state in the place of what `decoder`
+    computes.
     """
-    found = [getattr(config, name, None) for name in _LOGIT_SCALES]
+    found = [*others, *(getattr(config, name, None) for name in _LOGIT_SCALES)]
     scales = [float(each) for each in found if isinstance(each, int | float) and each not in (0, 1)]
     if not scales:
         return 1.0
     weight = module.get_input_embeddings().weight
     hidden = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+    names = ["input_ids", *(["decoder_input_ids"] if config.is_encoder_decoder else [])]
     forward = decoder.forward
 
     def give_hidden(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +123,7 @@ def find_logit_scale(module: Any, decoder: Any, config: Any) -> float:
     decoder.forward = give_hidden
     try:
         with torch.inference_mode():
-            logits = module(input_ids=ids, use_cache=False).logits[0, -1].double()
+            logits = module(**dict.fromkeys(names, ids), use_cache=False).logits[0, -1].double()
             plain = module.get_output_embeddings()(hidden)[0, -1].double()
     finally:
         del decoder.forward

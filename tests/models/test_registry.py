@@ -143,7 +143,16 @@ def test_what_may_be_chosen_is_the_hosts_to_say() -> None:
     [
         ("Unheard", {}, "for architectures: Unheard, and transformers .* has none either"),
         ("BertModel", {}, "it does not generate text"),
-        ("MarianMTModel", {"is_encoder_decoder": True}, "each encoder-decoder needs a class"),
+        (
+            "Speech2TextForConditionalGeneration",
+            {"is_encoder_decoder": True},
+            "AutoModelForSeq2Seq",
+        ),
+        ("T5Gemma2ForConditionalGeneration", {"is_encoder_decoder": True}, "reads image beside"),
+        ("KyutaiSpeechToTextForConditionalGeneration", {"codec_config": {"a": 1}}, "codec_config"),
+        ("GraniteSpeechForConditionalGeneration", {"has_lora_adapter": True}, "LoRA"),
+        ("MusicFlamingoForConditionalGeneration", {}, "audio depends on the prompt"),
+        ("VibeVoiceAsrForConditionalGeneration", {}, "it adds noise"),
         ("GitForCausalLM", {"vision_config": {"depth": 1}}, "it has vision_config, but no"),
         ("MolmoForCausalLM", {}, "and transformers .* has none either"),
     ],

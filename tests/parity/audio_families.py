@@ -89,12 +89,14 @@ def expect(model: Any, inputs: dict[str, Any]) -> tuple[int, ...]:
     return tuple(tokens if dtype == torch.float64 else tokens[: next(close, MAX_TOKENS)])
 
 
-def finish(model: Any, folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+def finish(
+    model: Any, folder: Path, dtype: torch.dtype = torch.float64, tower: str = "audio_tower"
+) -> Any:
     """Weights drawn wide, those that hear wider still, written to the folder; returns the model."""
     draw_weights(model)
     # Where the tower hangs depends on the family and on the version of transformers.
-    (tower,) = (each for name, each in model.named_modules() if name.endswith("audio_tower"))
-    draw_weights(tower, seed=1, std=0.4)
+    (hears,) = (each for name, each in model.named_modules() if name.endswith(tower))
+    draw_weights(hears, seed=1, std=0.4)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model = model.to(dtype).eval().requires_grad_(False)

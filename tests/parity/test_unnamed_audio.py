@@ -1,0 +1,38 @@
+"""Models that hear and that no class here names: their tokens equal those of `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from aioengine import AsyncEngine, SamplingParams
+from tests.parity.audio_families import cases
+from tests.parity.families import MAX_TOKENS
+from tests.parity.unnamed_audio import UNNAMED
+
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+async def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
+    family = UNNAMED[name]
+    found = cases(family, *family.save(tmp_path))
+    assert len({case.expected for case in found}) == len(found)  # else they would prove nothing
+    sizes = {"device": "cpu", "block_size": 4, "kv_cache_bytes": 8 << 20, "max_model_len": 1024}
+    for budget in (1024, 5):
+        async with AsyncEngine.from_pretrained(
+            tmp_path, **sizes, max_num_batched_tokens=budget
+        ) as engine:
+            assert engine.statistics().model_impl == "transformers"
+            output = await engine.generate(found[0].text, PARAMS, **found[0].media)
+            found[0].check(output.token_ids)
+            await engine.reset_caches()
+            for _ in range(2):  # the second time with prefix and encoder caches warm
+                outputs = await asyncio.gather(
+                    *(engine.generate(case.text, PARAMS, **case.media) for case in found)
+                )
+                for case, output in zip(found, outputs, strict=True):
+                    case.check(output.token_ids)
+            assert engine.statistics().prefix_hit_tokens > 0
