@@ -87,7 +87,7 @@ class TextToText(EncoderDecoderModel):
 
     def layers(self) -> tuple[LayerSpec, ...]:
         decoder: Any = self.decoder()
-        obstacle = _find_obstacle(self.hf_config, decoder)
+        obstacle = _find_obstacle(self.model, decoder)
         if obstacle is not None:
             raise _refused(self.model, obstacle)
         specs = super().layers()
@@ -148,9 +148,9 @@ class TextToText(EncoderDecoderModel):
         return logits if bias is None else logits + bias.to(logits.dtype)
 
 
-def _find_obstacle(hf_config: Any, decoder: Any) -> str | None:
-    """Describe what keeps a decoder from being run in steps, in words; None if nothing known."""
-    if getattr(hf_config, "attention_type", None) == "block_sparse":
+def _find_obstacle(model: Any, decoder: Any) -> str | None:
+    """Describe what keeps a model from being run in batches, in words; None if nothing known."""
+    if getattr(model.config, "attention_type", None) == "block_sparse":
         return (
             "block-sparse attention of its encoder reads random blocks, and a short prompt turns "
             "it off for all later ones; set attention_type to 'original_full' in config.json"
@@ -159,7 +159,7 @@ def _find_obstacle(hf_config: Any, decoder: Any) -> str | None:
         return "its decoder does not tell its embeddings"
     if decoder.get_output_embeddings() is not None:
         return "its decoder is a whole model with a head of its own"
-    for name, module in decoder.named_modules():
+    for name, module in model.named_modules():
         if hasattr(module, "expert_capacity"):
             return (
                 f"{name} ({type(module).__name__}) drops tokens beyond its expert_capacity, so "
@@ -227,6 +227,6 @@ def bias_by_distance(attention: Any) -> Tensor:
     seen = 2 * most
     row = attention.compute_bias(1, seen + 1, past_seen_tokens=seen)
     by_distance: Tensor = row[0, :, 0].flip(-1)
-    if not (by_distance[:, most:] == by_distance[:, most:-1].amax(-1, keepdim=True)).all():
+    if not (by_distance[:, most:] == by_distance[:, most : most + 1]).all():
         raise ModelLoadError("the relative attention buckets do not end at their max_distance")
     return by_distance[:, : most + 1].contiguous()

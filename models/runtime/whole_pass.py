@@ -112,7 +112,9 @@ def find_logit_scale(module: Any, decoder: Any, config: Any, others: Sequence[fl
     weight = module.get_input_embeddings().weight
     hidden = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
-    names = ["input_ids", *(["decoder_input_ids"] if config.is_encoder_decoder else [])]
+    names = ["input_ids"]
+    if getattr(config, "is_encoder_decoder", False):
+        names.append("decoder_input_ids")
     forward = decoder.forward
 
     def give_hidden(*args: Any, **kwargs: Any) -> Any:

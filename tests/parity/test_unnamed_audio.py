@@ -6,9 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from aioengine import AsyncEngine, SamplingParams
-from tests.parity.audio_families import cases
+from aioengine.engine.loader import Loaded
+from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
+from tests.parity.audio_families import RATE, cases, sound
 from tests.parity.families import MAX_TOKENS
 from tests.parity.unnamed_audio import UNNAMED
 
@@ -36,3 +39,21 @@ async def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
                 for case, output in zip(found, outputs, strict=True):
                     case.check(output.token_ids)
             assert engine.statistics().prefix_hit_tokens > 0
+            check_encoder_batches(engine._core.loaded, family.window_s)
+
+
+@torch.inference_mode()
+def check_encoder_batches(loaded: Loaded, window_s: float) -> None:
+    """Assert that what else is heard at the same time changes nothing."""
+    parts = (0.3, 0.9, 0.9, 1.0, 1.0, 2.2)
+    clips = [AudioClip(sound(n, window_s * part), RATE) for n, part in enumerate(parts)]
+    items = [
+        loaded.loop_processor.process(
+            MultiModalDataItems({"audio": AudioProcessorItems([clip])}), {}
+        )["audio"][0]
+        for clip in clips
+    ]
+    model = loaded.runner.model
+    for item, rows in zip(items, model.encode("audio", items), strict=True):
+        (alone,) = model.encode("audio", [item])
+        torch.testing.assert_close(rows, alone, rtol=1e-12, atol=1e-12)

@@ -13,6 +13,7 @@ from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
 from aioengine.models.encdec import text
 from aioengine.models.runtime.registry import choose
+from aioengine.models.runtime.transformers_model import TransformersModel
 from tests.parity.test_encdec import (
     DECODERS,
     PARAMS,
@@ -25,6 +26,8 @@ from tests.parity.test_encdec import (
     save,
 )
 from tests.parity.unnamed_encdec import REFUSED, UNNAMED
+
+DRAW = torch.Generator().manual_seed(5)
 
 
 def save_unnamed(name: str, folder: Path) -> Saved:
@@ -56,6 +59,16 @@ async def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
             await check_all(engine, saved)
             await check_all(engine, saved)  # with prefix, encoder and cross-attention caches warm
             assert engine.statistics().prefix_hit_tokens > 0
+            check_encoder_batches(engine._core.loaded.runner.model)
+
+
+@torch.inference_mode()
+def check_encoder_batches(model: TransformersModel) -> None:
+    """Assert that what else an encoder reads at the same time changes nothing."""
+    items = [{"input_ids": torch.randint(3, 300, (29,), generator=DRAW)} for _ in range(3)]
+    for item, rows in zip(items, model.encode("text", items), strict=True):
+        (alone,) = model.encode("text", [item])
+        torch.testing.assert_close(rows, alone, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
