@@ -334,8 +334,8 @@ def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
 def _suppressed(model: TransformersModel, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
     """Tokens that the generation config never lets come: by themselves, or as words of one."""
     words = getattr(model.model.generation_config, "bad_words_ids", None) or ()
-    alone = {word[0] for word in words if len(word) == 1} - eos_token_ids
-    return tuple(sorted({*_token_ids(model, "suppress_tokens"), *alone}))
+    alone = {word[0] for word in words if len(word) == 1 and 0 <= word[0] < model.vocab_size}
+    return tuple(sorted({*_token_ids(model, "suppress_tokens"), *(alone - eos_token_ids)}))
 
 
 def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:
