@@ -62,7 +62,8 @@ class Watch:
 
     def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden, _ = named_arguments(type(module).forward, args, kwargs)
-        self._widths[name] = hidden.shape[-1]
+        is_rows = isinstance(hidden, Tensor) and hidden.dim() == 3
+        self._widths[name] = hidden.shape[-1] if is_rows else 0
 
     def find_states(self, attends: Sequence[str]) -> tuple[StateSpec, ...]:
         """Find what modules keep of a request that have been called meanwhile, hold no other that
@@ -92,6 +93,8 @@ def _parts_of(decoder: nn.Module, name: str, width: int) -> tuple[StatePart, ...
     module = decoder.get_submodule(name)
     own = next(iter(module.parameters())).dtype
     try:
+        if not width:
+            raise TypeError("it is not called with hidden states")
         found = _noted(module.to(_DTYPE), width)
     except Exception as error:  # a model's own code may raise anything here
         raise ModelLoadError(

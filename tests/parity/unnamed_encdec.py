@@ -123,7 +123,7 @@ REFUSED: Mapping[str, tuple[Callable[[], Any], str]] = {
     ),
     "ProphetNetForConditionalGeneration": (
         lambda: hf.ProphetNetConfig(hidden_size=48, num_encoder_layers=2, num_decoder_layers=2),
-        "ProphetNetDecoder keeps state",
+        "ProphetNetDecoder keeps a state",
     ),
     "Speech2TextForConditionalGeneration": (
         lambda: hf.Speech2TextConfig(d_model=48), "not have it among the encoder-decoders from text"
