@@ -71,7 +71,7 @@ def find_decode_steps(
     `pages`: of each layer, as they are bound to the model, free as yet; `last` [max_num_seqs]
     int64: the tokens of the step before.
     """
-    if type(backend) is not CpuBackend or model.device.type != "cpu":
+    if type(backend) is not CpuBackend or model.device.type != "cpu" or model.states:
         return None
     if not hasattr(os, "eventfd"):  # by which a queue tells of steps: Linux has it alone
         return None

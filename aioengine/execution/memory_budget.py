@@ -118,6 +118,8 @@ def resolve_limits(
                 else f"but {kv_bytes} are left: {budget} may be taken, of which the largest step "
                 f"needs {needed} and the encoder cache {encoder_bytes}"
             )
+            if live_bytes and config.kv_cache_bytes is None:
+                found += f", and the states of {draft.num_states} requests {live_bytes}"
             memory = sizes.num_blocks(0, config.block_size) * page_bytes
             inside = f", {memory} of them for what its encoder reads" if memory else ""
             raise ModelLoadError(
