@@ -31,9 +31,9 @@ class GenericModel(TransformersModel):
         """Layers after the last one whose hidden states are features (`vision_feature_layer`)."""
         config = self.hf_config
         chosen = getattr(config, "vision_feature_layer", None)
-        if chosen is None or config.vision_config.model_type not in _TOWERS:
+        tower = getattr(self.model.model, "vision_tower", None)
+        if chosen is None or tower is None or config.vision_config.model_type not in _TOWERS:
             return ()
-        tower = self.model.model.vision_tower
         layers = next(each for each in tower.modules() if isinstance(each, nn.ModuleList))
         # Hidden state 0 is what goes into the first layer.
         states = len(layers) + 1

@@ -50,8 +50,10 @@ class MRopeModel(GenericModel):
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, int] | None:
         """See the base class. Raises InvalidRequestError for rows that came without their grid."""
+        if not hasattr(self.model.model, "get_rope_index"):
+            return None
         length = len(token_ids)
         if not items:
             return torch.arange(length).expand(3, -1), 0
@@ -69,8 +71,11 @@ class MRopeModel(GenericModel):
     def encoder_arguments(self, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Grids, and what follows from them alone, by transformers' own functions on the host.
 
-        The encoder would read them back from the device, some of them in every layer.
+        The encoder would read them back from the device, some of them in every layer. One that
+        does not merge patches itself asks for other things, and is given the grids alone.
         """
+        if not hasattr(self._encoder(), "spatial_merge_size"):
+            return {}
         for modality in ("image", "video"):
             name = f"{modality}_grid_thw"
             grid = kwargs.get(name)
@@ -86,11 +91,10 @@ class MRopeModel(GenericModel):
         made = partial(_layout_of, self._encoder(), self.device)
         return lru_cache(maxsize=_NUM_KNOWN_GRIDS)(made)
 
-    def _encoder(self) -> nn.Module:
-        # Some classes have it on the inner model only.
+    def _encoder(self) -> nn.Module | None:
+        # Some classes have it on the inner model only, some call it otherwise.
         owner = self.model if hasattr(self.model, "visual") else self.model.model
-        encoder: nn.Module = owner.visual
-        return encoder
+        return getattr(owner, "visual", None)
 
     def _check_apart(self, items: Sequence[PromptMedia]) -> None:
         for one, other in pairwise(items):

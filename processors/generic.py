@@ -46,6 +46,9 @@ from aioengine.processors.prompt.updates import (
 
 __all__ = ["GenericDummyInputsBuilder", "GenericMultiModalProcessor", "GenericProcessingInfo"]
 
+_BY_TOKEN = {"input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids"}
+"""What HF processors make for each token and models here know by themselves, or need not."""
+
 
 class GenericMultiModalProcessor(BaseMultiModalProcessor):
     """Each placeholder becomes what the HF processor says for its item.
@@ -251,6 +254,17 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
             raise ModelLoadError(
                 f"{name} failed on a small {modality}: {type(cause).__name__}"
             ) from cause
+        ids = np.asarray(outputs["input_ids"])
+        others = [
+            each
+            for each in outputs.keys() - item.keys() - _BY_TOKEN
+            if np.shape(outputs[each]) == ids.shape
+        ]
+        if others:
+            raise ModelLoadError(
+                f"{name} gives the model {' and '.join(sorted(others))} for each token of a prompt "
+                "beside its id, which the engine does not hand on. Run this model with transformers"
+            )
         notes["unused", modality] = {
             each for each in item.keys() - outputs.keys() if item.keep_on_cpu(each)
         }

@@ -119,8 +119,10 @@ class GenericProcessingInfo(BaseProcessingInfo):
         }
 
     def get_placeholder(self, modality: str) -> str:
-        """Return what stands in a prompt for one item."""
-        return str(getattr(self.get_hf_processor(), f"{modality}_token"))
+        """Return what stands in a prompt for one item; some name it apart from its rows' token."""
+        processor = self.get_hf_processor()
+        own = getattr(processor, f"{modality}_placeholder_token", None)
+        return own if isinstance(own, str) else str(getattr(processor, f"{modality}_token"))
 
     def get_part(self, modality: str) -> Any:
         """The HF image processor, video processor or feature extractor."""

@@ -29,6 +29,7 @@ __all__ = [
 # The keyword that carries a modality's samples, and transformers' method that encodes them.
 _SAMPLES = {
     "pixel_values": "get_image_features",
+    "pixel_values_images": "get_image_features",
     "pixel_values_videos": "get_video_features",
     "input_features": "get_audio_features",
 }

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import Parameter, signature
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioengine.errors import ModelLoadError
@@ -175,11 +176,15 @@ def find_class(hf_config: Any) -> Any:
 def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     """The class for all whose config and transformers' class are like this one's."""
     hf_class = find_class(hf_config)
-    encoders = {
-        name: getattr(hf_class, f"get_{name}_features", None)
-        for name in ("image", "video", "audio")
-    }
-    encoders = {name: method for name, method in encoders.items() if method is not None}
+    siblings = vars(sys.modules[hf_class.__module__]).values()
+    parts = [each for each in siblings if isinstance(each, type)]
+    # Some classes leave encoding to the inner model, which has the same config.
+    same = [each for each in parts if _config_class(each) is _config_class(hf_class)]
+    encoders: dict[str, Any] = {}
+    for name, each in product(("image", "video", "audio"), (hf_class, *same)):
+        method = getattr(each, f"get_{name}_features", None)
+        if method is not None:
+            encoders.setdefault(name, method)
     obstacle = _find_obstacle(hf_config, hf_class, encoders)
     if obstacle is not None:
         raise _refused(hf_class, obstacle)
@@ -190,8 +195,7 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     vision = getattr(hf_config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
         return _imported("mrope.DeepStackModel")
-    siblings = vars(sys.modules[hf_class.__module__]).values()
-    if any(isinstance(each, type) and hasattr(each, "get_rope_index") for each in siblings):
+    if any(hasattr(each, "get_rope_index") for each in parts):
         return _imported("mrope.MRopeModel")
     return _imported("generic.GenericModel")
 
@@ -226,6 +230,10 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
     if encoders and getattr(signature(hf_class.forward).parameters.get("sample"), "default", None):
         return "it adds noise to what it makes of media (sample=True)"
     return None
+
+
+def _config_class(part: type[Any]) -> Any:
+    return getattr(part, "config_class", None)
 
 
 def _imported(place: str) -> type[TransformersModel]:

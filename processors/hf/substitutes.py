@@ -31,7 +31,8 @@ def load_processor(source: str, hf_config: Any, options: Mapping[str, Any], **kw
 
     try:
         return AutoProcessor.from_pretrained(source, **options, **kwargs)
-    except (ImportError, ValueError):  # where settings name no class, the latter
+    # Where settings name no class, it is a ValueError, or transformers asks itself without end.
+    except (ImportError, ValueError, RecursionError):
         if is_torchvision_available():
             raise
         found = _class_without_torchvision(source, hf_config, options)
