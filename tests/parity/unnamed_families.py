@@ -6,6 +6,7 @@ Rows as those of `families.FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ import transformers as hf
 
 from tests.parity import families
 from tests.parity.families import Family, id_of, vocabulary
+from tests.parity.sweep import make
+from tests.parity.sweep_processors import fit_counts
 from tests.processors import hf_processors
+from tests.support.tiny import draw_weights
 
 __all__ = ["UNNAMED"]
 
@@ -91,6 +95,24 @@ def qwen3_vl_moe(tokenizer: Any) -> Any:
     return hf.Qwen3VLMoeForConditionalGeneration(config)
 
 
+@cache
+def _made(architecture: str) -> tuple[Any, Any]:
+    model, processor, _ = make(architecture)
+    draw_weights(model)
+    fit_counts(model, processor)
+    return model, processor
+
+
+def by_rule(architecture: str, place: str) -> Family:
+    """A row that the sweep's rules make."""
+    return Family(
+        processor=lambda: _made(architecture)[1],
+        model=lambda _: _made(architecture)[0],
+        place=place,
+        sizes=((80, 60), (60, 120), (112, 112)),
+    )
+
+
 UNNAMED: Mapping[str, Family] = {
     "aya-vision": Family(processor=aya_vision_processor, model=aya_vision, place="<image>"),
     "glm-4.6v": Family(
@@ -98,6 +120,12 @@ UNNAMED: Mapping[str, Family] = {
         place="<|begin_of_image|><|image|><|end_of_image|>",
         sizes=((60, 60), (56, 112), (120, 60)),
     ),
+    "janus": by_rule("JanusForConditionalGeneration", "<|image|>"),
+    "lighton-ocr": by_rule("LightOnOcrForConditionalGeneration", "<|image|>"),
+    "paddleocr-vl": by_rule(
+        "PaddleOCRVLForConditionalGeneration", "<|IMAGE_START|><|image|><|IMAGE_END|>"
+    ),
+    "video-llama3": by_rule("VideoLlama3ForConditionalGeneration", "<|image|>"),
     "qwen3-vl-moe": Family(
         processor=families.qwen3_vl_processor, model=qwen3_vl_moe,
         place="<|vision_start|><|image_pad|><|vision_end|>",

@@ -1,0 +1,203 @@
+"""Tiny configs of any class, by rule: its own settings, but for sizes.
+
+A config and its parts are walked, and numbers are made small by what they are called. What no rule
+gets right is in `OVERRIDES`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+__all__ = ["NUM_LAYERS", "WIDTH", "shrink"]
+
+WIDTH, NUM_LAYERS = 64, 3
+SIDE_IN_PATCHES = 4
+HEADS, HEAD_DIM = 4, 16
+Size = int | Callable[[Any], Any]
+
+RULES: tuple[tuple[str, Size], ...] = tuple(
+    (rf"(?:{pattern})\Z", size)
+    for pattern, size in (
+        (r"(.*_)?(vocab_size|vocab_size_per_layer_input)", lambda old: old),  # by its owner
+        (
+            r"head_dim|v_head_dim|attention_head_dim|head_width|key_length|d_kv|.*_head_dim",
+            HEAD_DIM,
+        ),
+        (r"qk_rope_head_dim|qk_nope_head_dim|rotary_dim|index_head_dim|global_head_dim", HEAD_DIM),
+        (r"(kv|o)_lora_rank|lora_rank", 16),
+        (r"q_lora_rank|index_topk", 32),
+        (r"moe.*intermediate_size|.*expert.*intermediate_size|expert_ffn.*|moe_ffn.*", 32),
+        (r"(.*_)?(intermediate_size|ffn_dim|d_ff|ffn_hidden_size|n_inner|inner_dim|mlp_dim)", 96),
+        (r"num_shared_experts|n_shared_experts|moe_num_shared_experts|n_group|topk_group", 1),
+        (
+            r"(.*_)?(experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|router_top_k|index_n_heads)",
+            2,
+        ),
+        (r"(.*_)?(num_experts|n_routed_experts|num_local_experts|moe_num_experts)", 4),
+        (r"num_zero_experts|zero_expert_num|first_k_dense_replace", 1),
+        (r"hidden_size_per_layer_input", 16),
+        (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|word_embed_proj_dim)", WIDTH),
+        (
+            r"(.*_)?(projection_dim|projector_hidden_size|hidden_dim|output_dim|embedding_dim)",
+            WIDTH,
+        ),
+        (r"(.*_)?(mm_hidden_size|width|embd_dim|merger_hidden_size|feature_size|n_embed)", WIDTH),
+        (r"mlp_ratio", lambda old: type(old)(2)),
+        (
+            r"(.*_)?(num_(hidden_)?layers|n_layers?|depth|num_blocks|(en|de)coder_layers)",
+            NUM_LAYERS,
+        ),
+        (r"(.*_)?(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num)", HEADS // 2),
+        (r"(.*_)?(attention_heads|num_heads|n_heads?|num_attn_heads)", HEADS),
+        (r"sliding_window|local_window|attention_chunk_size|local_attention", 6),
+        (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length", 2048),
+        (r"base_channels|output_channels|vision_output_channels", 32),
+        (r"num_embeddings|codebook_size", 12),
+        (r"channel_multiplier", lambda _: [1, 1]),
+        (r"(full_?att.*|deepstack_.*|.*_block_indexes|global_attn_indexes)", lambda _: [0, 1]),
+        (r"num_query_tokens|query_length|num_queries|num_latents|resampler_n_latents", 4),
+        (r"pad_token_id", 0),
+        (r"bos_token_id|decoder_start_token_id", 1),
+        (r"eos_token_id", 2),
+        (r"tie_word_embeddings", lambda _: False),
+        (r"dtype", lambda _: None),
+    )
+)
+"""Names of settings, the first that fits -> what they become."""
+
+# By architecture: path in the config -> value; what is not there is added.
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "CohereCompassForConditionalGeneration": {
+        "text_config.rope_parameters": {
+            "full_attention": {
+                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2],
+            }
+        },
+    },
+    "DeepseekOcr2ForConditionalGeneration": {
+        "vision_config.sam_config.downsample_channels": [32, WIDTH],
+        "text_config.mlp_layer_types": ["dense", "sparse", "sparse"],
+        "text_config.num_experts_per_tok": 2,
+    },
+    "Granite4VisionForConditionalGeneration": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [1],
+    },
+    "HunYuanVLForConditionalGeneration": {"text_config.head_dim": HEAD_DIM},
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        # Height and width are interleaved, time comes last.
+        "text_config.rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e5, "mrope_section": [3, 3, 2],
+        },
+    },
+    "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
+    "GotOcr2ForConditionalGeneration": {
+        # Its processor always writes 256 tokens.
+        "vision_config.image_size": 128, "vision_config.patch_size": 2,
+        "vision_config.global_attn_indexes": [], "vision_config.window_size": 8,
+    },
+}  # fmt: skip
+
+
+def shrink(model_class: Any, config: Any, vocab_size: int, ids: Mapping[str, int]) -> Any:
+    """The same config with small sizes. `ids`: of special tokens, by setting."""
+    special = dict(OVERRIDES.get(model_class.__name__, {}))
+    text = config.get_text_config()
+    path = next((f"{n}." for n, v in vars(config).items() if v is text), "")
+    rope = getattr(text, "rope_parameters", None)
+    names = (each.__module__ for each in (type(text), model_class))
+    modules = [import_module(name.replace(".configuration_", ".modeling_")) for name in names]
+    if rope and any("mrope_section" in inspect.getsource(each) for each in modules):
+        # A checkpoint says them, the class's own settings often do not.
+        special.setdefault(f"{path}rope_parameters", {**_rope({"mrope_section": [1] * 3, **rope})})
+    found = _shrunk(config, vocab_size, ids, special, "")
+    assert isinstance(found, PreTrainedConfig)
+    return found
+
+
+def _shrunk(
+    config: Any, vocab_size: int, ids: Mapping[str, int], special: Mapping[str, Any], path: str
+) -> Any:
+    settings = {n: v for n, v in vars(config).items() if not n.startswith("_")}
+    num_layers = next(
+        (settings[n] for n in ("num_hidden_layers", "num_layers", "n_layer") if n in settings), None
+    )
+    found: dict[str, Any] = {}
+    for name, old in settings.items():
+        here = f"{path}{name}"
+        if here in special:
+            found[name] = special[here]
+        elif isinstance(old, PreTrainedConfig):
+            found[name] = _shrunk(old, vocab_size, ids, special, f"{here}.")
+        elif old is not None or name in ids:
+            found[name] = _size(name, old, vocab_size, ids, num_layers)
+    found |= {
+        name.removeprefix(path): value
+        for name, value in special.items()
+        if name.startswith(path) and "." not in name.removeprefix(path)
+    }
+    _fit_parts(found, {n for n in settings if f"{path}{n}" in special})
+    known = {n: v for n, v in found.items() if v is not None or settings.get(n) is not None}
+    known.pop("transformers_version", None)
+    return type(config)(**known)
+
+
+def _size(
+    name: str, old: Any, vocab_size: int, ids: Mapping[str, int], num_layers: int | None
+) -> Any:
+    """What one setting becomes."""
+    if name in ids:
+        return ids[name]
+    if name == "vocab_size" and isinstance(old, int):
+        return vocab_size
+    if isinstance(old, list | tuple) and len(old) == num_layers and len(old) > NUM_LAYERS:
+        kinds = [*dict.fromkeys(old)]
+        return kinds[:NUM_LAYERS] if len(kinds) >= NUM_LAYERS else (kinds * NUM_LAYERS)[:NUM_LAYERS]
+    if name == "patch_size" and isinstance(old, int):
+        return min(old, 16)
+    if name == "image_size":
+        return old  # by its patches
+    if isinstance(old, Mapping) and "rope" in name:
+        return _rope(old)
+    for pattern, size in RULES:
+        if not re.match(pattern, name):
+            continue
+        if not isinstance(size, int):
+            return size(old)
+        if isinstance(old, list | tuple) and all(type(each) is int for each in old):
+            return [min(each, size) for each in old]
+        if isinstance(old, int) and not isinstance(old, bool):
+            return size if name.endswith("_id") else min(old, size)
+        return size if name.endswith("_id") else old
+    return old
+
+
+def _rope(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a head's positions that are as long as a small head is."""
+    if any(isinstance(each, Mapping) for each in old.values()):
+        return {n: _rope(v) if isinstance(v, Mapping) else v for n, v in old.items()}
+    found = dict(old)
+    if "mrope_section" in found:
+        half = int(HEAD_DIM // 2 * found.get("partial_rotary_factor", 1.0))
+        count = len(found["mrope_section"])
+        rest = half // count if count > 1 else 0
+        found["mrope_section"] = [half - rest * (count - 1), *[rest] * (count - 1)]
+    return found
+
+
+def _fit_parts(found: dict[str, Any], fixed: set[str]) -> None:
+    """Make settings of one config agree: image by patch, key heads by heads."""
+    patch, image = found.get("patch_size"), found.get("image_size")
+    if isinstance(patch, list | tuple):
+        patch = patch[0]
+    if isinstance(patch, int) and image is not None and "image_size" not in fixed:
+        side = patch * SIDE_IN_PATCHES
+        found["image_size"] = [side, side] if isinstance(image, list | tuple) else side
+    if "kv_lora_rank" in found and "num_key_value_heads" in found:
+        found["num_key_value_heads"] = found.get("num_attention_heads", HEADS)

@@ -1,0 +1,229 @@
+"""Prompts, weights and folders of the sweep's tiny models; what rules do not get right."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.parity.families import CLOSE_CALL, FAMILIES, MAX_TOKENS, Family, pixtral_processor
+from tests.support.tiny import draw_weights, tiny_image
+
+__all__ = [
+    "OPTIONS",
+    "OWN_TESTS",
+    "RECIPES",
+    "Prompt",
+    "Unproven",
+    "answer",
+    "draw",
+    "media_of",
+    "prompts_of",
+    "save_folder",
+]
+
+TEXTS: Mapping[str, Sequence[str]] = {
+    "text": ("tell a story", "What is in it? There is", "a", "tell a story about colours"),
+    "media": (
+        "USER: *\nWhat is it? ASSISTANT:", "USER: *\nWhat is it? ASSISTANT:",
+        "USER: *\nWhat is it? ASSISTANT:", "*:", "First * then * now", "no picture, tell a story",
+    ),
+}  # fmt: skip
+GLM = "<|begin_of_image|><|image|><|end_of_image|>"
+QWEN = "<|vision_start|><|image|><|vision_end|>"
+SIZES = ((80, 60), (60, 120), (112, 112))
+
+# By architecture. "place": what stands for an item; "tokens": of the tokenizer, by attribute;
+# "words": token of each `*_token_id` in the config; "images", "processor": arguments of their
+# classes; "config": of the config's class.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "GotOcr2ForConditionalGeneration": {
+        "images": {"size": {"height": 128, "width": 128}, "patch_size": 2}
+    },
+    "Granite4VisionForConditionalGeneration": {"processor": {"downsample_rate": "1/2"}},
+    "AyaVisionForConditionalGeneration": {"processor": {"downsample_factor": 2}},
+    "Ovis2ForConditionalGeneration": {
+        "words": {
+            "visual_indicator_token_ids": [
+                "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"
+            ]
+        }
+    },
+    "Glm4vForConditionalGeneration": {"place": GLM},
+    "Glm46VForConditionalGeneration": {"place": GLM},
+    "Glm4vMoeForConditionalGeneration": {
+        "place": GLM, "image_processor": "glm4v",
+    },
+    "Qwen2_5_VLForConditionalGeneration": {"place": QWEN},
+    "Qwen2VLForConditionalGeneration": {"place": QWEN},
+    "Qwen3VLForConditionalGeneration": {"place": QWEN},
+    "MistralLarge4ForConditionalGeneration": {"make": lambda: pixtral_processor(2)},
+    "Mistral4ForCausalLM": {"make": lambda: pixtral_processor(2)},
+    "Qwen3VLMoeForConditionalGeneration": {"place": QWEN, "image_processor": "qwen2_vl"},
+    "GlmOcrForConditionalGeneration": {
+        "place": GLM, "model_type": "glm46v", "image_processor": "glm46v",
+    },
+}  # fmt: skip
+
+RECIPES: Mapping[str, Family] = {
+    "AriaForConditionalGeneration": FAMILIES["aria"],
+    "Blip2ForConditionalGeneration": FAMILIES["blip2"],
+    "ChameleonForConditionalGeneration": FAMILIES["chameleon"],
+    "Gemma3ForConditionalGeneration": FAMILIES["gemma3"],
+    "LlavaOnevisionForConditionalGeneration": FAMILIES["llava-onevision"],
+    "Mistral3ForConditionalGeneration": FAMILIES["mistral3"],
+    "PaliGemmaForConditionalGeneration": FAMILIES["paligemma"],
+}
+"""Tiny models of other tests, where rules make none."""
+OWN_TESTS: Mapping[str, str] = {
+    "Florence2ForConditionalGeneration": "test_florence2",
+    "FuyuForCausalLM": "test_fuyu",
+    "Gemma3nForConditionalGeneration": "test_gemma_n4",
+    "Gemma4ForConditionalGeneration": "test_gemma_n4",
+    "Molmo2ForConditionalGeneration": "test_molmo2",
+    "MoonshineForConditionalGeneration": "test_listeners",
+    "Qwen2AudioForConditionalGeneration": "test_audio_families",
+    "Qwen2_5OmniForConditionalGeneration": "test_omni",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "test_omni",
+    "SmolVLMForConditionalGeneration": "test_smolvlm",
+    "VoxtralForConditionalGeneration": "test_audio_families",
+    "WhisperForConditionalGeneration": "test_listeners",
+}
+"""Architectures that the sweep leaves to a test of their own."""
+
+
+class Unproven(Exception):
+    """Equal tokens would say nothing."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, what stands in it, and transformers' tokens."""
+
+    text: str
+    media: Mapping[str, Any] = field(default_factory=dict)
+    expected: tuple[int, ...] = ()
+
+
+def media_of(config: Any, processor_class: Any) -> str:
+    """The kind of medium that a model is tried with."""
+    takes_images = any(getattr(config, name, None) for name in ("vision_config", "vq_config"))
+    if processor_class is None:
+        if takes_images or getattr(config, "audio_config", None):
+            raise LookupError(f"transformers names no processor for {config.model_type}")
+        return "text"
+    if takes_images:
+        return "image"
+    if getattr(config, "audio_config", None) or getattr(config, "encoder_config", None):
+        return "audio"
+    source = processor_class.__init__.__code__.co_varnames
+    return "image" if "image_processor" in source else "audio"
+
+
+def draw(model: Any, spread: float) -> None:
+    """Weights anew, in the widest dtype that runs: experts' grouped matmul has no float64."""
+    draw_weights(model, std=spread)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    model.to(torch.float32 if has_experts else torch.float64).eval().requires_grad_(False)
+
+
+def save_folder(model: Any, processor: Any, folder: Path) -> None:
+    """Write the folder as a user would have it."""
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer.save_pretrained(folder)
+    if tokenizer is processor:
+        return
+    for name in ("image_processor", "feature_extractor"):
+        part = getattr(processor, name, None)
+        if part is not None:
+            part.save_pretrained(folder)
+    settings = {
+        name: value
+        for name, value in processor.to_dict().items()
+        if isinstance(value, str | int | bool | float | dict)
+        and name not in ("image_processor", "video_processor", "feature_extractor")
+    }
+    settings["processor_class"] = next(
+        each.__name__
+        for each in type(processor).__mro__
+        if each.__module__.startswith(("transformers.", "aioengine."))
+    )
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+
+
+def prompts_of(processor: Any, architecture: str, medium: str) -> list[Prompt]:
+    """Texts with their media."""
+    if medium == "text":
+        return [Prompt(text) for text in TEXTS["text"]]
+    family, options = RECIPES.get(architecture), OPTIONS.get(architecture, {})
+    sizes, texts = (family.sizes, family.texts) if family else (SIZES, TEXTS["media"])
+    named = (options.get("place"), family and family.place)
+    found_in = (getattr(processor, f"{medium}_{n}", None) for n in ("placeholder_token", "token"))
+    place = next((each for each in (*named, *found_in) if each is not None), "")
+    if medium == "image":
+        items: list[Any] = [tiny_image(i).resize(size) for i, size in enumerate(sizes)]
+    else:
+        generator = np.random.default_rng(0)
+        items = [generator.standard_normal(n).astype(np.float32) for n in (16000, 12000, 9000)]
+    name = {"image": "images", "audio": "audios"}[medium]
+    first = cycle(items)
+    found = []
+    for text in texts:
+        chosen = tuple(next(first) for _ in range(text.count("*")))
+        media = {name: chosen} if chosen else {}
+        found.append(Prompt(text.replace("*", place), media))
+    return found
+
+
+def answer(
+    model: Any, processor: Any, prompts: Sequence[Prompt], architecture: str
+) -> list[Prompt]:
+    """The prompts that transformers answers, with its greedy tokens. Raises where that are few."""
+    found, errors = [], []
+    for prompt in prompts:
+        try:
+            found.append(replace(prompt, expected=_generate(model, processor, prompt)))
+        except Exception as error:  # one that takes one image in a prompt, or none without
+            errors.append(error)
+    if len(found) < 3:
+        raise errors[0]
+    return found
+
+
+@torch.inference_mode()
+def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
+    media = {{"audios": "audio"}.get(n, n): list(v) for n, v in prompt.media.items()}
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters and media:
+        media["return_mm_token_type_ids"] = True
+    inputs = processor(text=prompt.text, **media, return_tensors="pt")
+    names = [*inputs] if hasattr(processor, "tokenizer") else ["input_ids", "attention_mask"]
+    given = {name: inputs[name] for name in names}
+    given = {
+        name: each.to(model.dtype) if isinstance(each, torch.Tensor) and each.is_floating_point()
+        else each
+        for name, each in given.items()
+    }  # fmt: skip
+    output = model.generate(
+        **given,
+        do_sample=False,
+        max_new_tokens=MAX_TOKENS,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    start = 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
+    tokens = output.sequences[0, start:].tolist()
+    if model.dtype == torch.float64:
+        return tuple(tokens)
+    margins = [float(each[0].topk(2).values.diff().abs()) for each in output.scores]
+    close = (i for i, margin in enumerate(margins) if margin < CLOSE_CALL)
+    return tuple(tokens[: next(close, MAX_TOKENS)])
