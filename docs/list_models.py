@@ -6,8 +6,9 @@ From the registry, and from docs/parity.json, which tests/parity/measure.py writ
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -72,7 +73,10 @@ LFM2, Falcon-H1, Granite's and OLMo's hybrids, Nemotron-H, Bamba, Jamba, Zaya
 Refused are, by name and reason: models without attention layers (Mamba), states of other kinds,
 attention that does not go through transformers' `AttentionInterface`, encoder-decoders without a
 row above that read or give anything but text, experts that drop tokens by what else is in a batch,
-and processors that do not report what media become.
+processors that do not report what media become, and those that say more of each token than its id
+and its kind.
+
+{sweep}
 
 ## Not built
 
@@ -113,6 +117,33 @@ The names are those of vLLM's model guide; what is other here:
 
 Quantized checkpoints: [`quantization.md`](quantization.md).
 """
+SWEEP = Path(__file__).parent / "sweep.jsonl"
+SWEPT = """**Tried** on {made} with transformers {transformers} and torch {torch}, without
+torchvision, timm and torchaudio: every architecture of five of transformers' auto mappings, with a
+tiny random model (`tests/parity/sweep.py`). *Equal*: its greedy tokens are those of `generate`, in
+chunks of 64, 13 and 5, with caches cold and warm, in float64 (float32 where experts run in nothing
+wider). *Unbuilt*: it needs what is not there, or no rule of the script makes it small. An
+architecture may be in several mappings.
+
+{counts}
+Equal without a row above: {equal}.
+
+Refused:
+
+{refused}"""
+VERDICTS = ("equal", "refused", "unbuilt", "differs")
+REASONS = (
+    ("encoder-decoders without a class", "each encoder-decoder"),
+    ("state between calls", "keeps state"),
+    ("tokens that see each other both ways", "both ways|both directions|not causal"),
+    ("attention past the interface", "AttentionInterface|does not route"),
+    ("no encoder under transformers' usual name", "but no get_image_features"),
+    ("processors that do not report what media become", "does not report"),
+    ("more of each token than its id", "for each token of a prompt"),
+    ("arguments that a flattened batch has not", "cannot be run on a flattened batch"),
+    ("by the trial", "a short trial|does not compute|trial"),
+)
+"""Why an architecture is refused, in few words, and by what its error is known."""
 TITLES = ("Images", "Images and videos", "Audio", "Encoder-decoder", "Text")
 NOTES = {
     "Encoder-decoder": "More about prompts of two halves: "
@@ -235,6 +266,36 @@ def lacking() -> str:
     return "\n".join(f"- {what}" for what in (*found, *NEVER_LISTED))
 
 
+def sweep() -> str:
+    """What `tests/parity/sweep.py` found; nothing where it has not run."""
+    if not SWEEP.exists():
+        return ""
+    made, *rows = map(json.loads, SWEEP.read_text().splitlines())
+    counted = Counter((each, row["verdict"]) for row in rows for each in row["mappings"])
+    lines = [f"| mapping | {' | '.join(VERDICTS)} |", "|---" * (len(VERDICTS) + 1) + "|"]
+    for mapping in dict.fromkeys(each for row in rows for each in row["mappings"]):
+        cells = (str(counted[mapping, verdict]) for verdict in VERDICTS)
+        lines.append(f"| {mapping} | {' | '.join(cells)} |")
+    known = known_architectures()
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row["verdict"] == "refused":
+            found = (words for words, form in REASONS if re.search(form, row["reason"]))
+            by_reason[next(found, "other reasons")].append(row["architecture"])
+    equal = [
+        row["architecture"]
+        for row in rows
+        if row["verdict"] == "equal" and row["architecture"] not in known
+    ]
+    counts = "\n".join([*lines, ""])
+    refused = "\n".join(f"- {why}: {_names(names)}" for why, names in sorted(by_reason.items()))
+    return SWEPT.format(**made, counts=counts, equal=_names(equal), refused=refused)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def page() -> str:
     """The whole of docs/models.md."""
     tables: dict[str, list[tuple[str, ...]]] = defaultdict(list)
@@ -246,7 +307,7 @@ def page() -> str:
     for title in TITLES:
         rows = sorted(tables[title], key=lambda cells: cells[0].lower())
         parts.append(f"\n## {title}\n\n{NOTES.get(title, '')}{table(rows)}")
-    return "".join(parts) + TAIL.format(lacking=lacking())
+    return "".join(parts) + TAIL.format(lacking=lacking(), sweep=sweep())
 
 
 def main() -> None:

@@ -120,6 +120,8 @@ def test_an_architecture_that_nobody_named_is_chosen_by_its_kind() -> None:
         ("SmolLM3ForCausalLM", "TextModel"),
         ("AyaVisionForConditionalGeneration", "GenericModel"),
         ("Glm46VForConditionalGeneration", "MRopeModel"),
+        # Its inner model encodes, and has the same config.
+        ("DeepseekVLHybridForConditionalGeneration", "GenericModel"),
     ]:
         choice = choose(config_of(name))
         assert (choice.model_class.__name__, choice.model_impl) == (found, "transformers")

@@ -20,6 +20,14 @@ WIDTH, NUM_LAYERS = 64, 3
 SIDE_IN_PATCHES = 4
 HEADS, HEAD_DIM = 4, 16
 Size = int | Callable[[Any], Any]
+USUAL = {"head_dim": HEAD_DIM, "num_experts_per_tok": 2}
+"""Of what checkpoints say and a class's own settings may not."""
+NOT_SETTINGS = ("transformers_version", "ignore_keys_at_rope_validation")
+
+
+def _first_layers(old: Any) -> Any:
+    return [0, 1] if isinstance(old, list | tuple) else old
+
 
 RULES: tuple[tuple[str, Size], ...] = tuple(
     (rf"(?:{pattern})\Z", size)
@@ -60,7 +68,7 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
         (r"base_channels|output_channels|vision_output_channels", 32),
         (r"num_embeddings|codebook_size", 12),
         (r"channel_multiplier", lambda _: [1, 1]),
-        (r"(full_?att.*|deepstack_.*|.*_block_indexes|global_attn_indexes)", lambda _: [0, 1]),
+        (r"(full_?att.*|deepstack_.*|.*_block_indexes|global_attn_indexes)", _first_layers),
         (r"num_query_tokens|query_length|num_queries|num_latents|resampler_n_latents", 4),
         (r"pad_token_id", 0),
         (r"bos_token_id|decoder_start_token_id", 1),
@@ -89,7 +97,15 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "downsample_rate": "1/2",
         "deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [1],
     },
+    # Of both parts of a head.
+    "Mistral4ForCausalLM": {"head_dim": 2 * HEAD_DIM, "text_config.head_dim": 2 * HEAD_DIM},
     "HunYuanVLForConditionalGeneration": {"text_config.head_dim": HEAD_DIM},
+    "Emu3ForConditionalGeneration": {
+        "vocabulary_map": {
+            "<image>": 4, "<|extra_200|>": 200,
+            **{f"<|visual token {i:06d}|>": 300 + i for i in range(12)},
+        },
+    },
     "Ernie4_5_VLMoeForConditionalGeneration": {
         # Height and width are interleaved, time comes last.
         "text_config.rope_parameters": {
@@ -116,6 +132,8 @@ def shrink(model_class: Any, config: Any, vocab_size: int, ids: Mapping[str, int
     if rope and any("mrope_section" in inspect.getsource(each) for each in modules):
         # A checkpoint says them, the class's own settings often do not.
         special.setdefault(f"{path}rope_parameters", {**_rope({"mrope_section": [1] * 3, **rope})})
+    if getattr(config, "is_encoder_decoder", False):
+        special.setdefault("decoder_start_token_id", 1)
     found = _shrunk(config, vocab_size, ids, special, "")
     assert isinstance(found, PreTrainedConfig)
     return found
@@ -135,6 +153,8 @@ def _shrunk(
             found[name] = special[here]
         elif isinstance(old, PreTrainedConfig):
             found[name] = _shrunk(old, vocab_size, ids, special, f"{here}.")
+        elif old is None and name in USUAL:
+            found[name] = USUAL[name]
         elif old is not None or name in ids:
             found[name] = _size(name, old, vocab_size, ids, num_layers)
     found |= {
@@ -144,8 +164,7 @@ def _shrunk(
     }
     _fit_parts(found, {n for n in settings if f"{path}{n}" in special})
     known = {n: v for n, v in found.items() if v is not None or settings.get(n) is not None}
-    known.pop("transformers_version", None)
-    return type(config)(**known)
+    return type(config)(**{n: v for n, v in known.items() if n not in NOT_SETTINGS})
 
 
 def _size(

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from transformers.models.auto import modeling_auto
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, UnsupportedModalityError
+from aioengine.models.runtime.registry import choose
 from tests.parity.families import MAX_TOKENS, vocabulary
 from tests.parity.shrink import shrink
 from tests.parity.sweep_models import (
@@ -114,15 +116,24 @@ def make(architecture: str) -> tuple[Any, Any, str]:
     return model, processor, medium
 
 
+def engine_options(takes_media: bool) -> dict[str, Any]:
+    """Small blocks, so that few tokens make many; some models know few positions."""
+    longest = 1024 if takes_media else 200
+    return {
+        "device": "cpu", "block_size": 4, "kv_cache_bytes": 64 << 20, "max_model_len": longest,
+    }  # fmt: skip
+
+
 async def serve(
     folder: Path, prompts: Sequence[Prompt], budget: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], str]:
     """The tokens that the engine generates, at first and again, and whose class it runs."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    sizes: dict[str, Any] = {"block_size": 4, "kv_cache_bytes": 16 << 20, "max_model_len": 1024}
-    options = {**sizes, "device": "cpu", "max_num_batched_tokens": budget}
     found = []
-    async with AsyncEngine.from_pretrained(folder, **options) as engine:
+    options = engine_options(any(each.media for each in prompts))
+    async with AsyncEngine.from_pretrained(
+        folder, max_num_batched_tokens=budget, **options
+    ) as engine:
         for _ in range(2):
             outputs = await asyncio.gather(
                 *(engine.generate(each.text, params, **each.media) for each in prompts)
@@ -133,8 +144,8 @@ async def serve(
 
 async def processor_in(folder: Path, medium: str) -> Any:
     """What the engine uses of HF's. Raises ModelLoadError where it does not start."""
-    sizes: dict[str, Any] = {"block_size": 4, "kv_cache_bytes": 16 << 20, "max_model_len": 1024}
-    async with AsyncEngine.from_pretrained(folder, device="cpu", **sizes) as engine:
+    options = engine_options(medium != "text")
+    async with AsyncEngine.from_pretrained(folder, **options) as engine:
         info = engine.processor.info
         return info.get_tokenizer() if medium == "text" else info.get_hf_processor()
 
@@ -149,12 +160,15 @@ def judge(architecture: str) -> Row:
             if medium == "image" and architecture not in RECIPES:
                 fit_counts(model, processor)
             save_folder(model, processor, folder)
+        except LookupError as error:  # nothing processes its media here; may be it is no matter
+            refusal = _refused_anyway(architecture)
+            return Row(architecture, "refused" if refusal else "unbuilt", refusal or str(error))
         except Exception as error:  # whatever a class raises that is given small sizes
             return Row(architecture, "unbuilt", _said(error))
         try:
             theirs = asyncio.run(processor_in(folder, medium))
         except ModelLoadError as error:
-            return Row(architecture, "refused", f"{error!s:.400}")
+            return Row(architecture, "refused", _refusal(error, name))
         except Exception as error:
             return Row(architecture, "differs", _said(error))
         try:
@@ -210,6 +224,24 @@ def compare(architecture: str, folder: Path, prompts: Sequence[Prompt], medium: 
     different = len({each.expected for each in prompts})
     what = f"{medium}, {len(prompts)} prompts, {different} answers, chunks {tried}"
     return Row(architecture, "equal", what, impl)
+
+
+def _refused_anyway(architecture: str) -> str:
+    """Why the engine refuses it before anything is read but its config; else nothing."""
+    model_class = getattr(hf, architecture)
+    try:
+        config = shrink(model_class, model_class.config_class(), 400, {})
+        config.architectures = [architecture]
+        choose(config).model_class.probe(config)
+    except ModelLoadError as error:
+        return f"{error!s:.400}"
+    except Exception:  # the rules make no config of it
+        return ""
+    return ""
+
+
+def _refusal(error: ModelLoadError, folder: str) -> str:
+    return str(error).replace(folder, "a tiny model")[:400]
 
 
 def _said(error: BaseException) -> str:
@@ -281,8 +313,14 @@ def main() -> None:
             found = [mapping for mapping, known in of.items() if row.architecture in known]
             rows.append({**vars(row), "mappings": found})
             print(json.dumps(rows[-1]), flush=True)  # noqa: T201
-            if given.json:
-                given.json.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    if given.json:
+        made = {
+            "made": f"{date.today()}",
+            "transformers": hf.__version__,
+            "torch": torch.__version__,
+        }
+        lines = [made, *sorted(rows, key=lambda row: row["architecture"])]
+        given.json.write_text("".join(json.dumps(each) + "\n" for each in lines))
     if given.table:
         given.table.write_text(table(rows))
     for mapping, counted in counts_by_mapping(rows):

@@ -44,6 +44,7 @@ SIZES = ((80, 60), (60, 120), (112, 112))
 # "words": token of each `*_token_id` in the config; "images", "processor": arguments of their
 # classes; "config": of the config's class.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "Emu3ForConditionalGeneration": {"tokens": {"image_token": "<image>"}},
     "GotOcr2ForConditionalGeneration": {
         "images": {"size": {"height": 128, "width": 128}, "patch_size": 2}
     },
@@ -83,9 +84,14 @@ RECIPES: Mapping[str, Family] = {
 }
 """Tiny models of other tests, where rules make none."""
 OWN_TESTS: Mapping[str, str] = {
+    "BartForConditionalGeneration": "test_encdec",
+    "MBartForConditionalGeneration": "test_encdec",
+    "T5ForConditionalGeneration": "test_encdec",
     "Florence2ForConditionalGeneration": "test_florence2",
     "FuyuForCausalLM": "test_fuyu",
     "Gemma3nForConditionalGeneration": "test_gemma_n4",
+    "Gemma3nForCausalLM": "test_gemma_n4",
+    "Gemma4ForCausalLM": "test_gemma_n4",
     "Gemma4ForConditionalGeneration": "test_gemma_n4",
     "Molmo2ForConditionalGeneration": "test_molmo2",
     "MoonshineForConditionalGeneration": "test_listeners",
@@ -97,6 +103,9 @@ OWN_TESTS: Mapping[str, str] = {
     "WhisperForConditionalGeneration": "test_listeners",
 }
 """Architectures that the sweep leaves to a test of their own."""
+
+
+RATE = 16000
 
 
 class Unproven(Exception):
@@ -130,7 +139,8 @@ def media_of(config: Any, processor_class: Any) -> str:
 def draw(model: Any, spread: float) -> None:
     """Weights anew, in the widest dtype that runs: experts' grouped matmul has no float64."""
     draw_weights(model, std=spread)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
+    settings = model.generation_config
+    settings.eos_token_id, settings.pad_token_id, settings.forced_eos_token_id = 2, 0, None
     has_experts = any("experts" in name for name, _ in model.named_modules())
     model.to(torch.float32 if has_experts else torch.float64).eval().requires_grad_(False)
 
@@ -174,7 +184,8 @@ def prompts_of(processor: Any, architecture: str, medium: str) -> list[Prompt]:
         items: list[Any] = [tiny_image(i).resize(size) for i, size in enumerate(sizes)]
     else:
         generator = np.random.default_rng(0)
-        items = [generator.standard_normal(n).astype(np.float32) for n in (16000, 12000, 9000)]
+        clips = [generator.standard_normal(n).astype(np.float32) for n in (16000, 12000, 9000)]
+        items = [(each, RATE) for each in clips]
     name = {"image": "images", "audio": "audios"}[medium]
     first = cycle(items)
     found = []
@@ -202,7 +213,9 @@ def answer(
 
 @torch.inference_mode()
 def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
-    media = {{"audios": "audio"}.get(n, n): list(v) for n, v in prompt.media.items()}
+    media: dict[str, Any] = {name: list(values) for name, values in prompt.media.items()}
+    if "audios" in media:
+        media["audio"] = [samples for samples, _ in media.pop("audios")]
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters and media:
         media["return_mm_token_type_ids"] = True
     inputs = processor(text=prompt.text, **media, return_tensors="pt")

@@ -91,7 +91,8 @@ def build_processor(
         parts["image_processor"] = image_processor_for(kind, patch, options.get("images", {}))
     for name in ("feature_extractor", "audio_processor"):
         if name in known:
-            parts[name] = feature_extractor_for(options.get("extractor", config.model_type))
+            mels = getattr(getattr(config, "audio_config", None), "num_mel_bins", None)
+            parts[name] = feature_extractor_for(options.get("extractor", config.model_type), mels)
     if "video_processor" in known:
         parts["video_processor"] = None
     parts |= {
@@ -103,13 +104,14 @@ def build_processor(
     return without_video(processor_class)(**{**parts, **options.get("processor", {})})
 
 
-def feature_extractor_for(model_type: str) -> Any:
-    """With the class's own settings. Raises LookupError where transformers has none."""
+def feature_extractor_for(model_type: str, num_mel_bins: int | None) -> Any:
+    """With the class's own settings, but for a window. Raises LookupError where there is none."""
     name = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type)
     if name is None or not hasattr(hf, name):
         raise LookupError(f"no feature extractor for {model_type}")
-    made = getattr(hf, name)
-    return made(chunk_length=1) if name == "WhisperFeatureExtractor" else made()
+    if name != "WhisperFeatureExtractor":
+        return getattr(hf, name)()
+    return hf.WhisperFeatureExtractor(chunk_length=1, feature_size=num_mel_bins or 80)
 
 
 def fit_counts(model: Any, processor: Any) -> None:
