@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -135,10 +136,12 @@ VERDICTS = ("equal", "refused", "unbuilt", "differs")
 REASONS = (
     ("encoder-decoders without a class", "each encoder-decoder"),
     ("state between calls", "keeps state"),
-    ("tokens that see each other both ways", "both ways|both directions|not causal"),
+    ("tokens that see each other both ways", "tokens see later ones"),
     ("attention past the interface", "AttentionInterface|does not route"),
     ("no encoder under transformers' usual name", "but no get_image_features"),
     ("processors that do not report what media become", "does not report"),
+    ("processors that do more to a prompt", "does more to a prompt"),
+    ("a layer that runs twice", "more than once"),
     ("more of each token than its id", "for each token of a prompt"),
     ("arguments that a flattened batch has not", "cannot be run on a flattened batch"),
     ("by the trial", "a short trial|does not compute|trial"),
@@ -289,11 +292,18 @@ def sweep() -> str:
     ]
     counts = "\n".join([*lines, ""])
     refused = "\n".join(f"- {why}: {_names(names)}" for why, names in sorted(by_reason.items()))
-    return SWEPT.format(**made, counts=counts, equal=_names(equal), refused=refused)
+    found = SWEPT.format(**made, counts=counts, equal=_names(equal), refused=refused)
+    return "\n".join(_wrapped(line) for line in found.splitlines())
 
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _wrapped(line: str) -> str:
+    """A list's line of at most 100 letters."""
+    indent = "  " if line.startswith("- ") else ""
+    return line if line.startswith("|") else textwrap.fill(line, 100, subsequent_indent=indent)
 
 
 def page() -> str:

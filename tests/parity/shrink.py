@@ -100,6 +100,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # Of both parts of a head.
     "Mistral4ForCausalLM": {"head_dim": 2 * HEAD_DIM, "text_config.head_dim": 2 * HEAD_DIM},
     "HunYuanVLForConditionalGeneration": {"text_config.head_dim": HEAD_DIM},
+    # Its own settings have attention only, its checkpoints have not.
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},
     "Emu3ForConditionalGeneration": {
         "vocabulary_map": {
             "<image>": 4, "<|extra_200|>": 200,
