@@ -93,6 +93,13 @@ def test_rows_for_further_layers_lie_beside_the_first(is_joined: bool) -> None:
     assert torch.equal(torch.stack(rows), torch.cat([ROWS, *layers], -1))
 
 
+def test_images_by_another_name() -> None:
+    model = SimpleNamespace(get_image_features=lambda pixel_values_images: pixel_values_images)
+    given = {"pixel_values_images": ROWS}
+    rows = encode_batch(model, given, torch.float32, torch.device("cpu"))
+    assert torch.equal(torch.stack(rows), ROWS)
+
+
 def test_a_model_without_an_encoder() -> None:
     with pytest.raises(EngineError, match="get_audio_features"):
         encode_batch(FlatEncoder(), {"input_features": ROWS}, torch.float32, torch.device("cpu"))

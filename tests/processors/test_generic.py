@@ -367,6 +367,26 @@ def test_an_hf_processor_that_does_more_to_the_prompt(name: str) -> None:
         processor_for(context_for(FAMILIES[name].make()))
 
 
+def test_an_hf_processor_that_says_more_of_each_token() -> None:
+    made = FAMILIES["llava-clip"].make()
+
+    class Says(type(made)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().__call__(*args, **kwargs)
+            outputs["experts_of_each"] = outputs["input_ids"] * 0
+            return outputs
+
+    made.__class__ = Says
+    with pytest.raises(ModelLoadError, match="experts_of_each for each token of a prompt"):
+        processor_for(context_for(made))
+
+
+def test_a_place_that_is_called_otherwise_than_its_rows_token() -> None:
+    made = FAMILIES["internvl"].make()
+    made.image_placeholder_token = "<image>"
+    assert GenericProcessingInfo(context_for(made)).get_placeholder("image") == "<image>"
+
+
 def test_an_hf_processor_for_one_item_a_prompt() -> None:
     processor = processor_for(context_for(hf_processors.audioflamingo3()))
     assert processor.info.get_supported_mm_limits() == {"audio": 1}

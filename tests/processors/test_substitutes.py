@@ -133,6 +133,16 @@ def check_refusal(folder: Path) -> None:
     assert caught.value.parameter == "videos"
 
 
+def test_a_search_without_end_is_taken_for_a_missing_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(*_: Any, **__: Any) -> Any:
+        raise RecursionError
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", search)
+    assert processor_of(folder).info.get_hf_processor().image_processor is not None
+
+
 def test_other_failures_are_the_caller_s_to_know(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError):
         load_context(tmp_path, hf_config=config_of())
