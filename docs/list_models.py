@@ -123,8 +123,8 @@ SWEPT = """**Tried** on {made} with transformers {transformers} and torch {torch
 torchvision, timm and torchaudio: every architecture of five of transformers' auto mappings, with a
 tiny random model (`tests/parity/sweep.py`). *Equal*: its greedy tokens are those of `generate`, in
 chunks of 64, 13 and 5, with caches cold and warm, in float64 (float32 where experts run in nothing
-wider), or a test of its own in `tests/parity/` says so (Gemma 3n: of text alone). *Unbuilt*: it needs
-what is not there, or no rule of the script makes it small. An architecture may be in several
+wider), or a test of its own in `tests/parity/` says so (Gemma 3n: of text alone). *Unbuilt*: it
+needs what is not there, or no rule of the script makes it small. An architecture may be in several
 mappings.
 
 {counts}
