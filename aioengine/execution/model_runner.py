@@ -18,6 +18,7 @@ from torch import Tensor
 from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
 from aioengine.errors import InvalidRequestError, MediaError
 from aioengine.execution.decode_steps import DecodeSteps, find_decode_steps
+from aioengine.execution.state_steps import stage_states
 from aioengine.kernels.attention import (
     AttentionBackend,
     AttentionMetadata,
@@ -29,7 +30,7 @@ from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.kernels.transfer import to_host
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.models.state.memory import StateMemory, stage_states
+from aioengine.models.state.memory import StateMemory
 from aioengine.sampling.logprobs import ScoreColumns, Scores, score
 from aioengine.sampling.sampler import Sampled, Sampler
 from aioengine.types import Launched, TokenLogprobs
