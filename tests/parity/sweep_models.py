@@ -71,6 +71,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "GlmOcrForConditionalGeneration": {
         "place": GLM, "model_type": "glm46v", "image_processor": "glm46v",
     },
+    # Else two layers are too few to have experts.
+    "NllbMoeForConditionalGeneration": {
+        "config": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
+    },
 }  # fmt: skip
 
 RECIPES: Mapping[str, Family] = {

@@ -412,7 +412,7 @@ def test_experts_in_blocks_are_the_experts_one_by_one() -> None:
     hidden = torch.randn(17, 48, generator=torch.Generator().manual_seed(0)).double()
     given = hidden, *layer.gate(hidden)
     wanted = layer.experts(*given)
-    torch.testing.assert_close(layer.experts._in_blocks(*given), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(layer.experts._on_device(*given), wanted, rtol=1e-9, atol=1e-9)
 
 
 # The published configs' settings, as far as they say how large something is.

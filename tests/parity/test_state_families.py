@@ -85,10 +85,13 @@ async def test_preempted_requests_go_on_where_a_snapshot_is(
     num_layers -= sum("linear" in each for each in config.get("layer_types", []))
     head_dim = getattr(heads, "head_dim", None) or 12
     block = 2 * heads.num_key_value_heads * head_dim * 8 * 4 * num_layers
-    options = {**SIZES, "kv_cache_bytes": 48 * block, "max_model_len": 128, "max_num_seqs": 8}
+    options = {**SIZES, "kv_cache_bytes": 24 * block, "max_model_len": 96, "max_num_seqs": 16}
+    # Of short prompts many start side by side, and have no room to grow.
+    chosen = [*[2] * 16, 0, 1, 2, 3, 4]
     async with running_engine(folder, **options) as engine:
         for _ in range(2):
-            assert await ask(engine, PROMPTS * 4) == expected * 4
+            tokens = await ask(engine, [PROMPTS[index] for index in chosen])
+            assert tokens == [expected[index] for index in chosen]
         assert engine.statistics().preemptions > 0
 
 
