@@ -32,8 +32,8 @@ class Limits:
     """Resources to share. `max_model_len` tokens must fit the pool's blocks, beside an encoder
     input of `max_encoder_len` rows where there are cross-attention groups.
 
-    `num_states`: places for the states of layers that keep one, 0 where none does: one for each of
-    `max_num_seqs` at least, and snapshots `state_interval` tokens apart, a multiple of a block.
+    `num_states`: places for the states of layers that keep one, 0 where none does: more than
+    `max_num_seqs`, the rest for snapshots. These are `state_interval` tokens apart, whole blocks.
 
     `max_encode_items` bounds one encoder batch; `max_media_rows` bounds, in encoder rows, the media
     that are being decoded or lie decoded and not yet encoded.

@@ -38,8 +38,8 @@ _NEAR = 0.05
 class LayerCache:
     """Stands for transformers' cache in one call of one layer, whose states are there.
 
-    `values`: [n, ...] each, of n requests, copies that the layer may write into; `changed` are put
-    in their places.
+    `values`: [n, ...] each, of n requests: copies that the layer may write into, and after its call
+    what it keeps.
     """
 
     values: dict[PartName, Tensor] = field(default_factory=dict)
@@ -134,9 +134,7 @@ class StateSlot:
                 if step.copied is not None:
                     each[step.copies] = cache.values[part][step.copied]
         for first, last, place, snapshots in step.chunks:
-            cache = LayerCache({part: each[place][None] for part, each in memory.items()})
-            # What is written in place is the copy's.
-            cache.values = {part: each.clone() for part, each in cache.values.items()}
+            cache = LayerCache({part: each[place][None].clone() for part, each in memory.items()})
             for start, end, copy in _parts(first, last, snapshots):
                 for piece in torch.split(rows[start:end], end - start if self.goes_on else 1):
                     out = call_mixer(module, self.kind, piece[None], others, cache)
