@@ -2,21 +2,76 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from aioengine.errors import ModelLoadError
+from aioengine.models.by_cache import ByCache
+from aioengine.models.fusion.trial import is_near, random_rows
 from aioengine.models.runtime.probe import LayerSpec
-from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.runtime.whole_pass import run_head
 
 __all__ = ["GptOss", "TextModel"]
 
+_NUM_TRIED = 4
 
-class TextModel(TransformersModel):
+
+class TextModel(ByCache):
     """A causal language model: token ids in, logits out."""
+
+    has_own_head: bool = False
+    """Whether logits take more than the output embeddings, as BERT's do."""
+    first_position: int = 0
+    """The position of a sequence's first token, where a decoder counts from another than 0."""
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """See the base class."""
+        limit = super().max_position_embeddings
+        return None if limit is None else limit - self.first_position
+
+    def patch(self) -> None:
+        """See the base class."""
+        self.has_own_head = self._finds_own_head()
+        super().patch()
+        for module in self.decoder().modules():
+            # fairseq's way: the positions up to padding's belong to padding.
+            if hasattr(module, "create_position_ids_from_input_ids"):
+                self.first_position = int(module.padding_idx) + 1  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _finds_own_head(self) -> bool:
+        """Try whether the class makes logits in another way than its output embeddings do."""
+        table = self.model.get_input_embeddings().weight
+        width = int(getattr(self.text_config, "hidden_size", table.shape[1]))
+        hidden = random_rows(_NUM_TRIED, width, like=table)
+        try:
+            own = run_head(self.model, self.decoder(), hidden)
+        except Exception:  # it reads more of its decoder than hidden states
+            return False
+        try:
+            return not is_near(self.logits(hidden), own)
+        except RuntimeError:  # its table is of another width
+            return True
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See the base class."""
+        if self.has_own_head:
+            return run_head(self.model, self.decoder(), hidden)
+        return super().logits(hidden)
+
+    def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
+        """See the base class."""
+        shifted = positions + self.first_position if self.first_position else positions
+        return super().position_arguments(shifted)
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """See the base class. Raises ModelLoadError where tokens see later ones."""
         decoder, found = self.decoder(), super().layers()
         attends = {each.name: decoder.get_submodule(each.name) for each in found}
         both = [name for name, each in attends.items() if not getattr(each, "is_causal", True)]
+        if both and getattr(decoder.config, "is_decoder", False):
+            return self.layers_by_cache()  # it is causal by its own masks
         if both:
             raise ModelLoadError(
                 f"{type(self.model).__name__} does not generate text as it is configured: tokens "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot, slot_of
 
-__all__ = ["ROUNDINGS", "StandIn", "agree", "largest_error", "random_rows", "stand_ins"]
+__all__ = ["ROUNDINGS", "StandIn", "agree", "is_near", "largest_error", "random_rows", "stand_ins"]
 
 ROUNDINGS = 8
 """Units in the last place of the largest output that two ways of computing may be apart."""
@@ -46,6 +46,13 @@ def agree(
         return ours.shape == theirs.shape and largest_error(ours, theirs) <= bound
     except Exception:
         return False  # it wants other arguments, or is of another kind
+
+
+def is_near(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether the difference is what rounding makes in the layers of a whole model, or less:
+    a twentieth in 16 bits, a ten thousandth where the numbers are wider."""
+    near = min(0.05, 1000 * max(torch.finfo(wanted.dtype).eps, 1e-7))
+    return bool((found.double() - wanted.double()).norm() <= near * wanted.double().norm())
 
 
 def largest_error(found: Tensor, wanted: Tensor) -> float:

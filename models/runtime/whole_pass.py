@@ -8,13 +8,14 @@ on the module as it was loaded, before anything of it is rerouted, fused, packed
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
@@ -27,6 +28,7 @@ __all__ = [
     "WholePrompt",
     "attending_whole",
     "find_logit_scale",
+    "run_head",
     "run_whole",
     "spare_layers",
     "with_rounding_noise",
@@ -110,28 +112,43 @@ def find_logit_scale(module: Any, decoder: Any, config: Any, others: Sequence[fl
     if not scales:
         return 1.0
     weight = module.get_input_embeddings().weight
-    hidden = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
-    names = ["input_ids"]
-    if getattr(config, "is_encoder_decoder", False):
-        names.append("decoder_input_ids")
+    hidden = torch.ones(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
     forward = decoder.forward
 
     def give_hidden(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)  # which may hold more that the module reads
-        output.last_hidden_state = hidden
+        output.last_hidden_state = hidden[None]
         return output
 
-    decoder.forward = give_hidden
-    try:
-        with torch.inference_mode():
-            logits = module(**dict.fromkeys(names, ids), use_cache=False).logits[0, -1].double()
-            plain = module.get_output_embeddings()(hidden)[0, -1].double()
-    finally:
-        del decoder.forward
+    logits = _logits_with(module, decoder, give_hidden, 1)[-1].double()
+    with torch.inference_mode():
+        plain = module.get_output_embeddings()(hidden)[-1].double()
     ratio = float((logits * plain).sum() / (plain * plain).sum())
     scales += [1 / each for each in scales]
     return min([1.0, *scales], key=lambda scale: abs(scale - ratio))
+
+
+def run_head(module: Any, decoder: Any, hidden: Tensor) -> Tensor:
+    """Logits [n, vocab] that the module's own forward makes of hidden states [n, hidden] of its
+    `decoder`, which is not run."""
+    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
+    return _logits_with(module, decoder, lambda *_, **__: output, len(hidden))
+
+
+def _logits_with(module: Any, decoder: Any, forward: Callable[..., Any], length: int) -> Tensor:
+    """Logits [length, vocab] by the module's own forward, with `forward` for its decoder's."""
+    device = module.get_input_embeddings().weight.device
+    ids = torch.zeros(1, length, dtype=torch.int64, device=device)
+    names = ["input_ids"]
+    if getattr(module.config, "is_encoder_decoder", False):
+        names.append("decoder_input_ids")
+    decoder.forward = forward
+    try:
+        with torch.inference_mode():
+            logits: Tensor = module(**dict.fromkeys(names, ids), use_cache=False).logits[0]
+    finally:
+        del decoder.forward
+    return logits
 
 
 def spare_layers(

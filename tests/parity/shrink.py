@@ -39,12 +39,14 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
         ),
         (r"qk_rope_head_dim|qk_nope_head_dim|rotary_dim|index_head_dim|global_head_dim", HEAD_DIM),
         (r"(kv|o)_lora_rank|lora_rank", 16),
-        (r"q_lora_rank|index_topk", 32),
+        (r"q_lora_rank", 32),
+        (r"index_topk", 6),
+        (r"index_n_heads", 16),  # a key that no head looks for is one of many with a score of 0
         (r"moe.*intermediate_size|.*expert.*intermediate_size|expert_ffn.*|moe_ffn.*", 32),
         (r"(.*_)?(intermediate_size|ffn_dim|d_ff|ffn_hidden_size|n_inner|inner_dim|mlp_dim)", 96),
         (r"num_shared_experts|n_shared_experts|moe_num_shared_experts|n_group|topk_group", 1),
         (
-            r"(.*_)?(experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|router_top_k|index_n_heads)",
+            r"(.*_)?(experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|router_top_k)",
             2,
         ),
         (r"(.*_)?(num_experts|n_routed_experts|num_local_experts|moe_num_experts)", 4),
@@ -81,6 +83,8 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
 
 # By architecture: path in the config -> value; what is not there is added.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "BigBirdForCausalLM": {"attention_type": "original_full"},
+    "BlenderbotForCausalLM": {"max_position_embeddings": 2048},
     "CohereCompassForConditionalGeneration": {
         "text_config.rope_parameters": {
             "full_attention": {
@@ -136,6 +140,8 @@ def shrink(model_class: Any, config: Any, vocab_size: int, ids: Mapping[str, int
         special.setdefault(f"{path}rope_parameters", {**_rope({"mrope_section": [1] * 3, **rope})})
     if getattr(config, "is_encoder_decoder", False):
         special.setdefault("decoder_start_token_id", 1)
+    if "is_decoder=True" in inspect.getsource(model_class):
+        special.setdefault("is_decoder", True)  # else it warns that it generates nothing
     found = _shrunk(config, vocab_size, ids, special, "")
     assert isinstance(found, PreTrainedConfig)
     return found

@@ -225,6 +225,19 @@ def answer(
     return found
 
 
+def _continue(model: Any, ids: torch.Tensor) -> tuple[int, ...]:
+    """Greedy tokens by the model's own forward over all before each.
+
+    `generate` counts positions from 0, the forward of RoBERTa and its like from behind padding's.
+    """
+    assert model.dtype == torch.float64
+    start = ids.shape[1]
+    while ids.shape[1] < start + MAX_TOKENS and int(ids[0, -1]) != model.config.eos_token_id:
+        logits = model(ids, use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return tuple(ids[0, start:].tolist())
+
+
 @torch.inference_mode()
 def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
     media: dict[str, Any] = {name: list(values) for name, values in prompt.media.items()}
@@ -240,6 +253,8 @@ def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
         else each
         for name, each in given.items()
     }  # fmt: skip
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        return _continue(model, given["input_ids"])
     output = model.generate(
         **given,
         do_sample=False,

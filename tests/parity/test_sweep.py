@@ -11,6 +11,11 @@ from tests.support.versions import skip_up_to
 
 SAMPLE = {
     "SmolLM3ForCausalLM": ("equal", "text, 4 prompts"),
+    # By its cache: what attends, and what chooses what is attended to.
+    "DeepseekV32ForCausalLM": ("equal", "text, 4 prompts"),
+    "GPTNeoForCausalLM": ("equal", "text, 4 prompts"),
+    # A head of its own, and positions that begin behind padding's.
+    "RobertaForCausalLM": ("equal", "text, 4 prompts"),
     "QianfanOCRForConditionalGeneration": ("equal", "image, 6 prompts, 6 answers"),
     "GraniteDoclingForConditionalGeneration": ("equal", "image, 6 prompts"),
     # A token's kind chooses its experts.

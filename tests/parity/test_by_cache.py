@@ -1,0 +1,130 @@
+"""Decoders that are run by transformers' cache interface: greedy tokens equal `generate`.
+
+Beside others, preempted, several of a prompt, in 32 and 16 bits. Chunks of several sizes and the
+prefix cache are tried with more architectures by `test_sweep`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from aioengine import AsyncEngine, SamplingParams
+from aioengine.errors import ModelLoadError
+from aioengine.models import by_cache
+from aioengine.models.text import TextModel
+from tests.parity.families import MAX_TOKENS, TEXT, save_text, vocabulary
+from tests.processors.conftest import make_tokenizer
+from tests.support.engines import running_engine
+
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+PROMPTS = (
+    "tell a story", "What is in the picture? There is", "a", "tell a story about colours",
+    "What is in the picture? There is a long text here that goes on and on, and ends.",
+)  # fmt: skip
+SIZES: dict[str, Any] = {"block_size": 4, "kv_cache_bytes": 4 << 20, "max_model_len": 200}
+COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BART = {
+    "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
+    "max_position_embeddings": 256, "is_decoder": True, "is_encoder_decoder": False, "forced_eos_token_id": None,
+}  # fmt: skip
+MODELS = {
+    # Its biases by distance are made for a whole sequence.
+    "bloom": lambda v: hf.BloomForCausalLM(
+        hf.BloomConfig(vocab_size=v, hidden_size=48, n_layer=3, n_head=4, **COMMON)
+    ),
+    # Counts positions from the length of its cache alone, so that nothing can be padded.
+    "bart": lambda v: hf.BartForCausalLM(hf.BartConfig(vocab_size=v, **BART, **COMMON)),
+}
+Saved = tuple[Path, list[tuple[int, ...]]]
+
+
+def save(name: str, folder: Path) -> Saved:
+    tokenizer = make_tokenizer("bytes")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MODELS[name](vocabulary(tokenizer))
+    return folder, save_text(model, tokenizer, folder, PROMPTS)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The model's folder, and what transformers makes of the prompts."""
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+async def ask(engine: AsyncEngine, prompts: Any = PROMPTS) -> list[tuple[int, ...]]:
+    outputs = await asyncio.gather(*(engine.generate(each, PARAMS) for each in prompts))
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("budget", [512, 5])
+async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
+    folder, expected = saved
+    assert len(set(expected)) >= 3
+    options = {**SIZES, "dtype": "auto", "max_num_batched_tokens": budget}
+    async with running_engine(folder, **options) as engine:
+        for _ in range(2):  # with a cold and with a warm prefix cache
+            assert await ask(engine) == expected
+        assert engine.statistics().prefix_hit_tokens > 0
+
+
+async def test_preempted_requests_go_on(saved: Saved) -> None:
+    folder, expected = saved
+    num_layers = 3 if "bloom" in str(folder) else 2
+    block = 2 * 48 * 8 * 4 * num_layers
+    options = {
+        **SIZES, "dtype": "auto", "kv_cache_bytes": 24 * block, "max_model_len": 96,
+        "max_num_seqs": 16, "enable_prefix_caching": False,
+    }  # fmt: skip
+    chosen = [*[2] * 16, 0, 1, 3]
+    async with running_engine(folder, **options) as engine:
+        for _ in range(2):
+            found = await ask(engine, [PROMPTS[index] for index in chosen])
+            assert found == [expected[index] for index in chosen]
+        assert engine.statistics().preemptions > 0
+
+
+async def test_completions_of_one_prompt(saved: Saved) -> None:
+    folder, expected = saved
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, n=3)
+    async with running_engine(folder, **SIZES, dtype="auto") as engine:
+        output = await engine.generate(PROMPTS[1], params)
+    assert [each.token_ids for each in output.outputs] == [expected[1]] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_fused_layers_and_narrow_pages(saved: Saved, dtype: str) -> None:
+    """The trial at load compares logits; here nothing dies, and all answers are whole."""
+    folder, _ = saved
+    options = {**SIZES, "dtype": dtype, "kv_cache_dtype": "int8"}
+    async with running_engine(folder, **options) as engine:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        outputs = await asyncio.gather(*(engine.generate(each, params) for each in PROMPTS))
+    assert [len(each.token_ids) for each in outputs] == [MAX_TOKENS] * len(PROMPTS)
+
+
+def test_what_is_padded(saved: Saved) -> None:
+    folder, _ = saved
+    config = hf.AutoConfig.from_pretrained(folder)
+    model = TextModel.load(folder, hf_config=config, dtype=torch.float64, device="cpu")
+    slot = getattr(model.decoder(), by_cache._SLOT)
+    assert slot.pads == (config.model_type == "bloom")
+
+
+def test_what_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    """MegatronBERT without `is_decoder`: its attention asks no interface, which would show it."""
+    sizes = {name: TEXT[name] for name in ("hidden_size", "intermediate_size")}
+    config = hf.MegatronBertConfig(
+        vocab_size=99, num_hidden_layers=2, num_attention_heads=4, is_decoder=False, **sizes
+    )
+    config.architectures = ["MegatronBertForCausalLM"]
+    model = hf.MegatronBertForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError):
+        TextModel.load(tmp_path, hf_config=config, dtype=torch.float32, device="cpu")
