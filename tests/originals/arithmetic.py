@@ -117,6 +117,17 @@ def resized(
     return x
 
 
+def within(weights: Weights, name: str) -> dict[str, Array]:
+    """Return the weights of one part, under their names in it."""
+    start = f"{name}."
+    return {each.removeprefix(start): w for each, w in weights.items() if each.startswith(start)}
+
+
+def count(weights: Weights, name: str) -> int:
+    """Count the numbered parts of a part, `name.0` and on."""
+    return 1 + max(int(each.split(".")[0]) for each in within(weights, name))
+
+
 def triangle(distance: Array) -> Array:
     """Weigh linearly: bilinear interpolation."""
     return np.maximum(0.0, 1 - np.abs(distance))

@@ -1,4 +1,4 @@
-"""Molmo (v1), written from what was published, without a look at the package's own.
+"""Molmo (v1), written from what was published, not from the package's own.
 
 Facts from the paper "Molmo and PixMo: Open Weights and Open Data for State-of-the-Art
 Vision-Language Models" (arXiv:2409.17146), from the repository allenai/molmo
@@ -19,12 +19,15 @@ from tests.originals.arithmetic import (
     Array,
     Weights,
     attend_in_heads,
+    count,
     layer_norm,
     linear,
     quick_gelu,
     resized,
+    rms_norm,
     silu,
     triangle,
+    within,
 )
 from tests.originals.rotary import turned_in_heads
 
@@ -83,15 +86,26 @@ def tiling(height: int, width: int, crops: Crops) -> tuple[int, int]:
     return min(holding, key=scale) if holding else max(pairs, key=scale)
 
 
+def fitted_size(height: int, width: int, canvas: tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width at which an image just fits: float32 products, cut down.
+
+    Raises ValueError where nothing is left, which no resize takes.
+    """
+    lengths = np.float32(height), np.float32(width)
+    scale = min(np.float32(c) / length for c, length in zip(canvas, lengths, strict=True))
+    high, wide = (int(length * scale) for length in lengths)
+    if not high or not wide:
+        raise ValueError(f"nothing is left of {width}x{height}")
+    return high, wide
+
+
 def fitted(image: NDArray[np.uint8], canvas: tuple[int, int]) -> tuple[Array, Array]:
     """Fit an image in the middle of black; return it in CLIP's units, and 1 where image is.
 
-    Lengths are cut down to whole pixels after a float32 product. Interpolation is bilinear and
-    antialiased, on values from 0 to 1. The border is black before the mean is taken off.
+    Interpolation is bilinear and antialiased, on values from 0 to 1. The border is black before the
+    mean is taken off.
     """
-    lengths = [np.float32(length) for length in image.shape[:2]]
-    scale = min(np.float32(c) / length for c, length in zip(canvas, lengths, strict=True))
-    high, wide = (int(length * scale) for length in lengths)
+    high, wide = fitted_size(image.shape[0], image.shape[1], canvas)
     top, left = (canvas[0] - high) // 2, (canvas[1] - wide) // 2
     picture, mask = np.zeros((*canvas, 3)), np.zeros(canvas)
     small = resized(image / 255.0, (high, wide), triangle, wide=True, clamp=False)
@@ -200,7 +214,13 @@ def projected(x: Array, weights: Weights) -> Array:
     return linear(silu(linear(x, weights, "w1")) * linear(x, weights, "w3"), weights, "w2")
 
 
-def encoded(patches: Array, weights: Weights, heads: int, epsilon: float) -> Array:
+def encoded(
+    patches: Array,
+    weights: Weights,
+    heads: int,
+    epsilon: float,
+    layers: tuple[int, int] = LAYERS,
+) -> Array:
     """Encode one crop by CLIP's transformer and return two of its blocks' outputs, joined.
 
     The class token comes first, has the first position, and is left out of the result. No norm
@@ -211,8 +231,7 @@ def encoded(patches: Array, weights: Weights, heads: int, epsilon: float) -> Arr
     )
     x = layer_norm(x + weights["positional_embedding"], weights, "pre_ln", epsilon)
     outputs = []
-    named = [name for name in weights if name.startswith("transformer.resblocks.")]
-    for index in range(1 + max(int(name.split(".")[2]) for name in named)):
+    for index in range(count(weights, "transformer.resblocks")):
         block = f"transformer.resblocks.{index}"
         normal = layer_norm(x, weights, f"{block}.attention_norm", epsilon)
         q, k, v = (
@@ -223,7 +242,7 @@ def encoded(patches: Array, weights: Weights, heads: int, epsilon: float) -> Arr
         inner = quick_gelu(linear(normal, weights, f"{block}.feed_forward.w1"))
         x = x + linear(inner, weights, f"{block}.feed_forward.w2")
         outputs.append(x)
-    return np.concatenate([outputs[layer][1:] for layer in LAYERS], axis=-1)
+    return np.concatenate([outputs[layer][1:] for layer in layers], axis=-1)
 
 
 def embedded(
@@ -236,9 +255,53 @@ def embedded(
     return rows
 
 
-def attention(q: Array, k: Array, v: Array, heads: int, kv_heads: int, base: float) -> Array:
-    """Attend with positions 0 to T - 1 over projections; pairs lie half a head apart."""
+def attention(
+    x: Array, weights: Weights, heads: int, base: float, epsilon: float, clip: float = math.inf
+) -> Array:
+    """Attend with positions 0 to T - 1; pairs lie half a head apart.
+
+    `clip` bounds all projections. Where the model has norms of queries and keys (OLMo's), they come
+    behind it and see all heads at once.
+    """
+    width = len(weights["attn_out.weight"])
+    fused = np.clip(linear(x, weights, "att_proj"), -clip, clip)
+    kv_width = (fused.shape[-1] - width) // 2
+    q, k, v = np.split(fused, [width, width + kv_width], axis=-1)
+    if "q_norm.weight" in weights:
+        q = rms_norm(q, weights["q_norm.weight"], epsilon)
+        k = rms_norm(k, weights["k_norm.weight"], epsilon)
     positions = np.arange(float(len(q)))
     q = turned_in_heads(q, positions, base, heads, neighbours=False)
-    k = turned_in_heads(k, positions, base, kv_heads, neighbours=False)
-    return attend_in_heads(q, k, v, heads, causal=True)
+    k = turned_in_heads(k, positions, base, heads * kv_width // width, neighbours=False)
+    return linear(attend_in_heads(q, k, v, heads, causal=True), weights, "attn_out")
+
+
+def decoded(
+    x: Array,
+    weights: Weights,
+    heads: int,
+    base: float,
+    epsilon: float,
+    *,
+    norm_after: bool,
+    clip: float = math.inf,
+) -> Array:
+    """Run the decoder on embeddings and return logits [T, vocab].
+
+    `norm_after`: norms follow the two halves of a block, not precede them. The second half of the
+    feed-forward's projection is the gate.
+    """
+    for index in range(count(weights, "blocks")):
+        block = within(weights, f"blocks.{index}")
+
+        def normal(rows: Array, name: str, block: Weights = block) -> Array:
+            return rms_norm(rows, block[f"{name}.weight"], epsilon)
+
+        before = x if norm_after else normal(x, "attn_norm")
+        after = attention(before, block, heads, base, epsilon, clip)
+        x = x + (normal(after, "attn_norm") if norm_after else after)
+        before = x if norm_after else normal(x, "ff_norm")
+        passed, gate = np.split(linear(before, block, "ff_proj"), 2, axis=-1)
+        after = linear(silu(gate) * passed, block, "ff_out")
+        x = x + (normal(after, "ff_norm") if norm_after else after)
+    return linear(rms_norm(x, weights["ln_f.weight"], epsilon), weights, "ff_out")

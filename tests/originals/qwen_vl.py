@@ -1,4 +1,4 @@
-"""Qwen-VL, written from what was published, without a look at the package's own.
+"""Qwen-VL, written from what was published, not from the package's own.
 
 Facts from the paper "Qwen-VL: A Versatile Vision-Language Model for Understanding, Localization,
 Text Reading, and Beyond" (arXiv:2308.12966) and from the files that come with the checkpoints
@@ -17,11 +17,15 @@ from tests.originals.arithmetic import (
     Array,
     Weights,
     attend_in_heads,
+    count,
     cubic,
     gelu,
     layer_norm,
     linear,
     resized,
+    rms_norm,
+    silu,
+    within,
 )
 from tests.originals.rotary import logn, ntk_base, turned_in_heads
 
@@ -40,13 +44,13 @@ def preprocessed(image: Image.Image, side: int) -> Array:
     return (np.asarray(square) / 255.0 - np.array(MEAN)) / np.array(STD)
 
 
-def placeholders(start: int) -> list[int]:
+def placeholders(start: int, queries: int = QUERIES) -> list[int]:
     """Return an image's tokens: `<img>`, 256 places that features take, and `</img>`.
 
     Their ids follow one another: `image_start_id`, then `</img>`, then `<imgpad>`. The published
     tokenizer writes the image's address in the first places; no embedding of it is ever used.
     """
-    return [start, *[start + 2] * QUERIES, start + 1]
+    return [start, *[start + 2] * queries, start + 1]
 
 
 def sincos(width: int, grid: int) -> Array:
@@ -101,8 +105,7 @@ def seen(pixels: Array, weights: Weights, patch: int, heads: int) -> Array:
     x = np.einsum("iyjxc,ocyx->ijo", cut, weights["conv1.weight"]).reshape(side * side, -1)
     x = x + stretched(weights["positional_embedding"], side * side)
     x = layer_norm(x, weights, "ln_pre", EPSILON)
-    named = [name for name in weights if name.startswith("transformer.resblocks.")]
-    for index in range(1 + max(int(name.split(".")[2]) for name in named)):
+    for index in range(count(weights, "transformer.resblocks")):
         block = f"transformer.resblocks.{index}"
         qkv = linear(
             layer_norm(x, weights, f"{block}.ln_1", EPSILON), weights, f"{block}.attn.in_proj"
@@ -114,9 +117,7 @@ def seen(pixels: Array, weights: Weights, patch: int, heads: int) -> Array:
             layer_norm(x, weights, f"{block}.ln_2", EPSILON), weights, f"{block}.mlp.c_fc"
         )
         x = x + linear(gelu(inner), weights, f"{block}.mlp.c_proj")
-    pool = "attn_pool."
-    parts = {name.removeprefix(pool): w for name, w in weights.items() if name.startswith(pool)}
-    rows = layer_norm(resampled(x, parts), weights, "ln_post", EPSILON)
+    rows = layer_norm(resampled(x, within(weights, "attn_pool")), weights, "ln_post", EPSILON)
     return rows @ weights["proj"]
 
 
@@ -133,3 +134,15 @@ def attention(
     if dynamic:
         q = q * logn(positions, trained)[:, None]
     return linear(attend_in_heads(q, k, v, heads, causal=True), weights, "c_proj")
+
+
+def decoded(x: Array, weights: Weights, heads: int, base: float, trained: int) -> Array:
+    """Run the decoder on embeddings and return logits [T, vocab]; `w2` is the gate."""
+    for index in range(count(weights, "transformer.h")):
+        block = within(weights, f"transformer.h.{index}")
+        normal = rms_norm(x, block["ln_1.weight"], EPSILON)
+        x = x + attention(normal, within(block, "attn"), heads, base, trained)
+        normal = rms_norm(x, block["ln_2.weight"], EPSILON)
+        inner = linear(normal, block, "mlp.w1") * silu(linear(normal, block, "mlp.w2"))
+        x = x + linear(inner, block, "mlp.c_proj")
+    return linear(rms_norm(x, weights["transformer.ln_f.weight"], EPSILON), weights, "lm_head")

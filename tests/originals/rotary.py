@@ -20,6 +20,12 @@ def turned(x: Array, positions: Array, base: float, *, neighbours: bool) -> Arra
     """
     half = x.shape[-1] // 2
     speeds = base ** (-np.arange(half) / half)
+    return turned_by(x, positions, speeds, neighbours=neighbours)
+
+
+def turned_by(x: Array, positions: Array, speeds: Array, *, neighbours: bool) -> Array:
+    """Turn the last axis of [T, D] by position times speed, pairs as in `turned`."""
+    half = x.shape[-1] // 2
     turn = np.exp(1j * positions[:, None] * speeds)
     y = np.empty_like(x)
     if neighbours:
@@ -59,3 +65,22 @@ def logn(positions: Array, trained: int) -> Array:
     """
     seen = positions + 1
     return np.where(seen > trained, np.log(seen) / math.log(trained), 1.0)
+
+
+def yarn_speeds(
+    width: int, base: float, factor: float, original: int, turns: tuple[float, float]
+) -> Array:
+    """Return YaRN's speeds (arXiv:2309.00071): slow pairs divided by `factor`, fast ones kept.
+
+    `turns`: how often a pair turns within `original` positions to be kept, and to be divided; pairs
+    between are mixed, by their index.
+    """
+    speeds = base ** (-np.arange(width // 2) / (width // 2))
+
+    def index(often: float) -> float:
+        return width * math.log(original / (2 * math.pi * often)) / (2 * math.log(base))
+
+    first = max(math.floor(index(turns[0])), 0)
+    last = min(math.ceil(index(turns[1])), width - 1)
+    divided = np.clip((np.arange(width // 2) - first) / max(last - first, 0.001), 0, 1)
+    return speeds * (divided / factor + 1 - divided)
