@@ -112,6 +112,11 @@ def resize(
 
     All channels in one call: PyTorch's ways for one and for several round differently.
     """
+    if antialias and width == 1 < height:
+        # PyTorch's kernel for CPUs gives all of a column one pixel wide the same value; a row is
+        # as it should be.
+        row = resize(pixels.transpose(1, 2), width, height, antialias=antialias, divisor=divisor)
+        return row.transpose(1, 2)
     return interpolate(
         pixels[None].to(torch.float32, copy=True).div_(divisor),
         (height, width),
