@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import processors
 
+from aioengine.errors import MediaError
 from aioengine.processors.hf.files import find_file
 from aioengine.processors.media.pixels import Array
 
@@ -67,7 +68,8 @@ def select_best_resolution(
 ) -> tuple[int, int]:
     """The candidate (width, height) that keeps most of an image's pixels, and wastes fewest.
 
-    What an image has beyond its own pixels does not count; the first of equal ones is taken.
+    What an image has beyond its own pixels does not count; the first of equal ones is taken. Raises
+    MediaError for an image of which none keeps a pixel.
     """
 
     def rank(candidate: Sequence[int]) -> tuple[int, int]:
@@ -76,7 +78,13 @@ def select_best_resolution(
         kept = min(shrunk, size[0] * size[1])
         return kept, kept - candidate[0] * candidate[1]
 
-    width, height = max(candidates, key=rank)
+    width, height = best = max(candidates, key=rank)
+    if rank(best)[0] == 0:
+        raise MediaError(
+            f"an image of {size[0]} x {size[1]} pixels is too narrow: scaled into {width} x "
+            f"{height}, nothing is left of it",
+            parameter="images",
+        )
     return width, height
 
 
