@@ -56,7 +56,8 @@ class _Rotary(nn.Module):
             self.factor = _growth(factor, scaling.get("mscale", 1)) / _growth(factor, whole)
         elif kind == "linear":
             frequencies /= factor
-        if whole:
+        # Without latent attention, attention is LLaMA's, which scales no scores.
+        if whole and config.use_mla:
             self.score_factor = _growth(factor, whole) ** 2
         self.register_buffer("frequencies", frequencies, persistent=False)
 
