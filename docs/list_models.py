@@ -45,9 +45,25 @@ float32* is how far transformers in float32 is from itself in float64. So the co
 engine computes the same function, not how exact a real checkpoint is; bfloat16 rounds far more.
 
 - `own`: transformers has no such class. The reference is our definition itself, a whole sequence at
-  once and without pages; its parts are compared with transformers' where that has their like.
+  once and without pages; its parts are compared with transformers' where that has their like, and
+  all of it with the original, see below.
 - `f32`: the model, or one of its parts or kinds, runs in nothing wider than float32 in
   transformers. There that is the reference.
+
+**Originals.** Molmo, DeepSeek-VL2 and Qwen-VL are checked against independent references
+(`tests/originals/`), in NumPy and float64, written from the papers and the published code and not
+from ours. Compared are
+
+- which tiles or crops an image becomes, from one pixel to long strips: their number, order, borders
+  and masks, and where the view of the whole image stands;
+- what makes rows of patches: Molmo's pooling and padding embeddings, the order of DeepSeek-VL2's
+  blocks of two by two, Qwen-VL's resampler with its positions, and each tower;
+- newline, separator and marker tokens, and which tokens take rows;
+- rotary positions and whole decoders, with the scalings and routings of DeepSeek-VL2;
+- answers of the engine, from the files of a tiny checkpoint to its tokens.
+
+Where the published code gives other results for other lengths (Qwen-VL beyond `seq_length`), or
+fails (images of which scaling leaves nothing), the engine refuses.
 
 **Processing**: `generic`, what the HF processor itself says about its placeholders; `own`, written
 for this family; `tokenizer`, there is nothing else to do.
