@@ -31,7 +31,8 @@ SIZES: dict[str, Any] = {"block_size": 4, "kv_cache_bytes": 4 << 20, "max_model_
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BART = {
     "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
-    "max_position_embeddings": 256, "is_decoder": True, "is_encoder_decoder": False, "forced_eos_token_id": None,
+    "max_position_embeddings": 256, "is_decoder": True, "is_encoder_decoder": False,
+    "forced_eos_token_id": None,
 }  # fmt: skip
 MODELS = {
     # Its biases by distance are made for a whole sequence.
