@@ -204,11 +204,14 @@ def _load_model(
             )
         model = model_class(module, specs=specs, max_model_len=config.max_model_len)
         del module
+        block_size, found = config.block_size, None
+        if trial is not None:
+            found = trial.find_window_fault(model, block_size=block_size, backend=backend)
         if is_packed:
             model.pack()
         if trial is None:
             return model
-        found = trial.find_fault(model, block_size=config.block_size, backend=backend)
+        found = found or trial.find_fault(model, block_size=block_size, backend=backend)
         if found is None:
             logger.info("the model computes what its own module does%s", trial.reservations)
             if name is not None and trial.is_thorough:

@@ -1,7 +1,8 @@
 """A short trial of a freshly loaded model against its own module, run whole.
 
 Unequal prompts, one with a media span for each modality that the model takes, go through the
-engine's own steps: two chunks each, then one decode step, every other prompt a step later. The
+engine's own steps: two chunks each, then one decode step, every other prompt a step later, and one
+begins anew, as if it had been preempted. The
 logits of these must agree with those of the module's own forward over each whole prompt, taken
 before anything of it was rerouted, fused, packed or quantized. What a model may be off by is
 measured on the model itself: its own logits once more, with rounding noise on every matmul with
@@ -10,20 +11,18 @@ weights (`with_rounding_noise`).
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aioengine.core.plan import EncodePlan, Limits, RowSlice, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
-from aioengine.execution.model_runner import ModelRunner
 from aioengine.execution.trial_prompts import LONG, UNEQUAL, TrialPrompt, make_prompts, shortened
+from aioengine.execution.trial_steps import Reference, run_steps
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.fusion.decoder_plan import layer_by_layer
 from aioengine.models.runtime.hf_loading import pin_rotary
@@ -32,6 +31,7 @@ from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.whole_pass import (
     WholePrompt,
+    narrowed,
     spare_layers,
     with_rounding_noise,
     without_layers,
@@ -50,29 +50,10 @@ MASKED = -1e30
 """Below it a logit is not one: its token is never next."""
 HEAVY_BYTES = 64 << 20
 """Of layers that are like others: from which on no prompt goes through all of them."""
+NARROW = 4
+"""Tokens of a window that is shorter than any prompt of a trial."""
 QUANTIZED_NOISE = 0.02
 """What a matmul is off by whose inputs are rounded to 8 bits, as a part of itself."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reference:
-    """Result of the module's own forward over a prompt.
-
-    `bounds`: where the steps' chunks begin and end; two that are equal are a step without any.
-    `logits` [n, vocab]: of each chunk's last position. `noise` [n]: by how much rounding moves
-    them, as a relative distance.
-    """
-
-    prompt: TrialPrompt
-    inputs: PromptInputs | None
-    bounds: tuple[int, ...]
-    logits: Tensor
-    noise: Tensor
-
-    @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """The positions [start, end) of each step."""
-        return list(pairwise(self.bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +118,24 @@ class Trial:
         self._is_function = self._answers_alike(shell)
         tried = max((each.bounds[-1] for each in references), default=0)
         windows = {spec.window for spec in specs if spec.window is not None}
-        self._windows = [f"a window of {each} tokens" for each in sorted(windows) if each >= tried]
+        self._windows = sorted(each for each in windows if each >= tried)
+        self._narrow = self._refer_narrow(refer, module) if self._windows else None
+
+    def _refer_narrow(
+        self, refer: Callable[[TrialPrompt], Reference], module: nn.Module
+    ) -> Reference | None:
+        """The reference for the shortest prompt, with windows that are shorter than it.
+
+        None where the module answers as before: then these are not where its windows are.
+        """
+        plain = min(self._whole or self._cut, key=lambda each: each.bounds[-1], default=None)
+        if plain is None:
+            return None
+        spared = () if self._whole else self._spared
+        with without_layers(module, spared), narrowed(module, self._windows, NARROW):
+            found = refer(plain.prompt)
+        is_changed = _distances(found.logits, plain.logits) > 2 * TOLERANCE * plain.noise
+        return found if is_changed.any() and (found.noise < BLIND / TOLERANCE).all() else None
 
     def _answers_alike(self, shell: TransformersModel) -> bool:
         """Return whether the module still says of a short prompt what it said: it has seen others
@@ -167,10 +165,44 @@ class Trial:
     def reservations(self) -> str:
         """Describe what of the model the trial does not show, for a log's line; empty if it shows
         all."""
-        unseen = [*self._unseen, *self._windows]
+        unseen = [*self._unseen, *(f"a window of {each} tokens" for each in self._windows)]
         if not (self._whole or self._cut):
             unseen.append("any prompt")
         return f", as far as was seen; not seen: {'; '.join(unseen)}" if unseen else ""
+
+    def find_window_fault(
+        self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
+    ) -> str | None:
+        """Describe where the model's windows end otherwise than its module's, in words; None if
+        they do not.
+
+        Both are tried with windows that are shorter than prompts: those that models have are too
+        long to be tried. To be called before layers are fused, which are made for their windows.
+        """
+        narrow = self._narrow
+        if narrow is None:
+            return None
+        spared = () if self._whole else self._spared
+
+        def run() -> Tensor:
+            (found,) = run_steps(model, [narrow], block_size, backend)
+            return found.to(torch.float64)
+
+        try:
+            with without_layers(model.model, spared):
+                plain = run()
+                with narrowed(model.model, self._windows, NARROW):
+                    found = run()
+        except Exception:  # which the trial of all prompts will see too
+            return None
+        logits, noise = narrow.expects(len(found))
+        distances = _distances(found, logits)
+        if (distances <= TOLERANCE * noise.clamp_min(LEAST_NOISE)).all():
+            self._windows = []
+        elif not torch.equal(found, plain):  # else its windows are kept in another place
+            off = float(distances.max())
+            return f"logits of a prompt that is longer than its windows are off by {off:.2g}"
+        return None
 
     def compare(
         self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
@@ -181,23 +213,22 @@ class Trial:
         """
         references = [*self._whole, *self._cut]
         try:
-            found = _run(model, self._whole, block_size, backend)
+            found = run_steps(model, self._whole, block_size, backend)
             with without_layers(model.model, self._spared), layer_by_layer(model.model):
-                found += _run(model, self._cut, block_size, backend)
+                found += run_steps(model, self._cut, block_size, backend)
         except Exception as error:
             raise ModelLoadError(
                 f"a short trial of the model failed, which its own module stood: "
                 f"{type(error).__name__}: {error!s:.300}"
             ) from error
-        return [
-            Comparison(each.prompt.what, distance, TOLERANCE * max(noise, LEAST_NOISE))
-            for each, logits in zip(references, found, strict=True)
-            for distance, noise in zip(
-                _distances(logits.to(torch.float64), each.logits).tolist(),
-                each.noise.tolist(),
-                strict=True,
-            )
-        ]
+        compared = []
+        for each, ours in zip(references, found, strict=True):
+            logits, noise = each.expects(len(ours))
+            allowed = TOLERANCE * noise.clamp_min(LEAST_NOISE)
+            distances = _distances(ours.to(torch.float64), logits)
+            pairs = zip(distances.tolist(), allowed.tolist(), strict=True)
+            compared += [Comparison(each.prompt.what, *pair) for pair in pairs]
+        return compared
 
     def find_fault(
         self, model: TransformersModel, *, block_size: int, backend: AttentionBackend | None
@@ -325,105 +356,3 @@ def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
     spread = (other - mean).masked_fill(masked, 0).norm(dim=-1)
     distance = (mine - other).norm(dim=-1) / spread.clamp_min(1e-30)
     return torch.nan_to_num(distance, nan=torch.inf).cpu()
-
-
-def _run(
-    model: TransformersModel,
-    references: Sequence[Reference],
-    block_size: int,
-    backend: AttentionBackend | None,
-) -> list[Tensor]:
-    """Each prompt's logits at its reference's rows, by steps as the engine's own."""
-    if not references:
-        return []
-    tables = _Tables(model, references, block_size)
-    runner = ModelRunner(model, tables.limits, backend)
-    for number, reference in enumerate(references):
-        _encode(runner, reference, str(number))
-    found: list[list[Tensor]] = [[] for _ in references]
-    # Every other prompt begins a step later: one decodes while another's second chunk runs.
-    nothing = (0, 0)
-    staggered = [
-        [nothing, *each.chunks] if number % 2 else [*each.chunks, nothing]
-        for number, each in enumerate(references)
-    ]
-    for step, chunks in enumerate(zip(*staggered, strict=True)):
-        parts = [(number, *chunk) for number, chunk in enumerate(chunks) if chunk[0] < chunk[1]]
-        if parts:
-            plan = StepPlan(step, tuple(tables.sequence(*part) for part in parts))
-            for (number, _, _), row in zip(parts, runner.logits(plan), strict=True):
-                found[number].append(row)
-    return [torch.stack(rows) for rows in found]
-
-
-def _encode(runner: ModelRunner, reference: Reference, name: str) -> None:
-    """Have the encoder's rows of a prompt made; raises what goes wrong."""
-    prompt, whole = reference.prompt, reference.prompt.whole
-    work: list[tuple[int, Any]] = [(item.span.num_rows, item.features) for item in whole.items]
-    if whole.encoder is not None:
-        work = [(prompt.num_encoder_rows, whole.encoder)]
-    for num_rows, features in work:
-        plan = EncodePlan(prompt.modality, (name,), (num_rows,), ())
-        ((_, error),) = runner.encode(plan, [features])
-        if error is not None:
-            raise error
-
-
-class _Tables:
-    """Pages for the prompts: blocks of their own, in no order, of one pool."""
-
-    def __init__(
-        self, model: TransformersModel, references: Sequence[Reference], block_size: int
-    ) -> None:
-        self._references = references
-        num_cross = sum(group.kind == "cross" for group in model.kv_groups)
-        num_own = len(model.kv_groups) - num_cross
-        own = [-(-each.bounds[-1] // block_size) for each in references]
-        cross = [-(-each.prompt.num_encoder_rows // block_size) for each in references]
-        total = sum(own) * num_own + sum(cross) * num_cross
-        blocks = iter(random.Random(0).sample(range(total), total))
-
-        def draw(counts: list[int], num_groups: int) -> list[tuple[tuple[int, ...], ...]]:
-            groups = range(num_groups)
-            return [tuple(tuple(islice(blocks, count)) for _ in groups) for count in counts]
-
-        self._own, self._cross = draw(own, num_own), draw(cross, num_cross)
-        longest = max(reference.bounds[-1] for reference in references)
-        self.limits = Limits(
-            max_num_seqs=len(references),
-            max_num_batched_tokens=longest * len(references),
-            max_model_len=longest,
-            block_size=block_size,
-            num_blocks=total,
-            num_groups=num_own,
-            num_cross_groups=num_cross,
-            num_states=len(references),
-            max_encoder_len=max(reference.prompt.num_encoder_rows for reference in references),
-        )
-
-    def sequence(self, number: int, start: int, end: int) -> SequencePlan:
-        """The part [start, end) of a prompt."""
-        reference = self._references[number]
-        whole = reference.prompt.whole
-        rows = tuple(
-            RowSlice(str(number), position - start, row, length)
-            for item in whole.items
-            for position, row, length in item.span.row_runs(start, end)
-        )
-        is_first = start == 0 and whole.encoder is not None
-        return SequencePlan(
-            request_id=str(number),
-            epoch=0,
-            start=start,
-            end=end,
-            token_ids=whole.token_ids[start:end],
-            block_tables=self._own[number],
-            rows=rows,
-            samples=True,
-            output_index=0,
-            inputs=reference.inputs,
-            cross_tables=self._cross[number],
-            num_encoder_rows=reference.prompt.num_encoder_rows,
-            encoder_key=str(number) if is_first else None,
-            state=number,
-        )

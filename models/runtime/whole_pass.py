@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from aioengine.kernels.attention import AttentionArgs
@@ -28,6 +29,7 @@ __all__ = [
     "WholePrompt",
     "attending_whole",
     "find_logit_scale",
+    "narrowed",
     "run_head",
     "run_whole",
     "spare_layers",
@@ -244,6 +246,28 @@ def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
                 del vars(layer)["forward"]
             else:
                 vars(layer)["forward"] = forward
+
+
+@contextmanager
+def narrowed(root: nn.Module, windows: Collection[int], size: int) -> Iterator[None]:
+    """Meanwhile, what modules and their configs call a window of one of these is `size` tokens."""
+    configs: list[Any] = [module.config for module in root.modules() if hasattr(module, "config")]
+    for config in configs:  # which grows: a config may hold others
+        inner = [each for each in vars(config).values() if isinstance(each, PreTrainedConfig)]
+        configs += [each for each in inner if not any(each is known for known in configs)]
+    places = [
+        (vars(holder), name, value)
+        for holder in (*root.modules(), *configs)
+        for name, value in vars(holder).items()
+        if "window" in name and type(value) is int and value in windows
+    ]
+    for settings, name, _ in places:
+        settings[name] = size
+    try:
+        yield
+    finally:
+        for settings, name, value in places:
+            settings[name] = value
 
 
 class _WholeSlot:

@@ -107,8 +107,11 @@ def compare(
         seed=seed,
     )
     model = model_class(module, specs=specs)
+    chosen = select_backend(backend, torch.device("cpu"))
+    fault = trial.find_window_fault(model, block_size=16, backend=chosen)
+    assert fault is None, fault
     model.pack()
-    return trial.compare(model, block_size=16, backend=select_backend(backend, torch.device("cpu")))
+    return trial.compare(model, block_size=16, backend=chosen)
 
 
 def main() -> None:
