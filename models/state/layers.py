@@ -3,7 +3,7 @@
 transformers' mixers read and write their state through a cache: the last inputs of a convolution,
 and a recurrent state. Such a module keeps its own forward, which is called with a cache of ours
 (`LayerCache`) that holds the states of the requests at hand: once for all requests that have one
-token, and once for each longer chunk, or for each part of it that a snapshot ends. Some mixers
+token, and once for longer chunks, or parts of them that snapshots end, of each length. Some mixers
 (Mamba's first kind, as in Jamba) begin anew at every call with several tokens: their chunks are run
 token by token.
 """
@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,14 @@ def call_mixer(
     return found if isinstance(found, tuple) else (found,)
 
 
+class _Piece(NamedTuple):
+    """Rows [start, end) of a chunk; `copy`: the place of the snapshot behind them."""
+
+    start: int
+    end: int
+    copy: int | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSlot:
     """One layer's place: its `name` under the decoder, and the model's current step.
@@ -133,32 +142,69 @@ class StateSlot:
                 each[step.places] = cache.values[part]
                 if step.copied is not None:
                     each[step.copies] = cache.values[part][step.copied]
-        for first, last, place, snapshots in step.chunks:
-            cache = LayerCache({part: each[place][None].clone() for part, each in memory.items()})
-            for start, end, copy in _parts(first, last, snapshots):
-                for piece in torch.split(rows[start:end], end - start if self.goes_on else 1):
-                    out = call_mixer(module, self.kind, piece[None], others, cache)
-                    found.append(tuple(each[0] for each in out))
-                if copy is not None:
-                    _store(memory, copy, cache)
-            _store(memory, place, cache)
+        if step.chunks:
+            found.append(self._run_chunks(module, rows, others, memory, step))
         return tuple(torch.cat(parts)[None] for parts in zip(*found, strict=True))
 
+    def _run_chunks(
+        self,
+        module: nn.Module,
+        rows: Tensor,
+        others: Mapping[str, Any],
+        memory: Mapping[PartName, Tensor],
+        step: StateStep,
+    ) -> tuple[Tensor, ...]:
+        """The layer on a step's longer chunks, a piece of each at a time: those that are equally
+        long are one call."""
+        places = [place for _, _, place, _ in step.chunks]
+        states = [{part: each[place][None] for part, each in memory.items()} for place in places]
+        pieces = [self._cut(*_parts(first, last, ends)) for first, last, _, ends in step.chunks]
+        found: list[tuple[int, tuple[Tensor, ...]]] = []
+        for round_ in zip_longest(*pieces):
+            groups: dict[int, list[int]] = {}
+            for index, piece in enumerate(round_):
+                if piece is not None:
+                    groups.setdefault(piece.end - piece.start, []).append(index)
+            for group in groups.values():
+                chosen = [round_[index] for index in group]
+                hidden = torch.stack([rows[each.start : each.end] for each in chosen])
+                cache = LayerCache(
+                    {part: torch.cat([states[index][part] for index in group]) for part in memory}
+                )
+                out = call_mixer(module, self.kind, hidden, others, cache)
+                for at, (index, piece) in enumerate(zip(group, chosen, strict=True)):
+                    found.append((piece.start, tuple(each[at] for each in out)))
+                    states[index] = {part: each[at : at + 1] for part, each in cache.values.items()}
+                    if piece.copy is not None:
+                        _store(memory, piece.copy, states[index])
+        for place, state in zip(places, states, strict=True):
+            _store(memory, place, state)
+        ordered = (each for _, each in sorted(found, key=lambda pair: pair[0]))
+        return tuple(torch.cat(parts) for parts in zip(*ordered, strict=True))
 
-def _parts(
-    first: int, last: int, snapshots: Sequence[tuple[int, int]]
-) -> list[tuple[int, int, int | None]]:
-    """The rows [first, last) in pieces that snapshots end, and each one's place."""
-    parts: list[tuple[int, int, int | None]] = []
+    def _cut(self, *parts: _Piece) -> list[_Piece]:
+        """The pieces that a call can take: single tokens, where it takes up no state with more."""
+        if self.goes_on:
+            return [*parts]
+        return [
+            _Piece(token, token + 1, part.copy if token + 1 == part.end else None)
+            for part in parts
+            for token in range(part.start, part.end)
+        ]
+
+
+def _parts(first: int, last: int, snapshots: Sequence[tuple[int, int]]) -> list[_Piece]:
+    """The rows [first, last) in pieces that snapshots end."""
+    parts: list[_Piece] = []
     for end, place in snapshots:
-        parts.append((first, end, place))
+        parts.append(_Piece(first, end, place))
         first = end
-    return parts if first == last else [*parts, (first, last, None)]
+    return parts if first == last else [*parts, _Piece(first, last, None)]
 
 
-def _store(memory: Mapping[PartName, Tensor], place: int, cache: LayerCache) -> None:
+def _store(memory: Mapping[PartName, Tensor], place: int, state: Mapping[PartName, Tensor]) -> None:
     for part, each in memory.items():
-        each[place] = cache.values[part][0]
+        each[place] = state[part][0]
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

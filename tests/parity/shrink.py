@@ -84,7 +84,8 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
 # By architecture: path in the config -> value; what is not there is added.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "BigBirdForCausalLM": {"attention_type": "original_full"},
-    "BlenderbotForCausalLM": {"max_position_embeddings": 2048},
+    # transformers' cache has as many layers as the encoder.
+    "BlenderbotForCausalLM": {"max_position_embeddings": 2048, "encoder_layers": NUM_LAYERS},
     "CohereCompassForConditionalGeneration": {
         "text_config.rope_parameters": {
             "full_attention": {

@@ -94,7 +94,7 @@ def make(architecture: str) -> tuple[Any, Any, str]:
     model_class, options = getattr(hf, architecture), OPTIONS.get(architecture, {})
     config = model_class.config_class(**options.get("config", {}))
     processor_class = processor_class_of(options.get("model_type", config.model_type))
-    medium = media_of(config, processor_class)
+    medium = media_of(model_class, config, processor_class)
     if medium == "text":
         processor = tokenizer = make_tokenizer("bytes")
         ids: dict[str, int] = {}

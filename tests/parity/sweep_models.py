@@ -36,6 +36,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
         "USER: *\nWhat is it? ASSISTANT:", "*:", "First * then * now", "no picture, tell a story",
     ),
 }  # fmt: skip
+FLOAT32 = ("XGLMForCausalLM",)  # bounds scores by a number that is none of float32
 GLM = "<|begin_of_image|><|image|><|end_of_image|>"
 QWEN = "<|vision_start|><|image|><|vision_end|>"
 SIZES = ((80, 60), (60, 120), (112, 112))
@@ -135,8 +136,14 @@ class Prompt:
     expected: tuple[int, ...] = ()
 
 
-def media_of(config: Any, processor_class: Any) -> str:
+def media_of(model_class: Any, config: Any, processor_class: Any) -> str:
     """The kind of medium that a model is tried with."""
+    taken = inspect.signature(model_class.forward).parameters
+    is_media = [
+        name.startswith(("pixel_", "input_f", "input_v", "audio", "image")) for name in taken
+    ]
+    if model_class.__name__.endswith("ForCausalLM") and not any(is_media):
+        return "text"  # it may be the decoder of something that takes more
     takes_images = any(getattr(config, name, None) for name in ("vision_config", "vq_config"))
     if processor_class is None:
         if takes_images or getattr(config, "audio_config", None):
@@ -155,8 +162,9 @@ def draw(model: Any, spread: float) -> None:
     draw_weights(model, std=spread)
     settings = model.generation_config
     settings.eos_token_id, settings.pad_token_id, settings.forced_eos_token_id = 2, 0, None
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    model.to(torch.float32 if has_experts else torch.float64).eval().requires_grad_(False)
+    is_narrow = any("experts" in name for name, _ in model.named_modules())
+    is_narrow |= type(model).__name__ in FLOAT32
+    model.to(torch.float32 if is_narrow else torch.float64).eval().requires_grad_(False)
 
 
 def save_folder(model: Any, processor: Any, folder: Path) -> None:
