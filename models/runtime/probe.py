@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
+from aioengine.models.latent.layers import LatentSizes
+from aioengine.models.latent.probe import Expansions, is_same_view
 from aioengine.models.runtime.attention import route_attention
 from aioengine.models.state.memory import StateSpec
 from aioengine.models.state.probe import Watch
@@ -38,7 +40,8 @@ class LayerSpec:
     `name`: its module's path under the decoder. `kind`: "self", or "cross" where keys are the
     encoder's. `window`: how many past tokens a query sees, its own included; None for all. `sinks`:
     whether it passes a sink logit per head. `shares`: the layer, by name, whose keys and values it
-    is given instead of any of its own; it has no pages then, and reads that layer's.
+    is given instead of any of its own; it has no pages then, and reads that layer's. `latent`: what
+    its keys and values are made of, where the pages hold that: as one key, without a value.
     """
 
     name: str
@@ -52,6 +55,12 @@ class LayerSpec:
     softcap: float | None
     sinks: bool
     shares: str | None = None
+    latent: LatentSizes | None = None
+
+    def of_latents(self, sizes: LatentSizes) -> LayerSpec:
+        """Return the layer with pages of latents."""
+        width = sizes.latent + sizes.turned
+        return replace(self, num_kv_heads=1, key_dim=width, value_dim=0, latent=sizes)
 
 
 class LayerSpecs(tuple[LayerSpec, ...]):
@@ -75,8 +84,8 @@ class _Call:
         return (
             self.spec.kind == other.spec.kind
             and self.spec.window == other.spec.window
-            and _is_same(self.key, other.key)
-            and _is_same(self.value, other.value)
+            and is_same_view(self.key, other.key)
+            and is_same_view(self.value, other.value)
         )
 
 
@@ -85,7 +94,9 @@ class _Recorder:
     """A slot that notes how its module calls it."""
 
     name: str
+    module: nn.Module
     calls: list[_Call]
+    expansions: Expansions
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         num_tokens, num_heads, key_dim = query.shape
@@ -103,6 +114,9 @@ class _Recorder:
             softcap=args.softcap,
             sinks=args.sinks is not None,
         )
+        sizes = self.expansions.sizes_of(self.module, query, key, value)
+        if sizes is not None:
+            spec = spec.of_latents(sizes)
         # Held until the run is over, so that equal storages are the same one.
         self.calls.append(_Call(spec, key, value))
         return query.new_empty(num_tokens, num_heads, value.shape[2])
@@ -119,8 +133,9 @@ def probe_layers(
     """
     calls: list[_Call] = []
     route_attention(decoder)
+    expansions = Expansions(decoder)
     for name, module in decoder.named_modules():
-        attach_slot(module, _Recorder(name, calls))
+        attach_slot(module, _Recorder(name, module, calls, expansions))
     dtype = next(decoder.parameters()).dtype
     embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=dtype)
     positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
@@ -149,17 +164,6 @@ def _with_owner(call: _Call, earlier: Sequence[_Call]) -> LayerSpec:
     """The call's layer, with the name of the first one whose keys and values it was given."""
     owner = next((other.spec.name for other in earlier if call.has_pages_of(other)), None)
     return replace(call.spec, shares=owner)
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether both are the same view of one storage: on the meta device there are no
-    addresses."""
-    return (
-        one.untyped_storage() is other.untyped_storage()
-        and one.storage_offset() == other.storage_offset()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
 
 
 def _check_states(decoder: nn.Module, routed: Sequence[str], states: Sequence[StateSpec]) -> None:

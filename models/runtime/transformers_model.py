@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from aioengine.kernels.attention import AttentionBackend, AttentionMetadata
-from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
+from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder
 from aioengine.kernels.logits import cap_softly, to_floats
 from aioengine.kernels.pool import PageFormat
 from aioengine.models.fusion import fuse_layers
@@ -40,6 +40,7 @@ from aioengine.models.fusion.decoder_plan import run_decoder_plan
 from aioengine.models.fusion.packed_linear import own_layers
 from aioengine.models.fusion.swap import pass_on
 from aioengine.models.fusion.tied_head import tables_of
+from aioengine.models.latent.layers import attach_latents, prepare_latents
 from aioengine.models.quantization.rounding import Rounding, round_weights
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.attention import route_attention
@@ -227,6 +228,7 @@ class TransformersModel:
                 assert each.shape[2:] == (spec.num_kv_heads, row)
         self._caches = tuple(caches)
         self._backend = backend
+        prepare_latents(self.decoder())
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """The encoder's rows, one [rows, hidden] tensor per item, for a batch of items.
@@ -319,7 +321,7 @@ class TransformersModel:
             # Behind the last attention layer may be one that needs all tokens.
             is_last = index == len(self.specs) - 1 and not self.states
             slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
-            attach_slot(decoder.get_submodule(spec.name), slot)
+            attach_latents(decoder.get_submodule(spec.name), slot, spec.latent)
         table = self.model.get_input_embeddings().weight
         attach_states(decoder, self.states, self._holder, table)
 

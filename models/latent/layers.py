@@ -1,0 +1,250 @@
+"""Attention over latents, in the place of a module's own keys and values of all heads.
+
+    latent   [T, latent]  what the keys and values of all heads are a linear function of
+    turned   [T, turned]  a key with the position in it, the same for all heads
+    key_h  = [still_h latent | turned],  value_h = value_h latent
+
+A page holds [latent | turned] of a token, once: 576 numbers for DeepSeek-V3, where the keys and
+values of its 128 heads are 40,960. A query is taken to the latents' side and attends there, as if
+to one head (`query_h still_h` with what it attends to, then `value_h` of the sum). That is more
+arithmetic for each pair of tokens, and none for making keys; so a long chunk makes keys and values
+of its context, in pages that live as long as the layer runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.attention import (
+    AttentionArgs,
+    AttentionMetadata,
+    KeyValue,
+    split_by_sequence,
+)
+from aioengine.kernels.layer_slot import LayerSlot, attach_slot, slot_of
+from aioengine.kernels.pool import BYTES, to_numbers
+
+__all__ = [
+    "LatentSizes",
+    "LatentSlot",
+    "attach_latents",
+    "expand",
+    "expansion_of",
+    "prepare_latents",
+]
+
+MAX_EXPANDED_BYTES = 256 << 20
+"""Of keys and values that are made of a context for a chunk behind it."""
+
+
+class LatentSizes(NamedTuple):
+    """Widths of latents and turned keys, and of a head's still key and value."""
+
+    heads: int
+    latent: int
+    turned: int
+    still: int
+    value: int
+
+
+def expansion_of(module: nn.Module) -> nn.Linear | None:
+    """The layer that expands latents, of a module that does so in a method of its own."""
+    layer = getattr(module, "kv_b_proj", None)
+    has_method = callable(getattr(type(module), "expand_kv", None))
+    return layer if has_method and isinstance(layer, nn.Linear) else None
+
+
+def attach_latents(module: nn.Module, slot: LayerSlot, sizes: LatentSizes | None) -> None:
+    """Let `slot` take the calls of `module`, with latents where there are `sizes` of them; mutates
+    the module."""
+    if sizes is None:
+        attach_slot(module, slot)
+        return
+    latents = LatentSlot(slot, module, sizes)
+    module.expand_kv = latents.hand_on  # type: ignore[assignment]
+    attach_slot(module, latents)
+
+
+def prepare_latents(decoder: nn.Module) -> None:
+    """Make what the slots of `decoder` need of its weights, which have their last form."""
+    for module in decoder.modules():
+        slot = slot_of(module)
+        if isinstance(slot, LatentSlot):
+            slot.prepare()
+
+
+def expand(module: Any, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    """Make keys and values [1, H, T, ...] of `latent`, `turned` [1, 1, T, ...], by its own code."""
+    made: tuple[Tensor, Tensor] = type(module).expand_kv(module, latent, turned)
+    return made
+
+
+class _Part(NamedTuple):
+    """Sequences of a step that are attended to in one way.
+
+    `tokens`: their rows of the flat batch. `blocks`: those of their context, if that is expanded;
+    `meta` counts by these then.
+    """
+
+    tokens: slice
+    meta: AttentionMetadata
+    blocks: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LatentSlot:
+    """See `Slot`: of a module that hands its latents on instead of what they are expanded to."""
+
+    slot: LayerSlot
+    module: Any
+    sizes: LatentSizes
+
+    def prepare(self) -> None:
+        """Make the weights by head, which are kept."""
+        with torch.inference_mode():
+            assert len(self._by_head) == 2
+
+    def hand_on(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the module its latents as key and value of one head, while this slot is its own."""
+        if slot_of(self.module) is not self:
+            return expand(self.module, latent, turned)
+        rows = torch.cat([latent, turned], dim=-1)
+        return rows, rows[..., : self.sizes.latent]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        """Write this step's latents into the layer's pages, then attend over them.
+
+        `query` [T, H, still + turned], `key` [T, 1, latent + turned] -> [T, H, value].
+        """
+        step = self.slot.holder.current
+        assert step is not None, "an attention layer was called outside a step"
+        sizes = self.sizes
+        assert key.shape[1:] == (1, sizes.latent + sizes.turned), "these are no latents"
+        meta = step.metadata[self.slot.group]
+        cache, _ = step.caches[self.slot.layer]
+        pages = self._with_values(cache, cache)
+        new = self._with_values(key, cache) if self.slot.stores else None
+        parts = meta.once(("latent", sizes), lambda: _parts(meta, sizes, query.element_size()))
+        if len(parts) == 1 and parts[0].blocks is None:
+            attended = step.backend.attend(self._to_latents(query), pages, meta, args, new=new)
+            return self._from_latents(attended)
+        if new is not None:
+            step.backend.write_kv(new, pages, meta)
+        out = query.new_empty(*query.shape[:2], sizes.value)
+        for tokens, part, blocks in parts:
+            if blocks is None:
+                taken = self._to_latents(query[tokens])
+                found = self._from_latents(step.backend.attend(taken, pages, part, args))
+            else:
+                expanded = self._expanded(pages[0][blocks], query.dtype)
+                found = step.backend.attend(query[tokens], expanded, part, args)
+            out[tokens] = found
+        return out
+
+    def _with_values(self, rows: Tensor, cache: Tensor) -> KeyValue:
+        """Rows of `cache`, or to go there, and what of them are values, which is all of bytes."""
+        return rows, rows if cache.dtype is BYTES else rows[..., : self.sizes.latent]
+
+    def _to_latents(self, query: Tensor) -> Tensor:
+        """Queries [T, H, still + turned] as the latents' own [T, H, latent + turned]."""
+        still, turning = query.tensor_split([self.sizes.still], dim=-1)
+        keys, _ = self._by_head
+        return torch.cat([torch.bmm(still.transpose(0, 1), keys).transpose(0, 1), turning], dim=-1)
+
+    def _from_latents(self, attended: Tensor) -> Tensor:
+        """Each head's values [T, H, value] of its sum of latents [T, H, latent or more]."""
+        _, values = self._by_head
+        latents = attended[..., : self.sizes.latent].transpose(0, 1)
+        return torch.bmm(latents, values).transpose(0, 1)
+
+    def _expanded(self, rows: Tensor, dtype: torch.dtype) -> KeyValue:
+        """Keys and values [n, block_size, H, ...] of pages of latents [n, block_size, 1, ...]."""
+        latents = to_numbers(rows, dtype).reshape(1, 1, -1, self.sizes.latent + self.sizes.turned)
+        parts = latents.tensor_split([self.sizes.latent], dim=-1)
+        size = rows.shape[:2]
+        key, value = (each[0].transpose(0, 1) for each in expand(self.module, *parts))
+        return key.view(*size, *key.shape[1:]), value.view(*size, *value.shape[1:])
+
+    @cached_property
+    def _by_head(self) -> tuple[Tensor, Tensor]:
+        """Weights [H, still, latent] of keys and [H, latent, value] of values, of any layer that
+        multiplies."""
+        sizes, layer = self.sizes, expansion_of(self.module)
+        assert layer is not None
+        # What it makes of ones is its weight, in whatever form it has that.
+        one = torch.eye(sizes.latent, dtype=layer.weight.dtype, device=layer.weight.device)
+        by_head = layer(one).view(sizes.latent, sizes.heads, -1).transpose(0, 1)
+        keys, values = by_head.tensor_split([sizes.still], dim=-1)
+        return keys.mT.contiguous(), values.contiguous()
+
+
+def _parts(meta: AttentionMetadata, sizes: LatentSizes, itemsize: int) -> list[_Part]:
+    """The sequences of a step, those side by side that are attended to in one way as one part."""
+    bounds = split_by_sequence(meta)
+    lengths = zip(meta.query_lens, meta.context_lens, strict=True)
+    ways = [_pays(sizes, itemsize, *each) for each in lengths]
+    parts = []
+    for is_expanded, group in groupby(range(len(ways)), key=lambda index: ways[index]):
+        indices = [*group]
+        first, last = indices[0], indices[-1] + 1
+        tokens = slice(bounds[first][0], bounds[last - 1][1])
+        part = meta if last - first == len(ways) else _cut(meta, first, last, tokens)
+        own = _by_themselves(part) if is_expanded else (part, None)
+        parts.append(_Part(tokens, *own))
+    return parts
+
+
+def _pays(sizes: LatentSizes, itemsize: int, num_new: int, length: int) -> bool:
+    """Return whether keys and values of all of a sequence's context are to be made for its new
+    tokens.
+
+    What making them takes for each token but the new ones, whose queries and sums are taken to
+    latents and back otherwise, against what each pair of tokens takes less.
+    """
+    wide, narrow = sizes.latent, sizes.still + sizes.value
+    saved = num_new * (length - num_new / 2) * (2 * wide - narrow)
+    size = length * sizes.heads * (narrow + sizes.turned) * itemsize
+    fits = length == num_new or size <= MAX_EXPANDED_BYTES
+    return num_new > 1 and fits and saved > (length - num_new) * wide * narrow
+
+
+def _cut(meta: AttentionMetadata, first: int, last: int, tokens: slice) -> AttentionMetadata:
+    """The metadata of sequences [first, last), which write nothing."""
+    query_start = meta.query_start[first : last + 1]
+    num_decodes = meta.num_decodes if first == 0 else 0  # of what is expanded there are none
+    return replace(
+        meta,
+        query_start=query_start - tokens.start if tokens.start else query_start,
+        seq_lens=meta.seq_lens[first:last],
+        block_table=meta.block_table[first:last],
+        slot_blocks=meta.slot_blocks[:0],
+        slot_offsets=meta.slot_offsets[:0],
+        by_length=meta.by_length[:num_decodes],
+        query_lens=meta.query_lens[first:last],
+        context_lens=meta.context_lens[first:last],
+        num_decodes=num_decodes,
+        block_ids=None if meta.block_ids is None else meta.block_ids[tokens],
+        has_blocks=meta.has_blocks[first:last],
+        scratch={},
+    )
+
+
+def _by_themselves(meta: AttentionMetadata) -> tuple[AttentionMetadata, Tensor]:
+    """Metadata over pages of their own, one sequence's behind the other's; and the blocks, in the
+    pool, of these pages."""
+    size = meta.block_size
+    used = [-(-length // size) for length in meta.context_lens]
+    blocks = torch.cat([row[:count] for row, count in zip(meta.block_table, used, strict=True)])
+    counts = (meta.seq_lens + (size - 1)) // size
+    begins = counts.cumsum(0, dtype=torch.int32) - counts
+    steps = torch.arange(max(used), dtype=torch.int32, device=blocks.device)
+    table = (begins[:, None] + steps).clamp(max=sum(used) - 1)
+    none = meta.slot_blocks[:0]
+    own = replace(meta, block_table=table, slot_blocks=none, slot_offsets=none, scratch={})
+    return own, blocks.long()
