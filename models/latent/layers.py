@@ -27,6 +27,7 @@ from aioengine.kernels.attention import (
     KeyValue,
     split_by_sequence,
 )
+from aioengine.kernels.experts import pack_experts
 from aioengine.kernels.layer_slot import LayerSlot, attach_slot, slot_of
 from aioengine.kernels.pool import BYTES, to_numbers
 
@@ -108,7 +109,7 @@ class LatentSlot:
     def prepare(self) -> None:
         """Make the weights by head, which are kept."""
         with torch.inference_mode():
-            assert len(self._by_head) == 2
+            assert len(self._of_heads) == 2
 
     def hand_on(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         """Give the module its latents as key and value of one head, while this slot is its own."""
@@ -154,14 +155,11 @@ class LatentSlot:
     def _to_latents(self, query: Tensor) -> Tensor:
         """Queries [T, H, still + turned] as the latents' own [T, H, latent + turned]."""
         still, turning = query.tensor_split([self.sizes.still], dim=-1)
-        keys, _ = self._by_head
-        return torch.cat([torch.bmm(still.transpose(0, 1), keys).transpose(0, 1), turning], dim=-1)
+        return torch.cat([self._of_heads[0](still), turning], dim=-1)
 
     def _from_latents(self, attended: Tensor) -> Tensor:
         """Each head's values [T, H, value] of its sum of latents [T, H, latent or more]."""
-        _, values = self._by_head
-        latents = attended[..., : self.sizes.latent].transpose(0, 1)
-        return torch.bmm(latents, values).transpose(0, 1)
+        return self._of_heads[1](attended[..., : self.sizes.latent])
 
     def _expanded(self, rows: Tensor, dtype: torch.dtype) -> KeyValue:
         """Keys and values [n, block_size, H, ...] of pages of latents [n, block_size, 1, ...]."""
@@ -172,16 +170,34 @@ class LatentSlot:
         return key.view(*size, *key.shape[1:]), value.view(*size, *value.shape[1:])
 
     @cached_property
-    def _by_head(self) -> tuple[Tensor, Tensor]:
-        """Weights [H, still, latent] of keys and [H, latent, value] of values, of any layer that
-        multiplies."""
+    def _of_heads(self) -> tuple[_HeadLinear, _HeadLinear]:
+        """The matmuls of each head that take queries to latents, and latents to values."""
         sizes, layer = self.sizes, expansion_of(self.module)
         assert layer is not None
         # What it makes of ones is its weight, in whatever form it has that.
         one = torch.eye(sizes.latent, dtype=layer.weight.dtype, device=layer.weight.device)
-        by_head = layer(one).view(sizes.latent, sizes.heads, -1).transpose(0, 1)
-        keys, values = by_head.tensor_split([sizes.still], dim=-1)
-        return keys.mT.contiguous(), values.contiguous()
+        by_head = layer(one).view(sizes.latent, sizes.heads, -1).permute(1, 2, 0)
+        keys, values = by_head.tensor_split([sizes.still], dim=1)
+        return _HeadLinear(keys.mT), _HeadLinear(values)
+
+
+class _HeadLinear:
+    """Matmuls with a `weight` [H, out, in] of each head's own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = pack_experts(weight, None)
+        self._weight = None if self._packed is not None else weight.mT.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [T, H, in] -> [T, H, out]."""
+        rows = x.transpose(0, 1)
+        if self._weight is not None:
+            return torch.bmm(rows, self._weight).transpose(0, 1)
+        assert self._packed is not None
+        num_heads, count, width = rows.shape
+        ends = torch.arange(1, num_heads + 1) * count
+        out = self._packed(rows.reshape(-1, width), ends)
+        return out.view(num_heads, count, -1).transpose(0, 1)
 
 
 def _parts(meta: AttentionMetadata, sizes: LatentSizes, itemsize: int) -> list[_Part]:
