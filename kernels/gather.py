@@ -193,10 +193,9 @@ class GatherBackend:
 
         They are valid until the next call.
         """
-        key, value = pages
-        steps = pages.steps
+        key, steps = pages[0], pages.steps
         if steps is None:
-            return key[blocks, offsets].transpose(-2, -3), value[blocks, offsets].transpose(-2, -3)
+            return pages.at(blocks, offsets)
 
         def make() -> _Copy:
             num_heads, dim = key.shape[2:]

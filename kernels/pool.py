@@ -153,6 +153,22 @@ class LayerPages(tuple[Tensor, Tensor]):
         return _steps_of(key.shape, key.stride(), distance)
 
     @cached_property
+    def is_one(self) -> bool:
+        """Whether a value is a part of its key, from the first number on."""
+        key, value = self
+        places = ((each.storage_offset(), each.stride()) for each in self)
+        is_alike = next(places) == next(places)
+        return is_alike and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+
+    def at(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies [..., Hkv, n, D] of the keys and values at `blocks`, `offsets` [..., n]."""
+        key, value = self
+        rows = key[blocks, offsets].transpose(-2, -3)
+        if self.is_one:
+            return rows, rows[..., : value.shape[-1]]
+        return rows, value[blocks, offsets].transpose(-2, -3)
+
+    @cached_property
     def rows(self) -> Tensor:
         """The matrix [num_rows, D]. Only where there are `steps`."""
         key, _ = self

@@ -28,7 +28,7 @@ from aioengine.kernels.attention import (
     split_by_sequence,
 )
 from aioengine.kernels.experts import pack_experts
-from aioengine.kernels.layer_slot import LayerSlot, attach_slot, slot_of
+from aioengine.kernels.layer_slot import LayerSlot, StepContext, attach_slot, slot_of
 from aioengine.kernels.pool import BYTES, to_numbers
 
 __all__ = [
@@ -42,6 +42,9 @@ __all__ = [
 
 MAX_EXPANDED_BYTES = 256 << 20
 """Of keys and values that are made of a context for a chunk behind it."""
+SMALL = 32767
+"""Numbers that PyTorch copies without its threads, at most."""
+MAX_PARTS = 16
 
 
 class LatentSizes(NamedTuple):
@@ -123,9 +126,7 @@ class LatentSlot:
 
         `query` [T, H, still + turned], `key` [T, 1, latent + turned] -> [T, H, value].
         """
-        step = self.slot.holder.current
-        assert step is not None, "an attention layer was called outside a step"
-        sizes = self.sizes
+        step, sizes = self._step, self.sizes
         assert key.shape[1:] == (1, sizes.latent + sizes.turned), "these are no latents"
         meta = step.metadata[self.slot.group]
         cache, _ = step.caches[self.slot.layer]
@@ -133,33 +134,41 @@ class LatentSlot:
         new = self._with_values(key, cache) if self.slot.stores else None
         parts = meta.once(("latent", sizes), lambda: _parts(meta, sizes, query.element_size()))
         if len(parts) == 1 and parts[0].blocks is None:
-            attended = step.backend.attend(self._to_latents(query), pages, meta, args, new=new)
-            return self._from_latents(attended)
+            return self._attended(query, pages, meta, args, new)
         if new is not None:
             step.backend.write_kv(new, pages, meta)
         out = query.new_empty(*query.shape[:2], sizes.value)
         for tokens, part, blocks in parts:
             if blocks is None:
-                taken = self._to_latents(query[tokens])
-                found = self._from_latents(step.backend.attend(taken, pages, part, args))
+                out[tokens] = self._attended(query[tokens], pages, part, args)
             else:
                 expanded = self._expanded(pages[0][blocks], query.dtype)
-                found = step.backend.attend(query[tokens], expanded, part, args)
-            out[tokens] = found
+                out[tokens] = step.backend.attend(query[tokens], expanded, part, args)
         return out
+
+    @property
+    def _step(self) -> StepContext:
+        step = self.slot.holder.current
+        assert step is not None, "an attention layer was called outside a step"
+        return step
 
     def _with_values(self, rows: Tensor, cache: Tensor) -> KeyValue:
         """Rows of `cache`, or to go there, and what of them are values, which is all of bytes."""
         return rows, rows if cache.dtype is BYTES else rows[..., : self.sizes.latent]
 
-    def _to_latents(self, query: Tensor) -> Tensor:
-        """Queries [T, H, still + turned] as the latents' own [T, H, latent + turned]."""
-        still, turning = query.tensor_split([self.sizes.still], dim=-1)
-        return torch.cat([self._of_heads[0](still), turning], dim=-1)
-
-    def _from_latents(self, attended: Tensor) -> Tensor:
-        """Each head's values [T, H, value] of its sum of latents [T, H, latent or more]."""
-        return self._of_heads[1](attended[..., : self.sizes.latent])
+    def _attended(
+        self,
+        query: Tensor,
+        pages: KeyValue,
+        meta: AttentionMetadata,
+        args: AttentionArgs,
+        new: KeyValue | None = None,
+    ) -> Tensor:
+        """Values [T, H, value] of queries [T, H, still + turned], by way of the latents."""
+        backend = self._step.backend
+        to_latents, to_values = self._of_heads
+        latents = backend.attend(to_latents(query), pages, meta, args, new=new)
+        return to_values(latents[..., : self.sizes.latent])
 
     def _expanded(self, rows: Tensor, dtype: torch.dtype) -> KeyValue:
         """Keys and values [n, block_size, H, ...] of pages of latents [n, block_size, 1, ...]."""
@@ -171,14 +180,21 @@ class LatentSlot:
 
     @cached_property
     def _of_heads(self) -> tuple[_HeadLinear, _HeadLinear]:
-        """The matmuls of each head that take queries to latents, and latents to values."""
+        """The matmuls of each head that take queries to latents, and latents to values.
+
+        What is turned goes through the first as it is.
+        """
         sizes, layer = self.sizes, expansion_of(self.module)
         assert layer is not None
         # What it makes of ones is its weight, in whatever form it has that.
         one = torch.eye(sizes.latent, dtype=layer.weight.dtype, device=layer.weight.device)
         by_head = layer(one).view(sizes.latent, sizes.heads, -1).permute(1, 2, 0)
         keys, values = by_head.tensor_split([sizes.still], dim=1)
-        return _HeadLinear(keys.mT), _HeadLinear(values)
+        widths = sizes.latent + sizes.turned, sizes.still + sizes.turned
+        queries = keys.new_zeros(sizes.heads, *widths)
+        queries[:, : sizes.latent, : sizes.still] = keys.mT
+        queries[:, sizes.latent :, sizes.still :] = one.new_ones(sizes.turned).diag()
+        return _HeadLinear(queries), _HeadLinear(values)
 
 
 class _HeadLinear:
@@ -190,14 +206,30 @@ class _HeadLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [T, H, in] -> [T, H, out]."""
-        rows = x.transpose(0, 1)
+        count, num_heads, width = x.shape
         if self._weight is not None:
-            return torch.bmm(rows, self._weight).transpose(0, 1)
+            return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
         assert self._packed is not None
-        num_heads, count, width = rows.shape
         ends = torch.arange(1, num_heads + 1) * count
-        out = self._packed(rows.reshape(-1, width), ends)
+        out = self._packed(_by_head(x).view(-1, width), ends)
         return out.view(num_heads, count, -1).transpose(0, 1)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """Copy rows [T, H, D] as [H, T, D].
+
+    Where few parts do, these are so small that PyTorch copies them in this thread: its own meet at
+    every call, for milliseconds where others keep the processors busy.
+    """
+    count, num_heads, width = x.shape
+    rows = x.new_empty(num_heads, count, width)
+    at_once = max(1, SMALL // (count * width))
+    if num_heads > MAX_PARTS * at_once:
+        at_once = num_heads
+    for first in range(0, num_heads, at_once):
+        heads = slice(first, first + at_once)
+        rows[heads] = x[:, heads].transpose(0, 1)
+    return rows
 
 
 def _parts(meta: AttentionMetadata, sizes: LatentSizes, itemsize: int) -> list[_Part]:

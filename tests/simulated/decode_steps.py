@@ -23,7 +23,7 @@ import pytest
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.execution.model_runner import ModelRunner
 from tests.parity.measure import make
-from tests.parity.measured_rows import ROWS, Ask, Row
+from tests.parity.measured_rows import ROWS, Ask, Row, of_texts
 from tests.simulated.device import DEVICE, ENCODER_THREAD
 from tests.simulated.operators import CHOSEN
 
@@ -34,11 +34,18 @@ SIBLINGS = (
     *("test_internvl_chat[internlm2]", "test_gemma_n4[gemma4-dense]", "test_gemma_n4[small]"),
 )
 """Rows of families that another row stands for here."""
-CASES = [row for row in ROWS if row.name not in SIBLINGS]
+LATENTS = Row(
+    module="test_text_families", param="deepseek-v3", fixture="saved", asks=of_texts,
+    options={"max_model_len": 256},
+)  # fmt: skip
+"""Which no class here names."""
+CASES = [LATENTS, *(row for row in ROWS if row.name not in SIBLINGS)]
 ROUTED = [
     row
-    for row in ROWS
-    if row.name.endswith(("[aria]", "[gpt-oss]", "[gemma4-experts]", "vl2[tiny]", "vl2[base]"))
+    for row in CASES
+    if row.name.endswith(
+        ("[aria]", "[gpt-oss]", "[gemma4-experts]", "vl2[tiny]", "vl2[base]", "[deepseek-v3]")
+    )
 ]
 CHOOSING = {"aioengine/models/qwen_vl/modeling.py"}
 """Encoders in which PyTorch chooses: Qwen-VL's resampler is torch's, with images of one size."""
