@@ -17,6 +17,7 @@ from torch.nn.functional import linear, silu
 
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.experts import lay_out_experts
+from aioengine.kernels.layer_slot import slot_of
 from aioengine.models.deepseek_vl2.processing import DeepseekLanguageConfig
 from aioengine.models.runtime.attention import Attention
 from aioengine.models.runtime.defined_model import RMSNorm, rotary_table, rotate_halves
@@ -112,21 +113,22 @@ class _PlainAttention(nn.Module):
         return out
 
 
-class _LatentAttention(nn.Module):
+class _LatentAttention(Attention):
     """Keys and values come from one latent vector for each token, which all heads expand.
 
-    It is the expanded keys and values that are cached; values are smaller than keys.
+    Pages hold the latents (`models/latent/`), as `expand_kv` is called the way transformers' own
+    layers of this kind call theirs.
     """
 
     def __init__(self, config: DeepseekLanguageConfig, score_factor: float) -> None:
-        super().__init__()
         if config.kv_lora_rank is None:
             raise ModelLoadError("latent attention (use_mla) needs a kv_lora_rank")
         size, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-        self.num_heads, self.rotary_size = heads, config.qk_rope_head_dim
+        key_size = config.qk_nope_head_dim + config.qk_rope_head_dim
+        super().__init__(heads, key_size, key_size**-0.5 * score_factor)
+        self.rotary_size = config.qk_rope_head_dim
         self.still_size, self.value_size = config.qk_nope_head_dim, config.v_head_dim
         self.latent_size = config.kv_lora_rank
-        key_size = self.still_size + self.rotary_size
         self.q_lora_rank = config.q_lora_rank
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(size, heads * key_size, bias=False)
@@ -139,9 +141,15 @@ class _LatentAttention(nn.Module):
         expanded = heads * (self.still_size + self.value_size)
         self.kv_b_proj = nn.Linear(self.latent_size, expanded, bias=False)
         self.o_proj = nn.Linear(heads * self.value_size, size, bias=bias)
-        self.attend = Attention(heads, key_size, key_size**-0.5 * score_factor)
 
-    def forward(self, hidden: Tensor, table: Table) -> Tensor:
+    def expand_kv(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, H, T, ...] of `latent` and `turned` [1, 1, T, ...]."""
+        expanded = self.kv_b_proj(latent[0, 0]).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        still, value = expanded.tensor_split([self.still_size], dim=-1)
+        key = torch.cat([still, turned[0].expand(self.num_heads, -1, -1)], dim=-1)
+        return key[None], value[None]
+
+    def forward(self, hidden: Tensor, table: Table) -> Tensor:  # type: ignore[override]
         if self.q_lora_rank is None:
             query = self.q_proj(hidden)
         else:
@@ -150,12 +158,12 @@ class _LatentAttention(nn.Module):
         still, turning = query.tensor_split([self.still_size], dim=-1)
         query = torch.cat([still, rotate_halves(_apart(turning), table)], dim=-1)
         latent, turning = self.kv_a_proj_with_mqa(hidden).tensor_split([self.latent_size], dim=-1)
-        turned = rotate_halves(_apart(turning[:, None]), table).expand(-1, self.num_heads, -1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        still, value = expanded.tensor_split([self.still_size], dim=-1)
-        key = torch.cat([still, turned], dim=-1)
-        out = self.attend(query.flatten(-2), key.flatten(-2), value.flatten(-2))
-        projected: Tensor = self.o_proj(out)
+        turned = rotate_halves(_apart(turning[:, None]), table).transpose(0, 1)
+        made = self.expand_kv(self.kv_a_layernorm(latent)[None, None], turned[None])
+        key, value = (each[0].transpose(0, 1) for each in made)
+        slot = slot_of(self)
+        assert slot is not None, "a decoder's attention layer has no slot"
+        projected: Tensor = self.o_proj(slot.attend(query, key, value, self.args).flatten(-2))
         return projected
 
 
