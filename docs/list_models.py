@@ -87,6 +87,10 @@ where a model has attention layers too: Qwen3.5 and its MoE, with images and vid
 LFM2, Falcon-H1, Granite's and OLMo's hybrids, Nemotron-H, Bamba, Jamba, Zaya
 ([`states.md`](decisions/states.md)).
 
+Latent attention keeps latents, not the keys and values of all heads: DeepSeek-V2 and V3,
+DeepSeek-VL2, AXK1, GLM-4 MoE Lite, MiniCPM3, Mistral 4, Youtu
+([`latent-attention.md`](decisions/latent-attention.md)).
+
 Refused are, by name and reason: models without attention layers (Mamba), states of other kinds,
 attention that does not go through transformers' `AttentionInterface`, encoder-decoders without a
 row above that read or give anything but text, experts that drop tokens by what else is in a batch,

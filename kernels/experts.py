@@ -11,6 +11,7 @@ router says.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -119,6 +120,16 @@ class PackedExperts:
         found: Tensor = self._multiply(
             rows, ends, *self.operands, self.num_outputs, int(activation), is_gated
         )
+        return found
+
+    def taken(self, first: int, last: int) -> PackedExperts:
+        """The experts [first, last) of weights in panels that have no factors and no bias."""
+        packed, *others = self.operands
+        assert packed.dim() > 1 and not any(each is not None for each in others)
+        panels = self.num_outputs // PANEL
+        found = copy.copy(self)
+        found.operands = packed[first * panels : last * panels], None, None
+        found.num_experts = len(found.operands[0]) // panels
         return found
 
 

@@ -154,7 +154,7 @@ class LayerPages(tuple[Tensor, Tensor]):
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether a value is a part of its key, from the first number on."""
+        """Return whether a value is a part of its key, from the first number on."""
         key, value = self
         places = ((each.storage_offset(), each.stride()) for each in self)
         is_alike = next(places) == next(places)

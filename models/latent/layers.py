@@ -14,7 +14,7 @@ of its context, in pages that live as long as the layer runs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from aioengine.kernels.attention import (
     KeyValue,
     split_by_sequence,
 )
-from aioengine.kernels.experts import pack_experts
+from aioengine.kernels.experts import PackedExperts, pack_experts
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, attach_slot, slot_of
 from aioengine.kernels.pool import BYTES, to_numbers
 
@@ -42,9 +42,8 @@ __all__ = [
 
 MAX_EXPANDED_BYTES = 256 << 20
 """Of keys and values that are made of a context for a chunk behind it."""
-SMALL = 32767
-"""Numbers that PyTorch copies without its threads, at most."""
-MAX_PARTS = 16
+FEW_ROWS = 64
+"""Of an operator that threads of our own compute (`kernels/cpu/ops/parallel.cpp`)."""
 
 
 class LatentSizes(NamedTuple):
@@ -168,7 +167,9 @@ class LatentSlot:
         backend = self._step.backend
         to_latents, to_values = self._of_heads
         latents = backend.attend(to_latents(query), pages, meta, args, new=new)
-        return to_values(latents[..., : self.sizes.latent])
+        if latents.shape[-1] != self.sizes.latent:
+            latents = latents[..., : self.sizes.latent]
+        return to_values(latents)
 
     def _expanded(self, rows: Tensor, dtype: torch.dtype) -> KeyValue:
         """Keys and values [n, block_size, H, ...] of pages of latents [n, block_size, 1, ...]."""
@@ -198,38 +199,50 @@ class LatentSlot:
 
 
 class _HeadLinear:
-    """Matmuls with a `weight` [H, out, in] of each head's own."""
+    """Matmuls with a `weight` [H, out, in] of each head's own.
+
+    Packed, those of few tokens are some heads at a time: what has more rows than `FEW_ROWS` is
+    shared out by PyTorch's threads, which meet each time, for milliseconds where others keep the
+    processors busy.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = pack_experts(weight, None)
         self._weight = None if self._packed is not None else weight.mT.contiguous()
+        self._groups: dict[int, list[PackedExperts]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [T, H, in] -> [T, H, out]."""
-        count, num_heads, width = x.shape
         if self._weight is not None:
             return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
+        count, num_heads, width = x.shape
+        at_once = num_heads if count > FEW_ROWS else min(FEW_ROWS // count, num_heads)
+        ends = _ends(at_once, count)
+        parts = []
+        for first, packed in zip(range(0, num_heads, at_once), self._grouped(at_once), strict=True):
+            heads = x if at_once == num_heads else x[:, first : first + at_once]
+            found = packed(heads.transpose(0, 1).reshape(-1, width), ends[: packed.num_experts])
+            parts.append(found.view(packed.num_experts, count, -1))
+        if len(parts) == 1:
+            return parts[0].transpose(0, 1)
+        out = x.new_empty(num_heads, count, parts[0].shape[-1])
+        for first, part in zip(range(0, num_heads, at_once), parts, strict=True):
+            out[first : first + at_once] = part
+        return out.transpose(0, 1)
+
+    def _grouped(self, at_once: int) -> list[PackedExperts]:
+        """The packed weights, so many heads' at a time."""
         assert self._packed is not None
-        ends = torch.arange(1, num_heads + 1) * count
-        out = self._packed(_by_head(x).view(-1, width), ends)
-        return out.view(num_heads, count, -1).transpose(0, 1)
+        if at_once not in self._groups:
+            firsts = range(0, self._packed.num_experts, at_once)
+            self._groups[at_once] = [self._packed.taken(n, n + at_once) for n in firsts]
+        return self._groups[at_once]
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """Copy rows [T, H, D] as [H, T, D].
-
-    Where few parts do, these are so small that PyTorch copies them in this thread: its own meet at
-    every call, for milliseconds where others keep the processors busy.
-    """
-    count, num_heads, width = x.shape
-    rows = x.new_empty(num_heads, count, width)
-    at_once = max(1, SMALL // (count * width))
-    if num_heads > MAX_PARTS * at_once:
-        at_once = num_heads
-    for first in range(0, num_heads, at_once):
-        heads = slice(first, first + at_once)
-        rows[heads] = x[:, heads].transpose(0, 1)
-    return rows
+@lru_cache(maxsize=128)
+def _ends(num_heads: int, count: int) -> Tensor:
+    """Make the ends of so many heads' rows."""
+    return torch.arange(1, num_heads + 1) * count
 
 
 def _parts(meta: AttentionMetadata, sizes: LatentSizes, itemsize: int) -> list[_Part]:
