@@ -26,6 +26,7 @@ __all__ = [
     "VideoClip",
     "VideoHeader",
     "VideoProcessorItems",
+    "noise_clip",
     "noise_item",
 ]
 
@@ -297,15 +298,20 @@ PROCESSOR_ITEMS: Mapping[str, Callable[[Sequence[Any]], ModalityDataItems[Any]]]
 """Modality -> what holds its items."""
 
 
+def noise_clip(num_samples: int, sample_rate: int) -> AudioClip:
+    """Decoded audio at `sample_rate` (Hz), no two parts of which are alike."""
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, num_samples)
+    return AudioClip(samples.astype(np.float32), sample_rate)
+
+
 def noise_item(modality: str, *, sample_rate: int = 0) -> Any:
     """A small decoded item, no two parts of which are alike.
 
     An image of 72 x 56 pixels, a video of four such frames, or half a second at `sample_rate` (Hz).
     """
-    generator = np.random.default_rng(0)
     if modality == "audio":
-        samples = generator.uniform(-0.5, 0.5, sample_rate // 2).astype(np.float32)
-        return AudioClip(samples, sample_rate)
+        return noise_clip(sample_rate // 2, sample_rate)
+    generator = np.random.default_rng(0)
     size, count = ImageSize(72, 56), 4
     frames = generator.integers(0, 256, (count, size.height, size.width, 3), dtype=np.uint8)
     if modality == "image":

@@ -293,15 +293,17 @@ def _sizes(
     config: EngineConfig,
     form: PageFormat,
 ) -> ModelSizes:
+    largest = max(largest_items(processor, config.max_model_len or 0).values(), default=0)
     max_encoder_len = model.max_encoder_len if isinstance(model, SupportsEncoderDecoder) else 0
+    if isinstance(processor, EncDecMultiModalProcessor) and processor.prompt_half == "decoder":
+        max_encoder_len = largest or max_encoder_len  # its encoder reads nothing but media
     return ModelSizes(
         kv_groups=model.kv_groups,
         itemsize=model.dtype.itemsize,
         kv_row_bytes=form.row_bytes,
         row_size=model.row_size,
         max_position_embeddings=model.max_position_embeddings,
-        max_item_rows=max_encoder_len
-        or max(largest_items(processor, config.max_model_len or 0).values(), default=0),
+        max_item_rows=max_encoder_len or largest,
         max_encoder_len=max_encoder_len,
         state_bytes=state_bytes(model.states, model.dtype),
     )

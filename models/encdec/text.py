@@ -10,9 +10,9 @@ that are added, a bias by distance in attention, or positions that the decoder i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -110,9 +110,20 @@ class TextToText(EncoderDecoderModel):
                 raise _refused(
                     self.model, "config.json has no max_position_embeddings; set max_model_len"
                 )
-            table = embeddings_by_position(decoder, length, self.hidden_size, self.row_size)
+            run = partial(self.run_alone, decoder, length)
+            table = embeddings_by_position(decoder, length, self.hidden_size, run)
             decoder.embed_positions = PlacedEmbedding(table, self._holder)
         self._place_biases(decoder)
+
+    def run_alone(self, decoder: Any, length: int) -> Any:
+        """Run the decoder on one sequence of any tokens, before its attention is rerouted or
+        after."""
+        weight = decoder.get_input_embeddings().weight
+        return decoder(
+            inputs_embeds=weight.new_full((1, length, self.hidden_size), 0.5),  # no padding's id
+            encoder_hidden_states=weight.new_zeros(1, 1, self.row_size),
+            use_cache=False,
+        )
 
     def _find_scale(self, decoder: nn.Module) -> float:
         """Find the factor of what goes into the head: T5's kind has one where the head is tied."""
@@ -180,12 +191,12 @@ class _AnsweredError(Exception):
 
 
 @torch.no_grad()
-def embeddings_by_position(decoder: Any, length: int, width: int, row_size: int) -> Tensor:
+def embeddings_by_position(decoder: Any, length: int, width: int, run: Callable[[], Any]) -> Tensor:
     """Rows [length, width] that a decoder adds to embeddings at the positions from 0 on.
 
-    The decoder is run, as far as its `embed_positions`, on a sequence of that length: modules are
-    called in different ways, start at different offsets, and may be no table at all. Raises
-    ModelLoadError where this gives no such rows.
+    `run` runs the decoder on a sequence of that length, as far as its `embed_positions`:
+    modules are called in different ways, start at different offsets, and may be no table at all.
+    Raises ModelLoadError where this gives no such rows.
     """
     weight = decoder.get_input_embeddings().weight
     found: list[Any] = []
@@ -196,11 +207,7 @@ def embeddings_by_position(decoder: Any, length: int, width: int, row_size: int)
 
     hook = decoder.embed_positions.register_forward_hook(note)
     try:
-        decoder(
-            inputs_embeds=weight.new_full((1, length, width), 0.5),  # no id of padding
-            encoder_hidden_states=weight.new_zeros(1, 1, row_size),
-            use_cache=False,
-        )
+        run()
     except _AnsweredError:
         pass
     except Exception as error:

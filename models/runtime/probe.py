@@ -25,7 +25,14 @@ from aioengine.models.state.memory import StateSpec
 from aioengine.models.state.probe import Watch
 from aioengine.types import KVGroup
 
-__all__ = ["NUM_PROBE_ROWS", "LayerSpec", "LayerSpecs", "group_layers", "probe_layers"]
+__all__ = [
+    "NUM_PROBE_ROWS",
+    "NUM_PROBE_TOKENS",
+    "LayerSpec",
+    "LayerSpecs",
+    "group_layers",
+    "probe_layers",
+]
 
 NUM_PROBE_TOKENS = 3
 NUM_PROBE_ROWS = 5

@@ -77,6 +77,7 @@ _FAMILIES = {
 }
 """Class of a family, by its path in `aioengine.models` -> the architectures that it runs."""
 _MEDIA_CONFIGS = ("vision_config", "audio_config", "codec_config")
+_AUDIO_INPUTS = ("input_features", "input_values", "inputs")
 _YOURS = "One of yours can be added with aioengine.models.register_model"
 _SHIPPED = {name: place for place, names in _FAMILIES.items() for name in names.split()}
 
@@ -189,7 +190,8 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     if obstacle is not None:
         raise _refused(hf_class, obstacle)
     if getattr(hf_config, "is_encoder_decoder", False):
-        return _imported("encdec.text.TextToText")
+        reads_audio = getattr(hf_class, "main_input_name", "") in _AUDIO_INPUTS
+        return _imported(f"encdec.{'speech.SpeechToText' if reads_audio else 'text.TextToText'}")
     if not encoders:
         return _imported("text.TextModel")
     vision = getattr(hf_config, "vision_config", None)
@@ -205,19 +207,15 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
 
     `encoders`: transformers' method that encodes a modality, by its name.
     """
-    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, GenerationMixin
+    from transformers import GenerationMixin
 
-    if not (isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)):
+    generates = isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)
+    if not generates:
         return "it does not generate text"
     if getattr(hf_config, "is_encoder_decoder", False):
-        if encoders:
-            return f"its encoder reads {' and '.join(encoders)} beside text"
-        if MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(hf_config), None) is not hf_class:
-            return (
-                "transformers does not have it among the encoder-decoders from text to text "
-                "(AutoModelForSeq2SeqLM), and one that reads or gives anything else needs a class "
-                "of its own"
-            )
+        obstacle = _find_obstacle_between(hf_config, hf_class, encoders)
+        if obstacle is not None:
+            return obstacle
     media = [name for name in _MEDIA_CONFIGS if getattr(hf_config, name, None)]
     if media and not encoders:
         return f"it has {' and '.join(media)}, but no get_image_features or the like"
@@ -229,6 +227,29 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
             return f"what it makes of {name} depends on the prompt (get_{name}_features)"
     if encoders and getattr(signature(hf_class.forward).parameters.get("sample"), "default", None):
         return "it adds noise to what it makes of media (sample=True)"
+    return None
+
+
+def _find_obstacle_between(
+    hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]
+) -> str | None:
+    """Describe why no class for encoder-decoders runs this one; see `_find_obstacle`."""
+    import transformers as hf
+
+    if encoders:
+        return f"its encoder reads {' and '.join(encoders)} beside text"
+    if hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(hf_config), None) is hf_class:
+        return None
+    hears = getattr(hf_class, "main_input_name", "") in _AUDIO_INPUTS
+    if (
+        not hears
+        or hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(type(hf_config), None) is not hf_class
+    ):
+        return (
+            "transformers does not have it among the encoder-decoders from text or audio to text "
+            "(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq), and one that reads or gives "
+            "anything else needs a class of its own"
+        )
     return None
 
 

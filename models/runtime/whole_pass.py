@@ -39,7 +39,10 @@ __all__ = [
 
 _KINDS = {"image": 1, "video": 2, "audio": 3}
 """How transformers numbers the kinds of tokens; text is 0."""
-_COUNTS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
+_COUNTS = (
+    *("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers"),
+    "speech_encoder_layers",
+)
 """How configs call the number of their layers."""
 _LOGIT_SCALES = ("logit_scale", "logits_scaling")
 """What configs call a number that logits are multiplied or divided by, as the class has it."""
