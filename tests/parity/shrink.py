@@ -67,7 +67,7 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
         (r"(.*_)?(attention_heads|num_heads|n_heads?|num_attn_heads)", HEADS),
         (r"sliding_window|local_window|attention_chunk_size|local_attention", 6),
         (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length", 2048),
-        (r"base_channels|output_channels|vision_output_channels", 32),
+        (r"base_channels|output_channels|vision_output_channels|subsampling_conv_channels", 32),
         (r"num_embeddings|codebook_size", 12),
         (r"channel_multiplier", lambda _: [1, 1]),
         (r"(full_?att.*|deepstack_.*|.*_block_indexes|global_attn_indexes)", _first_layers),
@@ -118,6 +118,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "text_config.rope_parameters": {
             "rope_type": "default", "rope_theta": 5e5, "mrope_section": [3, 3, 2],
         },
+    },
+    "MoonshineStreamingForConditionalGeneration": {
+        "num_key_value_heads": 4, "encoder_config.sliding_windows": [[16, 4], [16, 0], [16, 4]],
+        "decoder_start_token_id": 1,
     },
     "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
     "GotOcr2ForConditionalGeneration": {

@@ -187,9 +187,9 @@ def expected_of(
         model.save_pretrained(folder)
         if getattr(model, "_keys_to_ignore_on_save", None):  # tables that are made, not read
             model = type(model).from_pretrained(folder, dtype=model.dtype).eval()
-        prompts = answer(
-            model, processor, prompts_of(processor, architecture, medium), architecture
-        )
+        heard = medium == "audio" and model.config.is_encoder_decoder
+        asked = prompts_of(processor, architecture, medium, heard=heard)
+        prompts = answer(model, processor, asked, architecture)
         told = {each.expected for each in prompts if each.expected}
         seen = {each.expected for each in prompts if each.text == prompts[0].text}
         if len(told) * 2 > len(prompts) and (medium == "text" or len(seen) > 1):

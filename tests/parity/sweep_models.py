@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 
 from tests.parity.families import CLOSE_CALL, FAMILIES, MAX_TOKENS, Family, pixtral_processor
 from tests.support.tiny import draw_weights, tiny_image
@@ -35,6 +36,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
         "USER: *\nWhat is it? ASSISTANT:", "USER: *\nWhat is it? ASSISTANT:",
         "USER: *\nWhat is it? ASSISTANT:", "*:", "First * then * now", "no picture, tell a story",
     ),
+    "heard": ("*", "*", "*", "*tell a", "*tell a story"),  # of a decoder
 }  # fmt: skip
 FLOAT32 = ("XGLMForCausalLM",)  # bounds scores by a number that is none of float32
 GLM = "<|begin_of_image|><|image|><|end_of_image|>"
@@ -71,6 +73,14 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3VLMoeForConditionalGeneration": {"place": QWEN, "image_processor": "qwen2_vl"},
     "GlmOcrForConditionalGeneration": {
         "place": GLM, "model_type": "glm46v", "image_processor": "glm46v",
+    },
+    "MoonshineStreamingForConditionalGeneration": {"extractor": "moonshine"},
+    "SeamlessM4Tv2ForSpeechToText": {"model_type": "seamless_m4t", "extractor": "seamless_m4t"},
+    "SpeechEncoderDecoderModel": {
+        "model_type": "wav2vec2", "extractor": "wav2vec2",
+        "config": {
+            "decoder": hf.MBartConfig(is_decoder=True, add_cross_attention=True).to_dict()
+        },
     },
     # Else two layers are too few to have experts.
     "NllbMoeForConditionalGeneration": {
@@ -193,12 +203,14 @@ def save_folder(model: Any, processor: Any, folder: Path) -> None:
     (folder / "processor_config.json").write_text(json.dumps(settings))
 
 
-def prompts_of(processor: Any, architecture: str, medium: str) -> list[Prompt]:
-    """Texts with their media."""
+def prompts_of(processor: Any, architecture: str, medium: str, *, heard: bool) -> list[Prompt]:
+    """Texts with their media. `heard`: the texts are a decoder's, beside the media."""
     if medium == "text":
         return [Prompt(text) for text in TEXTS["text"]]
     family, options = RECIPES.get(architecture), OPTIONS.get(architecture, {})
-    sizes, texts = (family.sizes, family.texts) if family else (SIZES, TEXTS["media"])
+    sizes, texts = (
+        (family.sizes, family.texts) if family else (SIZES, TEXTS["heard" if heard else "media"])
+    )
     named = (options.get("place"), family and family.place)
     found_in = (getattr(processor, f"{medium}_{n}", None) for n in ("placeholder_token", "token"))
     place = next((each for each in (*named, *found_in) if each is not None), "")
@@ -248,6 +260,8 @@ def _continue(model: Any, ids: torch.Tensor) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
+    if model.config.is_encoder_decoder and "audios" in prompt.media:
+        return _transcribe(model, processor, prompt)
     media: dict[str, Any] = {name: list(values) for name, values in prompt.media.items()}
     if "audios" in media:
         media["audio"] = [samples for samples, _ in media.pop("audios")]
@@ -256,10 +270,31 @@ def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
     inputs = processor(text=prompt.text, **media, return_tensors="pt")
     names = [*inputs] if hasattr(processor, "tokenizer") else ["input_ids", "attention_mask"]
     given = {name: inputs[name] for name in names}
+    start = 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
+    return _tokens(model, given, start)
+
+
+def _transcribe(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
+    """With the text as what the decoder begins with."""
+    ((samples, rate),) = prompt.media["audios"]
+    heard = {"audio": samples, "sampling_rate": rate, "return_tensors": "pt"}
+    try:
+        inputs = processor(**heard)
+    except TypeError:  # it wants to know the language, too
+        inputs = hf.ProcessorMixin.__call__(processor, **heard)
+    names = inspect.signature(model.forward).parameters
+    given = {name: each for name, each in inputs.items() if name in names}
+    start = model.generation_config.decoder_start_token_id
+    ids = [start, *processor.tokenizer.encode(prompt.text, add_special_tokens=False)]
+    return _tokens(model, {**given, "decoder_input_ids": torch.tensor([ids])}, len(ids))
+
+
+def _tokens(model: Any, inputs: Mapping[str, Any], start: int) -> tuple[int, ...]:
+    """The tokens from `start` on of transformers' greedy answer, as far as they are sure."""
     given = {
         name: each.to(model.dtype) if isinstance(each, torch.Tensor) and each.is_floating_point()
         else each
-        for name, each in given.items()
+        for name, each in inputs.items()
     }  # fmt: skip
     if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
         return _continue(model, given["input_ids"])
@@ -270,7 +305,6 @@ def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
         output_scores=True,
         return_dict_in_generate=True,
     )
-    start = 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
     tokens = output.sequences[0, start:].tolist()
     if model.dtype == torch.float64:
         return tuple(tokens)

@@ -91,7 +91,8 @@ def build_processor(
         parts["image_processor"] = image_processor_for(kind, patch, options.get("images", {}))
     for name in ("feature_extractor", "audio_processor"):
         if name in known:
-            mels = getattr(getattr(config, "audio_config", None), "num_mel_bins", None)
+            listening = (getattr(config, f"{part}_config", None) for part in ("audio", "encoder"))
+            mels = next((each.num_mel_bins for each in listening if _has_mels(each)), None)
             parts[name] = feature_extractor_for(options.get("extractor", config.model_type), mels)
     if "video_processor" in known:
         parts["video_processor"] = None
@@ -110,8 +111,12 @@ def feature_extractor_for(model_type: str, num_mel_bins: int | None) -> Any:
     if name is None or not hasattr(hf, name):
         raise LookupError(f"no feature extractor for {model_type}")
     if name != "WhisperFeatureExtractor":
-        return getattr(hf, name)()
+        return getattr(hf, name)(**({"feature_size": num_mel_bins} if num_mel_bins else {}))
     return hf.WhisperFeatureExtractor(chunk_length=1, feature_size=num_mel_bins or 80)
+
+
+def _has_mels(config: Any) -> bool:
+    return hasattr(config, "num_mel_bins")
 
 
 def fit_counts(model: Any, processor: Any) -> None:

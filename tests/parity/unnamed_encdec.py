@@ -125,8 +125,8 @@ REFUSED: Mapping[str, tuple[Callable[[], Any], str]] = {
         lambda: hf.ProphetNetConfig(hidden_size=48, num_encoder_layers=2, num_decoder_layers=2),
         "ProphetNetDecoder keeps a state",
     ),
-    "Speech2TextForConditionalGeneration": (
-        lambda: hf.Speech2TextConfig(d_model=48), "not have it among the encoder-decoders from text"
+    "Pop2PianoForConditionalGeneration": (
+        hf.Pop2PianoConfig, "not have it among the encoder-decoders from text or audio to text"
     ),
     "SwitchTransformersForConditionalGeneration": (
         lambda: hf.SwitchTransformersConfig(**T5, num_experts=4, num_sparse_decoder_layers=1),
