@@ -303,8 +303,11 @@ class TransformersModel:
     def decoder(self) -> nn.Module:
         """The module that takes embeddings [1, T, hidden] and gives the last hidden state."""
         decoder: nn.Module = self.model.get_decoder()
-        if decoder is self.model or decoder is self.model.get_output_embeddings():
-            decoder = getattr(self.model, "model", decoder)  # its name is a head's here
+        head = self.model.get_output_embeddings()
+        if decoder is head:  # its name is a head's here
+            decoder = getattr(self.model, "model", decoder)
+        elif decoder is self.model or getattr(decoder, "lm_head", None) is head:
+            decoder = getattr(decoder, "model", decoder)  # it is one with its head
         return decoder
 
     def layers(self) -> tuple[LayerSpec, ...]:

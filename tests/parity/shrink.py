@@ -100,8 +100,20 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "Granite4VisionForConditionalGeneration": {
         "downsample_rate": "1/2",
-        "deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [1],
+        "deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [1, 2],
     },
+    "CohereCompassForCausalLM": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2],
+            }
+        },
+    },
+    "DbrxForCausalLM": {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8},
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
+    "NemotronForCausalLM": {"num_key_value_heads": HEADS // 2},
     # Of both parts of a head.
     "Mistral4ForCausalLM": {"head_dim": 2 * HEAD_DIM, "text_config.head_dim": 2 * HEAD_DIM},
     "HunYuanVLForConditionalGeneration": {"text_config.head_dim": HEAD_DIM},

@@ -68,6 +68,13 @@ UNNAMED: Mapping[str, Callable[[Settings], Any]] = {
     "cohere2": lambda s: hf.Cohere2ForCausalLM(
         hf.Cohere2Config(**s, sliding_window=6, logit_scale=0.25)
     ),
+    "dbrx": lambda s: hf.DbrxForCausalLM(
+        hf.DbrxConfig(
+            vocab_size=s["vocab_size"], d_model=48, n_heads=4, n_layers=2,
+            attn_config={"rope_theta": 1e4, "clip_qkv": 8, "kv_n_heads": 2},
+            ffn_config={"ffn_hidden_size": 64, "hidden_size": 48, "moe_top_k": 2},
+        )
+    ),
     "deepseek-v3": lambda s: hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(**{**s, **EXPERTS, **LATENT})
     ),
