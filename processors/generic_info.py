@@ -180,6 +180,10 @@ class GenericProcessingInfo(BaseProcessingInfo):
                 return max(found, key=counts.__getitem__)
         return counts.most_common(1)[0][0]
 
+    def count_rows(self, modality: str, token_ids: Sequence[int]) -> int:
+        """The tokens of a replacement that take encoder rows."""
+        return token_ids.count(self.get_embed_token_id(modality, token_ids))
+
     def get_largest_item(self, modality: str) -> tuple[Any, int]:
         """Choose of a few blank dummies the one with the most encoder rows, and how many those are.
 
@@ -213,7 +217,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
             # A size that an HF processor refuses, with whatever exception, is no candidate.
             with suppress(Exception):
                 token_ids = self.encode(self.process_item(modality, dummy, options)[1])
-                yield dummy, token_ids.count(self.get_embed_token_id(modality, token_ids))
+                yield dummy, self.count_rows(modality, token_ids)
 
     def _dummies(self, modality: str, settings: Mapping[str, Any]) -> Iterator[Any]:
         part, builder = self.get_part(modality), GenericDummyInputsBuilder(self)

@@ -77,15 +77,30 @@ def encode_batch(
     if encoder is None:
         raise EngineError(f"{type(model).__name__} has no {_SAMPLES[name]}")
     output = encoder(**inputs)
+    deeper = getattr(output, "deepstack_features", None) or ()
+    if deeper and isinstance(deeper[0], tuple) and isinstance(deeper[0][0], int):
+        return _parts_by_layer(deeper, dtype)
     parts = [part.to(dtype) for part in parts_of(output)]
     # What goes to further layers travels beside what goes to the first.
-    for layer in getattr(output, "deepstack_features", None) or ():
+    for layer in deeper:
         # transformers 5.17 gives the rows of all parts as one.
         split: Any = layer
         if isinstance(layer, Tensor):
             split = torch.split(layer, [len(part) for part in parts])
         parts = [torch.cat([p, q.to(dtype)], -1) for p, q in zip(parts, split, strict=True)]
     return parts
+
+
+def _parts_by_layer(
+    features: Sequence[tuple[int, Sequence[Tensor]]], dtype: torch.dtype
+) -> list[Tensor]:
+    """One 2-D tensor per part, of (layer, its parts): zeros, which are embeddings, then what each
+    layer is given, in the layers' order. Of two for one layer the last counts."""
+    _, layers = zip(*sorted(dict(features).items()), strict=True)
+    joined = (
+        torch.cat([torch.zeros_like(part[0]), *part], -1) for part in zip(*layers, strict=True)
+    )
+    return [each.to(dtype) for each in joined]
 
 
 def frames_as_images(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -197,6 +197,10 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     vision = getattr(hf_config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
         return _imported("mrope.DeepStackModel")
+    if getattr(hf_config, "deepstack_layer_map", None):
+        return _imported("generic.LayerRowsModel")
+    if getattr(hf_config, "visual_indicator_token_ids", None):
+        return _imported("generic.MarkedModel")
     if any(hasattr(each, "get_rope_index") for each in parts):
         return _imported("mrope.MRopeModel")
     return _imported("generic.GenericModel")

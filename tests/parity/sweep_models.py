@@ -54,6 +54,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "Granite4VisionForConditionalGeneration": {"processor": {"downsample_rate": "1/2"}},
     "AyaVisionForConditionalGeneration": {"processor": {"downsample_factor": 2}},
     "Ovis2ForConditionalGeneration": {
+        "images": {"crop_to_patches": True, "max_patches": 4},
+        "tokens": {"image_start_token": "<IMG_START>", "image_grid_token": "<IMG_GRID>"},
         "words": {
             "visual_indicator_token_ids": [
                 "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"

@@ -120,8 +120,10 @@ UNNAMED: Mapping[str, Family] = {
         place="<|begin_of_image|><|image|><|end_of_image|>",
         sizes=((60, 60), (56, 112), (120, 60)),
     ),
+    "granite4-vision": by_rule("Granite4VisionForConditionalGeneration", "<|image|>"),
     "janus": by_rule("JanusForConditionalGeneration", "<|image|>"),
     "lighton-ocr": by_rule("LightOnOcrForConditionalGeneration", "<|image|>"),
+    "ovis2": by_rule("Ovis2ForConditionalGeneration", "<image>"),
     "paddleocr-vl": by_rule(
         "PaddleOCRVLForConditionalGeneration", "<|IMAGE_START|><|image|><|IMAGE_END|>"
     ),
