@@ -189,8 +189,7 @@ LACKING: Sequence[tuple[str, str, str | None]] = (
 NEVER_LISTED = (
     "MolmoE, which has experts",
     "InternVL before 1.5",
-    "sound woven into a video's frames (`use_audio_in_video`) and speech as an answer in "
-    "Qwen2.5-Omni",
+    "sound woven into a video's frames (`use_audio_in_video`) and speech as an answer in Qwen-Omni",
 )
 
 

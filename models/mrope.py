@@ -30,7 +30,7 @@ from aioengine.models.runtime.whole_pass import WholePrompt
 from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel"]
+__all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel", "row_size"]
 
 _Grids: TypeAlias = tuple[tuple[int, ...], ...]
 """Patches in time, height and width of each image."""
@@ -126,7 +126,7 @@ class DeepStackInfo(GenericProcessingInfo):
     """Rows that are given are as wide as the encoder's."""
 
     def get_hidden_size(self) -> int:
-        return _row_size(self.get_hf_config(), super().get_hidden_size())
+        return row_size(self.get_hf_config(), super().get_hidden_size())
 
 
 @MULTIMODAL_REGISTRY.register_processor(info=DeepStackInfo)
@@ -138,7 +138,7 @@ class DeepStackModel(MRopeModel):
 
     @property
     def row_size(self) -> int:
-        return _row_size(self.hf_config, self.hidden_size)
+        return row_size(self.hf_config, self.hidden_size)
 
     def patch(self) -> None:
         """Do as the base class; further rows are added to every position."""
@@ -197,5 +197,6 @@ def _layout_of(encoder: Any, device: torch.device, grids: _Grids) -> Mapping[str
     return {**ends, **{name: to_device(each, device) for name, each in used.items()}}
 
 
-def _row_size(hf_config: Any, hidden_size: int) -> int:
+def row_size(hf_config: Any, hidden_size: int) -> int:
+    """Width of encoder rows that carry those of the first layers."""
     return hidden_size * (1 + len(hf_config.vision_config.deepstack_visual_indexes))

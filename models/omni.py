@@ -1,9 +1,9 @@
-"""Qwen2.5-Omni's thinker: images, videos and audio in one prompt, answered in text.
+"""Qwen-Omni's thinkers: images, videos and audio in one prompt, answered in text.
 
-Xu et al., "Qwen2.5-Omni Technical Report" (2025). Positions have three axes, as in Qwen2-VL; a
-audio's rows take them as text does, and a video's frames lie as far apart as seconds do. The
-talker, which would speak the answer, is left out of a whole checkpoint; and a video's own sound
-woven into its frames (`use_audio_in_video`) is not built.
+Xu et al., "Qwen2.5-Omni Technical Report" and "Qwen3-Omni Technical Report" (2025). Positions have
+three axes, as in Qwen2-VL; an audio's rows take them as text does, and a video's frames lie as far
+apart as seconds do. The talker, which would speak the answer, is left out of a whole checkpoint;
+and a video's own sound woven into its frames (`use_audio_in_video`) is not built.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.audio import count_audio_rows
-from aioengine.models.mrope import MRopeModel
+from aioengine.models.mrope import DeepStackModel, MRopeModel, row_size
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
@@ -27,9 +28,16 @@ from aioengine.processors.generic_info import CONTRACTS, GenericProcessingInfo
 from aioengine.processors.info import ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["OmniInfo", "OmniMultiModalProcessor", "OmniThinker"]
+__all__ = [
+    "OmniInfo",
+    "OmniMultiModalProcessor",
+    "OmniThinker",
+    "Qwen3OmniInfo",
+    "Qwen3OmniThinker",
+]
 
-THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
+_NEARLY = 1e-3
+"""What float32 makes of a whole number of positions."""
 # Both are the same; transformers knows the former by the latter.
 WOVEN = ("use_audio_in_video", "load_audio_from_video")
 
@@ -74,11 +82,34 @@ class OmniInfo(GenericProcessingInfo):
         header = item.header
         if merged["videos_kwargs"].get("fps") is None and header.fps:
             # HF takes it that two frames were chosen of each second, if nobody says otherwise.
-            known["fps"] = header.fps * header.num_frames / header.num_source_frames
+            known["fps"] = self.round_rate(
+                header.fps * header.num_frames / header.num_source_frames
+            )
         merged["videos_kwargs"] = {**merged["videos_kwargs"], **known}
         merged["load_audio_from_video"] = False
         outputs, (text,) = processor._process_videos(contents, **merged)
         return outputs, str(text)
+
+    def round_rate(self, frames_per_second: float) -> float:
+        """The rate of a video's chosen frames that its processor is told."""
+        return frames_per_second
+
+
+class Qwen3OmniInfo(OmniInfo):
+    """Rows that are given are as wide as the encoder's; a video's steps in time are whole."""
+
+    def get_hidden_size(self) -> int:
+        return row_size(self._thinker_config(), super().get_hidden_size())
+
+    def round_rate(self, frames_per_second: float) -> float:
+        """The nearest rate at which steps in time are whole numbers of positions."""
+        step = self.get_part("video").temporal_patch_size
+        step *= int(self._thinker_config().position_id_per_seconds)
+        return float(step / max(1, round(step / frames_per_second)))
+
+    def _thinker_config(self) -> Any:
+        config = self.get_hf_config()
+        return getattr(config, "thinker_config", config)
 
 
 class OmniMultiModalProcessor(GenericMultiModalProcessor):
@@ -98,13 +129,30 @@ class OmniMultiModalProcessor(GenericMultiModalProcessor):
 class OmniThinker(MRopeModel):
     """The thinker, which sees, hears and writes, of its own checkpoint or of a whole model's."""
 
+    thinker: ClassVar[str] = "Qwen2_5OmniThinkerForConditionalGeneration"
+    """transformers' class."""
+
     @classmethod
     def load_module(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Any:
-        return super().load_module(path, hf_config=_thinker_config(hf_config), **options)
+        return super().load_module(path, hf_config=cls._thinker_config(hf_config), **options)
 
     @classmethod
     def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
-        return super().probe(_thinker_config(hf_config))
+        return super().probe(cls._thinker_config(hf_config))
+
+    @classmethod
+    def _thinker_config(cls, hf_config: Any) -> Any:
+        """The thinker's own config, which a whole model's holds."""
+        inner = getattr(hf_config, "thinker_config", None)
+        if inner is None:
+            return hf_config
+        found = copy.deepcopy(inner)
+        found.architectures = [cls.thinker]
+        return found
+
+    def count_audio_rows(self, num_frames: int) -> int:
+        """The tower's rows of so many mel frames."""
+        return count_audio_rows(num_frames)
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Do as the base class; audio is `input_features` [n, mel bins, frames] with
@@ -114,7 +162,7 @@ class OmniThinker(MRopeModel):
         if not isinstance(mask, Tensor) or kwargs.get("input_features") is None:
             return rows
         # The tower gives those of all audio as one.
-        sizes = [count_audio_rows(length) for length in mask.sum(-1).tolist()]
+        sizes = [self.count_audio_rows(length) for length in mask.sum(-1).tolist()]
         return list(torch.split(torch.cat(list(rows)), sizes))
 
     def positions(
@@ -146,12 +194,16 @@ class OmniThinker(MRopeModel):
         """Places [3, rows] in time, height and width, counted from the item's first."""
         grids = self._grids_of(item)
         times, height, width = grids[f"{item.modality}_grid_thw"][0].tolist()
-        steps = torch.arange(times) * self._positions_per_grid(item)
+        steps = self._steps(times, self._positions_per_grid(item), item.modality)
         merge = int(self.hf_config.vision_config.spatial_merge_size)
         places = torch.meshgrid(
-            steps.long(), torch.arange(height // merge), torch.arange(width // merge), indexing="ij"
+            steps, torch.arange(height // merge), torch.arange(width // merge), indexing="ij"
         )
         return torch.stack(places).flatten(1)
+
+    def _steps(self, times: int, per_grid: Tensor, modality: str) -> Tensor:
+        """The positions in time of so many steps, from 0 on."""
+        return (torch.arange(times) * per_grid).long()
 
     def _positions_per_grid(self, item: PromptMedia) -> Tensor:
         per_second = int(self.hf_config.position_id_per_seconds)
@@ -168,18 +220,48 @@ class OmniThinker(MRopeModel):
         return seconds.reshape(-1)[0].float() * per_second
 
 
+@MULTIMODAL_REGISTRY.register_processor(OmniMultiModalProcessor, info=Qwen3OmniInfo)
+class Qwen3OmniThinker(OmniThinker, DeepStackModel):
+    """A thinker whose decoder's first layers are given rows of images and videos too.
+
+    transformers makes other rows of a clip that stands beside a longer one, as spectra and
+    convolutions read on into what pads it; here each has those that it has alone.
+    """
+
+    thinker = "Qwen3OmniMoeThinkerForConditionalGeneration"
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """Do as the base class; audio adds nothing to the first layers."""
+        rows = super().embed_multimodal(**kwargs)
+        return [pad(each, (0, self.row_size - each.shape[-1])) for each in rows]
+
+    def count_audio_rows(self, num_frames: int) -> int:
+        """Three convolutions of stride 2 over windows that stand for themselves."""
+        window = 2 * int(self.hf_config.audio_config.n_window)
+        whole, rest = divmod(num_frames, window)
+        return whole * _halve_thrice(window) + _halve_thrice(rest)
+
+    def _steps(self, times: int, per_grid: Tensor, modality: str) -> Tensor:
+        # transformers does not round them, and positions here are whole.
+        steps = torch.arange(times) * per_grid
+        whole = steps.round()
+        if bool((steps - whole).abs().max() > _NEARLY):
+            raise InvalidRequestError(
+                f"the frames of a video are {float(per_grid):g} positions apart, which have to be "
+                "whole; give another rate, fps in mm_processor_kwargs, or none",
+                parameter=f"{modality}s",
+            )
+        return whole.long()
+
+
+def _halve_thrice(count: int) -> int:
+    for _ in range(3):
+        count = -(-count // 2)
+    return count
+
+
 def _text_positions(start: int, end: int) -> Tensor:
     return torch.arange(start, end).expand(3, -1)
-
-
-def _thinker_config(hf_config: Any) -> Any:
-    """The thinker's own config, which a whole model's holds."""
-    inner = getattr(hf_config, "thinker_config", None)
-    if inner is None:
-        return hf_config
-    found = copy.deepcopy(inner)
-    found.architectures = [THINKER]
-    return found
 
 
 def _is_woven(options: Mapping[str, Any]) -> bool:

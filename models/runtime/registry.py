@@ -62,6 +62,9 @@ _FAMILIES = {
         "Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel "
         "Qwen2_5OmniThinkerForConditionalGeneration"
     ),
+    "omni.Qwen3OmniThinker": (
+        "Qwen3OmniMoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration"
+    ),
     "per_layer.Gemma3n": "Gemma3nForConditionalGeneration",
     "per_layer.Gemma4": "Gemma4ForConditionalGeneration",
     "per_layer.PerLayerText": "Gemma3nForCausalLM Gemma4ForCausalLM",

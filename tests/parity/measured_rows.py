@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma4ForConditionalGeneration
 
 from aioengine import Prompt
-from tests.parity import families, test_encdec, test_molmo2, test_text_families
+from tests.parity import families, omni_family, test_encdec, test_molmo2, test_text_families
 from tests.parity.audio_families import FAMILIES as AUDIO_FAMILIES
 from tests.parity.audio_families import RATE, sound
 from tests.support.tiny import tiny_image
@@ -141,7 +141,7 @@ ROWS = (
     ),
     *(Row(module="test_molmo", param=base, definition=MOLMO) for base in ("qwen", "olmo")),
     *(Row(module="test_audio_families", param=name) for name in AUDIO_FAMILIES),
-    Row(module="test_omni"),
+    *(Row(module="test_omni", param=kind) for kind in omni_family.KINDS),
     *(
         Row(module="test_encdec", param=name, fixture="saved", asks=of_halves, options=SHORT)
         for name in test_encdec.FAMILIES
@@ -176,4 +176,5 @@ SAME = {
     "T5Model": "T5ForConditionalGeneration",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }

@@ -1,8 +1,9 @@
-"""A tiny Qwen2.5-Omni on disk: the thinker alone, or as a whole model's checkpoint has it."""
+"""Tiny Qwen-Omnis on disk: the thinker alone, or as a whole model's checkpoint has it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,48 @@ def thinker_config(tokenizer: Any) -> Any:
     )  # fmt: skip
 
 
-def save_thinker(folder: Path) -> Any:
+def qwen3_thinker_config(tokenizer: Any) -> Any:
+    rope = {**QWEN_ROPE, "mrope_interleaved": True}
+    return hf.Qwen3OmniMoeThinkerConfig(
+        audio_config={
+            "num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64, "d_model": 32, "max_source_positions": 50, "n_window": 50,
+            "n_window_infer": 200, "output_dim": 48, "downsample_hidden_size": 16,
+        },
+        vision_config={
+            "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+            "out_hidden_size": 48, "patch_size": 14, "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        text_config={
+            **qwen_text(tokenizer, rope), "head_dim": 12, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        },
+        image_token_id=id_of(tokenizer, "<|IMAGE|>"),
+        video_token_id=id_of(tokenizer, "<|VIDEO|>"),
+        audio_token_id=id_of(tokenizer, "<|AUDIO|>"),
+        vision_start_token_id=id_of(tokenizer, "<|vision_bos|>"),
+        audio_start_token_id=id_of(tokenizer, "<|audio_bos|>"),
+        position_id_per_seconds=13,
+    )  # fmt: skip
+
+
+KINDS: Mapping[str, Any] = {
+    "Qwen2_5Omni": thinker_config,
+    "Qwen3OmniMoe": qwen3_thinker_config,
+}
+"""What transformers' classes begin with -> the thinker's config."""
+
+
+def save_thinker(folder: Path, kind: str = "Qwen2_5Omni") -> Any:
     """With audio windows of half a second; returns the HF model."""
     skip_up_to(5, 17, "its processor does not say what media become in a text")
     tokenizer = omni_tokenizer()
     with torch.random.fork_rng(devices=[]):
-        model = hf.Qwen2_5OmniThinkerForConditionalGeneration(thinker_config(tokenizer))
+        model = getattr(hf, f"{kind}ThinkerForConditionalGeneration")(KINDS[kind](tokenizer))
     draw_weights(model)
-    model = finish(model, folder)
+    # The grouped matmul of experts has no float64.
+    model = finish(model, folder, torch.float32 if "Moe" in kind else torch.float64)
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     images = hf.Qwen2VLImageProcessorPil(
@@ -75,20 +110,23 @@ def save_thinker(folder: Path) -> Any:
     )
     sounds = hf.WhisperFeatureExtractor(feature_size=8, chunk_length=4)
     # As on the hub: one file for both.
-    settings = {**images.to_dict(), **sounds.to_dict(), "processor_class": "Qwen2_5OmniProcessor"}
+    settings = {**images.to_dict(), **sounds.to_dict(), "processor_class": f"{kind}Processor"}
     settings["image_processor_type"] = "Qwen2VLImageProcessor"
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    (folder / PROCESSOR).write_text(json.dumps({"processor_class": "Qwen2_5OmniProcessor"}))
+    (folder / PROCESSOR).write_text(json.dumps({"processor_class": f"{kind}Processor"}))
     return model
 
 
-def make_whole(thinker: Path, folder: Path) -> None:
+def make_whole(thinker: Path, folder: Path, kind: str = "Qwen2_5Omni") -> None:
     """The same thinker in a folder of a whole model, beside a weight of its talker."""
     for path in thinker.iterdir():
         if path.suffix == ".json" and path.name != PROCESSOR:
             (folder / path.name).write_bytes(path.read_bytes())
     inner = json.loads((thinker / "config.json").read_text())
-    config = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"]}
+    # As on the hub.
+    names = {"Qwen2_5Omni": "Model", "Qwen3OmniMoe": "ForConditionalGeneration"}
+    config = {"architectures": [f"{kind}{names[kind]}"]}
+    config["model_type"] = inner["model_type"].removesuffix("_thinker")
     config |= {"thinker_config": inner, "enable_audio_output": False, "dtype": inner["dtype"]}
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(thinker / "model.safetensors")

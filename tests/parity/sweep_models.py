@@ -123,6 +123,8 @@ OWN_TESTS: Mapping[str, str] = {
     "Qwen2AudioForConditionalGeneration": "test_audio_families",
     "Qwen2_5OmniForConditionalGeneration": "test_omni",
     "Qwen2_5OmniThinkerForConditionalGeneration": "test_omni",
+    "Qwen3OmniMoeForConditionalGeneration": "test_omni",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "test_omni",
     "SeamlessM4TForTextToText": "test_unnamed_encdec",
     "SmolVLMForConditionalGeneration": "test_smolvlm",
     "T5ForConditionalGeneration": "test_encdec",

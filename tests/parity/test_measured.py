@@ -15,7 +15,7 @@ from tests.parity.measured_rows import BUDGET, ROWS
 
 AGAIN = (
     *("test_families[qwen2.5-vl]", "test_llava[clip]", "test_encdec[bart]", "test_qwen_vl"),
-    "test_omni",
+    "test_omni[Qwen2_5Omni]",
 )
 MODALITIES = {"image": "images", "video": "videos", "audio": "audio"}
 
