@@ -13,8 +13,10 @@ not ours and gets plain scaled-dot-product attention.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,10 +24,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.dense import dense_attention
-from aioengine.kernels.layer_slot import slot_of
+from aioengine.kernels.layer_slot import StepHolder, slot_of
 from aioengine.models.fusion.swap import route
 
-__all__ = ["ATTENTION_NAME", "Attention", "AttentionType", "route_attention"]
+__all__ = ["ATTENTION_NAME", "Attention", "AttentionType", "give_positions", "route_attention"]
 
 # transformers reads meaning into parts of such names ("sdpa", "flash"); this one has none of them.
 ATTENTION_NAME = "aioengine_paged"
@@ -36,6 +38,41 @@ def route_attention(root: nn.Module) -> None:
     modules = root.modules()
     own = [each for each in modules if isinstance(getattr(each, "config", None), PreTrainedConfig)]
     route(own, ATTENTION_NAME)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """Stands for a cache in attention that adds up the tokens before a call and its own.
+
+    `positions` [T]: of a step's tokens.
+    """
+
+    positions: Tensor
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """The tokens before each one's call, which with its place in the call give its position."""
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Nothing is kept here."""
+        return key, value
+
+
+def give_positions(root: nn.Module, holder: StepHolder) -> None:
+    """Have attention that is sharper at later positions find these in a step's flat batch.
+
+    Llama 4's layers without rotation are given no positions; they count. Adds hooks to them.
+    """
+
+    def give(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        step = holder.current
+        if step is None or step.positions is None:
+            return None
+        return args, {**kwargs, "past_key_values": _Seen(step.positions)}
+
+    for module in root.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", 1):
+            module.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _attend_by_slot(

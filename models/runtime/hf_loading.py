@@ -232,6 +232,18 @@ def _check_report(report: Mapping[str, Any], name: str) -> None:
         )
 
 
+def limit_of(text_config: Any) -> int | None:
+    """Find the tokens of the longest sequence that a config allows; None where it sets no limit.
+
+    Within one chunk of chunked attention: beyond it, tokens would see more than they should.
+    """
+    names = ["max_position_embeddings"]
+    if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
+        names.append("attention_chunk_size")
+    limits = [getattr(text_config, name, None) for name in names]
+    return min((int(each) for each in limits if each is not None), default=None)
+
+
 def pin_rotary(root: nn.Module, max_model_len: int | None) -> None:
     """Fix rotary frequencies that transformers would choose by a batch's longest sequence.
 

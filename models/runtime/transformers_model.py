@@ -43,8 +43,8 @@ from aioengine.models.fusion.tied_head import tables_of
 from aioengine.models.latent.layers import attach_latents, prepare_latents
 from aioengine.models.quantization.rounding import Rounding, round_weights
 from aioengine.models.runtime import encoding
-from aioengine.models.runtime.attention import route_attention
-from aioengine.models.runtime.hf_loading import build_on_meta, load_pretrained, pin_rotary
+from aioengine.models.runtime.attention import give_positions, route_attention
+from aioengine.models.runtime.hf_loading import build_on_meta, limit_of, load_pretrained, pin_rotary
 from aioengine.models.runtime.interfaces import (
     MultiModalEmbeddings,
     PromptInputs,
@@ -184,8 +184,7 @@ class TransformersModel:
     @property
     def max_position_embeddings(self) -> int | None:
         """Tokens of the longest sequence the model knows; None where its config sets no limit."""
-        limit = getattr(self.text_config, "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        return limit_of(self.text_config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -325,6 +324,7 @@ class TransformersModel:
             is_last = index == len(self.specs) - 1 and not self.states
             slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
             attach_latents(decoder.get_submodule(spec.name), slot, spec.latent)
+        give_positions(decoder, self._holder)
         table = self.model.get_input_embeddings().weight
         attach_states(decoder, self.states, self._holder, table)
 

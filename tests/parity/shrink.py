@@ -114,6 +114,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
     },
     "NemotronForCausalLM": {"num_key_value_heads": HEADS // 2},
+    # One chunk; positions that matter to layers without rotation.
+    "Llama4ForCausalLM": {
+        "attention_chunk_size": 2048, "floor_scale": 8, "no_rope_layers": [1, 0, 1],
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    },
     # Of both parts of a head.
     "Mistral4ForCausalLM": {"head_dim": 2 * HEAD_DIM, "text_config.head_dim": 2 * HEAD_DIM},
     "HunYuanVLForConditionalGeneration": {"text_config.head_dim": HEAD_DIM},

@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.registry import known_architectures
 from tests.parity.families import MAX_TOKENS, TEXT, save_text, vocabulary
 from tests.processors.conftest import make_tokenizer
@@ -93,7 +94,7 @@ UNNAMED: Mapping[str, Callable[[Settings], Any]] = {
     "llama4": lambda s: hf.Llama4ForCausalLM(
         hf.Llama4TextConfig(
             **s, head_dim=12, num_local_experts=4, intermediate_size_mlp=96,
-            attention_chunk_size=8192,
+            attention_chunk_size=8192, floor_scale=8, no_rope_layers=[1, 0, 1],
         )
     ),
     "mixtral": lambda s: hf.MixtralForCausalLM(hf.MixtralConfig(**s, num_local_experts=4)),
@@ -136,3 +137,18 @@ async def test_tokens_equal_generate(
         assert now.prefix_hit_tokens > 0
         is_named = {*json.loads((folder / "config.json").read_text())["architectures"]} & NAMED
         assert now.model_impl == ("native" if is_named else "transformers")
+
+
+async def test_chunked_attention_is_served_within_a_chunk(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("bytes")
+    settings = {**TEXT, "vocab_size": vocabulary(tokenizer)}
+    config = hf.Llama4TextConfig(
+        **settings, head_dim=12, num_local_experts=4, intermediate_size_mlp=96,
+        attention_chunk_size=48,
+    )  # fmt: skip
+    save_text(hf.Llama4ForCausalLM(config), tokenizer, tmp_path, [])
+    async with AsyncEngine.from_pretrained(tmp_path, device="cpu") as engine:
+        assert engine._core.loaded.limits.max_model_len == 48
+    with pytest.raises(ModelLoadError, match="knows 48 positions"):
+        async with AsyncEngine.from_pretrained(tmp_path, device="cpu", max_model_len=49):
+            pass
