@@ -56,7 +56,7 @@ class MRopeModel(GenericModel):
             return None
         length = len(token_ids)
         if not items:
-            return torch.arange(length).expand(3, -1), 0
+            return torch.arange(length).expand(self._num_axes, -1), 0
         self._check_apart(items)
         kinds = WholePrompt(token_ids=tuple(token_ids), items=tuple(items)).kinds()
         grids: dict[str, list[Tensor]] = {}
@@ -90,6 +90,12 @@ class MRopeModel(GenericModel):
         of PyTorch's, for each of which the interpreter's lock is given up."""
         made = partial(_layout_of, self._encoder(), self.device)
         return lru_cache(maxsize=_NUM_KNOWN_GRIDS)(made)
+
+    @property
+    def _num_axes(self) -> int:
+        """Positions of a token; HunYuan VL counts images on a fourth axis."""
+        rope = getattr(self.text_config, "rope_parameters", None) or {}
+        return len(rope.get("mrope_section", ())) or 3
 
     def _encoder(self) -> nn.Module | None:
         # Some classes have it on the inner model only, some call it otherwise.

@@ -310,6 +310,8 @@ class ChatRenderer:
 
     def _surrounding(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after every text."""
+        if not self._processor.adds_special_tokens:
+            return [], []
         bare = list(self._tokenizer.encode("a", add_special_tokens=False))
         full = list(self._tokenizer.encode("a", add_special_tokens=True))
         start = find(full, bare)

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from itertools import product
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ from aioengine.processors.inputs import (
 )
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
 from aioengine.processors.media.resize import resize_ahead
+from aioengine.processors.mm_kwargs import merge_for_hf
 from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality
 from aioengine.processors.prompt.updates import (
     PromptReplacement,
@@ -48,6 +51,9 @@ __all__ = ["GenericDummyInputsBuilder", "GenericMultiModalProcessor", "GenericPr
 
 _BY_TOKEN = {"input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids"}
 """What HF processors make for each token and models here know by themselves, or need not."""
+
+
+_Both: TypeAlias = tuple[list[int], list[int], MultiModalKwargsItem, Mapping[str, Any]]
 
 
 class GenericMultiModalProcessor(BaseMultiModalProcessor):
@@ -69,6 +75,8 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         super().__init__(info, dummy_inputs)
         self._added = dict(info.get_tokenizer().added_tokens_decoder)
         self._fixed: dict[int, bool] = {}
+        text_options = merge_for_hf(info.get_hf_processor(), {})["text_kwargs"]
+        self.adds_special_tokens = text_options.get("add_special_tokens", True)
         notes = notes_of(info.ctx)
         if ("checked", type(self)) not in notes:
             for modality in info.contracts:
@@ -244,11 +252,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         # HF processors raise anything, and whatever it is, the model cannot be served like this.
         try:
             with self.own_media():
-                try:
-                    mine, theirs, item, outputs = self._run_both(modality, 2)
-                except Exception:
-                    mine, theirs, item, outputs = self._run_both(modality, 1)
-                    notes["limit", modality] = 1
+                mine, theirs, item, outputs = self._try_both(modality)
         except Exception as error:
             cause = error.__cause__ or error
             raise ModelLoadError(
@@ -276,16 +280,29 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
                 "`_get_prompt_updates` does the same"
             )
 
-    def _run_both(
-        self, modality: str, count: int
-    ) -> tuple[list[int], list[int], MultiModalKwargsItem, Mapping[str, Any]]:
+    def _try_both(self, modality: str) -> _Both:
+        """Do as `_run_both` with two items; else with one, which is noted; or with the markers that
+        the HF processor names, if it wants an item between these."""
+        processor, around = self.info.get_hf_processor(), [("", "")]
+        start, end = (getattr(processor, f"{modality}_{n}_token", None) for n in ("start", "end"))
+        if isinstance(start, str) and isinstance(end, str):
+            around.append((start, end))
+        *others, last = product(around, (2, 1))
+        for markers, count in others:
+            with suppress(Exception):
+                return self._run_both(modality, count, markers)
+        markers, count = last
+        return self._run_both(modality, count, markers)
+
+    def _run_both(self, modality: str, count: int, around: tuple[str, str]) -> _Both:
         """The token ids of a prompt with so many small items, ours and HF's; an item; HF's outputs.
 
         Raises whatever the HF processor raises.
         """
         contract, processor = self.info.contracts[modality], self.info.get_hf_processor()
         items = [self.dummy_inputs.get_small_item(modality)] * count
-        prompt = " b ".join(["", *[self.info.get_placeholder(modality)] * count, "c"])
+        place = self.info.get_placeholder(modality).join(around)
+        prompt = " b ".join(["", *[place] * count, "c"])
         contents, known = self.info.unwrap(modality, items)
         options = copy.deepcopy(self.merged_kwargs({contract.scope: known}))
         outputs = processor(
@@ -295,6 +312,8 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         token_ids, processed = self._apply_hf_processor_main(prompt, group, {})
         updates = self._updates(group, {}, processed)
         layout = self._expand(token_ids, prompt, updates)
+        if count == 1:
+            notes_of(self.info.ctx)["limit", modality] = 1
         theirs = np.asarray(outputs["input_ids"]).reshape(-1).tolist()
         return layout.token_ids, theirs, processed[modality][0], outputs
 

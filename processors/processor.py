@@ -73,6 +73,8 @@ class BaseMultiModalProcessor(ABC):
 
     layout_needs_hf_outputs = False
     """Whether `_get_prompt_updates` reads `out_mm_kwargs`, so that media are processed first."""
+    adds_special_tokens: bool = True
+    """Whether the HF processor has a text tokenized with the tokenizer's special tokens."""
 
     def __init__(self, info: BaseProcessingInfo, dummy_inputs: BaseDummyInputsBuilder) -> None:
         self.info = info
@@ -153,7 +155,7 @@ class BaseMultiModalProcessor(ABC):
                 parameter="prompt",
             ) from None
         encoding = self.info.get_tokenizer()(
-            text, add_special_tokens=add_special_tokens, verbose=False
+            text, add_special_tokens=add_special_tokens and self.adds_special_tokens, verbose=False
         )
         return list(encoding["input_ids"])
 

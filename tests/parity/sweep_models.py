@@ -48,6 +48,10 @@ SIZES = ((80, 60), (60, 120), (112, 112))
 # classes; "config": of the config's class.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "Emu3ForConditionalGeneration": {"tokens": {"image_token": "<image>"}},
+    "HunYuanVLForConditionalGeneration": {
+        "place": "<|image_start|><|image|><|image_end|>",
+        "tokens": {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
+    },
     "GotOcr2ForConditionalGeneration": {
         "images": {"size": {"height": 128, "width": 128}, "patch_size": 2}
     },

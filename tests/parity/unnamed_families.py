@@ -121,6 +121,9 @@ UNNAMED: Mapping[str, Family] = {
         sizes=((60, 60), (56, 112), (120, 60)),
     ),
     "granite4-vision": by_rule("Granite4VisionForConditionalGeneration", "<|image|>"),
+    "hunyuan-vl": by_rule(
+        "HunYuanVLForConditionalGeneration", "<|image_start|><|image|><|image_end|>"
+    ),
     "janus": by_rule("JanusForConditionalGeneration", "<|image|>"),
     "lighton-ocr": by_rule("LightOnOcrForConditionalGeneration", "<|image|>"),
     "ovis2": by_rule("Ovis2ForConditionalGeneration", "<image>"),
