@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, TypeAlias
 
 import torch
@@ -22,19 +22,32 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.kernels.transfer import to_device
 from aioengine.models.generic import GenericModel
-from aioengine.models.runtime.interfaces import PromptMedia
-from aioengine.models.runtime.whole_pass import WholePrompt
+from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
+from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
+from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["DeepStackInfo", "DeepStackModel", "MRopeModel", "row_size"]
+__all__ = [
+    "DeepStackInfo",
+    "DeepStackModel",
+    "MRopeModel",
+    "ModalExpertsModel",
+    "ModalExpertsProcessor",
+    "row_size",
+]
 
 _Grids: TypeAlias = tuple[tuple[int, ...], ...]
 """Patches in time, height and width of each image."""
 _NUM_KNOWN_GRIDS = 8
+_EXPERTS = "moe_mm_token_type_ids"
+"""The argument by which a decoder is told whose experts each token goes to."""
+_MEDIA_IDS = tuple(
+    f"{each}{part}_token_id" for each, part in product(("image", "video"), ("", "_start", "_end"))
+)
 
 
 class MRopeModel(GenericModel):
@@ -165,6 +178,63 @@ class DeepStackModel(MRopeModel):
         everywhere = torch.ones(1, len(embeds), dtype=torch.bool, device=embeds.device)
         rows = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": deeper}
         return self.run_decoder(decoder, first, positions, **rows)
+
+
+class ModalExpertsProcessor(GenericMultiModalProcessor):
+    """Processing as the HF processor has it, with the model's ids of media and their markers.
+
+    Raises ModelLoadError where the HF processor has others.
+    """
+
+    known_by_token = frozenset((_EXPERTS,))
+
+    def _check_against_hf(self, modality: str) -> None:
+        super()._check_against_hf(modality)
+        processor, config = self.info.get_hf_processor(), self.info.get_hf_config()
+        for name in _MEDIA_IDS:
+            if getattr(processor, name, None) != getattr(config, name, None):
+                raise ModelLoadError(
+                    f"{self.info.describe_processor()} has another {name} than config.json; "
+                    "tokens would go to other experts"
+                )
+
+
+@MULTIMODAL_REGISTRY.register_processor(ModalExpertsProcessor)
+class ModalExpertsModel(MRopeModel):
+    """Experts for text, and others for tokens of media and their markers, which ids tell.
+
+    A marker that the model itself generates goes to the experts of media, as in transformers'
+    forward over the whole; its `generate` sends it to those of text.
+    """
+
+    def embed(
+        self, input_ids: Tensor, rows: MultiModalEmbeddings | None, is_multimodal: Tensor | None
+    ) -> Tensor:
+        """Do as the base class; a further column is 1 where a token goes to experts of media."""
+        embeds = super().embed(input_ids, rows, is_multimodal)
+        others = torch.isin(input_ids, to_device(self._media_ids, input_ids.device))
+        if is_multimodal is not None:
+            others = others | is_multimodal.to(input_ids.device)
+        return torch.cat([embeds, others[:, None].to(embeds.dtype)], dim=-1)
+
+    def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
+        """Do as the base class; the probe's embeddings have no further column."""
+        width = self.hidden_size
+        if embeds.shape[-1] == width:
+            return super().call_decoder(decoder, embeds, positions)
+        kinds = {_EXPERTS: embeds[None, :, width].int()}
+        return self.run_decoder(decoder, embeds[:, :width], positions, **kinds)
+
+    def reference_logits(self, prompt: WholePrompt, rows: Sequence[int]) -> Tensor:
+        """See the base class. transformers is told each token's experts."""
+        others = torch.isin(torch.tensor(prompt.token_ids), self._media_ids) | (prompt.kinds() > 0)
+        return run_whole(self.model, prompt, rows, **{_EXPERTS: others.long()[None]})
+
+    @property
+    def _media_ids(self) -> Tensor:
+        """The ids of media and their markers."""
+        found = (getattr(self.hf_config, name, None) for name in _MEDIA_IDS)
+        return torch.tensor([each for each in found if each is not None])
 
 
 def _add_everywhere(hidden: Tensor, _mask: Tensor, rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import product
 from typing import Any, TypeAlias
@@ -65,6 +66,8 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
     """
 
     layout_needs_hf_outputs = True
+    known_by_token: AbstractSet[str] = frozenset()
+    """More of what HF processors make for each token, which the family's model knows by itself."""
 
     info: GenericProcessingInfo
     dummy_inputs: GenericDummyInputsBuilder
@@ -261,7 +264,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         ids = np.asarray(outputs["input_ids"])
         others = [
             each
-            for each in outputs.keys() - item.keys() - _BY_TOKEN
+            for each in outputs.keys() - item.keys() - _BY_TOKEN - self.known_by_token
             if np.shape(outputs[each]) == ids.shape
         ]
         if others:

@@ -200,6 +200,8 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     vision = getattr(hf_config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
         return _imported("mrope.DeepStackModel")
+    if "moe_mm_token_type_ids" in signature(hf_class.forward).parameters:
+        return _imported("mrope.ModalExpertsModel")
     if getattr(hf_config, "deepstack_layer_map", None):
         return _imported("generic.LayerRowsModel")
     if getattr(hf_config, "visual_indicator_token_ids", None):

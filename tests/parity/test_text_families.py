@@ -98,6 +98,12 @@ UNNAMED: Mapping[str, Callable[[Settings], Any]] = {
         )
     ),
     "mixtral": lambda s: hf.MixtralForCausalLM(hf.MixtralConfig(**s, num_local_experts=4)),
+    "modernbert-decoder": lambda s: hf.ModernBertDecoderForCausalLM(
+        hf.ModernBertDecoderConfig(
+            **{n: v for n, v in s.items() if n != "num_key_value_heads"}, local_attention=12,
+            global_attn_every_n_layers=2,
+        )
+    ),
     "olmo3": lambda s: hf.Olmo3ForCausalLM(hf.Olmo3Config(**s, sliding_window=6)),
     "qwen3-moe": lambda s: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**s, **EXPERTS, head_dim=12, num_experts=4)

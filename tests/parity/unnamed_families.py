@@ -103,18 +103,23 @@ def _made(architecture: str) -> tuple[Any, Any]:
     return model, processor
 
 
-def by_rule(architecture: str, place: str) -> Family:
+def by_rule(architecture: str, place: str, dtype: torch.dtype = torch.float64) -> Family:
     """A row that the sweep's rules make."""
     return Family(
         processor=lambda: _made(architecture)[1],
         model=lambda _: _made(architecture)[0],
         place=place,
         sizes=((80, 60), (60, 120), (112, 112)),
+        dtype=dtype,
     )
 
 
 UNNAMED: Mapping[str, Family] = {
     "aya-vision": Family(processor=aya_vision_processor, model=aya_vision, place="<image>"),
+    "ernie-4.5-vl-moe": by_rule(
+        "Ernie4_5_VLMoeForConditionalGeneration", "<|image_start|><|image|><|image_end|>",
+        torch.float32,
+    ),
     "glm-4.6v": Family(
         processor=glm46v_processor, model=glm46v,
         place="<|begin_of_image|><|image|><|end_of_image|>",
