@@ -44,9 +44,15 @@ QWEN = "<|vision_start|><|image|><|vision_end|>"
 SIZES = ((80, 60), (60, 120), (112, 112))
 
 # By architecture. "place": what stands for an item; "tokens": of the tokenizer, by attribute;
-# "words": token of each `*_token_id` in the config; "images", "processor": arguments of their
-# classes; "config": of the config's class.
+# "words": token of each `*_token_id` in the config; "sizes": of images; "images", "processor":
+# arguments of their classes; "config": of the config's class.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    # 144 queries to a tile, whatever it is.
+    "DeepseekOcr2ForConditionalGeneration": {
+        "images": {"size": {"height": 64, "width": 64}, "tile_size": 64},
+        "sizes": ((60, 120), (120, 60), (50, 50)),
+        "processor": {"patch_size": 1, "downsample_ratio": 5.5},
+    },
     "Emu3ForConditionalGeneration": {"tokens": {"image_token": "<image>"}},
     "HunYuanVLForConditionalGeneration": {
         "place": "<|image_start|><|image|><|image_end|>",
@@ -216,9 +222,8 @@ def prompts_of(processor: Any, architecture: str, medium: str, *, heard: bool) -
     if medium == "text":
         return [Prompt(text) for text in TEXTS["text"]]
     family, options = RECIPES.get(architecture), OPTIONS.get(architecture, {})
-    sizes, texts = (
-        (family.sizes, family.texts) if family else (SIZES, TEXTS["heard" if heard else "media"])
-    )
+    usual = options.get("sizes", SIZES), TEXTS["heard" if heard else "media"]
+    sizes, texts = (family.sizes, family.texts) if family else usual
     named = (options.get("place"), family and family.place)
     found_in = (getattr(processor, f"{medium}_{n}", None) for n in ("placeholder_token", "token"))
     place = next((each for each in (*named, *found_in) if each is not None), "")
