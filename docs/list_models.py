@@ -65,15 +65,16 @@ from ours. Compared are
 Where the published code gives other results for other lengths (Qwen-VL beyond `seq_length`), or
 fails (images of which scaling leaves nothing), the engine refuses.
 
-**Processing**: `generic`, what the HF processor itself says about its placeholders; `own`, written
-for this family; `tokenizer`, there is nothing else to do.
+**Processing**: `generic`, what the HF processor itself says about its placeholders, or makes of a
+whole prompt; `own`, written for this family; `tokenizer`, there is nothing else to do.
 """
 TAIL = """
 ## Architectures that are not listed
 
 Any other that transformers has is chosen by its kind: text, media whose HF processor says what they
-become in the text, positions of three axes, rows for the decoder's first layers, text to text
-(encoder-decoders of `AutoModelForSeq2SeqLM`: [`encoder_decoder.md`](encoder_decoder.md)).
+become in the text, or expands a text without them as it does with them (Idefics2), positions of
+three axes, rows for the decoder's first layers, text to text (encoder-decoders of
+`AutoModelForSeq2SeqLM`: [`encoder_decoder.md`](encoder_decoder.md)).
 transformers' module runs as it is, and the trial at load
 ([`model-check.md`](decisions/model-check.md)) compares it with itself, so that an architecture
 which needs something else is refused, in words (unless `check_model=False`). What was tried is in
@@ -94,8 +95,8 @@ DeepSeek-VL2, AXK1, GLM-4 MoE Lite, MiniCPM3, Mistral 4, Youtu
 Refused are, by name and reason: models without attention layers (Mamba), states of other kinds,
 attention that does not go through transformers' `AttentionInterface`, encoder-decoders without a
 row above that read or give anything but text, experts that drop tokens by what else is in a batch,
-processors that do not report what media become, and those that say more of each token than its id
-and its kind.
+processors that do not report what media become, nor show it in a text's tokens, and those that say
+more of each token than its id and its kind.
 
 {sweep}
 
@@ -218,9 +219,9 @@ def processing_of(model: Any) -> str:
     processor = next((entries[base][0] for base in model.__mro__ if base in entries), None)
     if processor is None or issubclass(processor, TextOnlyProcessor):
         return "tokenizer"
-    if processor.__module__.startswith("aioengine.models."):
-        return "own"
-    return "generic" if processor.__name__.startswith("Generic") else "tokenizer"
+    if processor.__module__ == "aioengine.models.generic":
+        return "generic"
+    return "own" if processor.__module__.startswith("aioengine.models.") else "tokenizer"
 
 
 def short(error: float | None) -> str:

@@ -1,14 +1,16 @@
 """Families that transformers' classes carry without anything of their own here.
 
-Their HF processor says what each item becomes in the text, and their model has `get_image_features`
-(or the same for videos or audio) with rows for exactly these places. Some rows are more than the
-embeddings of placeholders: those that are added before chosen layers of the decoder (Granite 4
-Vision: features of several layers of the vision tower, each for a layer of the decoder), and
-markers around and between rows that have embeddings of their own (Ovis2).
+Their HF processor says what each item becomes in the text, or expands a whole prompt by itself, and
+their model has `get_image_features` (or the same for videos or audio) with rows for exactly these
+places. Some rows are more than the embeddings of placeholders: those that are added before chosen
+layers of the decoder (Granite 4 Vision: features of several layers of the vision tower, each for a
+layer of the decoder), and markers around and between rows that have embeddings of their own
+(Ovis2).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aioengine.errors import InvalidRequestError, UnsupportedModalityError
+from aioengine.errors import (
+    InvalidRequestError,
+    ModelLoadError,
+    PlaceholderMismatchError,
+    UnsupportedModalityError,
+    trace_of,
+)
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
@@ -26,7 +34,18 @@ from aioengine.processors.generic_info import (
     GenericDummyInputsBuilder,
     GenericProcessingInfo,
 )
-from aioengine.processors.prompt.updates import PromptUpdateDetails
+from aioengine.processors.info import BaseProcessingInfo
+from aioengine.processors.inputs import MultiModalKwargsItem
+from aioengine.processors.items import MultiModalDataItems
+from aioengine.processors.mm_kwargs import merge_options
+from aioengine.processors.processor import (
+    BaseMultiModalProcessor,
+    ItemsByModality,
+    Layout,
+    TextOrTokens,
+)
+from aioengine.processors.prompt.matching import find_expanded
+from aioengine.processors.prompt.updates import PromptUpdate, PromptUpdateDetails, ResolvedUpdates
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = [
@@ -36,14 +55,144 @@ __all__ = [
     "MarkedInfo",
     "MarkedModel",
     "MarkedProcessor",
+    "WholePromptProcessor",
 ]
+
+logger = logging.getLogger(__name__)
 
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 """Whose layers give hidden states and nothing else."""
 
 
+class WholePromptProcessor(GenericMultiModalProcessor):
+    """HF processors that report nothing of what an item becomes, and expand a whole prompt.
+
+    What an item becomes may depend on what stands beside it: of Idefics2, two images side by side
+    share a marker. So the HF processor itself is given each prompt's text, and the items are found
+    in the tokens that it makes. How many rows an item has, and how they lie, is read from HF's call
+    with the decoded item itself, before layout: a prompt in which an item does not lie as it does
+    alone, or in which a placeholder is left over, is refused.
+
+    A prompt of token ids is given to it as the text that they spell, if that is tokenised to these
+    ids again; else, and where a user's text spells a placeholder, it is refused.
+    """
+
+    expands_whole = True
+
+    @classmethod
+    def chosen_for(cls, info: BaseProcessingInfo) -> type[BaseMultiModalProcessor]:
+        """The class for HF processors that report, or this one."""
+        reports = isinstance(info, GenericProcessingInfo) and info.reports
+        return GenericMultiModalProcessor if reports else cls
+
+    def layout(
+        self,
+        prompt: TextOrTokens,
+        items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, Any],
+        outputs: Mapping[str, Sequence[MultiModalKwargsItem]] | None = None,
+        literals: Sequence[tuple[int, int]] = (),
+    ) -> Layout:
+        """Do as the base class, with the HF processor's own tokens."""
+        self.info.validate_num_items(items.get_all_counts())
+        updates = self._updates(items, mm_kwargs, outputs or {})
+        return self._expand(self._tokens_of(prompt, mm_kwargs, updates), None, updates)
+
+    def _apply_hf_processor_main(
+        self, prompt: TextOrTokens, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, Any]
+    ) -> tuple[list[int], ItemsByModality]:
+        outputs = self.process(mm_items, mm_kwargs)
+        updates = self._updates(mm_items, mm_kwargs, outputs)
+        return self._tokens_of(prompt, mm_kwargs, updates), outputs
+
+    def _expand(
+        self,
+        token_ids: list[int],
+        text: str | None,
+        updates: ResolvedUpdates,
+        literals: Sequence[tuple[int, int]] = (),
+    ) -> Layout:
+        placed = find_expanded(token_ids, updates, self.info.get_tokenizer())
+        if placed is None:
+            raise PlaceholderMismatchError(
+                f"the prompt's placeholders are not those of its {updates.num_items} media items "
+                "one after the other",
+                parameter="prompt",
+                value=updates.num_items,
+            )
+        return Layout(token_ids=token_ids, placeholders=placed)
+
+    def _updates_of(
+        self, modality: str, texts: Sequence[str], token_ids: Sequence[list[int]]
+    ) -> list[PromptUpdate]:
+        target = self.info.encode(self.info.get_placeholder(modality))
+        return [self._update(modality, target, token_ids, token_ids)]
+
+    def _check_against_hf(self, modality: str) -> None:
+        try:
+            super()._check_against_hf(modality)
+        except ModelLoadError as error:
+            reason = f"{self.info.no_report()}. Nor are its tokens of a text those beside media"
+            raise ModelLoadError(f"{reason}: {error}") from error
+
+    def _sample_prompt(self, places: Sequence[str]) -> str:
+        """Items apart, and side by side with text at both ends and without."""
+        together = "".join(places)
+        return f"{together} b {' b '.join(places)} c{together}d"
+
+    def _tokens_of(
+        self, prompt: TextOrTokens, mm_kwargs: Mapping[str, Any], updates: ResolvedUpdates
+    ) -> list[int]:
+        """The tokens that the HF processor makes of a prompt, whose items are expanded.
+
+        Raises InvalidRequestError for what it does not take, and for ids that spell another text.
+        """
+        if isinstance(prompt, str):
+            self.tokenize(prompt)  # which refuses what is no text
+            return self._expanded(prompt, mm_kwargs, add_special_tokens=True)
+        token_ids, tokenizer = self._checked_ids(prompt), self.info.get_tokenizer()
+        # One token alone may as well be a placeholder.
+        are_runs = updates.num_items and all(len(each.token_ids) > 1 for each in updates)
+        if are_runs and find_expanded(token_ids, updates, tokenizer) is not None:
+            return token_ids
+        before = len(token_ids) - len(self._without_prefix(token_ids))
+        for start in dict.fromkeys((before, 0)):
+            text = tokenizer.decode(token_ids[start:], clean_up_tokenization_spaces=False)
+            if self.tokenize(text, add_special_tokens=bool(start)) == token_ids:
+                return self._expanded(text, mm_kwargs, add_special_tokens=bool(start))
+        raise InvalidRequestError(
+            "the prompt's token ids are not those of the text that they spell, and the model's HF "
+            "processor expands text only; give a text prompt, without placeholders as a user's "
+            "words",
+            parameter="prompt",
+        )
+
+    def _without_prefix(self, token_ids: list[int]) -> list[int]:
+        """The ids behind the special tokens that the tokenizer puts before every text."""
+        bare, full = self.tokenize("a", add_special_tokens=False), self.tokenize("a")
+        prefix = full[: -len(bare)] if full[-len(bare) :] == bare else []
+        return token_ids[len(prefix) :] if token_ids[: len(prefix)] == prefix else token_ids
+
+    def _expanded(
+        self, text: str, mm_kwargs: Mapping[str, Any], *, add_special_tokens: bool
+    ) -> list[int]:
+        """The tokens of a text without its media, which the HF processor expands all the same."""
+        own = {"text_kwargs": {"add_special_tokens": add_special_tokens}}
+        options = merge_options(self.merged_kwargs(mm_kwargs), own)
+        try:
+            outputs = self.info.get_hf_processor()(text=text, **options, return_tensors="pt")
+            return [int(each) for each in outputs["input_ids"][0]]
+        # HF processors raise anything, and what they say may hold the prompt.
+        except Exception as error:
+            logger.warning("%s\n%s", self.info.describe_processor(), trace_of(error))
+            raise InvalidRequestError(
+                f"the model's HF processor does not take the prompt: {type(error).__name__}",
+                parameter="prompt",
+            ) from None
+
+
 @MULTIMODAL_REGISTRY.register_processor(
-    GenericMultiModalProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
+    WholePromptProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
 class GenericModel(TransformersModel):
     """transformers' module as it is, but for layers of a vision tower that nobody reads."""

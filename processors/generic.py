@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -68,6 +68,8 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
     layout_needs_hf_outputs = True
     known_by_token: AbstractSet[str] = frozenset()
     """More of what HF processors make for each token, which the family's model knows by itself."""
+    expands_whole: ClassVar[bool] = False
+    """Whether HF processors that report nothing can be served."""
 
     info: GenericProcessingInfo
     dummy_inputs: GenericDummyInputsBuilder
@@ -75,6 +77,8 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
     def __init__(
         self, info: GenericProcessingInfo, dummy_inputs: GenericDummyInputsBuilder
     ) -> None:
+        if not (info.reports or self.expands_whole):
+            raise info.no_report()
         super().__init__(info, dummy_inputs)
         self._added = dict(info.get_tokenizer().added_tokens_decoder)
         self._fixed: dict[int, bool] = {}
@@ -283,6 +287,10 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
                 "`_get_prompt_updates` does the same"
             )
 
+    def _sample_prompt(self, places: Sequence[str]) -> str:
+        """A prompt to compare, with an item's placeholder in each of these places."""
+        return " b ".join(["", *places, "c"])
+
     def _try_both(self, modality: str) -> _Both:
         """Do as `_run_both` with two items; else with one, which is noted; or with the markers that
         the HF processor names, if it wants an item between these."""
@@ -303,9 +311,9 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         Raises whatever the HF processor raises.
         """
         contract, processor = self.info.contracts[modality], self.info.get_hf_processor()
-        items = [self.dummy_inputs.get_small_item(modality)] * count
-        place = self.info.get_placeholder(modality).join(around)
-        prompt = " b ".join(["", *[place] * count, "c"])
+        placeholder = self.info.get_placeholder(modality)
+        prompt = self._sample_prompt([placeholder.join(around)] * count)
+        items = [self.dummy_inputs.get_small_item(modality)] * prompt.count(placeholder)
         contents, known = self.info.unwrap(modality, items)
         options = copy.deepcopy(self.merged_kwargs({contract.scope: known}))
         outputs = processor(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import Counter
@@ -76,11 +77,30 @@ class Contract:
         options = {*known, *known[self.scope].__annotations__} - {each.scope for each in CONTRACTS}
         return options.issuperset(self.extra_parameters(hf_processor))
 
+    def is_expanded_by(self, hf_processor: Any) -> bool:
+        """Return whether the HF processor may expand the modality's placeholders by itself.
+
+        Then it says nothing of an item, and what its whole call makes of one is looked at.
+        """
+        from transformers.processing_utils import ProcessorMixin
+
+        own = type(hf_processor)
+        return (
+            self.keyword in _EXPANDED
+            and isinstance(hf_processor, ProcessorMixin)
+            and own.__call__ is not ProcessorMixin.__call__
+            and isinstance(getattr(hf_processor, f"{self.modality}_token", None), str)
+            and getattr(hf_processor, self.part, None) is not None
+        )
+
     def extra_parameters(self, hf_processor: Any) -> list[str]:
         """List what the method takes by name, beside the items and whatever options there are."""
         _, *others = inspect.signature(getattr(hf_processor, self.process)).parameters.values()
         return [each.name for each in others if each.kind is not inspect.Parameter.VAR_KEYWORD]
 
+
+_EXPANDED = ("images",)
+"""Keywords of media that are looked for in what an HF processor's whole call gives."""
 
 CONTRACTS = (
     Contract("image", "images", "image_processor"),
@@ -92,20 +112,29 @@ CONTRACTS = (
 class GenericProcessingInfo(BaseProcessingInfo):
     """Abilities of the HF processor, and how it is asked.
 
-    `contracts`: modality -> how it is processed. Raises ModelLoadError where there is none.
+    `contracts`: modality -> how it is processed; `reports`: whether the HF processor says what an
+    item becomes, or has to be given a whole prompt. Raises ModelLoadError where it can do neither.
     """
 
     def __init__(self, ctx: ProcessingContext) -> None:
         super().__init__(ctx)
         processor = self.get_hf_processor()
         self.contracts = {each.modality: each for each in CONTRACTS if each.is_met_by(processor)}
+        self.reports = bool(self.contracts)
+        if not self.reports:
+            whole = (each for each in CONTRACTS if each.is_expanded_by(processor))
+            self.contracts = {each.modality: each for each in whole}
         if not self.contracts:
-            raise ModelLoadError(
-                f"{self.describe_processor()} does not report what its media become in the text "
-                "(`_process_images` with `replace_image_token`, or the same for videos or audio). "
-                "Such a model needs a file of its own in models/, with a BaseMultiModalProcessor "
-                "whose `_get_prompt_updates` says it"
-            )
+            raise self.no_report()
+
+    def no_report(self) -> ModelLoadError:
+        """The refusal of an HF processor that does not say what its media become."""
+        return ModelLoadError(
+            f"{self.describe_processor()} does not report what its media become in the text "
+            "(`_process_images` with `replace_image_token`, or the same for videos or audio). "
+            "Such a model needs a file of its own in models/, with a BaseMultiModalProcessor "
+            "whose `_get_prompt_updates` says it"
+        )
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """The modalities that have a placeholder and a processor that could be loaded.
@@ -144,12 +173,37 @@ class GenericProcessingInfo(BaseProcessingInfo):
         Raises whatever the HF processor raises.
         """
         contract, processor = self.contracts[modality], self.get_hf_processor()
-        merged = merge_for_hf(processor, mm_kwargs, return_tensors="pt")
         contents, known = self.unwrap(modality, [item])
+        if not self.reports:
+            return self._process_beside_text(modality, contents, mm_kwargs)
+        merged = merge_for_hf(processor, mm_kwargs, return_tensors="pt")
         extra = {n: merged[n] for n in contract.extra_parameters(processor) if n in merged}
         method = getattr(processor, contract.process)
         outputs, (text,) = method(contents, **{**merged[contract.scope], **known, **extra})
         return outputs, str(text)
+
+    def _process_beside_text(
+        self, modality: str, contents: Sequence[Any], mm_kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str]:
+        """HF's outputs for one item in a short prompt, and what lies there from its first encoder
+        row to its last."""
+        processor, keyword = self.get_hf_processor(), self.contracts[modality].keyword
+        outputs = processor(
+            text=f"a {self.get_placeholder(modality)} b",
+            **{keyword: contents},
+            **copy.deepcopy(dict(mm_kwargs)),
+            return_tensors="pt",
+        )
+        token_ids = outputs["input_ids"][0].tolist()
+        owners = (self.get_hf_config(), processor)
+        named = {each for owner in owners for each in _placeholder_ids(owner, modality)}
+        places = [index for index, each in enumerate(token_ids) if each in named]
+        core = token_ids[places[0] : places[-1] + 1]
+        text = self.get_tokenizer().decode(core, clean_up_tokenization_spaces=False)
+        if self.encode(text) != core:
+            raise ValueError("what an item becomes is no text")
+        by_token = outputs["input_ids"].shape
+        return {n: v for n, v in outputs.items() if getattr(v, "shape", None) != by_token}, text
 
     def unwrap(self, modality: str, items: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Decoded items as HF processors take them, and the options that say what they are."""

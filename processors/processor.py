@@ -83,6 +83,11 @@ class BaseMultiModalProcessor(ABC):
         self._has_own_media = False
         self._logged: set[str] = set()
 
+    @classmethod
+    def chosen_for(cls, info: BaseProcessingInfo) -> type[BaseMultiModalProcessor]:
+        """The class for this HF processor; a family may hand some to another."""
+        return cls
+
     # What a family says.
 
     @abstractmethod

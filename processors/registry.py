@@ -64,7 +64,7 @@ class MultiModalRegistry:
         if self.is_multimodal(model_cls):
             assert context.hf_processor is not None
         family_info = info(context)
-        return processor(family_info, dummy_inputs(family_info))
+        return processor.chosen_for(family_info)(family_info, dummy_inputs(family_info))
 
     def _find(self, model_cls: type[Any]) -> Parts:
         found = (self._entries[base] for base in model_cls.__mro__ if base in self._entries)

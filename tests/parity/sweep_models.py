@@ -63,6 +63,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "Granite4VisionForConditionalGeneration": {"processor": {"downsample_rate": "1/2"}},
     "AyaVisionForConditionalGeneration": {"processor": {"downsample_factor": 2}},
+    "Idefics2ForConditionalGeneration": {"processor": {"image_seq_len": 4}},
     "Ovis2ForConditionalGeneration": {
         "images": {"crop_to_patches": True, "max_patches": 4},
         "tokens": {"image_start_token": "<IMG_START>", "image_grid_token": "<IMG_GRID>"},

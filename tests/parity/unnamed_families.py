@@ -6,6 +6,8 @@ Rows as those of `families.FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -114,6 +116,12 @@ def by_rule(architecture: str, place: str, dtype: torch.dtype = torch.float64) -
     )
 
 
+def idefics2_in_tiles() -> Any:
+    processor = deepcopy(_made("Idefics2ForConditionalGeneration")[1])
+    processor.image_processor.do_image_splitting = True
+    return processor
+
+
 UNNAMED: Mapping[str, Family] = {
     "aya-vision": Family(processor=aya_vision_processor, model=aya_vision, place="<image>"),
     "ernie-4.5-vl-moe": by_rule(
@@ -128,6 +136,10 @@ UNNAMED: Mapping[str, Family] = {
     "granite4-vision": by_rule("Granite4VisionForConditionalGeneration", "<|image|>"),
     "hunyuan-vl": by_rule(
         "HunYuanVLForConditionalGeneration", "<|image_start|><|image|><|image_end|>"
+    ),
+    "idefics2": by_rule("Idefics2ForConditionalGeneration", "<|image|>"),
+    "idefics2 in tiles": replace(
+        by_rule("Idefics2ForConditionalGeneration", "<|image|>"), processor=idefics2_in_tiles
     ),
     "janus": by_rule("JanusForConditionalGeneration", "<|image|>"),
     "lighton-ocr": by_rule("LightOnOcrForConditionalGeneration", "<|image|>"),

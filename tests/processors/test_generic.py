@@ -356,7 +356,7 @@ def test_an_hf_processor_that_reports_nothing() -> None:
         image_processor, tokenizer_with(image_token="<image>"), num_query_tokens=4
     )
     with pytest.raises(ModelLoadError, match=r"does not report.*BaseMultiModalProcessor"):
-        GenericProcessingInfo(context_for(blip))
+        processor_for(context_for(blip))
     with pytest.raises(ModelLoadError, match="does not report"):
         GenericProcessingInfo(context_for(type("Text", (), {"tokenizer": tokenizer_with()})()))
 
