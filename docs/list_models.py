@@ -74,7 +74,8 @@ TAIL = """
 Any other that transformers has is chosen by its kind: text, media whose HF processor says what they
 become in the text, or expands a text without them as it does with them (Idefics2), positions of
 three axes, rows for the decoder's first layers, text to text (encoder-decoders of
-`AutoModelForSeq2SeqLM`: [`encoder_decoder.md`](encoder_decoder.md)).
+`AutoModelForSeq2SeqLM`), one image to text (Donut, Pix2Struct:
+[`encoder_decoder.md`](encoder_decoder.md)).
 transformers' module runs as it is, and the trial at load
 ([`model-check.md`](decisions/model-check.md)) compares it with itself, so that an architecture
 which needs something else is refused, in words (unless `check_model=False`). What was tried is in
@@ -94,9 +95,9 @@ DeepSeek-VL2, AXK1, GLM-4 MoE Lite, MiniCPM3, Mistral 4, Youtu
 
 Refused are, by name and reason: models without attention layers (Mamba), states of other kinds,
 attention that does not go through transformers' `AttentionInterface`, encoder-decoders without a
-row above that read or give anything but text, experts that drop tokens by what else is in a batch,
-processors that do not report what media become, nor show it in a text's tokens, and those that say
-more of each token than its id and its kind.
+row above that read neither text nor an image alone, or give anything but text, experts that drop
+tokens by what else is in a batch, processors that do not report what media become, nor show it in a
+text's tokens, and those that say more of each token than its id and its kind.
 
 {sweep}
 

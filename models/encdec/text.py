@@ -87,7 +87,7 @@ class TextToText(EncoderDecoderModel):
 
     def layers(self) -> tuple[LayerSpec, ...]:
         decoder: Any = self.decoder()
-        obstacle = _find_obstacle(self.model, decoder)
+        obstacle = self._find_obstacle(decoder)
         if obstacle is not None:
             raise _refused(self.model, obstacle)
         specs = super().layers()
@@ -99,6 +99,31 @@ class TextToText(EncoderDecoderModel):
                 "position_ids, so that it cannot be told where a token stands",
             )
         return specs
+
+    def _find_obstacle(self, decoder: Any) -> str | None:
+        """Describe what keeps the model from being run in batches, in words; None if nothing
+        known."""
+        if getattr(self.model.config, "attention_type", None) == "block_sparse":
+            return (
+                "block-sparse attention of its encoder reads random blocks, and a short prompt "
+                "turns it off for all later ones; set attention_type to 'original_full' in "
+                "config.json"
+            )
+        if not hasattr(decoder, "get_input_embeddings"):
+            return "its decoder does not tell its embeddings"
+        if self.has_other_head(decoder):
+            return "its decoder is a whole model with a head of its own"
+        for name, module in self.model.named_modules():
+            if hasattr(module, "expert_capacity"):
+                return (
+                    f"{name} ({type(module).__name__}) drops tokens beyond its expert_capacity, so "
+                    "that an answer would depend on what else is in the batch"
+                )
+        return None
+
+    def has_other_head(self, decoder: Any) -> bool:
+        """Return whether a decoder has an output head that is not known to be computed here."""
+        return decoder.get_output_embeddings() is not None
 
     def patch(self) -> None:
         decoder: Any = self.decoder()
@@ -157,26 +182,6 @@ class TextToText(EncoderDecoderModel):
         logits = super().logits(hidden if self._scale == 1 else hidden * self._scale)
         bias: Tensor | None = getattr(self.model, "final_logits_bias", None)
         return logits if bias is None else logits + bias.to(logits.dtype)
-
-
-def _find_obstacle(model: Any, decoder: Any) -> str | None:
-    """Describe what keeps a model from being run in batches, in words; None if nothing known."""
-    if getattr(model.config, "attention_type", None) == "block_sparse":
-        return (
-            "block-sparse attention of its encoder reads random blocks, and a short prompt turns "
-            "it off for all later ones; set attention_type to 'original_full' in config.json"
-        )
-    if not hasattr(decoder, "get_input_embeddings"):
-        return "its decoder does not tell its embeddings"
-    if decoder.get_output_embeddings() is not None:
-        return "its decoder is a whole model with a head of its own"
-    for name, module in model.named_modules():
-        if hasattr(module, "expert_capacity"):
-            return (
-                f"{name} ({type(module).__name__}) drops tokens beyond its expert_capacity, so "
-                "that an answer would depend on what else is in the batch"
-            )
-    return None
 
 
 def _refused(module: Any, reason: str) -> ModelLoadError:

@@ -123,7 +123,7 @@ class SupportsEncoderDecoder(Protocol):
     @property
     @abstractmethod
     def max_encoder_len(self) -> int:
-        """Rows of the longest output that the encoder can give."""
+        """Rows of the longest output that the encoder can give; 0: of its largest media item."""
 
     @abstractmethod
     def encode_prompt(self, **kwargs: Any) -> Tensor:

@@ -79,6 +79,8 @@ _FAMILIES = {
     "voxtral.Voxtral": "VoxtralForConditionalGeneration",
 }
 """Class of a family, by its path in `aioengine.models` -> the architectures that it runs."""
+_IMAGE_INPUTS = ("pixel_values", "flattened_patches")
+"""What classes call an image, where it is all that an encoder reads."""
 _MEDIA_CONFIGS = ("vision_config", "audio_config", "codec_config")
 _AUDIO_INPUTS = ("input_features", "input_values", "inputs")
 _YOURS = "One of yours can be added with aioengine.models.register_model"
@@ -193,8 +195,10 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
     if obstacle is not None:
         raise _refused(hf_class, obstacle)
     if getattr(hf_config, "is_encoder_decoder", False):
-        reads_audio = getattr(hf_class, "main_input_name", "") in _AUDIO_INPUTS
-        return _imported(f"encdec.{'speech.SpeechToText' if reads_audio else 'text.TextToText'}")
+        if _reads_an_image(hf_class):
+            return _imported("encdec.image_to_text.ImageToText")
+        hears = _reads_audio(hf_class)
+        return _imported("encdec.speech.SpeechToText" if hears else "encdec.text.TextToText")
     if not encoders:
         return _imported("text.TextModel")
     vision = getattr(hf_config, "vision_config", None)
@@ -247,19 +251,26 @@ def _find_obstacle_between(
 
     if encoders:
         return f"its encoder reads {' and '.join(encoders)} beside text"
+    if _reads_an_image(hf_class):
+        return None
     if hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(hf_config), None) is hf_class:
         return None
-    hears = getattr(hf_class, "main_input_name", "") in _AUDIO_INPUTS
-    if (
-        not hears
-        or hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(type(hf_config), None) is not hf_class
-    ):
+    of_speech = hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(type(hf_config), None)
+    if not _reads_audio(hf_class) or of_speech is not hf_class:
         return (
             "transformers does not have it among the encoder-decoders from text or audio to text "
             "(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq), and one that reads or gives "
             "anything else needs a class of its own"
         )
     return None
+
+
+def _reads_audio(hf_class: Any) -> bool:
+    return getattr(hf_class, "main_input_name", "") in _AUDIO_INPUTS
+
+
+def _reads_an_image(hf_class: Any) -> bool:
+    return getattr(hf_class, "main_input_name", "") in _IMAGE_INPUTS
 
 
 def _config_class(part: type[Any]) -> Any:

@@ -121,6 +121,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # Of both parts of a head.
     "Mistral4ForCausalLM": {"head_dim": 2 * HEAD_DIM, "text_config.head_dim": 2 * HEAD_DIM},
+    # Of three colours in a patch.
+    "Pix2StructForConditionalGeneration": {"vision_config.patch_embed_hidden_size": 768},
     "HunYuanVLForConditionalGeneration": {"text_config.head_dim": HEAD_DIM},
     # Its own settings have attention only, its checkpoints have not.
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},

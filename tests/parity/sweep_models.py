@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 
 from tests.parity.families import CLOSE_CALL, FAMILIES, MAX_TOKENS, Family, pixtral_processor
+from tests.parity.unnamed_sight import UNNAMED as SIGHT
 from tests.support.tiny import draw_weights, tiny_image
 
 __all__ = [
@@ -83,6 +84,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {"place": QWEN},
     "MistralLarge4ForConditionalGeneration": {"make": lambda: pixtral_processor(2)},
     "Mistral4ForCausalLM": {"make": lambda: pixtral_processor(2)},
+    "Pix2StructForConditionalGeneration": {
+        "images": {"max_patches": 14, "patch_size": {"height": 16, "width": 16}}
+    },
     "Qwen3VLMoeForConditionalGeneration": {"place": QWEN, "image_processor": "qwen2_vl"},
     "GlmOcrForConditionalGeneration": {
         "place": GLM, "model_type": "glm46v", "image_processor": "glm46v",
@@ -109,6 +113,7 @@ RECIPES: Mapping[str, Family] = {
     "LlavaOnevisionForConditionalGeneration": FAMILIES["llava-onevision"],
     "Mistral3ForConditionalGeneration": FAMILIES["mistral3"],
     "PaliGemmaForConditionalGeneration": FAMILIES["paligemma"],
+    "VisionEncoderDecoderModel": SIGHT["donut"],
 }
 """Tiny models of other tests, where rules make none."""
 OWN_TESTS: Mapping[str, str] = {
@@ -272,6 +277,27 @@ def _continue(model: Any, ids: torch.Tensor) -> tuple[int, ...]:
     return tuple(ids[0, start:].tolist())
 
 
+def _is_encdec(model: Any) -> bool:
+    return bool(model.config.is_encoder_decoder)
+
+
+def _write(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
+    """Transformers' tokens where the prompt is the decoder's and an image all that is read."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    (image,) = prompt.media["images"]
+    features = processor.image_processor([image], return_tensors="pt")
+    start = tokenizer(prompt.text, add_special_tokens=False, return_tensors="pt").input_ids
+    output = model.generate(
+        **{name: torch.as_tensor(value).to(model.dtype) for name, value in features.items()},
+        decoder_input_ids=start if prompt.text else None,
+        do_sample=False,
+        max_new_tokens=MAX_TOKENS,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    return tuple(output.sequences[0, -len(output.scores) :].tolist())
+
+
 @torch.inference_mode()
 def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
     if model.config.is_encoder_decoder and "audios" in prompt.media:
@@ -281,6 +307,8 @@ def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
         media["audio"] = [samples for samples, _ in media.pop("audios")]
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters and media:
         media["return_mm_token_type_ids"] = True
+    if model.main_input_name in ("pixel_values", "flattened_patches") and _is_encdec(model):
+        return _write(model, processor, prompt)
     inputs = processor(text=prompt.text, **media, return_tensors="pt")
     names = [*inputs] if hasattr(processor, "tokenizer") else ["input_ids", "attention_mask"]
     given = {name: inputs[name] for name in names}
