@@ -2,7 +2,9 @@
 
 Li et al., "BLIP-2: Bootstrapping Language-Image Pre-training with Frozen Image Encoders and Large
 Language Models" (2023). The answers stand before the prompt's first token, and nothing in the text
-stands for an image. Over T5 they stand before what its encoder reads.
+stands for an image. Over T5 they stand before what its encoder reads. Dai et al., "InstructBLIP:
+Towards General-purpose Vision-Language Models with Instruction Tuning" (2023): the Q-Former reads
+the prompt too, so that an image becomes other rows beside each text.
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from aioengine.errors import ModelLoadError, PlaceholderMismatchError
+from aioengine.errors import InvalidRequestError, ModelLoadError, PlaceholderMismatchError
 from aioengine.models.encdec.media import ImageReader
 from aioengine.models.encdec.text import TextToText
 from aioengine.models.runtime.image_tokens import ImageTokenProcessor
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.encdec import EncoderPromptProcessor
 from aioengine.processors.info import ImageDummyInputsBuilder, OneImageInfo
-from aioengine.processors.inputs import MultiModalKwargs, MultiModalKwargsItem
+from aioengine.processors.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargs,
+    MultiModalKwargsItem,
+)
 from aioengine.processors.items import MultiModalDataItems
 from aioengine.processors.processor import Layout, TextOrTokens
 from aioengine.processors.prompt.updates import PromptIndexTargets, PromptInsertion, PromptUpdate
@@ -31,7 +38,15 @@ __all__ = [
     "Blip2ProcessingInfo",
     "Blip2T5",
     "Blip2T5MultiModalProcessor",
+    "InstructBlip",
+    "InstructBlipMultiModalProcessor",
+    "InstructBlipT5",
+    "InstructBlipT5MultiModalProcessor",
 ]
+
+_QUERY = "query_text"
+"""Option of an item that says what the Q-Former reads beside it."""
+_QFORMER = ("qformer_input_ids", "qformer_attention_mask")
 
 
 class Blip2ProcessingInfo(OneImageInfo):
@@ -85,9 +100,10 @@ class Blip2(TransformersModel):
             return cls
         if kind != "t5":
             raise ModelLoadError(
-                f"BLIP-2 over {kind!r} is not supported; take a checkpoint with OPT or T5"
+                f"{hf_config.model_type} over {kind!r} is not supported; take a checkpoint with a "
+                "decoder or T5"
             )
-        return Blip2T5
+        return Blip2T5 if cls is Blip2 else InstructBlipT5
 
     def decoder(self) -> nn.Module:
         decoder: nn.Module = self.model.language_model.get_decoder()
@@ -130,3 +146,70 @@ class Blip2T5(ImageReader, TextToText):
     def decoder(self) -> nn.Module:
         decoder: nn.Module = self.model.language_model.get_decoder()
         return decoder
+
+
+class InstructBlipMultiModalProcessor(Blip2MultiModalProcessor):
+    """The prompt goes to the Q-Former as well, as text, and is a part of an image's identity."""
+
+    def options_for(
+        self,
+        mm_kwargs: Mapping[str, Any],
+        mm_counts: Mapping[str, int],
+        prompt: TextOrTokens = "",
+    ) -> Mapping[str, Any]:
+        """Do as the base class, with the prompt's text. Raises InvalidRequestError for ids."""
+        if not isinstance(prompt, str):
+            raise InvalidRequestError(
+                "the model's Q-Former reads the prompt's text with a tokenizer of its own; give "
+                "text instead of token ids",
+                parameter="prompt",
+            )
+        return {**mm_kwargs, _QUERY: prompt}
+
+    def _call_hf_processor(
+        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        options = {name: value for name, value in mm_kwargs.items() if name != _QUERY}
+        outputs: Mapping[str, Any] = self.info.get_hf_processor()(
+            text=str(mm_kwargs.get(_QUERY, "")), **mm_data, **options, return_tensors="pt"
+        )
+        found = {name: torch.as_tensor(outputs[name]) for name in ("pixel_values", *_QFORMER)}
+        limits = self.info.get_hf_config().qformer_config
+        token_ids = found[_QFORMER[0]]
+        if token_ids.shape[1] > limits.max_position_embeddings:
+            raise InvalidRequestError(
+                f"the prompt has {token_ids.shape[1]} tokens for the Q-Former, which reads "
+                f"{limits.max_position_embeddings} at most; shorten it",
+                parameter="prompt",
+                value=token_ids.shape[1],
+            )
+        if token_ids.numel() and int(token_ids.max()) >= limits.vocab_size:
+            raise ValueError("the Q-Former's tokenizer has more tokens than it embeds")
+        return found
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {name: MultiModalFieldConfig.batched("image") for name in hf_inputs}
+
+
+class InstructBlipT5MultiModalProcessor(
+    InstructBlipMultiModalProcessor, Blip2T5MultiModalProcessor
+):
+    """Both at once: the prompt is the encoder's and the Q-Former's."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    InstructBlipMultiModalProcessor, info=Blip2ProcessingInfo, dummy_inputs=ImageDummyInputsBuilder
+)
+class InstructBlip(Blip2):
+    """BLIP-2 whose Q-Former reads the prompt too."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    InstructBlipT5MultiModalProcessor,
+    info=Blip2ProcessingInfo,
+    dummy_inputs=ImageDummyInputsBuilder,
+)
+class InstructBlipT5(Blip2T5):
+    """BLIP-2 over T5 whose Q-Former reads the prompt too."""

@@ -139,11 +139,15 @@ class BaseMultiModalProcessor(ABC):
         """The engine's `mm_processor_kwargs` with the request's over them, scope by scope."""
         return merge_options(self.info.ctx.mm_processor_kwargs, mm_kwargs)
 
-    def options_for(self, mm_kwargs: Mapping[str, Any], mm_counts: Counts) -> Mapping[str, Any]:
-        """A request's `mm_kwargs` with what follows from how many items of each modality it has.
+    def options_for(
+        self, mm_kwargs: Mapping[str, Any], mm_counts: Counts, prompt: TextOrTokens = ""
+    ) -> Mapping[str, Any]:
+        """A request's `mm_kwargs` with what follows from how many items of each modality it has,
+        and from its prompt.
 
-        For families in which an item becomes something else beside others: items are processed one
-        by one, and found again by their content and these options. Here nothing follows.
+        For families in which an item becomes something else beside others, or beside other text:
+        items are processed one by one, and found again by their content and these options. Here
+        nothing follows.
         """
         return mm_kwargs
 
@@ -238,7 +242,7 @@ class BaseMultiModalProcessor(ABC):
     ) -> MultiModalInputs:
         """Layout, processing and verification at once, for decoded media."""
         self.info.validate_num_items(items.get_all_counts())
-        mm_kwargs = self.options_for(mm_kwargs or {}, items.get_all_counts())
+        mm_kwargs = self.options_for(mm_kwargs or {}, items.get_all_counts(), prompt)
         token_ids, outputs = self._apply_hf_processor_main(prompt, items, mm_kwargs)
         updates = self._updates(items, mm_kwargs, outputs)
         is_plain = isinstance(prompt, str) and token_ids == self.tokenize(prompt)

@@ -116,15 +116,20 @@ class InputProcessor:
                 for modality, items in chat.media.items()
                 for index, each in enumerate(items)
             ]
-        options, outputs = await self._identify(state, media, prompt)
+        read = halves.prompt if halves.encoder is None else halves.encoder
+        options, outputs = await self._identify(state, media, prompt, "" if read is None else read)
         constraints = await self._compile(state.params)
         laid_out = partial(self._lay_out, state, halves, literals, options, outputs)
         return await run_in(self._thread, laid_out, prompt.cache_salt, constraints)
 
     async def _identify(
-        self, state: RequestState, media: Sequence[MediaInput], prompt: Prompt
+        self,
+        state: RequestState,
+        media: Sequence[MediaInput],
+        prompt: Prompt,
+        read: TextOrTokens,
     ) -> tuple[ProcessorOptions, ItemsByModality]:
-        """Fetch the request's media and read their headers.
+        """Fetch the request's media, beside which `read` stands, and read their headers.
 
         Returns their features too, by modality, if the layout needs them.
         """
@@ -132,7 +137,7 @@ class InputProcessor:
             raise _too_long(len(media), self._loaded.limits.max_model_len)
         if not media:
             return ProcessorOptions(dict(prompt.mm_processor_kwargs)), {}
-        options = await self.media.read_options(media, prompt.mm_processor_kwargs)
+        options = await self.media.read_options(media, prompt.mm_processor_kwargs, read)
         state.lease = self.media.lease()
         owner = MediaOwner(state.request_id, options, state.lease, prompt.cache_salt)
         items, outputs = await self.media.identify(media, owner)

@@ -38,7 +38,12 @@ from aioengine.processors.item_work import Promise, WorkItem
 from aioengine.processors.media.fetch import fetch
 from aioengine.processors.media.open import open_media
 from aioengine.processors.mm_kwargs import check_cost
-from aioengine.processors.processor import BaseMultiModalProcessor, ItemsByModality, Layout
+from aioengine.processors.processor import (
+    BaseMultiModalProcessor,
+    ItemsByModality,
+    Layout,
+    TextOrTokens,
+)
 from aioengine.streams.loop_bridge import run_apart, run_in
 from aioengine.streams.single_flight import SharedJobs
 from aioengine.streams.together import run_together
@@ -147,15 +152,15 @@ class MediaPipeline:
         return Lease(self.held)
 
     async def read_options(
-        self, media: Sequence[MediaInput], mm_kwargs: Mapping[str, Any]
+        self, media: Sequence[MediaInput], mm_kwargs: Mapping[str, Any], prompt: TextOrTokens = ""
     ) -> ProcessorOptions:
         """Check a request's number of items and its options for the HF processor.
 
-        Raises InvalidRequestError.
+        `prompt`: what stands beside them. Raises InvalidRequestError.
         """
         counts = Counter(each.modality for each in media)
         self._processor.info.validate_num_items(counts)
-        options = dict(self._processor.options_for(mm_kwargs, counts))
+        options = dict(self._processor.options_for(mm_kwargs, counts, prompt))
         if not options:
             return ProcessorOptions(options, self._options_digest)
         merged = self._processor.merged_kwargs(options)

@@ -21,6 +21,7 @@ from aioengine.processors.hf.deepseek_vl2 import (
 from aioengine.processors.info import ImageInfo, ProcessingContext
 from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
 from aioengine.processors.items import ImageSize, MultiModalDataItems
+from aioengine.processors.processor import TextOrTokens
 from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate
 
 __all__ = [
@@ -165,7 +166,10 @@ class DeepseekVL2MultiModalProcessor(ImageTokenProcessor):
         return int(self.info.get_hf_processor().image_token_id)
 
     def options_for(
-        self, mm_kwargs: Mapping[str, Any], mm_counts: Mapping[str, int]
+        self,
+        mm_kwargs: Mapping[str, Any],
+        mm_counts: Mapping[str, int],
+        prompt: TextOrTokens = "",
     ) -> Mapping[str, Any]:
         """Beside more than two images, none is cropped, unless the options say otherwise."""
         if "cropping" in self.merged_kwargs(mm_kwargs):

@@ -201,6 +201,8 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
         return _imported("encdec.speech.SpeechToText" if hears else "encdec.text.TextToText")
     if not encoders:
         return _imported("text.TextModel")
+    if [*encoders] == ["image"] and _takes(encoders["image"], "qformer_input_ids"):
+        return _imported("blip2.InstructBlip").chosen_for(hf_config)
     vision = getattr(hf_config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
         return _imported("mrope.DeepStackModel")
@@ -271,6 +273,10 @@ def _reads_audio(hf_class: Any) -> bool:
 
 def _reads_an_image(hf_class: Any) -> bool:
     return getattr(hf_class, "main_input_name", "") in _IMAGE_INPUTS
+
+
+def _takes(method: Any, name: str) -> bool:
+    return name in signature(method).parameters
 
 
 def _config_class(part: type[Any]) -> Any:

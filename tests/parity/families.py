@@ -70,6 +70,8 @@ class Family:
     """Of the videos that are tried; some HF processors take equally long ones only."""
     dtype: torch.dtype = torch.float64
     """Float32 where the family runs in nothing wider: then close calls are not compared."""
+    num_encoded: int = 3
+    """Of the images in the texts; more where an image becomes other rows beside other texts."""
     lacking: str = ""
     """What does not work for this family in transformers 5.17, under which it is skipped."""
 

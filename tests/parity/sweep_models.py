@@ -130,6 +130,7 @@ OWN_TESTS: Mapping[str, str] = {
     "Gemma4ForConditionalGeneration": "test_gemma_n4",
     "GlmAsrForConditionalGeneration": "test_unnamed_audio",
     "GraniteMoeHybridForCausalLM": "test_state_families",
+    "InstructBlipForConditionalGeneration": "test_instructblip",
     "JambaForCausalLM": "test_state_families",
     "Lfm2MoeForCausalLM": "test_state_families",
     "MBartForConditionalGeneration": "test_encdec",

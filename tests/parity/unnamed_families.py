@@ -21,7 +21,7 @@ from tests.parity.sweep_processors import fit_counts
 from tests.processors import hf_processors
 from tests.support.tiny import draw_weights
 
-__all__ = ["UNNAMED"]
+__all__ = ["UNNAMED", "instructblip", "instructblip_processor"]
 
 TOWER = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -97,6 +97,29 @@ def qwen3_vl_moe(tokenizer: Any) -> Any:
     return hf.Qwen3VLMoeForConditionalGeneration(config)
 
 
+def instructblip_processor() -> Any:
+    plain = families.blip2_processor()
+    return hf.InstructBlipProcessor(
+        plain.image_processor, plain.tokenizer, hf_processors.tokenizer_with(), num_query_tokens=4
+    )
+
+
+def instructblip(tokenizer: Any, text: Any = None) -> Any:
+    """Over a Llama, as Vicuna is one, or over what `text` says."""
+    named = families.blip2(tokenizer).config.to_dict()
+    qformer = {**named["qformer_config"], "vocab_size": vocabulary(tokenizer)}
+    vision = {n: v for n, v in named["vision_config"].items() if n != "model_type"}
+    qformer |= {"model_type": "instructblip_qformer", "max_position_embeddings": 90}
+    config = hf.InstructBlipConfig(
+        vision_config=vision,
+        qformer_config=qformer,
+        text_config=text or families.llama(tokenizer),
+        num_query_tokens=4,
+        image_token_index=id_of(tokenizer, "<image>"),
+    )
+    return hf.InstructBlipForConditionalGeneration(config)
+
+
 @cache
 def _made(architecture: str) -> tuple[Any, Any]:
     model, processor, _ = make(architecture)
@@ -140,6 +163,10 @@ UNNAMED: Mapping[str, Family] = {
     "idefics2": by_rule("Idefics2ForConditionalGeneration", "<|image|>"),
     "idefics2 in tiles": replace(
         by_rule("Idefics2ForConditionalGeneration", "<|image|>"), processor=idefics2_in_tiles
+    ),
+    "instructblip": Family(
+        processor=instructblip_processor, model=instructblip, place="",
+        texts=families.FAMILIES["blip2"].texts, num_encoded=5,
     ),
     "janus": by_rule("JanusForConditionalGeneration", "<|image|>"),
     "lighton-ocr": by_rule("LightOnOcrForConditionalGeneration", "<|image|>"),
