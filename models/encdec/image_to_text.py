@@ -10,6 +10,7 @@ encoder and the decoder; and so is the number of its rows, on the meta device.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -263,6 +264,15 @@ class ImageToText(TextToText):
     @classmethod
     def hf_class(cls, hf_config: Any) -> Any:
         return find_class(hf_config)
+
+    @classmethod
+    def load_module(cls, path: str | os.PathLike[str], *, hf_config: Any, **options: Any) -> Any:
+        module = super().load_module(path, hf_config=hf_config, **options)
+        try:
+            module.get_input_embeddings()
+        except NotImplementedError:  # some classes do not say, and others' are the decoder's
+            module.get_input_embeddings = module.get_decoder().get_input_embeddings
+        return module
 
     @property
     def row_size(self) -> int:

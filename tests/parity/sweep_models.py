@@ -113,6 +113,7 @@ RECIPES: Mapping[str, Family] = {
     "LlavaOnevisionForConditionalGeneration": FAMILIES["llava-onevision"],
     "Mistral3ForConditionalGeneration": FAMILIES["mistral3"],
     "PaliGemmaForConditionalGeneration": FAMILIES["paligemma"],
+    "PPFormulaNetForConditionalGeneration": SIGHT["pp-formula"],
     "VisionEncoderDecoderModel": SIGHT["donut"],
 }
 """Tiny models of other tests, where rules make none."""

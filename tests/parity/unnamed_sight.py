@@ -82,6 +82,34 @@ def trocr_decoder(tokenizer: Any) -> Any:
     return combine(hf.ViTConfig(**VIT), config)
 
 
+def pp_formula_processor() -> Any:
+    """Its own image processor needs torchvision."""
+    images = hf.ViTImageProcessorPil(size={"height": 2 * SIDE, "width": 2 * SIDE})
+    return hf.TrOCRProcessor(images, tokenizer_with())
+
+
+def pp_formula(tokenizer: Any) -> Any:
+    """One whose decoder attends to what the encoder's output is pooled to."""
+    config = hf.PPFormulaNetConfig(
+        vision_config={
+            "hidden_size": 48, "output_channels": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "image_size": 2 * SIDE, "patch_size": 8, "window_size": 4,
+            "global_attn_indexes": [1], "mlp_dim": 96, "post_conv_in_channels": 32,
+            "post_conv_mid_channels": 32, "post_conv_out_channels": 64, "decoder_hidden_size": 48,
+        },
+        text_config={
+            "vocab_size": vocabulary(tokenizer), "d_model": 48, "decoder_layers": 3,
+            "decoder_ffn_dim": 96, "decoder_attention_heads": 4, "max_position_embeddings": 1024,
+            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+            "forced_eos_token_id": None,
+        },
+    )  # fmt: skip
+    model = hf.PPFormulaNetForConditionalGeneration(config)
+    settings = model.generation_config
+    settings.decoder_start_token_id, settings.pad_token_id, settings.eos_token_id = 1, 0, 2
+    return model
+
+
 UNNAMED: Mapping[str, Family] = {
     "donut": Family(
         processor=donut_processor,
@@ -91,6 +119,9 @@ UNNAMED: Mapping[str, Family] = {
     "donut of two widths": Family(
         processor=donut_processor, model=lambda tokenizer: combine(swin(), mbart(tokenizer)),
         place="", texts=("<s_task>*", "<s_task>*", *TEXTS),
+    ),
+    "pp-formula": Family(
+        processor=pp_formula_processor, model=pp_formula, place="", texts=TEXTS,
     ),
     "vit over gpt2": Family(
         processor=vit_processor,
