@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -84,14 +85,7 @@ def memory_of(model: Any, features: Mapping[str, Any]) -> Tensor:
     EngineError where its forward gives the decoder nothing.
     """
     decoder = model.get_decoder()
-    path = next(name for name, module in model.named_modules() if module is decoder)
-    whole = outer = _without_children(model)
-    *parents, last = path.split(".")
-    for name in parents:
-        inner = _without_children(getattr(outer, name))
-        outer._modules[name] = inner
-        outer = inner
-    outer._modules[last] = _Reader(decoder.config)
+    whole = _with_child(model, decoder, _Reader(decoder.config))
     start = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     try:
         whole(**features, decoder_input_ids=start, use_cache=False)
@@ -109,6 +103,34 @@ class _NothingHidden(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return True
         return func(*args, **(kwargs or {}))
+
+
+class _Given(nn.Module):
+    """Stands for a decoder whose hidden states [1, n, dim] are known."""
+
+    def __init__(self, hidden: Tensor, config: Any) -> None:
+        super().__init__()
+        self._hidden = hidden
+        self.config = config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Give them, whatever was asked for."""
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self._hidden)
+
+
+def _with_child(module: Any, child: nn.Module, other: nn.Module) -> Any:
+    """The same module with `other` in the place of a module in it, which is left as it is."""
+    path = next(name for name, each in module.named_modules() if each is child)
+    whole = outer = _without_children(module)
+    *parents, last = path.split(".")
+    for name in parents:
+        inner = _without_children(getattr(outer, name))
+        outer._modules[name] = inner
+        outer = inner
+    outer._modules[last] = other
+    return whole
 
 
 def _without_children(module: nn.Module) -> nn.Module:
@@ -316,11 +338,25 @@ class ImageToText(TextToText):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if not self._has_inner_head:
-            return super().logits(hidden)
         head: Any = self.model.get_output_embeddings()
-        logits: Tensor = type(head).forward(head, hidden)
+        logits: Tensor
+        if self._has_inner_head:
+            logits = type(head).forward(head, hidden)
+        elif self._has_long_head:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            whole = self.model.get_decoder()
+            given = _Given(hidden[None], whole.config)
+            logits = _with_child(whole, self.decoder(), given)(ids, use_cache=False).logits[0]
+        else:
+            logits = super().logits(hidden)
         return logits
+
+    @cached_property
+    def _has_long_head(self) -> bool:
+        """Return whether a language model has more behind its decoder than an output head."""
+        whole, head = self.model.get_decoder(), self.model.get_output_embeddings()
+        known = {id(each) for part in (self.decoder(), head) for each in part.parameters()}
+        return any(id(each) not in known for each in whole.parameters())
 
     def _find_scale(self, decoder: nn.Module) -> float:
         return 1.0

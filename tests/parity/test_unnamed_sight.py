@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +16,9 @@ from aioengine import AsyncEngine, Embeddings, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, UnsupportedModalityError
 from aioengine.models.encdec.image_to_text import memory_of
 from tests.parity.families import MAX_TOKENS, Family
-from tests.parity.sweep import make
+from tests.parity.sweep import SPREADS, make
 from tests.parity.sweep_models import SIZES, Prompt, answer, draw, save_folder
-from tests.parity.unnamed_sight import UNNAMED, bert_decoder, trocr_decoder, vit_processor
+from tests.parity.unnamed_sight import UNNAMED
 from tests.support.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -47,14 +48,17 @@ def build(name: str) -> tuple[Any, Any, Sequence[str]]:
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("sight")
     model, processor, texts = build(request.param)
-    draw(model, 0.3)
-    save_folder(model, processor, folder)
     asked = [
         Prompt(text.replace("*", ""), {"images": (IMAGES[index % 3],)})
         for index, text in enumerate(texts)
     ]
-    prompts = answer(model, processor, asked, type(model).__name__)
+    for spread in SPREADS:
+        draw(model, spread)
+        prompts = answer(model, processor, asked, type(model).__name__)
+        if differ(prompts):
+            break
     assert len(prompts) == len(asked)
+    save_folder(model, processor, folder)
     features = processor.image_processor([IMAGES[0]], return_tensors="pt")
     with torch.inference_mode():
         mask = features.pop("attention_mask", torch.ones(1, 0))[0].bool()
@@ -75,10 +79,15 @@ async def check_all(engine: AsyncEngine, saved: Saved) -> None:
     assert [output.token_ids for output in outputs] == [each.expected for each in saved.prompts]
 
 
+def differ(prompts: Sequence[Prompt]) -> bool:
+    """Whether most answers do, and the first two, for the image alone."""
+    answers = [each.expected for each in prompts]
+    return len({*answers}) > len(answers) / 2 and answers[0] != answers[1]
+
+
 def test_the_cases_differ(saved: Saved) -> None:
     """Else equal tokens would prove nothing."""
-    assert len({each.expected for each in saved.prompts}) > len(saved.prompts) / 2
-    assert saved.prompts[0].expected != saved.prompts[1].expected  # for the image alone
+    assert differ(saved.prompts)
 
 
 @pytest.mark.parametrize("budget", [512, 5, 1])
@@ -112,17 +121,20 @@ async def test_wrong_requests(saved: Saved) -> None:
             await engine.generate("a", PARAMS, images=IMAGES[:2])
 
 
-@pytest.mark.parametrize(
-    ("build_decoder", "words"),
-    [
-        (bert_decoder, "does not compute what the checkpoint's own module"),
-        (trocr_decoder, "does not route attention"),
-    ],
-)
-async def test_decoders_that_are_refused(build_decoder: Any, words: str, tmp_path: Path) -> None:
-    processor = vit_processor()
-    model = build_decoder(processor.tokenizer)
-    draw(model, 0.3)
+async def test_an_image_into_which_text_is_drawn_is_refused(tmp_path: Path) -> None:
+    model, processor, _ = make("Pix2StructForConditionalGeneration")
+    processor.image_processor.is_vqa = True
     save_folder(model, processor, tmp_path)
-    with pytest.raises(ModelLoadError, match=words):
+    with pytest.raises(ModelLoadError, match="draws the prompt into the image"):
         await engine_for(tmp_path).start()
+
+
+@torch.inference_mode()
+def test_a_whole_model_is_left_as_it_is() -> None:
+    model, processor, _ = build("vit over mbart")
+    decoder, images = model.get_decoder(), processor.image_processor(IMAGES[:1])
+    pixels = torch.as_tensor(np.stack(images["pixel_values"]))
+    rows = memory_of(model, {"pixel_values": pixels})
+    assert model.get_decoder() is decoder
+    expected = model.enc_to_dec_proj(model.encoder(pixels).last_hidden_state)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=0)

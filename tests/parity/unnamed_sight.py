@@ -13,7 +13,7 @@ import transformers as hf
 from tests.parity.families import Family, vocabulary
 from tests.processors.hf_processors import tokenizer_with
 
-__all__ = ["UNNAMED", "bert_decoder", "combine", "trocr_decoder"]
+__all__ = ["UNNAMED"]
 
 SIDE = 32
 TEXTS = ("*", "*", "tell a story*", "*a", "tell a story about colours*", "What is it? There is*")
@@ -76,12 +76,6 @@ def bert_decoder(tokenizer: Any) -> Any:
     return combine(hf.ViTConfig(**VIT), hf.BertConfig(vocab_size=vocabulary(tokenizer), **BERT))
 
 
-def trocr_decoder(tokenizer: Any) -> Any:
-    """One whose attention is its own."""
-    config = hf.TrOCRConfig(vocab_size=vocabulary(tokenizer), d_model=48, decoder_ffn_dim=96)
-    return combine(hf.ViTConfig(**VIT), config)
-
-
 def pp_formula_processor() -> Any:
     """Its own image processor needs torchvision."""
     images = hf.ViTImageProcessorPil(size={"height": 2 * SIDE, "width": 2 * SIDE})
@@ -122,6 +116,9 @@ UNNAMED: Mapping[str, Family] = {
     ),
     "pp-formula": Family(
         processor=pp_formula_processor, model=pp_formula, place="", texts=TEXTS,
+    ),
+    "vit over bert": Family(
+        processor=vit_processor, model=bert_decoder, place="", texts=TEXTS,
     ),
     "vit over gpt2": Family(
         processor=vit_processor,
