@@ -152,13 +152,22 @@ class ImageReaderInfo(BaseProcessingInfo):
                 "transformers"
             )
 
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        """Do as the base class; a checkpoint may have an image processor beside a tokenizer, and
+        nothing that says so of both."""
+        found = super().load_hf_processor(source, hf_config, options, **kwargs)
+        if hasattr(found, "image_processor"):
+            return found
+        from transformers import AutoImageProcessor, TrOCRProcessor
+
+        images = AutoImageProcessor.from_pretrained(source, **options, **kwargs)
+        return TrOCRProcessor(images, cls.load_tokenizer(source, hf_config, options))
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
-
-    def get_image_processor(self, **kwargs: Any) -> Any:
-        """The HF image processor, which may be all that a checkpoint has."""
-        processor = self.get_hf_processor(**kwargs)
-        return getattr(processor, "image_processor", processor)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]

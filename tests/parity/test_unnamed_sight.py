@@ -129,6 +129,18 @@ async def test_an_image_into_which_text_is_drawn_is_refused(tmp_path: Path) -> N
         await engine_for(tmp_path).start()
 
 
+async def test_an_image_processor_and_a_tokenizer_are_enough(tmp_path: Path) -> None:
+    model, processor, _ = build("vit over gpt2")
+    draw(model, 0.3)
+    save_folder(model, processor, tmp_path)
+    (tmp_path / "processor_config.json").unlink()
+    asked = [Prompt("", {"images": (image,)}) for image in IMAGES]
+    async with engine_for(tmp_path) as engine:
+        for each in answer(model, processor, asked, ""):
+            output = await engine.generate(each.text, PARAMS, **each.media)
+            assert output.token_ids == each.expected
+
+
 @torch.inference_mode()
 def test_a_whole_model_is_left_as_it_is() -> None:
     model, processor, _ = build("vit over mbart")
