@@ -411,8 +411,7 @@ class TransformersModel:
         assert len(metadata) == len(self.kv_groups)
         memory = self.memory(encoded)
         given = tuple(metadata), self._caches, self._backend, positions, memory, rows, states
-        step = StepContext(*given)
-        with self._holder.hold(step):
+        with self._holder.hold(StepContext(*given)):
             return self.call_decoder(self.decoder(), inputs_embeds, positions)
 
     def call_decoder(self, decoder: nn.Module, embeds: Tensor, positions: Tensor) -> Tensor:
