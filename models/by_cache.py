@@ -364,7 +364,8 @@ def _forward(
         forward: Any = slot.kind.forward
         given = {**kwargs, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
         return forward(module, **{name: v for name, v in given.items() if name in slot.names})
-    assert position_ids is not None
+    others = [name for name, each in kwargs.items() if each is not None and name != "use_cache"]
+    assert position_ids is not None and position_ids.dim() == 2 and not others, others
     hidden = slot.run(module, inputs_embeds[0], position_ids[0])
     return BaseModelOutput(last_hidden_state=hidden[None])
 

@@ -26,8 +26,8 @@ from aioengine.errors import (
     UnsupportedModalityError,
     trace_of,
 )
+from aioengine.models.by_cache import ByCache
 from aioengine.models.runtime.interfaces import PromptMedia
-from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import (
     CONTRACTS,
@@ -194,7 +194,7 @@ class WholePromptProcessor(GenericMultiModalProcessor):
 @MULTIMODAL_REGISTRY.register_processor(
     WholePromptProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
 )
-class GenericModel(TransformersModel):
+class GenericModel(ByCache):
     """transformers' module as it is, but for layers of a vision tower that nobody reads."""
 
     def unread_layers(self) -> Sequence[nn.Module]:

@@ -325,8 +325,7 @@ class TransformersModel:
             slot = LayerSlot(index, group, self._holder, stores=stores, is_last=is_last)
             attach_latents(decoder.get_submodule(spec.name), slot, spec.latent)
         give_positions(decoder, self._holder)
-        table = self.model.get_input_embeddings().weight
-        attach_states(decoder, self.states, self._holder, table)
+        attach_states(decoder, self.states, self._holder, self.model.get_input_embeddings().weight)
 
     def unread_layers(self) -> Sequence[nn.Module]:
         """Layers of encoders that compute hidden states which nobody reads."""
