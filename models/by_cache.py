@@ -178,8 +178,7 @@ def _find_layers(decoder: nn.Module, hidden_size: int) -> CacheSpecs:
     """
     if getattr(decoder, "_is_stateful", False):
         raise ModelLoadError("it keeps a state")
-    configured = [each for each in decoder.modules() if hasattr(each, "config")]
-    route(configured, "eager")  # whose masks are made without reading one
+    _spell_out(decoder)
     running: list[str] = []
     for name, module in decoder.named_modules():
         module.register_forward_pre_hook(lambda _, __, name=name: running.append(name))
@@ -206,6 +205,12 @@ def _find_layers(decoder: nn.Module, hidden_size: int) -> CacheSpecs:
     found = CacheSpecs(cache.specs.values())
     found.entries = tuple(cache.specs)
     return found
+
+
+def _spell_out(decoder: nn.Module) -> None:
+    """Have attention spelt out, as masks for it are made without a look at what they hold, for
+    which shapes do not do and a device waits."""
+    route([each for each in decoder.modules() if hasattr(each, "config")], "eager")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -383,6 +388,8 @@ def attach_cache(
 
     `places`: each layer's KV group and index there; `like`: what its embeddings are like.
     """
+    if like.device.type != "cpu":
+        _spell_out(decoder)
     kind = type(decoder)
     names = frozenset(inspect.signature(kind.forward).parameters)
     numbered = enumerate(zip(specs.entries, places, strict=True))
