@@ -9,7 +9,7 @@ positions reach it as they do in transformers, through its own tables.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -17,199 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aioengine.errors import EngineError, InvalidRequestError, MediaError, ModelLoadError
-from aioengine.models.encdec.hearing import Staircase, find_staircase, hear, shapes_and_masks
+from aioengine.errors import EngineError, ModelLoadError
+from aioengine.models.encdec.hearing import (
+    HearingDummyInputs,
+    HearingInfo,
+    HearingProcessor,
+    hear,
+    path_of,
+    shapes_and_masks,
+    standing_in,
+)
 from aioengine.models.encdec.text import TextToText
-from aioengine.models.encdec.whisper import SpeechDummyInputs, SpeechInfo, SpeechMultiModalProcessor
 from aioengine.models.runtime.probe import NUM_PROBE_ROWS, NUM_PROBE_TOKENS, LayerSpec
 from aioengine.models.runtime.registry import find_class
-from aioengine.processors.generic_info import notes_of
-from aioengine.processors.info import ProcessorInputs
-from aioengine.processors.inputs import MultiModalFieldConfig
-from aioengine.processors.items import noise_clip
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["HearingInfo", "HearingProcessor", "SpeechToText"]
-
-LONGEST_S = 64
-"""Of the longest audio that a model is given, as Moonshine is; its config may know less."""
-_LANGUAGES = "text_decoder_lang_to_code_id"
-"""How generation configs call the tokens that a decoder's prompt has for languages."""
-
-
-class HearingInfo(SpeechInfo):
-    """Audio as long as it is."""
-
-    @property
-    def extractor(self) -> Any:
-        """The HF feature extractor. Raises ModelLoadError where there is none."""
-        processor = self.get_hf_processor()
-        found = getattr(processor, "feature_extractor", processor)
-        if not hasattr(found, "sampling_rate"):
-            raise ModelLoadError(
-                f"{self.model_id!r} has no feature extractor: {type(processor).__name__} takes no "
-                "audio; put a preprocessor_config.json beside it that names one"
-            )
-        return found
-
-    def get_sample_rate(self) -> int:
-        return int(self.extractor.sampling_rate)
-
-    def extract(self, samples: Any, **options: Any) -> dict[str, Tensor]:
-        """The features [1, ...] of one audio item that the model's forward takes.
-
-        As the HF processor calls its feature extractor: with the options that its class has.
-        Raises whatever that raises, and ValueError where it makes several items of one.
-        """
-        of_class = getattr(type(self.get_hf_processor()), "audio_kwargs", None)
-        defaults = of_class if isinstance(of_class, Mapping) else {}
-        options = {**defaults, **options, "sampling_rate": self.get_sample_rate()}
-        outputs = self.extractor([samples], **{**options, "return_tensors": "pt"})
-        taken = inspect.signature(find_class(self.get_hf_config()).forward).parameters
-        found = {
-            name: each
-            for name, each in outputs.items()
-            if name in taken and isinstance(each, Tensor)
-        }
-        if not found or any(len(each) != 1 for each in found.values()):
-            raise ValueError("the feature extractor cuts such long audio into pieces")
-        return found
-
-    def _extract_noise(self, num_samples: int) -> dict[str, Tensor]:
-        return self.extract(noise_clip(num_samples, self.get_sample_rate()).samples)
-
-    @property
-    def staircase(self) -> Staircase:
-        """Rows by samples, found once for a context and its clones. Raises ModelLoadError."""
-        notes = notes_of(self.ctx)
-        if ("staircase", "audio") not in notes:
-            config, rate = self.get_hf_config(), self.get_sample_rate()
-            notes["staircase", "audio"] = find_staircase(
-                find_class(config), config, self._extract_noise, rate
-            )
-        found: Staircase = notes["staircase", "audio"]
-        return found
-
-    def get_num_audio_tokens(self, *, num_samples: int) -> int:
-        return self.staircase.count(num_samples)
-
-    def get_max_samples(self) -> int:
-        notes = notes_of(self.ctx)
-        if ("longest", "audio") not in notes:
-            rate = self.get_sample_rate()
-            most = self.staircase.most_samples(LONGEST_S * rate)
-            if not self._takes(most):
-                most = self._find_longest(most // rate) * rate
-            notes["longest", "audio"] = most
-        return int(notes["longest", "audio"])
-
-    def _find_longest(self, too_many_s: int) -> int:
-        """The most whole seconds that the feature extractor leaves in one piece."""
-        fits_s = 1
-        while too_many_s - fits_s > 1:
-            middle = (fits_s + too_many_s) // 2
-            if self._takes(middle * self.get_sample_rate()):
-                fits_s = middle
-            else:
-                too_many_s = middle
-        return fits_s
-
-    def _takes(self, num_samples: int) -> bool:
-        try:
-            self._extract_noise(num_samples)
-        except ValueError:
-            return False
-        return True
-
-
-class HearingDummyInputs(SpeechDummyInputs):
-    """Noise: where all is silent there is nothing that could be normalized."""
-
-    info: HearingInfo
-
-    def get_dummy_processor_inputs(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> ProcessorInputs:
-        size = self.info.ctx.bound_sizes("audio", length=self.info.get_max_samples())
-        clip = noise_clip(size["length"], self.info.get_sample_rate())
-        clips = [clip] * mm_counts.get("audio", 0)
-        return ProcessorInputs(prompt_text="", mm_data={"audio": clips})
-
-
-class HearingProcessor(SpeechMultiModalProcessor):
-    """The features of one audio item, with their mask where the feature extractor gives one."""
-
-    info: HearingInfo
-
-    def __init__(self, info: HearingInfo, dummy_inputs: HearingDummyInputs) -> None:
-        super().__init__(info, dummy_inputs)
-        notes = notes_of(info.ctx)
-        if ("checked", type(self)) not in notes:
-            self._check_against_hf()
-            notes["checked", type(self)] = True
-            assert info.get_max_samples()  # found once, and refused here if it cannot be
-
-    def create_transcription_prompt(self, language: str | None, context: str) -> list[int]:
-        """See `SupportsTranscription`. The language is a token, if the generation config has
-        these."""
-        known = getattr(self.info.ctx.generation_config, _LANGUAGES, None) or {}
-        if language is None or context or not known:
-            return super().create_transcription_prompt(language, context)
-        if language not in known:
-            raise InvalidRequestError(
-                f"the model does not know the language {language!r:.40}; it has "
-                f"{', '.join(sorted(known)[:9])} ...",
-                parameter="language",
-            )
-        return self.decoder_prompt([int(known[language])])
-
-    def _call_hf_processor(
-        self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, Any]:
-        audio, most = mm_data["audio"], self.info.get_max_samples()
-        assert isinstance(audio, list)
-        options = {name: value for name, value in mm_kwargs.items() if name != "truncation"}
-        each = [self.info.extract(samples[:most], **options) for samples in audio]
-        found = {name: [one[name][0] for one in each] for name in each[0]}
-        if not all(torch.isfinite(value).all() for values in found.values() for value in values):
-            raise MediaError(
-                "the feature extractor makes no numbers of the audio: it is silent, or too short",
-                parameter="audio",
-            )
-        return found
-
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {name: MultiModalFieldConfig.batched("audio") for name in hf_inputs}
-
-    def _check_against_hf(self) -> None:
-        """Raise ModelLoadError where HF's processor makes other features of audio."""
-        from transformers.processing_utils import ProcessorMixin
-
-        processor, rate = self.info.get_hf_processor(), self.info.get_sample_rate()
-        if not isinstance(processor, ProcessorMixin):
-            return  # it is the feature extractor
-        samples = noise_clip(rate, rate).samples
-        mine = self.info.extract(samples)
-        given = {"audio": samples, "sampling_rate": rate, "return_tensors": "pt"}
-        call = type(processor).__call__
-        try:
-            try:
-                inspect.signature(call).bind(processor, **given)
-            except TypeError:  # it wants to know what to write as well
-                call = ProcessorMixin.__call__
-            theirs = call(processor, **given)
-        # Whatever it raises, what it does to audio is not known.
-        except Exception as error:
-            raise ModelLoadError(
-                f"{type(processor).__name__} failed on a second of audio: {error!s:.200}"
-            ) from error
-        if not all(torch.equal(value, theirs[name]) for name, value in mine.items()):
-            raise ModelLoadError(
-                f"{type(processor).__name__} makes other features of audio than its feature "
-                "extractor. Run this model with transformers"
-            )
+__all__ = ["SpeechToText"]
 
 
 class _Given:
@@ -224,6 +47,19 @@ class _Given:
             return self.embeds[None]
         found: Tensor = type(self._table).forward(self._table, input_ids)
         return found
+
+
+class _Answer(nn.Module):
+    """Gives hidden states [T, hidden] as a decoder gives its own."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self._hidden[None])
 
 
 class _MemoryPlaces(nn.Module):
@@ -402,12 +238,26 @@ class SpeechToText(TextToText):
         """None: a plan knows nothing of what a decoder does before its layers."""
         return None
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        whole: Any = self.model.get_decoder()
+        if whole is self.decoder():
+            return super().logits(hidden)
+        # A decoder with a head of its own, which may be more than one layer.
+        head = standing_in(whole, self._path_below_head, _Answer(hidden))
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: Tensor = head(**{self._ids_name: ids}, use_cache=False).logits[0]
+        return logits
+
     @staticmethod
     def _given(table: Any) -> _Given:
         found = vars(table).get("forward")
         if not isinstance(found, _Given):
             table.forward = found = _Given(table)
         return found
+
+    @cached_property
+    def _path_below_head(self) -> str:
+        return path_of(self.model.get_decoder(), self.decoder())
 
     @cached_property
     def _ids_name(self) -> str:
@@ -419,7 +269,6 @@ class SpeechToText(TextToText):
         table = decoder.get_input_embeddings()
         token_id = 1 if table.padding_idx == 0 else 0  # padding has no position
         ids = torch.full((1, num_tokens), token_id, device=table.weight.device)
-        hidden: Tensor = decoder(
-            **{self._ids_name: ids}, use_cache=False, **arguments
-        ).last_hidden_state
+        output = decoder(**{self._ids_name: ids}, use_cache=False, **arguments)
+        hidden: Tensor = output.last_hidden_state
         return hidden

@@ -142,6 +142,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4, "encoder_config.sliding_windows": [[16, 4], [16, 0], [16, 4]],
         "decoder_start_token_id": 1,
     },
+    "SpeechEncoderDecoderModel": {"decoder.max_position_embeddings": 1024},
     "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
     "GotOcr2ForConditionalGeneration": {
         # Its processor always writes 256 tokens.

@@ -93,12 +93,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "MoonshineStreamingForConditionalGeneration": {"extractor": "moonshine"},
     "SeamlessM4Tv2ForSpeechToText": {"model_type": "seamless_m4t", "extractor": "seamless_m4t"},
-    "SpeechEncoderDecoderModel": {
-        "model_type": "wav2vec2", "extractor": "wav2vec2",
-        "config": {
-            "decoder": hf.MBartConfig(is_decoder=True, add_cross_attention=True).to_dict()
-        },
-    },
+    "SpeechEncoderDecoderModel": {"model_type": "wav2vec2", "extractor": "wav2vec2"},
     # Else two layers are too few to have experts.
     "NllbMoeForConditionalGeneration": {
         "config": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
@@ -340,7 +335,8 @@ def _tokens(model: Any, inputs: Mapping[str, Any], start: int) -> tuple[int, ...
         else each
         for name, each in inputs.items()
     }  # fmt: skip
-    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+    counts = any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
+    if counts and "input_ids" in given:
         return _continue(model, given["input_ids"])
     output = model.generate(
         **given,

@@ -157,8 +157,9 @@ async def test_what_cannot_be_heard_is_refused(saved: Saved) -> None:
             processor.create_transcription_prompt("deu", "")
         processor.info.ctx.generation_config.text_decoder_lang_to_code_id = {"deu": 9, "fra": 10}
         assert processor.create_transcription_prompt("deu", "") == [1, 9]
-        with pytest.raises(InvalidRequestError, match="xyz"):
-            processor.create_transcription_prompt("xyz", "")
+        for language, context, words in (("x", "", "no token for"), ("deu", "b", "said before")):
+            with pytest.raises(InvalidRequestError, match=words):
+                processor.create_transcription_prompt(language, context)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
