@@ -174,6 +174,14 @@ def test_pages_in_8_bits(name: str) -> None:
     assert largest(found, attend_to_heads(layer(torch.float64), batch, query, ARGS)) < 0.02
 
 
+@pytest.mark.parametrize("count", [1, 13, 30, 64, 65])
+def test_matmuls_of_some_heads_at_a_time(count: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(count, 5, 16), torch.randn(5, 32, 16)
+    found = latent_layers._HeadLinear(weight)(x)
+    assert largest(found, torch.einsum("thi,hoi->tho", x.double(), weight.double())) < 1e-6
+
+
 def test_a_page_holds_what_all_heads_have_in_common() -> None:
     published = hf.DeepseekV3Config()
     published.architectures = ["DeepseekV3ForCausalLM"]
