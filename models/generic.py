@@ -115,8 +115,8 @@ class WholePromptProcessor(GenericMultiModalProcessor):
         placed = find_expanded(token_ids, updates, self.info.get_tokenizer())
         if placed is None:
             raise PlaceholderMismatchError(
-                f"the prompt's placeholders are not those of its {updates.num_items} media items "
-                "one after the other",
+                f"the prompt's placeholders and its {updates.num_items} media items do not go "
+                "together; give one for each, in their order",
                 parameter="prompt",
                 value=updates.num_items,
             )
