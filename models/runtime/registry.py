@@ -229,7 +229,7 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
         return "it does not generate text"
     if getattr(hf_config, "is_encoder_decoder", False):
         obstacle = _find_obstacle_between(hf_config, hf_class, encoders)
-        if obstacle is not None:
+        if obstacle is not None or _reads_an_image(hf_class):
             return obstacle
     media = [name for name in _MEDIA_CONFIGS if getattr(hf_config, name, None)]
     if media and not encoders:
