@@ -95,6 +95,16 @@ def gpt_oss() -> Any:
     return hf.GptOssForCausalLM(hf.GptOssConfig(**COMMON, **EXPERTS, **sizes, **heads))
 
 
+def bloom() -> Any:
+    return hf.BloomForCausalLM(hf.BloomConfig(**COMMON, hidden_size=1024, n_layer=8, n_head=16))
+
+
+def gpt_j() -> Any:
+    sizes = {"n_embd": 1024, "n_layer": 8, "n_head": 16, "n_positions": 8192}
+    shared = {name: COMMON[name] for name in COMMON if name != "max_position_embeddings"}
+    return hf.GPTJForCausalLM(hf.GPTJConfig(**shared, **sizes))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "lfm2": lfm2,
     "qwen3.5": qwen35,
@@ -103,6 +113,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": mixtral,
     "deepseek-v3": deepseek_v3,
     "gpt-oss": gpt_oss,
+    "bloom": bloom,
+    "gpt-j": gpt_j,
 }
 
 

@@ -93,11 +93,17 @@ Latent attention keeps latents, not the keys and values of all heads: DeepSeek-V
 DeepSeek-VL2, AXK1, GLM-4 MoE Lite, MiniCPM3, Mistral 4, Youtu
 ([`latent-attention.md`](decisions/latent-attention.md)).
 
+Decoders with attention of their own (BLOOM, Falcon, GPT-J, MPT, BERT and its like with
+`is_decoder`, BART's and Pegasus' decoders, DeepSeek-V3.2 and GLM with sparse attention) are run by
+transformers' cache interface over our pages: right, and slower than a flat batch, as the log says
+([`by-cache.md`](decisions/by-cache.md)).
+
 Refused are, by name and reason: models without attention layers (Mamba), states of other kinds,
-attention that does not go through transformers' `AttentionInterface`, encoder-decoders without a
-row above that read neither text nor an image alone, or give anything but text, experts that drop
-tokens by what else is in a batch, processors that do not report what media become, nor show it in a
-text's tokens, and those that say more of each token than its id and its kind.
+decoders that neither ask transformers' `AttentionInterface` nor keep all in a cache,
+encoder-decoders that read neither text, audio nor an image alone, or give anything but text,
+experts that drop tokens by what else is in a batch, processors that do not report what media
+become, nor show it in a text's tokens, and those that say more of each token than its id and its
+kind.
 
 {sweep}
 
