@@ -271,12 +271,16 @@ class _PagedCache(_PastCache):
         meta, pages = self._step.metadata[group], self._step.caches[index]
         slots = tuple(self._call.rows(s.long()) for s in (meta.slot_blocks, meta.slot_offsets))
         for each, cache in zip((key, value), pages, strict=True):
-            cache.index_put_(slots, to_stored(each.transpose(1, 2), cache))
+            # Rotation in float32 may leave keys so.
+            cache.index_put_(slots, to_stored(each.transpose(1, 2), cache).to(cache.dtype))
         if group not in self._context:
             self._context[group] = self._find_context(meta)
         blocks, offsets = self._context[group]
         keys, values = (
-            to_numbers(cache[blocks, offsets], each.dtype).transpose(1, 2).contiguous()
+            to_numbers(cache[blocks, offsets], each.dtype)
+            .to(each.dtype)
+            .transpose(1, 2)
+            .contiguous()
             for cache, each in zip(pages, (key, value), strict=True)
         )
         return keys, values
