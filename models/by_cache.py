@@ -35,7 +35,7 @@ from aioengine.models.runtime.hf_loading import build_on_meta
 from aioengine.models.runtime.probe import LayerSpec, LayerSpecs
 from aioengine.models.runtime.transformers_model import TransformersModel
 
-__all__ = ["ByCache"]
+__all__ = ["ByCache", "CacheSpecs"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,15 @@ class ByCache(TransformersModel):
                 return self.layers_by_cache()
             except ModelLoadError as other:
                 raise error from other
+
+    @classmethod
+    def probe_by_cache(cls, hf_config: Any) -> CacheSpecs | None:
+        """The layers by what they put into a cache, of a model that fails its trial on a flat
+        batch; None if it cannot be run so."""
+        try:
+            return cls.around(build_on_meta(cls.hf_class(hf_config), hf_config)).layers_by_cache()
+        except ModelLoadError:
+            return None
 
     def layers_by_cache(self) -> CacheSpecs:
         """The layers by what they put into a cache. Raises ModelLoadError."""

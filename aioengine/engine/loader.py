@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.cpu.library import end_load, end_team
 from aioengine.kernels.grouped import can_group
 from aioengine.kernels.pool import BYTES, PageFormat
+from aioengine.models.by_cache import ByCache, CacheSpecs
 from aioengine.models.quantization.gguf_weights import kinds_of
 from aioengine.models.quantization.grouped_layers import forget, keep_inputs, rounds_inputs
 from aioengine.models.quantization.rounding import Rounding
@@ -34,6 +36,7 @@ from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.gguf_folder import GgufFolder, open_gguf
 from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
+from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.registry import choose
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.state.memory import state_bytes
@@ -120,7 +123,14 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         options = {"dtype": dtype, "device": device, "revision": config.revision}
         read = partial(model_class.load_module, path, hf_config=hf_config, **options)
         name = _verdict_name(model_class, hf_config, config, device, path)
-        model = _load_model(model_class, hf_config, config, processor, read, backend, name)
+        load_with = partial(_load_model, model_class, config, processor, read, backend)
+        specs = model_class.probe(hf_config)
+        # A class of an architecture's own is right as it is, or wrong.
+        if model_impl == "transformers" and issubclass(model_class, ByCache):
+            by_cache = partial(model_class.probe_by_cache, hf_config)
+            model = _load_either_way(load_with, specs, by_cache, name)
+        else:
+            model = load_with(specs, name)
         end_load()  # weights move while the rest is loaded
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
@@ -161,23 +171,54 @@ def _choose(hf_config: Any, config: EngineConfig) -> tuple[type[TransformersMode
     return choice.model_class, choice.model_impl
 
 
+class _TrialError(ModelLoadError):
+    """A model does not compute what its module does."""
+
+
+def _load_either_way(
+    load_with: Callable[[Sequence[LayerSpec], str | None], TransformersModel],
+    specs: Sequence[LayerSpec],
+    probe_by_cache: Callable[[], CacheSpecs | None],
+    name: str | None,
+) -> TransformersModel:
+    """The model on a flat batch, or, where that fails its trial, by its cache: each has a verdict.
+
+    Raises ModelLoadError.
+    """
+    other_name = None if name is None else f"{name}-by-cache"
+    if isinstance(specs, CacheSpecs):
+        return load_with(specs, name)
+    if other_name is not None and is_kept(other_name):
+        other = probe_by_cache()
+        if other is not None:
+            return load_with(other, other_name)
+    try:
+        return load_with(specs, name)
+    except _TrialError:
+        other = probe_by_cache()
+        if other is not None:
+            logger.info("it disagrees with its module on a flat batch, and is tried by its cache")
+            with suppress(ModelLoadError):
+                return load_with(other, other_name)
+        raise
+
+
 def _load_model(
     model_class: type[TransformersModel],
-    hf_config: Any,
     config: EngineConfig,
     processor: BaseMultiModalProcessor,
     read: Callable[[], Any],
     backend: AttentionBackend,
+    specs: Sequence[LayerSpec],
     name: str | None,
 ) -> TransformersModel:
     """The model around the module that `read` loads, packed, and tried unless it has been before.
 
-    `name`: of the verdict on it; None: every load is tried.
+    `specs`: its layers; `name`: of the verdict on it; None: every load is tried.
 
     Rounding can send a token to other experts, now and then; so what fails a trial has another one,
     with other prompts. Raises ModelLoadError.
     """
-    specs = model_class.probe(hf_config)
     rounding = _rounding(config)
     is_tried = not config.check_model or (name is not None and is_kept(name))
     fault = ""
@@ -219,7 +260,7 @@ def _load_model(
             return model
         fault = found
         del model, trial
-    raise ModelLoadError(
+    raise _TrialError(
         f"{model_class.__name__} does not compute what the checkpoint's own module does: {fault}. "
         "Run this model with transformers, or set check_model=False to use it all the same"
     )

@@ -7,6 +7,7 @@ prefix cache are tried with more architectures by `test_sweep`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,27 @@ def test_what_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError):
         TextModel.load(tmp_path, hf_config=config, dtype=torch.float32, device="cpu")
+
+
+async def test_what_fails_on_a_flat_batch_is_tried_by_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Doge's keys have biases that follow from values: a later start knows it by its verdict."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = make_tokenizer("bytes")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = hf.DogeForCausalLM(hf.DogeConfig(**{**TEXT, "vocab_size": vocabulary(tokenizer)}))
+    expected = save_text(model, tokenizer, tmp_path / "model", PROMPTS)
+    said = []
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "aioengine"):
+            async with running_engine(tmp_path / "model", **SIZES, dtype="auto") as engine:
+                assert await ask(engine) == expected
+        said.append([record.getMessage() for record in caplog.records])
+    assert all(any("by its cache" in line for line in lines) for lines in said)
+    assert [any("flat batch, and is tried" in line for line in lines) for lines in said] == [
+        True,
+        False,
+    ]
