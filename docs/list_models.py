@@ -31,6 +31,19 @@ and Molmo (v1) have no class there and are defined here; original InternVL check
 (`InternVLChatModel`) are converted to transformers' InternVL as they are loaded. None of them needs
 code that comes with a checkpoint.
 
+**Three tiers.**
+
+1. *Held*: what most people load. Tokens and the error of logits, as below; the rate beside
+   transformers is measured by scripts. They are Llama, Qwen2, LLaVA, Qwen2-VL, Qwen2.5-VL,
+   Qwen3-VL, Gemma 3, SmolVLM, InternVL and Whisper (`benchmarks/families.py`, `throughput.py`,
+   `models.py`), Qwen3-MoE, Mixtral, DeepSeek-V3, GPT-OSS, Qwen3.5, LFM2 and Falcon-H1
+   (`benchmarks/decoders.py`). Real weights: SmolLM2-135M, a Llama, and Whisper tiny.en
+   (`tests/real/`); package registries have no others as small. Memory is bounded by settings, for
+   any family.
+2. *Right*: the other rows below, and all that the sweep at the end calls equal. Tokens are
+   compared; how fast they are is not measured.
+3. *Refused*, each with its reason, before weights are read or by the trial at load.
+
 **Tokens.** With tiny models, greedy tokens equal those of transformers' `generate` in float64, with
 prompts cut anywhere that is allowed, mixed with others, with caches cold and warm
 (`tests/parity/`). For `own` and `f32`, see below; the latter up to the first close call.
