@@ -1,9 +1,4 @@
-"""Audio of any length: its features, and the rows that a decoder is told, asked of HF's own module.
-
-What reaches the decoder is what the module's forward tells it: encoder states, perhaps projected,
-and the mask of those that count. It is run up to there, with something that only listens in the
-place of the decoder. So families need no line that says how their encoders take features, or which
-rows a convolution over padding leaves.
+"""Audio of any length: its features, and the number of its rows, asked of HF's own module.
 
 Prompts are laid out before audio is decoded, so that the number of rows has to follow from that of
 samples. Convolutions, windows and padding to a multiple all round a quotient, and such roundings of
@@ -13,19 +8,16 @@ found on a module without weights, and a model that does otherwise anywhere it i
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor
 
-from aioengine.errors import EngineError, InvalidRequestError, MediaError, ModelLoadError
+from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
+from aioengine.models.encdec.decoder_memory import memory_of, shapes_and_masks
 from aioengine.models.encdec.whisper import SpeechDummyInputs, SpeechInfo, SpeechMultiModalProcessor
 from aioengine.models.runtime.hf_loading import build_on_meta
 from aioengine.models.runtime.registry import find_class
@@ -41,10 +33,6 @@ __all__ = [
     "HearingProcessor",
     "Staircase",
     "find_staircase",
-    "hear",
-    "path_of",
-    "shapes_and_masks",
-    "standing_in",
 ]
 
 LONGEST_S = 64
@@ -53,105 +41,6 @@ _LANGUAGES = "text_decoder_lang_to_code_id"
 """How generation configs call the tokens that a decoder's prompt has for languages."""
 _LIMITS = ("max_source_positions", "max_speech_positions", "max_position_embeddings")
 """How configs of encoders call the rows that there may be at most."""
-_FILLED = ("aten::new_ones", "aten::new_zeros", "aten::new_full")
-
-
-class _ToldError(Exception):
-    """Ends a forward at its decoder, with what that was told."""
-
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        super().__init__("the decoder was called")
-        self.told = told
-
-
-class _Listener(nn.Module):
-    """Stands where the decoder does."""
-
-    def __init__(self, decoder: Any) -> None:
-        super().__init__()
-        self.config = decoder.config
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _ToldError(kwargs)
-
-
-def hear(model: Any, **features: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The states [n, rows, dim] that the decoder is told, and a mask [n, rows], where those that
-    count are True, if there is one.
-
-    `features` [n, ...] as forward takes them. The module is left as it is: another thread may run
-    its decoder meanwhile.
-    """
-    decoder = model.get_decoder()
-    deaf = standing_in(model, path_of(model, decoder), _Listener(decoder))
-    (size,) = {len(each) for each in features.values()}
-    first = next(iter(features.values()))
-    ids = torch.zeros(size, 1, dtype=torch.int64, device=first.device)
-    try:
-        deaf(**features, decoder_input_ids=ids, use_cache=False)
-    except _ToldError as error:
-        states, mask = (
-            error.told.get(name) for name in ("encoder_hidden_states", "encoder_attention_mask")
-        )
-        if isinstance(states, Tensor) and states.dim() == 3:
-            return states, None if mask is None else mask != 0
-    raise EngineError(f"forward of {type(model).__name__} does not tell its decoder of audio")
-
-
-def path_of(model: Any, part: nn.Module) -> str:
-    """The path of a module in `model`."""
-    paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
-    return paths[id(part)]
-
-
-def standing_in(model: Any, path: str, other: nn.Module) -> Any:
-    """A model with the very modules of `model`, but for `other` at `path`."""
-    *owners, name = path.split(".")
-    found = owner = _copied(model)
-    for each in owners:
-        # The copy is put into its owner's list before it becomes the owner.
-        owner._modules[each] = owner = _copied(owner._modules[each])
-    owner._modules[name] = other
-    return found
-
-
-def _copied(module: Any) -> Any:
-    """The module with a list of children that may be changed; the children are the same."""
-    other = copy.copy(module)
-    other._modules = dict(module._modules)
-    return other
-
-
-class _ShapesAndMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes what follows from sizes and masks; of weights and features the shapes alone.
-
-    What has no data makes what has none, and only that does: a tensor that is filled with a number
-    has data, whatever device it is made for.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = func._schema.name
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if name.startswith(_FILLED):
-            args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
-            kwargs["device"] = torch.device("cpu")
-        elif any(each.is_meta for each in tensors):
-            if name.endswith("_"):
-                if not args[0].is_meta:
-                    raise RuntimeError("features decide which rows count")
-                return args[0]  # its shape stays
-            args, kwargs = tree_map_only(Tensor, lambda each: each.to("meta"), (args, kwargs))
-            if "device" in kwargs:
-                kwargs["device"] = torch.device("meta")
-        elif "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
-
-
-def shapes_and_masks() -> AbstractContextManager[object]:
-    """Enter a mode in which modules on the meta device run to what follows from sizes."""
-    return _ShapesAndMasks()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +118,7 @@ class _Counter:
             for name, each in features.items()
         }
         with without_layers(self._model, self._spared), shapes_and_masks():
-            states, mask = hear(self._model, **given)
+            states, mask = memory_of(self._model, given)
         return states.shape[1] if mask is None else int(mask.sum())
 
 

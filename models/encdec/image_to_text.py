@@ -9,7 +9,6 @@ encoder and the decoder; and so is the number of its rows, on the meta device.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,12 +16,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.errors import EngineError, InvalidRequestError, ModelLoadError
+from aioengine.models.encdec.decoder_memory import memory_of, shapes_and_masks
 from aioengine.models.encdec.text import TextToText
 from aioengine.models.runtime.hf_loading import build_on_meta
 from aioengine.models.runtime.registry import find_class
+from aioengine.models.runtime.whole_pass import run_head
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.hf.substitutes import merge_image_options
@@ -43,101 +43,19 @@ __all__ = [
     "ImageReaderInfo",
     "ImageReaderProcessor",
     "ImageToText",
-    "memory_of",
 ]
 
 _SIDE = 448
 _MASK = "attention_mask"
 
 
-class _MemoryFoundError(Exception):
-    """Ends a forward whose decoder has been given what it attends to."""
-
-    def __init__(self, memory: Tensor) -> None:
-        super().__init__()
-        self.memory = memory
-
-
-class _Reader(nn.Module):
-    """Stands for a decoder, and keeps nothing but what it would attend to."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(
-        self,
-        *,
-        encoder_hidden_states: Tensor,
-        encoder_attention_mask: Tensor | None = None,
-        **others: Any,
-    ) -> None:
-        """Raise what was given. Raises EngineError where some of it is to be hidden."""
-        if encoder_attention_mask is not None:
-            raise EngineError("the decoder sees a part of what the encoder gives")
-        raise _MemoryFoundError(encoder_hidden_states)
-
-
-def memory_of(model: Any, features: Mapping[str, Any]) -> Tensor:
-    """Compute what a whole model's decoder attends to [n, rows, dim], by its own forward.
-
-    The model is left as it is: copies of the modules around its decoder call another one. Raises
-    EngineError where its forward gives the decoder nothing.
-    """
-    decoder = model.get_decoder()
-    whole = _with_child(model, decoder, _Reader(decoder.config))
-    start = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    try:
-        whole(**features, decoder_input_ids=start, use_cache=False)
-    except _MemoryFoundError as found:
-        return found.memory
-    raise EngineError(f"{type(model).__name__} gives its decoder nothing to attend to")
-
-
-class _NothingHidden(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what transformers asks of masks, of which there is no data on the meta device."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
-
-
-class _Given(nn.Module):
-    """Stands for a decoder whose hidden states [1, n, dim] are known."""
-
-    def __init__(self, hidden: Tensor, config: Any) -> None:
-        super().__init__()
-        self._hidden = hidden
-        self.config = config
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Give them, whatever was asked for."""
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self._hidden)
-
-
-def _with_child(module: Any, child: nn.Module, other: nn.Module) -> Any:
-    """The same module with `other` in the place of a module in it, which is left as it is."""
-    path = next(name for name, each in module.named_modules() if each is child)
-    whole = outer = _without_children(module)
-    *parents, last = path.split(".")
-    for name in parents:
-        inner = _without_children(getattr(outer, name))
-        outer._modules[name] = inner
-        outer = inner
-    outer._modules[last] = other
-    return whole
-
-
-def _without_children(module: nn.Module) -> nn.Module:
-    """The same module, to whose copy other children can be given."""
-    found = copy.copy(module)
-    found._modules = dict(module._modules)
-    return found
+def _seen_whole(model: Any, features: Mapping[str, Tensor]) -> Tensor:
+    """The rows [n, rows, dim] that the decoder attends to. Raises EngineError where some of them
+    are to be hidden."""
+    memory, mask = memory_of(model, features)
+    if mask is not None:
+        raise EngineError("the decoder sees a part of what the encoder gives")
+    return memory
 
 
 class ImageReaderInfo(BaseProcessingInfo):
@@ -194,17 +112,16 @@ class ImageReaderInfo(BaseProcessingInfo):
         shapes = tuple((name, *data.shape) for name, data in sorted(item.items()))
         if shapes not in known:
             config = self.get_hf_config()
+            # Pix2Struct hides patches of zeros.
             features = {
-                name: torch.empty(
-                    1, *data.shape, device="meta",
-                    dtype=torch.bfloat16 if data.is_floating_point() else data.dtype,
+                name: torch.ones(
+                    1, *data.shape, dtype=torch.bfloat16 if data.is_floating_point() else data.dtype
                 )
                 for name, data in item.items()
-            }  # fmt: skip
+            }
             model = build_on_meta(find_class(config), config)
-            nothing_hidden = _NothingHidden()  # type: ignore[no-untyped-call]
-            with torch.no_grad(), nothing_hidden:
-                known[shapes] = memory_of(model, features).shape[1]
+            with torch.no_grad(), shapes_and_masks():
+                known[shapes] = _seen_whole(model, features).shape[1]
         return known[shapes]
 
 
@@ -335,7 +252,7 @@ class ImageToText(TextToText):
         if given is not None:
             return given
         features = {name: value for name, value in kwargs.items() if name != "input_ids"}
-        return memory_of(self.model, features)
+        return _seen_whole(self.model, features)
 
     def run_decoder(
         self, decoder: nn.Module, embeds: Tensor, positions: Tensor, **others: Any
@@ -352,10 +269,7 @@ class ImageToText(TextToText):
         if self._has_inner_head:
             logits = type(head).forward(head, hidden)
         elif self._has_long_head:
-            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-            whole = self.model.get_decoder()
-            given = _Given(hidden[None], whole.config)
-            logits = _with_child(whole, self.decoder(), given)(ids, use_cache=False).logits[0]
+            logits = run_head(self.model.get_decoder(), self.decoder(), hidden)
         else:
             logits = super().logits(hidden)
         return logits

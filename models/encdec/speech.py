@@ -2,8 +2,8 @@
 
 Any of transformers' AutoModelForSpeechSeq2Seq whose audio is as long as it is: Wang et al.,
 "fairseq S2T: Fast Speech-to-Text Modeling with fairseq" (2020), and the many built like it. What
-the decoder attends to is what the module's own forward tells it (`hearing`), and its tokens and
-positions reach it as they do in transformers, through its own tables.
+the decoder attends to is what the module's own forward gives it (`decoder_memory`), and its tokens
+and positions reach it as they do in transformers, through its own tables.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.errors import EngineError, ModelLoadError
-from aioengine.models.encdec.hearing import (
-    HearingDummyInputs,
-    HearingInfo,
-    HearingProcessor,
-    hear,
-    path_of,
-    shapes_and_masks,
-    standing_in,
-)
+from aioengine.models.encdec.decoder_memory import memory_of, shapes_and_masks
+from aioengine.models.encdec.hearing import HearingDummyInputs, HearingInfo, HearingProcessor
 from aioengine.models.encdec.text import TextToText
 from aioengine.models.runtime.probe import NUM_PROBE_ROWS, NUM_PROBE_TOKENS, LayerSpec
 from aioengine.models.runtime.registry import find_class
+from aioengine.models.runtime.whole_pass import run_head
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["SpeechToText"]
@@ -47,19 +41,6 @@ class _Given:
             return self.embeds[None]
         found: Tensor = type(self._table).forward(self._table, input_ids)
         return found
-
-
-class _Answer(nn.Module):
-    """Gives hidden states [T, hidden] as a decoder gives its own."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self._hidden[None])
 
 
 class _MemoryPlaces(nn.Module):
@@ -201,7 +182,7 @@ class SpeechToText(TextToText):
         if given is not None:
             return [self._checked(rows) for rows in given]
         features = {name: each for name, each in kwargs.items() if name != "input_ids"}
-        states, mask = hear(self.model, **features)
+        states, mask = memory_of(self.model, features)
         if mask is None:
             return [self._checked(rows) for rows in states]
         counts = mask.sum(1)
@@ -243,10 +224,7 @@ class SpeechToText(TextToText):
         if whole is self.decoder():
             return super().logits(hidden)
         # A decoder with a head of its own, which may be more than one layer.
-        head = standing_in(whole, self._path_below_head, _Answer(hidden))
-        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        logits: Tensor = head(**{self._ids_name: ids}, use_cache=False).logits[0]
-        return logits
+        return run_head(whole, self.decoder(), hidden)
 
     @staticmethod
     def _given(table: Any) -> _Given:
@@ -254,10 +232,6 @@ class SpeechToText(TextToText):
         if not isinstance(found, _Given):
             table.forward = found = _Given(table)
         return found
-
-    @cached_property
-    def _path_below_head(self) -> str:
-        return path_of(self.model.get_decoder(), self.decoder())
 
     @cached_property
     def _ids_name(self) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from aioengine import AsyncEngine, Embeddings, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, UnsupportedModalityError
-from aioengine.models.encdec.image_to_text import memory_of
+from aioengine.models.encdec.decoder_memory import memory_of
 from tests.parity.families import MAX_TOKENS, Family
 from tests.parity.sweep import SPREADS, make
 from tests.parity.sweep_models import SIZES, Prompt, answer, draw, save_folder
@@ -63,7 +63,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with torch.inference_mode():
         mask = features.pop("attention_mask", torch.ones(1, 0))[0].bool()
         placed = {name: torch.as_tensor(value).double() for name, value in features.items()}
-        (rows,) = memory_of(model, placed)
+        (rows,), _ = memory_of(model, placed)
     return Saved(folder, prompts, rows[mask] if len(mask) else rows)
 
 
@@ -146,7 +146,7 @@ def test_a_whole_model_is_left_as_it_is() -> None:
     model, processor, _ = build("vit over mbart")
     decoder, images = model.get_decoder(), processor.image_processor(IMAGES[:1])
     pixels = torch.as_tensor(np.stack(images["pixel_values"]))
-    rows = memory_of(model, {"pixel_values": pixels})
-    assert model.get_decoder() is decoder
+    rows, mask = memory_of(model, {"pixel_values": pixels})
+    assert mask is None and model.get_decoder() is decoder
     expected = model.enc_to_dec_proj(model.encoder(pixels).last_hidden_state)
     torch.testing.assert_close(rows, expected, rtol=0, atol=0)
