@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.experts import lay_out_experts
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.reference import ReferenceBackend
-from tests.kernels.paging import PagedBatch, make_batch
+from tests.kernels.paging import NEARNESS, PagedBatch, make_batch
 from tests.kernels.test_backends import CHUNKS, MIXED, with_blocks
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # A chunk of 129: the memory-efficient kernel gets the last query wrong where heads share keys.
 LONG = [(299, 300), (1000, 1001), (63, 64), (0, 130), (70, 200), (511, 640), (7, 8)]
 
@@ -27,29 +25,11 @@ def _without_gradients() -> Any:
         yield
 
 
-def moved(value: Any) -> Any:
-    """A tensor on the GPU; others as they are."""
-    return value.cuda() if isinstance(value, Tensor) else value
-
-
-def on_device(meta: AttentionMetadata) -> AttentionMetadata:
-    found = {each.name: moved(getattr(meta, each.name)) for each in fields(meta)}
-    return replace(meta, **{**found, "scratch": {}})
-
-
 def assert_right(batch: PagedBatch, **options: Any) -> None:
     """The gather backend on the GPU says what the reference says."""
     expected = batch.attend(ReferenceBackend(), **options)
-    there = replace(
-        batch,
-        query=moved(batch.query),
-        key_cache=moved(batch.key_cache),
-        value_cache=moved(batch.value_cache),
-        meta=on_device(batch.meta),
-    )
-    given = {name: moved(value) for name, value in options.items()}
-    found = there.attend(GatherBackend(), **given)
-    tolerance = TOLERANCE[expected.dtype]
+    found = batch.attend_there(GatherBackend(), Tensor.cuda, **options)
+    tolerance = NEARNESS[expected.dtype]
     torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -57,14 +37,14 @@ def batch_of(chunks: Any, **options: Any) -> PagedBatch:
     return make_batch(chunks, backend=ReferenceBackend(), **options)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 def test_windows(dtype: torch.dtype, window: int | None) -> None:
     for chunks in (*CHUNKS.values(), LONG):
         assert_right(batch_of(chunks, dtype=dtype), window=window)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("dims", [(8, 8), (6, 12), (64, 64), (80, 80), (128, 128), (256, 256)])
 def test_heads_and_their_sizes(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     for num_heads, num_kv_heads in ((4, 4), (4, 2), (7, 1), (3, 3)):
@@ -73,7 +53,7 @@ def test_heads_and_their_sizes(dtype: torch.dtype, dims: tuple[int, int]) -> Non
         assert_right(made)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("extras", ["softcap", "sinks", "distance_bias", "blocks", "cross"])
 def test_what_fused_kernels_do_not_know(dtype: torch.dtype, extras: str) -> None:
     batch, generator = batch_of(MIXED, dtype=dtype), torch.Generator().manual_seed(3)
@@ -94,7 +74,7 @@ def test_what_fused_kernels_do_not_know(dtype: torch.dtype, extras: str) -> None
     assert_right(batch, **options)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("spread", ["even", "one expert"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (2048, 768), (12, 20)])
 def test_experts(dtype: torch.dtype, spread: str, inputs: int, outputs: int) -> None:
@@ -119,5 +99,5 @@ def test_experts(dtype: torch.dtype, spread: str, inputs: int, outputs: int) -> 
             tokens, place = (chosen == expert).nonzero(as_tuple=True)
             product = hidden[tokens].double() @ weight[expert].double() + bias[expert].double()
             rows.index_add_(0, tokens, product * shares[tokens, place, None].double())
-        bound = max(TOLERANCE[dtype], 1e-5 if dtype != torch.float64 else 0)
+        bound = max(NEARNESS[dtype], 1e-5 if dtype != torch.float64 else 0)
         torch.testing.assert_close(found, rows, atol=bound, rtol=bound)

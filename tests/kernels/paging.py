@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from aioengine.kernels.attention import (
     build_metadata,
 )
 from aioengine.kernels.pool import BYTES, row_bytes
+
+NEARNESS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""How near a device's attention is to that of the reference on the CPU, by dtype."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,24 @@ class PagedBatch:
             self.meta,
             AttentionArgs(**{"scale": self.query.shape[-1] ** -0.5, **options}),  # type: ignore[arg-type]
         )
+
+    def attend_there(
+        self, backend: AttentionBackend, move: Callable[[Tensor], Any], **options: Any
+    ) -> Any:
+        """Attend with all tensors, those of `options` too, where `move` takes them."""
+
+        def moved(value: Any) -> Any:
+            return move(value) if isinstance(value, Tensor) else value
+
+        meta = {each.name: moved(getattr(self.meta, each.name)) for each in fields(self.meta)}
+        there = replace(
+            self,
+            query=move(self.query),
+            key_cache=move(self.key_cache),
+            value_cache=move(self.value_cache),
+            meta=replace(self.meta, **{**meta, "scratch": {}}),
+        )
+        return there.attend(backend, **{name: moved(value) for name, value in options.items()})
 
 
 def make_batch(

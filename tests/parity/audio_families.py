@@ -16,7 +16,7 @@ import soxr
 import torch
 import transformers as hf
 
-from tests.parity.families import CLOSE_CALL, MAX_TOKENS, TEXT, id_of, vocabulary
+from tests.parity.families import MAX_TOKENS, TEXT, greedy, id_of, vocabulary
 from tests.processors import hf_processors
 from tests.support.tiny import draw_weights
 
@@ -66,27 +66,6 @@ class Case:
         """Assert that these are the tokens that transformers has found."""
         assert len(token_ids) == MAX_TOKENS or 2 in token_ids
         assert tuple(token_ids[: len(self.expected)]) == self.expected, self.text
-
-
-@torch.inference_mode()
-def expect(model: Any, inputs: dict[str, Any]) -> tuple[int, ...]:
-    """The greedy tokens of transformers; in a narrow type, up to the first close call."""
-    dtype = model.dtype
-    inputs = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-    output = model.generate(
-        **inputs,
-        do_sample=False,
-        max_new_tokens=MAX_TOKENS,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    margins = [float(scores[0].topk(2).values.diff().abs()) for scores in output.scores]
-    close = (i for i, margin in enumerate(margins) if margin < CLOSE_CALL)
-    return tuple(tokens if dtype == torch.float64 else tokens[: next(close, MAX_TOKENS)])
 
 
 def finish(
@@ -257,5 +236,5 @@ def cases(family: Family, model: Any, to_inputs: ToInputs) -> tuple[Case, ...]:
         given = next(sounds[text.count("*")])
         text = text.replace("*", family.place)
         audios = tuple((samples, RATE) for samples in given)
-        found.append(Case(text, {"audios": audios}, expect(model, to_inputs(text, given))))
+        found.append(Case(text, {"audios": audios}, greedy(model, to_inputs(text, given))))
     return tuple(found)

@@ -19,6 +19,7 @@ from PIL import Image
 
 from aioengine.processors.hf.pixtral import PixtralProcessor
 from tests.processors import hf_processors
+from tests.processors.conftest import make_tokenizer
 from tests.support.tiny import draw_weights, tiny_image
 from tests.support.versions import skip_up_to
 
@@ -528,8 +529,13 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 
 
-def save_text(model: Any, tokenizer: Any, folder: Path, texts: Sequence[str]) -> list[Any]:
+def save_text(
+    build: Callable[[Mapping[str, Any]], Any], folder: Path, texts: Sequence[str]
+) -> list[tuple[int, ...]]:
     """A text model's folder, its weights to be drawn; returns the tokens that it generates."""
+    tokenizer = make_tokenizer("bytes")
+    with torch.random.fork_rng(devices=[]):
+        model = build({**TEXT, "vocab_size": vocabulary(tokenizer)})
     draw_weights(model)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
     # PyTorch's grouped matmul of experts has no float64.
@@ -559,10 +565,22 @@ def save(family: Family, folder: Path) -> Any:
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model = model.to(family.dtype).eval().requires_grad_(False)
+    save_folder(model, processor, folder)
+    return model
+
+
+def save_folder(model: Any, processor: Any, folder: Path) -> None:
+    """Write the folder as a user would have it."""
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
-    processor.tokenizer.save_pretrained(folder)
-    processor.image_processor.save_pretrained(folder)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer.save_pretrained(folder)
+    if tokenizer is processor:
+        return
+    for name in ("image_processor", "feature_extractor"):
+        part = getattr(processor, name, None)
+        if part is not None:
+            part.save_pretrained(folder)
     settings = {
         name: value
         for name, value in processor.to_dict().items()
@@ -575,7 +593,6 @@ def save(family: Family, folder: Path) -> Any:
         if each.__module__.startswith(("transformers.", "aioengine."))
     )
     (folder / "processor_config.json").write_text(json.dumps(settings))
-    return model
 
 
 @dataclass(frozen=True)
@@ -629,7 +646,6 @@ def video_cases(family: Family, model: Any, processor: Any) -> tuple[Case, ...]:
     )
 
 
-@torch.inference_mode()
 def _expect(
     model: Any, processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any] = ()
 ) -> tuple[int, ...]:
@@ -643,19 +659,26 @@ def _expect(
         ]
         given |= {"videos": list(videos), "video_metadata": metadata, "do_sample_frames": False}
     inputs = processor(text=text, **given, return_tensors="pt")
+    return greedy(model, inputs)
+
+
+@torch.inference_mode()
+def greedy(model: Any, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The greedy tokens of transformers; in a narrow type, up to the first close call."""
     dtype = model.dtype
-    inputs = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+    given = {
+        name: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point()
+        else each
+        for name, each in inputs.items()
+    }  # fmt: skip
     output = model.generate(
-        **inputs,
+        **given,
         do_sample=False,
         max_new_tokens=MAX_TOKENS,
         output_scores=True,
         return_dict_in_generate=True,
     )
-    tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    tokens = output.sequences[0, -len(output.scores) :].tolist()
     margins = [float(scores[0].topk(2).values.diff().abs()) for scores in output.scores]
     close = (i for i, margin in enumerate(margins) if margin < CLOSE_CALL)
     return tuple(tokens if dtype == torch.float64 else tokens[: next(close, MAX_TOKENS)])

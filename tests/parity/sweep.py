@@ -35,7 +35,7 @@ from transformers.models.auto import modeling_auto
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, UnsupportedModalityError
 from aioengine.models.runtime.registry import choose
-from tests.parity.families import MAX_TOKENS, vocabulary
+from tests.parity.families import MAX_TOKENS, save_folder, vocabulary
 from tests.parity.shrink import shrink
 from tests.parity.sweep_models import (
     OPTIONS,
@@ -47,7 +47,6 @@ from tests.parity.sweep_models import (
     draw,
     media_of,
     prompts_of,
-    save_folder,
 )
 from tests.parity.sweep_processors import build_processor, fit_counts, ids_of, processor_class_of
 from tests.processors.conftest import make_tokenizer

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers as hf
 
-from tests.parity.families import CLOSE_CALL, FAMILIES, MAX_TOKENS, Family, pixtral_processor
+from tests.parity.families import FAMILIES, MAX_TOKENS, Family, greedy, pixtral_processor
 from tests.parity.unnamed_sight import UNNAMED as SIGHT
 from tests.support.tiny import draw_weights, tiny_image
 
@@ -28,7 +26,6 @@ __all__ = [
     "draw",
     "media_of",
     "prompts_of",
-    "save_folder",
 ]
 
 TEXTS: Mapping[str, Sequence[str]] = {
@@ -194,32 +191,6 @@ def draw(model: Any, spread: float) -> None:
     model.to(torch.float32 if is_narrow else torch.float64).eval().requires_grad_(False)
 
 
-def save_folder(model: Any, processor: Any, folder: Path) -> None:
-    """Write the folder as a user would have it."""
-    model.config.architectures = [type(model).__name__]
-    model.save_pretrained(folder)
-    tokenizer = getattr(processor, "tokenizer", processor)
-    tokenizer.save_pretrained(folder)
-    if tokenizer is processor:
-        return
-    for name in ("image_processor", "feature_extractor"):
-        part = getattr(processor, name, None)
-        if part is not None:
-            part.save_pretrained(folder)
-    settings = {
-        name: value
-        for name, value in processor.to_dict().items()
-        if isinstance(value, str | int | bool | float | dict)
-        and name not in ("image_processor", "video_processor", "feature_extractor")
-    }
-    settings["processor_class"] = next(
-        each.__name__
-        for each in type(processor).__mro__
-        if each.__module__.startswith(("transformers.", "aioengine."))
-    )
-    (folder / "processor_config.json").write_text(json.dumps(settings))
-
-
 def prompts_of(processor: Any, architecture: str, medium: str, *, heard: bool) -> list[Prompt]:
     """Texts with their media. `heard`: the texts are a decoder's, beside the media."""
     if medium == "text":
@@ -284,15 +255,8 @@ def _write(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
     (image,) = prompt.media["images"]
     features = processor.image_processor([image], return_tensors="pt")
     start = tokenizer(prompt.text, add_special_tokens=False, return_tensors="pt").input_ids
-    output = model.generate(
-        **{name: torch.as_tensor(value).to(model.dtype) for name, value in features.items()},
-        decoder_input_ids=start if prompt.text else None,
-        do_sample=False,
-        max_new_tokens=MAX_TOKENS,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    return tuple(output.sequences[0, -len(output.scores) :].tolist())
+    given = {name: torch.as_tensor(value) for name, value in features.items()}
+    return greedy(model, {**given, "decoder_input_ids": start if prompt.text else None})
 
 
 @torch.inference_mode()
@@ -309,8 +273,8 @@ def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
     inputs = processor(text=prompt.text, **media, return_tensors="pt")
     names = [*inputs] if hasattr(processor, "tokenizer") else ["input_ids", "attention_mask"]
     given = {name: inputs[name] for name in names}
-    start = 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
-    return _tokens(model, given, start)
+    counts = any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
+    return _continue(model, given["input_ids"]) if counts else greedy(model, given)
 
 
 def _transcribe(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
@@ -325,29 +289,4 @@ def _transcribe(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
     given = {name: each for name, each in inputs.items() if name in names}
     start = model.generation_config.decoder_start_token_id
     ids = [start, *processor.tokenizer.encode(prompt.text, add_special_tokens=False)]
-    return _tokens(model, {**given, "decoder_input_ids": torch.tensor([ids])}, len(ids))
-
-
-def _tokens(model: Any, inputs: Mapping[str, Any], start: int) -> tuple[int, ...]:
-    """The tokens from `start` on of transformers' greedy answer, as far as they are sure."""
-    given = {
-        name: each.to(model.dtype) if isinstance(each, torch.Tensor) and each.is_floating_point()
-        else each
-        for name, each in inputs.items()
-    }  # fmt: skip
-    counts = any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
-    if counts and "input_ids" in given:
-        return _continue(model, given["input_ids"])
-    output = model.generate(
-        **given,
-        do_sample=False,
-        max_new_tokens=MAX_TOKENS,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    tokens = output.sequences[0, start:].tolist()
-    if model.dtype == torch.float64:
-        return tuple(tokens)
-    margins = [float(each[0].topk(2).values.diff().abs()) for each in output.scores]
-    close = (i for i, margin in enumerate(margins) if margin < CLOSE_CALL)
-    return tuple(tokens[: next(close, MAX_TOKENS)])
+    return greedy(model, {**given, "decoder_input_ids": torch.tensor([ids])})

@@ -32,12 +32,11 @@ from tests.parity.audio_families import (
     Family,
     ToInputs,
     cases,
-    expect,
     resampled,
     sound,
     wav,
 )
-from tests.parity.families import MAX_TOKENS
+from tests.parity.families import MAX_TOKENS, greedy
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
@@ -53,7 +52,7 @@ class Model:
 
     def expect(self, text: str, *sounds: Any) -> tuple[int, ...]:
         """The tokens of transformers for sounds at its own rate."""
-        return expect(self.reference, self.to_inputs(text, sounds))
+        return greedy(self.reference, self.to_inputs(text, sounds))
 
 
 def engine_for(folder: Path, **options: Any) -> AsyncEngine:

@@ -19,8 +19,7 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import ModelLoadError
 from aioengine.models import by_cache
 from aioengine.models.text import TextModel
-from tests.parity.families import MAX_TOKENS, TEXT, save_text, vocabulary
-from tests.processors.conftest import make_tokenizer
+from tests.parity.families import MAX_TOKENS, TEXT, save_text
 from tests.support.engines import running_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -37,21 +36,19 @@ BART = {
 }  # fmt: skip
 MODELS = {
     # Its biases by distance are made for a whole sequence.
-    "bloom": lambda v: hf.BloomForCausalLM(
-        hf.BloomConfig(vocab_size=v, hidden_size=48, n_layer=3, n_head=4, **COMMON)
+    "bloom": lambda s: hf.BloomForCausalLM(
+        hf.BloomConfig(vocab_size=s["vocab_size"], hidden_size=48, n_layer=3, n_head=4, **COMMON)
     ),
     # Counts positions from the length of its cache alone, so that nothing can be padded.
-    "bart": lambda v: hf.BartForCausalLM(hf.BartConfig(vocab_size=v, **BART, **COMMON)),
+    "bart": lambda s: hf.BartForCausalLM(
+        hf.BartConfig(vocab_size=s["vocab_size"], **BART, **COMMON)
+    ),
 }
 Saved = tuple[Path, list[tuple[int, ...]]]
 
 
 def save(name: str, folder: Path) -> Saved:
-    tokenizer = make_tokenizer("bytes")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = MODELS[name](vocabulary(tokenizer))
-    return folder, save_text(model, tokenizer, folder, PROMPTS)
+    return folder, save_text(MODELS[name], folder, PROMPTS)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -137,11 +134,9 @@ async def test_what_fails_on_a_flat_batch_is_tried_by_its_cache(
 ) -> None:
     """Doge's keys have biases that follow from values: a later start knows it by its verdict."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tokenizer = make_tokenizer("bytes")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = hf.DogeForCausalLM(hf.DogeConfig(**{**TEXT, "vocab_size": vocabulary(tokenizer)}))
-    expected = save_text(model, tokenizer, tmp_path / "model", PROMPTS)
+    expected = save_text(
+        lambda s: hf.DogeForCausalLM(hf.DogeConfig(**s)), tmp_path / "model", PROMPTS
+    )
     said = []
     for _ in range(2):
         caplog.clear()

@@ -24,12 +24,12 @@ from aioengine.errors import EngineError, ModelLoadError, UnsupportedModalityErr
 from aioengine.types import KVGroup
 from tests.parity.audio_families import RATE, sound
 from tests.parity.families import (
-    CLOSE_CALL,
     MAX_TOKENS,
     TEXT,
     Case,
     Family,
     cases,
+    greedy,
     id_of,
     save,
     vocabulary,
@@ -128,19 +128,6 @@ def save_text(name: str, folder: Path, **changes: int) -> Any:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
-
-
-@torch.inference_mode()
-def greedy(model: Any, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """transformers' own tokens, in float32 up to the first close call."""
-    output = model.generate(
-        **inputs, do_sample=False, max_new_tokens=MAX_TOKENS, output_scores=True,
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    margins = [float(scores[0].topk(2).values.diff().abs()) for scores in output.scores]
-    close = (i for i, margin in enumerate(margins) if margin < CLOSE_CALL)
-    return tuple(tokens if model.dtype == torch.float64 else tokens[: next(close, MAX_TOKENS)])
 
 
 def expect(model: Any, tokenizer: Any, text: str) -> Case:

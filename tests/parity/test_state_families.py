@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import ModelLoadError
 from aioengine.models.state import layers
-from tests.parity.families import MAX_TOKENS, TEXT, save_text, vocabulary
+from tests.parity.families import MAX_TOKENS, save_text
 from tests.parity.state_families import TEXTS
-from tests.processors.conftest import make_tokenizer
 from tests.support.engines import running_engine, settled
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -44,10 +42,7 @@ def saved(
 
 
 def save(name: str, folder: Path) -> tuple[Path, list[Tokens]]:
-    tokenizer = make_tokenizer("bytes")
-    with torch.random.fork_rng(devices=[]):
-        model = TEXTS[name]({**TEXT, "vocab_size": vocabulary(tokenizer)})
-    return folder, save_text(model, tokenizer, folder, PROMPTS)
+    return folder, save_text(TEXTS[name], folder, PROMPTS)
 
 
 async def ask(engine: AsyncEngine, prompts: Any = PROMPTS, **options: Any) -> list[Tokens]:

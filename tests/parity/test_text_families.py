@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.registry import known_architectures
-from tests.parity.families import MAX_TOKENS, TEXT, save_text, vocabulary
-from tests.processors.conftest import make_tokenizer
+from tests.parity.families import MAX_TOKENS, save_text
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 PROMPTS = ("tell a story", "What is in the picture? There is", "a", "tell a story about colours")
@@ -118,13 +116,8 @@ def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[tuple[int, ...]]]:
     """The family's folder, and what transformers makes of the prompts."""
-    tokenizer = make_tokenizer("bytes")
-    with torch.random.fork_rng(devices=[]):
-        model = {**FAMILIES, **UNNAMED}[request.param](
-            {**TEXT, "vocab_size": vocabulary(tokenizer)}
-        )
-    folder = tmp_path_factory.mktemp(request.param)
-    return folder, save_text(model, tokenizer, folder, PROMPTS)
+    folder, build = tmp_path_factory.mktemp(request.param), {**FAMILIES, **UNNAMED}[request.param]
+    return folder, save_text(build, folder, PROMPTS)
 
 
 @pytest.mark.parametrize("budget", [512, 5])
@@ -146,13 +139,13 @@ async def test_tokens_equal_generate(
 
 
 async def test_chunked_attention_is_served_within_a_chunk(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer("bytes")
-    settings = {**TEXT, "vocab_size": vocabulary(tokenizer)}
-    config = hf.Llama4TextConfig(
-        **settings, head_dim=12, num_local_experts=4, intermediate_size_mlp=96,
-        attention_chunk_size=48,
-    )  # fmt: skip
-    save_text(hf.Llama4ForCausalLM(config), tokenizer, tmp_path, [])
+    more = {"head_dim": 12, "num_local_experts": 4, "intermediate_size_mlp": 96}
+
+    def build(settings: Mapping[str, Any]) -> Any:
+        config = hf.Llama4TextConfig(**settings, **more, attention_chunk_size=48)
+        return hf.Llama4ForCausalLM(config)
+
+    save_text(build, tmp_path, [])
     async with AsyncEngine.from_pretrained(tmp_path, device="cpu") as engine:
         assert engine._core.loaded.limits.max_model_len == 48
     with pytest.raises(ModelLoadError, match="knows 48 positions"):

@@ -15,9 +15,9 @@ import torch
 from aioengine import AsyncEngine, Embeddings, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, UnsupportedModalityError
 from aioengine.models.encdec.decoder_memory import memory_of
-from tests.parity.families import MAX_TOKENS, Family
+from tests.parity.families import MAX_TOKENS, Family, save_folder
 from tests.parity.sweep import SPREADS, make
-from tests.parity.sweep_models import SIZES, Prompt, answer, draw, save_folder
+from tests.parity.sweep_models import SIZES, Prompt, answer, draw
 from tests.parity.unnamed_sight import UNNAMED
 from tests.support.tiny import tiny_image
 

@@ -19,9 +19,9 @@ from aioengine.models.encdec.hearing import Staircase
 from aioengine.models.encdec.speech import SpeechToText
 from aioengine.models.runtime.registry import choose
 from aioengine.processors.items import AudioProcessorItems, MultiModalDataItems, noise_clip
-from tests.parity.families import MAX_TOKENS
+from tests.parity.families import MAX_TOKENS, save_folder
 from tests.parity.sweep import engine_options, expected_of, make
-from tests.parity.sweep_models import RATE, Prompt, draw, save_folder
+from tests.parity.sweep_models import RATE, Prompt, draw
 from tests.support.engines import settled
 from tests.support.versions import skip_up_to
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import gather
-from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.dense import KEY_MULTIPLE, dense_attention
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.reference import ReferenceBackend
-from tests.kernels.paging import PagedBatch, make_batch
+from tests.kernels.paging import NEARNESS, PagedBatch, make_batch
 from tests.kernels.test_backends import CHUNKS, MIXED, with_blocks
 from tests.simulated import operators
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, SimulatedMode, SimulatedTensor
 
 CUDA = torch.device("cuda", 0)
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 HALF = torch.bfloat16
 
 
@@ -37,34 +35,16 @@ def _on_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def moved(value: Any) -> Any:
-    """A tensor on the device, strides and all; others as they are."""
-    return SimulatedTensor(value) if isinstance(value, Tensor) else value
-
-
-def on_device(meta: AttentionMetadata) -> AttentionMetadata:
-    found = {each.name: moved(getattr(meta, each.name)) for each in fields(meta)}
-    return replace(meta, **{**found, "scratch": {}})
-
-
 def run_there(batch: PagedBatch, **options: Any) -> Tensor:
-    """The batch through the gather backend, on the device."""
-    there = replace(
-        batch,
-        query=moved(batch.query),
-        key_cache=moved(batch.key_cache),
-        value_cache=moved(batch.value_cache),
-        meta=on_device(batch.meta),
-    )
-    given = {name: moved(value) for name, value in options.items()}
-    found = there.attend(GatherBackend(), **given)
+    """The batch through the gather backend, on the device, strides and all."""
+    found = batch.attend_there(GatherBackend(), SimulatedTensor, **options)
     assert isinstance(found, SimulatedTensor)
     return found.elem
 
 
 def assert_right(batch: PagedBatch, **options: Any) -> None:
     expected = batch.attend(ReferenceBackend(), **options)
-    tolerance = TOLERANCE[expected.dtype]
+    tolerance = NEARNESS[expected.dtype]
     torch.testing.assert_close(
         run_there(batch, **options), expected, atol=tolerance, rtol=tolerance
     )
@@ -74,14 +54,14 @@ def batch_of(chunks: Any, **options: Any) -> PagedBatch:
     return make_batch(chunks, backend=ReferenceBackend(), **options)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("name", CHUNKS)
 @pytest.mark.parametrize("window", [None, 1, 5])
 def test_windows(dtype: torch.dtype, name: str, window: int | None) -> None:
     assert_right(batch_of(CHUNKS[name], dtype=dtype), window=window)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (6, 2), (3, 3)])
 @pytest.mark.parametrize("dims", [(8, 8), (16, 8), (6, 12)])
 @pytest.mark.parametrize("strided", [True, False])
@@ -95,7 +75,7 @@ def test_shapes(
     assert_right(made)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("queries", [256, 2])
 @pytest.mark.parametrize("extras", ["", "softcap", "sinks"])
@@ -117,13 +97,13 @@ def test_biases_caps_and_sinks(
     assert_right(batch, window=window, distance_bias=table, **options)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 def test_cross_attention(dtype: torch.dtype) -> None:
     batch = batch_of(MIXED, dtype=dtype)
     assert_right(replace(batch, meta=replace(batch.meta, scratch={}, is_causal=False)))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("window", [None, 2, 4])
 @pytest.mark.parametrize("in_window", [False, True])
 def test_blocks(dtype: torch.dtype, window: int | None, in_window: bool) -> None:
@@ -132,7 +112,7 @@ def test_blocks(dtype: torch.dtype, window: int | None, in_window: bool) -> None
     assert_right(with_blocks(batch, ids, in_window=in_window), window=window)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEARNESS)
 @pytest.mark.parametrize("start", [0, 7])
 def test_one_query_more_than_whole_blocks(dtype: torch.dtype, start: int) -> None:
     for count in (33, 65, 129):
