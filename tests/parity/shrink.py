@@ -41,6 +41,7 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
         (r"(kv|o)_lora_rank|lora_rank", 16),
         (r"q_lora_rank", 32),
         (r"index_topk", 6),
+        (r"index_kpool", 2),  # a part of it
         (r"index_n_heads", 16),  # a key that no head looks for is one of many with a score of 0
         (r"moe.*intermediate_size|.*expert.*intermediate_size|expert_ffn.*|moe_ffn.*", 32),
         (r"(.*_)?(intermediate_size|ffn_dim|d_ff|ffn_hidden_size|n_inner|inner_dim|mlp_dim)", 96),
@@ -58,6 +59,7 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
             WIDTH,
         ),
         (r"(.*_)?(mm_hidden_size|width|embd_dim|merger_hidden_size|feature_size|n_embed)", WIDTH),
+        (r"adapter_(in|out)_dim|adapter_input_size", WIDTH),
         (r"mlp_ratio", lambda old: type(old)(2)),
         (
             r"(.*_)?(num_(hidden_)?layers|n_layers?|depth|num_blocks|(en|de)coder_layers)",
@@ -118,6 +120,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "Llama4ForCausalLM": {
         "attention_chunk_size": 2048, "floor_scale": 8, "no_rope_layers": [1, 0, 1],
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    },
+    # Of images that its processor cuts as another family's.
+    "MistralLarge4ForConditionalGeneration": {
+        "vision_config.patch_size": 8, "vision_config.image_size": 96,
     },
     # Of both parts of a head.
     "Mistral4ForCausalLM": {"head_dim": 2 * HEAD_DIM, "text_config.head_dim": 2 * HEAD_DIM},
