@@ -84,6 +84,7 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
         self._fixed: dict[int, bool] = {}
         text_options = merge_for_hf(info.get_hf_processor(), {})["text_kwargs"]
         self.adds_special_tokens = text_options.get("add_special_tokens", True)
+        self.text_prefix = _prefix_of(info.get_hf_processor())
         notes = notes_of(info.ctx)
         if ("checked", type(self)) not in notes:
             for modality in info.contracts:
@@ -327,6 +328,15 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
             notes_of(self.info.ctx)["limit", modality] = 1
         theirs = np.asarray(outputs["input_ids"]).reshape(-1).tolist()
         return layout.token_ids, theirs, processed[modality][0], outputs
+
+
+def _prefix_of(processor: Any) -> str:
+    """The text that an HF processor writes before every prompt, with media or without."""
+    with suppress(Exception):  # it takes no text without media, or says it in another way
+        _, (text,), *_ = processor.prepare_inputs_layout(images=None, text=["a"])
+        if isinstance(text, str) and text.endswith("a"):
+            return text[:-1]
+    return ""
 
 
 def _overlap(token: str, other: str) -> bool:

@@ -14,6 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from aioengine.errors import ModelLoadError
 from aioengine.processors.info import (
     BaseDummyInputsBuilder,
@@ -141,11 +144,16 @@ class GenericProcessingInfo(BaseProcessingInfo):
 
         So there are videos only where the HF video processor can be loaded, or has an equal in
         hf.video_processors. One item of a kind where the HF processor refuses two in a prompt; else
-        any number.
+        any number. And one image where HF's padding of a batch changes what one becomes.
         """
-        return {
-            modality: notes_of(self.ctx).get(("limit", modality)) for modality in self.contracts
-        }
+        notes = notes_of(self.ctx)
+        found = {modality: notes.get(("limit", modality)) for modality in self.contracts}
+        if "image" in found and getattr(self.get_hf_config(), "vq_config", None) is not None:
+            # The codes at an image's edge depend on what lies beyond it.
+            if ("pads", "image") not in notes:
+                notes["pads", "image"] = _pads_to_others(self.get_part("image"))
+            found["image"] = 1 if notes["pads", "image"] else found["image"]
+        return found
 
     def get_placeholder(self, modality: str) -> str:
         """Return what stands in a prompt for one item; some name it apart from its rows' token."""
@@ -322,6 +330,16 @@ class GenericDummyInputsBuilder(BaseDummyInputsBuilder):
         """A small decoded item."""
         rate = self.info.get_sample_rate() if modality == "audio" else 0
         return noise_item(modality, sample_rate=rate)
+
+
+def _pads_to_others(image_processor: Any) -> bool:
+    """Return whether an image is made as large as another that is processed with it."""
+    wide, tall = (Image.new("RGB", size) for size in ((96, 64), (64, 96)))
+    alone, both = (
+        image_processor(images, return_tensors="np")["pixel_values"]
+        for images in ([wide], [wide, tall])
+    )
+    return bool(np.shape(alone[0]) != np.shape(both[0]))
 
 
 def notes_of(ctx: ProcessingContext) -> dict[tuple[str, object], Any]:

@@ -75,6 +75,8 @@ class BaseMultiModalProcessor(ABC):
     """Whether `_get_prompt_updates` reads `out_mm_kwargs`, so that media are processed first."""
     adds_special_tokens: bool = True
     """Whether the HF processor has a text tokenized with the tokenizer's special tokens."""
+    text_prefix: str = ""
+    """What the HF processor writes before a text that is to have special tokens."""
 
     def __init__(self, info: BaseProcessingInfo, dummy_inputs: BaseDummyInputsBuilder) -> None:
         self.info = info
@@ -163,8 +165,10 @@ class BaseMultiModalProcessor(ABC):
                 "the prompt's text is not valid Unicode (it has lone surrogates)",
                 parameter="prompt",
             ) from None
+        adds_special = add_special_tokens and self.adds_special_tokens
+        written = self.text_prefix + text if adds_special else text
         encoding = self.info.get_tokenizer()(
-            text, add_special_tokens=add_special_tokens and self.adds_special_tokens, verbose=False
+            written, add_special_tokens=adds_special, verbose=False
         )
         return list(encoding["input_ids"])
 
@@ -311,7 +315,8 @@ class BaseMultiModalProcessor(ABC):
             literals = [(start + shift, stop + shift) for start, stop in literals]
             return self._apply_prompt_updates(plain, updates, literals)
         if plain == token_ids and self._has_open_ends(updates):
-            expanded = apply_text_updates(token_ids, text, updates, tokenizer)
+            written = None if text is None else self.text_prefix + text
+            expanded = apply_text_updates(token_ids, written, updates, tokenizer)
             if expanded is not None:
                 return Layout(token_ids=expanded[0], placeholders=expanded[1])
         return self._apply_prompt_updates(plain, updates)

@@ -577,10 +577,11 @@ def save_folder(model: Any, processor: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     if tokenizer is processor:
         return
-    for name in ("image_processor", "feature_extractor"):
+    saved: dict[str, Any] = {}  # one file is of both
+    for name in ("feature_extractor", "image_processor"):
         part = getattr(processor, name, None)
-        if part is not None:
-            part.save_pretrained(folder)
+        saved |= json.loads(part.to_json_string()) if part is not None else {}
+    (folder / "preprocessor_config.json").write_text(json.dumps(saved))
     settings = {
         name: value
         for name, value in processor.to_dict().items()

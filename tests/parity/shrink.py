@@ -83,6 +83,12 @@ RULES: tuple[tuple[str, Size], ...] = tuple(
 )
 """Names of settings, the first that fits -> what they become."""
 
+_WINDOWED = {
+    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": 32,
+    "kv_lora_rank": 16, "head_dim": 2 * HEAD_DIM, "qk_nope_head_dim": HEAD_DIM,
+    "qk_rope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM,
+}  # fmt: skip
+
 # By architecture: path in the config -> value; what is not there is added.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "BigBirdForCausalLM": {"attention_type": "original_full"},
@@ -133,10 +139,18 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # Its own settings have attention only, its checkpoints have not.
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},
     "Emu3ForConditionalGeneration": {
+        # Of its last stage; there are as many as an image's sides are halved, and one.
+        "vq_config.hidden_size": 32, "vq_config.channel_multiplier": [1, 1, 1, 1],
         "vocabulary_map": {
             "<image>": 4, "<|extra_200|>": 200,
             **{f"<|visual token {i:06d}|>": 300 + i for i in range(12)},
         },
+    },
+    # Heads of windows and their ranks are by layer.
+    "Dots3NoteForCausalLM": {"per_layer_config": {1: _WINDOWED}},
+    "Dots3NoteForConditionalGeneration": {
+        "text_config.per_layer_config": {1: _WINDOWED}, "vision_config.per_layer_config": {},
+        "vision_config.mlp_layer_types": ["dense", "dense", "dense"],
     },
     "Ernie4_5_VLMoeForConditionalGeneration": {
         # Height and width are interleaved, time comes last.

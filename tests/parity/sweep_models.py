@@ -51,6 +51,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "sizes": ((60, 120), (120, 60), (50, 50)),
         "processor": {"patch_size": 1, "downsample_ratio": 5.5},
     },
+    "Dots3NoteForConditionalGeneration": {"images": {"temporal_patch_size": 1}},
     "Emu3ForConditionalGeneration": {"tokens": {"image_token": "<image>"}},
     "HunYuanVLForConditionalGeneration": {
         "place": "<|image_start|><|image|><|image_end|>",

@@ -22,6 +22,8 @@ SAMPLE = {
     "Ernie4_5_VLMoeForConditionalGeneration": ("equal", "image, 6 prompts, 6 answers"),
     # A state of a kind that no cache holds.
     "RwkvForCausalLM": ("refused", "keeps a state between calls that the engine does not hold"),
+    # A text begins with what its processor writes; images are padded to each other's size.
+    "Emu3ForConditionalGeneration": ("equal", "image, 5 prompts, 5 answers"),
     # Markers around an image have embeddings of their own.
     "Ovis2ForConditionalGeneration": ("equal", "image, 6 prompts"),
 }
