@@ -48,7 +48,13 @@ from tests.parity.sweep_models import (
     media_of,
     prompts_of,
 )
-from tests.parity.sweep_processors import build_processor, fit_counts, ids_of, processor_class_of
+from tests.parity.sweep_processors import (
+    NeedsTorchvision,
+    build_processor,
+    fit_counts,
+    ids_of,
+    processor_class_of,
+)
 from tests.processors.conftest import make_tokenizer
 
 MAPPINGS: Mapping[str, str] = {
@@ -160,7 +166,7 @@ def judge(architecture: str) -> Row:
                 fit_counts(model, processor)
             save_folder(model, processor, folder)
         except LookupError as error:  # nothing processes its media here; may be it is no matter
-            refusal = _refused_anyway(architecture)
+            refusal = _refused_anyway(architecture, isinstance(error, NeedsTorchvision))
             return Row(architecture, "refused" if refusal else "unbuilt", refusal or str(error))
         except Exception as error:  # whatever a class raises that is given small sizes
             return Row(architecture, "unbuilt", _said(error))
@@ -227,13 +233,18 @@ def compare(architecture: str, folder: Path, prompts: Sequence[Prompt], medium: 
     return Row(architecture, "equal", what, impl)
 
 
-def _refused_anyway(architecture: str) -> str:
-    """Why the engine refuses it before anything is read but its config; else nothing."""
+def _refused_anyway(architecture: str, is_unbuilt: bool) -> str:
+    """Why the engine refuses it before anything is read but its config; else nothing.
+
+    `is_unbuilt`: it would be built elsewhere, and only its kind is looked at.
+    """
     model_class = getattr(hf, architecture)
     try:
         config = shrink(model_class, model_class.config_class(), 400, {})
         config.architectures = [architecture]
-        choose(config).model_class.probe(config)
+        chosen = choose(config).model_class
+        if not is_unbuilt:
+            chosen.probe(config)
     except ModelLoadError as error:
         return f"{error!s:.400}"
     except Exception:  # the rules make no config of it

@@ -23,7 +23,7 @@ from aioengine.models.runtime.encoding import parts_of, place
 from tests.processors.hf_processors import tokenizer_with, without_video
 from tests.support.tiny import tiny_image
 
-__all__ = ["build_processor", "fit_counts", "ids_of", "processor_class_of"]
+__all__ = ["NeedsTorchvision", "build_processor", "fit_counts", "ids_of", "processor_class_of"]
 
 _WORD = re.compile(r"""["'](<[^<>"'\s{}]{1,40}>|\[[A-Z_]{2,20}\])["']""")
 _NAMED = re.compile(r"""tokenizer(?:\.|,\s*["'])(\w+_token)\b""")
@@ -31,6 +31,10 @@ _USUAL = {"bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_
 _PIXELS = 4096
 SIDE = 4
 """Patches along an image."""
+
+
+class NeedsTorchvision(LookupError):
+    """What processes the media cannot be made here."""
 
 
 def processor_class_of(model_type: str) -> Any:
@@ -50,11 +54,11 @@ def tokenizer_for(processor_class: Any, more: Mapping[str, str]) -> Any:
 
 
 def image_processor_for(model_type: str, patch: int, options: Mapping[str, Any]) -> Any:
-    """The Pillow variant with small images. Raises LookupError where there is none."""
+    """The Pillow variant with small images. Raises NeedsTorchvision where there is none."""
     entry = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type)
     name = entry.get("pil") if isinstance(entry, Mapping) else entry
     if not name or not hasattr(hf, name):
-        raise LookupError(f"no image processor without torchvision for {model_type}")
+        raise NeedsTorchvision(f"no image processor without torchvision for {model_type}")
     made = getattr(hf, name)
     usual = made()
     merge = getattr(usual, "merge_size", getattr(usual, "spatial_merge_size", 1)) or 1
@@ -96,6 +100,9 @@ def build_processor(
             parts[name] = feature_extractor_for(options.get("extractor", config.model_type), mels)
     if "video_processor" in known:
         parts["video_processor"] = None
+        if len(parts) == 2:  # the tokenizer's companion, and no other medium's
+            kind = config.model_type
+            raise NeedsTorchvision(f"no video processor without torchvision for {kind}")
     parts |= {
         name: size
         for name, size in (("patch_size", patch), ("img_size", SIDE * patch))
