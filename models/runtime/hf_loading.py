@@ -42,6 +42,8 @@ from aioengine.processors.checkpoint_errors import shown, without_folders
 __all__ = ["build_on_meta", "load_config", "load_pretrained", "loading", "pin_rotary"]
 
 _LOAD_LOCK = threading.RLock()
+_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+"""How configs call the tokens of the longest sequence, the first that is there."""
 
 
 def load_config(
@@ -236,12 +238,17 @@ def limit_of(text_config: Any) -> int | None:
     """Find the tokens of the longest sequence that a config allows; None where it sets no limit.
 
     Within one chunk of chunked attention: beyond it, tokens would see more than they should.
+    Raises ModelLoadError for a limit below one token.
     """
-    names = ["max_position_embeddings"]
+    # A config may keep another name beside the usual one, of what its weights were trained on.
+    held = [name for name in _LIMITS if getattr(text_config, name, None) is not None][:1]
     if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
-        names.append("attention_chunk_size")
-    limits = [getattr(text_config, name, None) for name in names]
-    return min((int(each) for each in limits if each is not None), default=None)
+        held.append("attention_chunk_size")
+    limits = {name: getattr(text_config, name, None) for name in held}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ModelLoadError(f"config.json: {name} is {limit}, and must be positive or null")
+    return min((int(each) for each in limits.values() if each is not None), default=None)
 
 
 def pin_rotary(root: nn.Module, max_model_len: int | None) -> None:

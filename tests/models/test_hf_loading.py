@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
+    MptConfig,
     Phi3Config,
     Phi3ForCausalLM,
 )
@@ -21,7 +22,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.runtime.hf_loading import load_pretrained, pin_rotary
+from aioengine.models.runtime.hf_loading import limit_of, load_pretrained, pin_rotary
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 from tests.models.driver import Driver, Request
@@ -209,3 +210,11 @@ def test_caps_that_are_none(field: str, cap: float, tmp_path: Path) -> None:
         load_pretrained(
             Gemma2ForCausalLM, tmp_path, hf_config=config, dtype=torch.float32, device="cpu"
         )
+
+
+def test_the_longest_sequence_that_a_config_allows() -> None:
+    assert limit_of(MptConfig(max_seq_len=64)) == 64  # its biases are no longer
+    assert limit_of(Phi3Config(max_position_embeddings=32)) == 32
+    for least in (0, -1):
+        with pytest.raises(ModelLoadError, match=f"max_seq_len is {least}"):
+            limit_of(MptConfig(max_seq_len=least))
