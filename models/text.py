@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from aioengine.errors import ModelLoadError
+from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.by_cache import ByCache
 from aioengine.models.fusion.trial import is_near, random_rows
+from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.whole_pass import run_head
 
@@ -21,8 +26,19 @@ class TextModel(ByCache):
 
     has_own_head: bool = False
     """Whether logits take more than the output embeddings, as BERT's do."""
-    first_position: int = 0
-    """The position of a sequence's first token, where a decoder counts from another than 0."""
+
+    @cached_property
+    def padding_id(self) -> int | None:
+        """The id of padding, where the decoder gives it a position of its own and does not count it
+        (fairseq's way): `padding_id` is that position too, and those of tokens come behind it."""
+        modules: Any = self.decoder().modules()
+        own = [each for each in modules if hasattr(each, "create_position_ids_from_input_ids")]
+        return int(own[-1].padding_idx) if own else None
+
+    @property
+    def first_position(self) -> int:
+        """The position of a sequence's first token: a decoder may count from another than 0."""
+        return 0 if self.padding_id is None else self.padding_id + 1
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -34,10 +50,6 @@ class TextModel(ByCache):
         """See the base class."""
         self.has_own_head = self._finds_own_head()
         super().patch()
-        for module in self.decoder().modules():
-            # fairseq's way: the positions up to padding's belong to padding.
-            if hasattr(module, "create_position_ids_from_input_ids"):
-                self.first_position = int(module.padding_idx) + 1  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _finds_own_head(self) -> bool:
@@ -59,6 +71,20 @@ class TextModel(ByCache):
         if self.has_own_head:
             return run_head(self.model, self.decoder(), hidden)
         return super().logits(hidden)
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> tuple[Tensor, int] | None:
+        """See the base class. Raises InvalidRequestError for padding, of which only the module's
+        own forward on ids knows the position."""
+        if self.padding_id is not None and self.padding_id in token_ids:
+            raise InvalidRequestError(
+                f"the prompt has the padding token {self.padding_id}, which has no place among the "
+                "model's positions; leave it out",
+                parameter="prompt",
+                value=self.padding_id,
+            )
+        return None
 
     def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
         """See the base class."""

@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.errors import ModelLoadError
+from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models import by_cache
 from aioengine.models.text import TextModel
 from tests.parity.families import MAX_TOKENS, TEXT, save_text
@@ -145,7 +145,18 @@ async def test_what_fails_on_a_flat_batch_is_tried_by_its_cache(
                 assert await ask(engine) == expected
         said.append([record.getMessage() for record in caplog.records])
     assert all(any("by its cache" in line for line in lines) for lines in said)
-    assert [any("flat batch, and is tried" in line for line in lines) for lines in said] == [
-        True,
-        False,
-    ]
+    tried = [any("flat batch, and is tried" in line for line in lines) for lines in said]
+    assert tried == [True, False]
+
+
+def test_padding_that_has_a_position_of_its_own_is_refused() -> None:
+    sizes = {name: TEXT[name] for name in ("hidden_size", "intermediate_size")}
+    config = hf.RobertaConfig(
+        vocab_size=99, num_hidden_layers=1, num_attention_heads=4, is_decoder=True, pad_token_id=1,
+        **sizes,
+    )  # fmt: skip
+    model = TextModel.around(hf.RobertaForCausalLM(config))
+    assert model.first_position == 2
+    assert model.prompt_inputs([5, 6, 7]) is None
+    with pytest.raises(InvalidRequestError, match="padding token 1"):
+        model.prompt_inputs([5, 1, 7])
