@@ -61,6 +61,12 @@ class ByCache(TransformersModel):
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """See the base class. Raises its error where the decoder cannot run either way."""
+        if getattr(self.text_config, "attention_type", None) == "block_sparse":
+            raise ModelLoadError(
+                f"{type(self.model).__name__} attends in blocks to long prompts only, to tokens "
+                "behind them too, and a short one turns that off for all later ones; set "
+                "attention_type to 'original_full' in config.json"
+            )
         try:
             return super().layers()
         except ModelLoadError as error:

@@ -160,3 +160,15 @@ def test_padding_that_has_a_position_of_its_own_is_refused() -> None:
     assert model.prompt_inputs([5, 6, 7]) is None
     with pytest.raises(InvalidRequestError, match="padding token 1"):
         model.prompt_inputs([5, 1, 7])
+
+
+def test_attention_that_only_long_prompts_change_is_refused() -> None:
+    sizes = {name: TEXT[name] for name in ("hidden_size", "intermediate_size")}
+    config = hf.BigBirdConfig(
+        vocab_size=99, num_hidden_layers=1, num_attention_heads=4, is_decoder=True, **sizes
+    )
+    config.architectures = ["BigBirdForCausalLM"]
+    with pytest.raises(ModelLoadError, match="original_full"):
+        TextModel.probe(config)
+    config.attention_type = "original_full"
+    assert len(TextModel.probe(config)) == 1
