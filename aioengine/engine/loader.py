@@ -124,13 +124,8 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         read = partial(model_class.load_module, path, hf_config=hf_config, **options)
         name = _verdict_name(model_class, hf_config, config, device, path)
         load_with = partial(_load_model, model_class, config, processor, read, backend)
-        specs = model_class.probe(hf_config)
-        # A class of an architecture's own is right as it is, or wrong.
-        if model_impl == "transformers" and issubclass(model_class, ByCache):
-            by_cache = partial(model_class.probe_by_cache, hf_config)
-            model = _load_either_way(load_with, specs, by_cache, name)
-        else:
-            model = load_with(specs, name)
+        by_kind = model_impl == "transformers"
+        model = _load_either_way(load_with, model_class, hf_config, name, by_kind=by_kind)
         end_load()  # weights move while the rest is loaded
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
@@ -177,25 +172,29 @@ class _TrialError(ModelLoadError):
 
 def _load_either_way(
     load_with: Callable[[Sequence[LayerSpec], str | None], TransformersModel],
-    specs: Sequence[LayerSpec],
-    probe_by_cache: Callable[[], CacheSpecs | None],
+    model_class: type[TransformersModel],
+    hf_config: Any,
     name: str | None,
+    *,
+    by_kind: bool,
 ) -> TransformersModel:
-    """The model on a flat batch, or, where that fails its trial, by its cache: each has a verdict.
+    """The model on a flat batch, or, where one chosen by its kind fails its trial so, by its cache:
+    each way has a verdict. A class of an architecture's own is right as it is, or wrong.
 
     Raises ModelLoadError.
     """
-    other_name = None if name is None else f"{name}-by-cache"
-    if isinstance(specs, CacheSpecs):
+    specs = model_class.probe(hf_config)
+    if not (by_kind and issubclass(model_class, ByCache)) or isinstance(specs, CacheSpecs):
         return load_with(specs, name)
+    other_name = None if name is None else f"{name}-by-cache"
     if other_name is not None and is_kept(other_name):
-        other = probe_by_cache()
+        other = model_class.probe_by_cache(hf_config)
         if other is not None:
             return load_with(other, other_name)
     try:
         return load_with(specs, name)
     except _TrialError:
-        other = probe_by_cache()
+        other = model_class.probe_by_cache(hf_config)
         if other is not None:
             logger.info("it disagrees with its module on a flat batch, and is tried by its cache")
             with suppress(ModelLoadError):
