@@ -89,6 +89,11 @@ _WINDOWED = {
     "qk_rope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM,
 }  # fmt: skip
 
+_INDEXED = {
+    "indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": 6, "indexer_compress_ratio": 2,
+}  # fmt: skip
+
 # By architecture: path in the config -> value; what is not there is added.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "BigBirdForCausalLM": {"attention_type": "original_full"},
@@ -163,6 +168,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "decoder_start_token_id": 1,
     },
     "SpeechEncoderDecoderModel": {"decoder.max_position_embeddings": 1024},
+    # Its checkpoints have an indexer, its own settings do not.
+    "Qwen4ExpForCausalLM": _INDEXED,
+    "Qwen4ExpForConditionalGeneration": {
+        f"text_config.{name}": value for name, value in _INDEXED.items()
+    },
     "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
     "GotOcr2ForConditionalGeneration": {
         # Its processor always writes 256 tokens.

@@ -109,7 +109,12 @@ def build_processor(
         if name in known
     }
     parts |= {name: tokenizer for name in known if name.endswith("_tokenizer")}
-    return without_video(processor_class)(**{**parts, **options.get("processor", {})})
+    try:
+        return without_video(processor_class)(**{**parts, **options.get("processor", {})})
+    except AttributeError as error:
+        if error.obj is not None or "video_processor" not in known:
+            raise
+        raise NeedsTorchvision(f"no video processor without torchvision: {error}") from error
 
 
 def feature_extractor_for(model_type: str, num_mel_bins: int | None) -> Any:
