@@ -73,7 +73,8 @@ class ByCache(TransformersModel):
             try:
                 return self.layers_by_cache()
             except ModelLoadError as other:
-                raise error from other
+                reason = str(error).rstrip(".")
+                raise ModelLoadError(f"{reason}. Nor by its cache: {other}") from other
 
     @classmethod
     def probe_by_cache(cls, hf_config: Any) -> CacheSpecs | None:
