@@ -26,7 +26,7 @@ from aioengine.errors import (
     UnsupportedModalityError,
     trace_of,
 )
-from aioengine.models.by_cache import ByCache
+from aioengine.models.by_cache.model import ByCache
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models.by_cache import ByCache
+from aioengine.models.by_cache.model import ByCache
 from aioengine.models.fusion.trial import is_near, random_rows
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.runtime.probe import LayerSpec

@@ -28,7 +28,8 @@ from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.cpu.library import end_load, end_team
 from aioengine.kernels.grouped import can_group
 from aioengine.kernels.pool import BYTES, PageFormat
-from aioengine.models.by_cache import ByCache, CacheSpecs
+from aioengine.models.by_cache.caches import CacheSpecs
+from aioengine.models.by_cache.model import ByCache
 from aioengine.models.quantization.gguf_weights import kinds_of
 from aioengine.models.quantization.grouped_layers import forget, keep_inputs, rounds_inputs
 from aioengine.models.quantization.rounding import Rounding

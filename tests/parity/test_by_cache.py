@@ -17,7 +17,7 @@ import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError
-from aioengine.models import by_cache
+from aioengine.models.by_cache import calls
 from aioengine.models.text import TextModel
 from tests.parity.families import MAX_TOKENS, TEXT, save_text
 from tests.support.engines import running_engine
@@ -112,7 +112,7 @@ def test_what_is_padded(saved: Saved) -> None:
     folder, _ = saved
     config = hf.AutoConfig.from_pretrained(folder)
     model = TextModel.load(folder, hf_config=config, dtype=torch.float64, device="cpu")
-    slot = getattr(model.decoder(), by_cache._SLOT)
+    slot = getattr(model.decoder(), calls._SLOT)
     assert slot.pads == (config.model_type == "bloom")
 
 

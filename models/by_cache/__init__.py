@@ -1,0 +1,1 @@
+"""Decoders with attention of their own, run by transformers' cache interface over pages."""
