@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    DogeConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     MptConfig,
@@ -215,6 +216,7 @@ def test_caps_that_are_none(field: str, cap: float, tmp_path: Path) -> None:
 def test_the_longest_sequence_that_a_config_allows() -> None:
     assert limit_of(MptConfig(max_seq_len=64)) == 64  # its biases are no longer
     assert limit_of(Phi3Config(max_position_embeddings=32)) == 32
+    assert limit_of(DogeConfig(max_position_embeddings=64, keep_window_size=48)) == 48
     for least in (0, -1):
         with pytest.raises(ModelLoadError, match=f"max_seq_len is {least}"):
             limit_of(MptConfig(max_seq_len=least))
