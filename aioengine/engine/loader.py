@@ -167,12 +167,8 @@ def _choose(hf_config: Any, config: EngineConfig) -> tuple[type[TransformersMode
     return choice.model_class, choice.model_impl
 
 
-class _TrialError(ModelLoadError):
-    """A model does not compute what its module does."""
-
-
 def _load_either_way(
-    load_with: Callable[[Sequence[LayerSpec], str | None], TransformersModel],
+    load_with: Callable[[Sequence[LayerSpec], str | None], TransformersModel | str],
     model_class: type[TransformersModel],
     hf_config: Any,
     name: str | None,
@@ -185,22 +181,29 @@ def _load_either_way(
     Raises ModelLoadError.
     """
     specs = model_class.probe(hf_config)
-    if not (by_kind and issubclass(model_class, ByCache)) or isinstance(specs, CacheSpecs):
-        return load_with(specs, name)
+    can_change = by_kind and not isinstance(specs, CacheSpecs)
     other_name = None if name is None else f"{name}-by-cache"
-    if other_name is not None and is_kept(other_name):
-        other = model_class.probe_by_cache(hf_config)
-        if other is not None:
-            return load_with(other, other_name)
-    try:
-        return load_with(specs, name)
-    except _TrialError:
-        other = model_class.probe_by_cache(hf_config)
-        if other is not None:
-            logger.info("it disagrees with its module on a flat batch, and is tried by its cache")
-            with suppress(ModelLoadError):
-                return load_with(other, other_name)
-        raise
+
+    def load_by_cache() -> TransformersModel | str | None:
+        other = model_class.probe_by_cache(hf_config) if issubclass(model_class, ByCache) else None
+        return None if other is None else load_with(other, other_name)
+
+    found = None
+    if can_change and other_name is not None and is_kept(other_name):
+        found = load_by_cache()
+    found = found or load_with(specs, name)
+    if isinstance(found, str) and can_change:
+        logger.info("it disagrees with its module on a flat batch; by its cache it may not")
+        with suppress(ModelLoadError):
+            other = load_by_cache()
+            found = found if other is None or isinstance(other, str) else other
+    if isinstance(found, str):
+        raise ModelLoadError(
+            f"{model_class.__name__} does not compute what the checkpoint's own module does: "
+            f"{found}. Run this model with transformers, or set check_model=False to use it all "
+            "the same"
+        )
+    return found
 
 
 def _load_model(
@@ -211,8 +214,9 @@ def _load_model(
     backend: AttentionBackend,
     specs: Sequence[LayerSpec],
     name: str | None,
-) -> TransformersModel:
-    """The model around the module that `read` loads, packed, and tried unless it has been before.
+) -> TransformersModel | str:
+    """The model around the module that `read` loads, packed, and tried unless it has been before;
+    or, in words, what it computes otherwise than its module does.
 
     `specs`: its layers; `name`: of the verdict on it; None: every load is tried.
 
@@ -260,10 +264,7 @@ def _load_model(
             return model
         fault = found
         del model, trial
-    raise _TrialError(
-        f"{model_class.__name__} does not compute what the checkpoint's own module does: {fault}. "
-        "Run this model with transformers, or set check_model=False to use it all the same"
-    )
+    return fault
 
 
 def _verdict_name(

@@ -210,9 +210,10 @@ def attach_cache(
 
     `places`: each layer's KV group and index there; `like`: what its embeddings are like.
     """
-    if like.device.type != "cpu":
-        spell_out(decoder)
     kind = type(decoder)
+    # Falcon chooses by the same name in its own code, where biases differ.
+    if like.device.type != "cpu" and getattr(kind, "_supports_attention_backend", False):
+        spell_out(decoder)
     names = frozenset(inspect.signature(kind.forward).parameters)
     numbered = enumerate(zip(specs.entries, places, strict=True))
     layers = {entry: (index, group) for index, (entry, (group, _)) in numbered}
