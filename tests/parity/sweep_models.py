@@ -275,6 +275,7 @@ def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
     names = [*inputs] if hasattr(processor, "tokenizer") else ["input_ids", "attention_mask"]
     given = {name: inputs[name] for name in names}
     counts = any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
+    counts &= not model.config.is_encoder_decoder
     return _continue(model, given["input_ids"]) if counts else greedy(model, given)
 
 
