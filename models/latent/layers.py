@@ -27,7 +27,6 @@ from aioengine.kernels.attention import (
     KeyValue,
     split_by_sequence,
 )
-from aioengine.kernels.dense import dense_attention
 from aioengine.kernels.experts import PackedExperts, pack_experts
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, attach_slot, slot_of
 from aioengine.kernels.pool import BYTES, to_numbers
@@ -141,8 +140,6 @@ class LatentSlot:
         for tokens, part, blocks in parts:
             if blocks is None:
                 out[tokens] = self._attended(query[tokens], pages, part, args)
-            elif _is_plain(part, args, cache):
-                out[tokens] = self._attended_alone(query[tokens], key[tokens], part, args)
             else:
                 expanded = self._expanded(pages[0][blocks], query.dtype)
                 out[tokens] = step.backend.attend(query[tokens], expanded, part, args)
@@ -173,25 +170,6 @@ class LatentSlot:
         if latents.shape[-1] != self.sizes.latent:
             latents = latents[..., : self.sizes.latent]
         return to_values(latents)
-
-    def _attended_alone(
-        self, query: Tensor, rows: Tensor, meta: AttentionMetadata, args: AttentionArgs
-    ) -> Tensor:
-        """Values [T, H, value] of sequences that begin here: a call for those of each length."""
-        latents = rows.transpose(0, 1)[None].tensor_split([self.sizes.latent], dim=-1)
-        key, value = (each[0].transpose(0, 1) for each in expand(self.module, *latents))
-        out = query.new_empty(*query.shape[:2], self.sizes.value)
-        bounds = sorted(split_by_sequence(meta), key=lambda bound: bound[1] - bound[0])
-        for _, same in groupby(bounds, key=lambda bound: bound[1] - bound[0]):
-            chosen = [slice(*bound) for bound in same]
-            tensors = (
-                torch.stack([each[one] for one in chosen]).transpose(1, 2)
-                for each in (query, key, value)
-            )
-            found = dense_attention(*tensors, scale=args.scale, is_causal=True).transpose(1, 2)
-            for one, each in zip(chosen, found, strict=True):
-                out[one] = each
-        return out
 
     def _expanded(self, rows: Tensor, dtype: torch.dtype) -> KeyValue:
         """Keys and values [n, block_size, H, ...] of pages of latents [n, block_size, 1, ...]."""
@@ -295,21 +273,6 @@ def _pays(sizes: LatentSizes, itemsize: int, num_new: int, length: int) -> bool:
     size = length * sizes.heads * (narrow + sizes.turned) * itemsize
     fits = length == num_new or size <= MAX_EXPANDED_BYTES
     return num_new > 1 and fits and saved > (length - num_new) * wide * narrow
-
-
-def _is_plain(meta: AttentionMetadata, args: AttentionArgs, cache: Tensor) -> bool:
-    """Return whether sequences, all of which are expanded, need nothing of the pages, on a device
-    where each launch is dear: they begin here, and see all before them."""
-    longest = max(meta.query_lens)
-    is_bare = args.softcap is None and args.sinks is None and args.distance_bias is None
-    return (
-        cache.device.type != "cpu"
-        and cache.dtype is not BYTES
-        and meta.query_lens == meta.context_lens
-        and meta.block_ids is None
-        and is_bare
-        and (args.window is None or args.window >= longest)
-    )
 
 
 def _cut(meta: AttentionMetadata, first: int, last: int, tokens: slice) -> AttentionMetadata:
