@@ -8,6 +8,7 @@ the largest. Qwen3-VL also gives rows to its decoder's first layers ("DeepStack"
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise, product
@@ -126,18 +127,25 @@ class MRopeModel(GenericModel):
                 )
 
     def _grids_of(self, item: PromptMedia) -> dict[str, Tensor]:
+        """What `get_rope_index` asks for and the item has. Its `target_sizes` are in patches, too,
+        for each crop."""
+        asked = inspect.signature(self.model.model.get_rope_index).parameters
         name = f"{item.modality}_grid_thw"
-        grid = item.features.get(name)
-        if grid is None:
+        if name in asked and name not in item.features:
             raise InvalidRequestError(
                 f"{item.modality} embeddings need {name}, their number of patches in time, height "
                 f"and width: Embeddings(rows, {name}=[[t, h, w]])",
                 parameter=f"{item.modality}s",
             )
-        found = {name: grid.reshape(-1, 3).long()}
-        seconds = item.features.get("second_per_grid_ts")
-        if seconds is not None:
-            found["second_per_grid_ts"] = seconds.reshape(-1)
+        found = {each: item.features[each] for each in asked if each in item.features}
+        if not found:
+            raise InvalidRequestError(
+                f"{item.modality} embeddings do not tell where their rows lie: give the "
+                f"{item.modality} itself",
+                parameter=f"{item.modality}s",
+            )
+        if name in found:
+            found[name] = found[name].reshape(-1, 3).long()
         return found
 
 

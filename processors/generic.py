@@ -156,11 +156,14 @@ class GenericMultiModalProcessor(BaseMultiModalProcessor):
             group, count = mm_items.get(modality), mm_items.get_count(modality)
             if isinstance(group, EmbeddingItems):
                 sizes = [group.get_feature_size(index) for index in range(count)]
-                texts = [self._text_around_rows(modality, size) for size in sizes]
-                token_ids = [self.info.encode(text) for text in texts]
+                alone = [self._text_around_rows(modality, size) for size in sizes]
             else:
                 items = [out_mm_kwargs.get_item(modality, index) for index in range(count)]
-                texts = [bytes(item[contract.text_name].numpy()).decode() for item in items]
+                alone = [bytes(item[contract.text_name].numpy()).decode() for item in items]
+            texts = self.info.number(modality, alone, hf_processor_mm_kwargs)
+            if texts != alone or isinstance(group, EmbeddingItems):
+                token_ids = [self.info.encode(text) for text in texts]
+            else:
                 token_ids = [item[contract.ids_name].tolist() for item in items]
             updates += self._updates_of(modality, texts, token_ids)
         return updates

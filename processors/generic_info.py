@@ -221,10 +221,29 @@ class GenericProcessingInfo(BaseProcessingInfo):
             return [clip.samples for clip in items], rates
         if modality == "video":
             metadata = [_video_metadata(clip.header) for clip in items]
-            # The frames were chosen when the video was decoded.
-            options = {"video_metadata": metadata, "do_sample_frames": False}
+            # The frames were chosen when the video was decoded; their times are written of the
+            # metadata, for which some HF processors do not ask by themselves.
+            options = {
+                "video_metadata": metadata, "do_sample_frames": False, "return_metadata": True,
+            }  # fmt: skip
             return [clip.frames for clip in items], options
         return list(items), {}
+
+    def number(
+        self, modality: str, texts: Sequence[str], mm_kwargs: Mapping[str, Any]
+    ) -> list[str]:
+        """What each item of a prompt becomes, with its number where the HF processor counts them.
+
+        Such a one has `_prepend_local_ids`, and `use_image_id` says whether it is used.
+        """
+        processor, place = self.get_hf_processor(), self.get_placeholder(modality)
+        prepend = getattr(processor, "_prepend_local_ids", None)
+        if prepend is None or not texts:
+            return list(texts)
+        merged = merge_for_hf(processor, mm_kwargs)
+        asked = merged["images_kwargs"].get("use_image_id", merged.get("use_image_id"))
+        counts = processor.default_use_image_id if asked is None else asked
+        return list(prepend([place * len(texts)], list(texts), place) if counts else texts)
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, nothing added."""

@@ -582,6 +582,9 @@ def save_folder(model: Any, processor: Any, folder: Path) -> None:
         part = getattr(processor, name, None)
         saved |= json.loads(part.to_json_string()) if part is not None else {}
     (folder / "preprocessor_config.json").write_text(json.dumps(saved))
+    frames = getattr(processor, "video_processor", None)
+    if frames is not None:
+        (folder / "video_preprocessor_config.json").write_text(frames.to_json_string())
     settings = {
         name: value
         for name, value in processor.to_dict().items()

@@ -80,6 +80,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "Qwen2_5_VLForConditionalGeneration": {"place": QWEN},
     "Qwen2VLForConditionalGeneration": {"place": QWEN},
     "Qwen3VLForConditionalGeneration": {"place": QWEN},
+    # Else the layer that merges patches is one of those that are left out.
+    "MiniCPMV4_6ForConditionalGeneration": {"config": {"insert_layer_id": 1}},
+    "MiniCPMV4_7ForConditionalGeneration": {"config": {"insert_layer_id": 1}},
     "MistralLarge4ForConditionalGeneration": {"make": lambda: pixtral_processor(2)},
     "Mistral4ForCausalLM": {"make": lambda: pixtral_processor(2)},
     "Pix2StructForConditionalGeneration": {

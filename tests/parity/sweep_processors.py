@@ -1,7 +1,7 @@
-"""HF processors of any architecture, made by rule for a tiny model, without files or torchvision.
+"""HF processors of any architecture, made by rule for a tiny model, without files.
 
-The tokenizer has every special token that the processor's source names; an image processor is the
-Pillow variant, with small sizes.
+The tokenizer has every special token that the processor's source names; an image processor is what
+transformers takes here, with small sizes: the Pillow variant where torchvision is missing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import transformers as hf
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
 
 from aioengine.models.runtime.encoding import parts_of, place
 from tests.processors.hf_processors import tokenizer_with, without_video
@@ -54,12 +56,17 @@ def tokenizer_for(processor_class: Any, more: Mapping[str, str]) -> Any:
 
 
 def image_processor_for(model_type: str, patch: int, options: Mapping[str, Any]) -> Any:
-    """The Pillow variant with small images. Raises NeedsTorchvision where there is none."""
+    """One with small images. Raises NeedsTorchvision where there is none."""
     entry = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type)
-    name = entry.get("pil") if isinstance(entry, Mapping) else entry
+    backend = "torchvision" if is_torchvision_available() else "pil"
+    name = entry.get(backend, entry.get("pil")) if isinstance(entry, Mapping) else entry
     if not name or not hasattr(hf, name):
         raise NeedsTorchvision(f"no image processor without torchvision for {model_type}")
-    made = getattr(hf, name)
+    return small(getattr(hf, name), patch, options)
+
+
+def small(made: Any, patch: int, options: Mapping[str, Any]) -> Any:
+    """An image or video processor of the class, with small sizes."""
     usual = made()
     merge = getattr(usual, "merge_size", getattr(usual, "spatial_merge_size", 1)) or 1
     unit, side = patch * merge, patch * SIDE
@@ -73,8 +80,8 @@ def image_processor_for(model_type: str, patch: int, options: Mapping[str, Any])
         elif old:
             edges = {n: v for n, v in dict(old).items() if v}
             counts = max(edges.values()) > _PIXELS
-            small = {"shortest_edge": unit * unit * 2, "longest_edge": unit * unit * 16}
-            found[field] = small if counts else dict.fromkeys(edges, side)
+            limits = {"shortest_edge": unit * unit * 2, "longest_edge": unit * unit * 16}
+            found[field] = limits if counts else dict.fromkeys(edges, side)
     if getattr(usual, "min_pixels", None) and getattr(usual, "max_pixels", None):
         found |= {"min_pixels": unit * unit * 2, "max_pixels": unit * unit * 16}
         found.pop("size", None)
@@ -99,8 +106,10 @@ def build_processor(
             mels = next((each.num_mel_bins for each in listening if _has_mels(each)), None)
             parts[name] = feature_extractor_for(options.get("extractor", config.model_type), mels)
     if "video_processor" in known:
-        parts["video_processor"] = None
-        if len(parts) == 2:  # the tokenizer's companion, and no other medium's
+        parts["video_processor"] = video_processor_for(config.model_type, patch, options)
+        if (
+            len(parts) == 2 and parts["video_processor"] is None
+        ):  # the tokenizer's companion, and no other medium's
             kind = config.model_type
             raise NeedsTorchvision(f"no video processor without torchvision for {kind}")
     parts |= {
@@ -110,11 +119,20 @@ def build_processor(
     }
     parts |= {name: tokenizer for name in known if name.endswith("_tokenizer")}
     try:
-        return without_video(processor_class)(**{**parts, **options.get("processor", {})})
+        made = processor_class if is_torchvision_available() else without_video(processor_class)
+        return made(**{**parts, **options.get("processor", {})})
     except AttributeError as error:
         if error.obj is not None or "video_processor" not in known:
             raise
         raise NeedsTorchvision(f"no video processor without torchvision: {error}") from error
+
+
+def video_processor_for(model_type: str, patch: int, options: Mapping[str, Any]) -> Any:
+    """One with small frames; None where torchvision is missing."""
+    entry = VIDEO_PROCESSOR_MAPPING_NAMES.get(options.get("image_processor", model_type), {})
+    name = entry.get("torchvision") or getattr(options.get("video_processor"), "__name__", "")
+    found = getattr(hf, name, None) if is_torchvision_available() else None
+    return found and small(found, patch, options.get("videos", {}))
 
 
 def feature_extractor_for(model_type: str, num_mel_bins: int | None) -> Any:

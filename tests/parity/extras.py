@@ -1,0 +1,50 @@
+"""torchvision, timm and torchaudio beside a CPU build of torch.
+
+    python tests/parity/extras.py DEST
+
+Their wheels want a CUDA build, and torchvision's Python two of its compiled operators to exist.
+Fetched without what they depend on, with these declared (they stay without a kernel) and without
+torchaudio's library, all that transformers' processors ask of them runs: `PYTHONPATH=DEST`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+WHEELS = ("torchvision==0.28.0", "torchaudio==2.11.0", "timm==1.0.31")
+DECLARED = '''"""Declares the operators that torchvision's Python asks for at its import."""
+
+import importlib.abc
+import sys
+
+
+class _Declare(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            torch._torchvision_declared = library = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                arguments = "Tensor dets, Tensor scores, float iou_threshold"
+                library.define(f"{operator}({arguments}) -> Tensor")
+
+
+sys.meta_path.insert(0, _Declare())
+'''
+
+
+def main(destination: Path) -> None:
+    """Fill the folder, once."""
+    if not (destination / "sitecustomize.py").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        subprocess.run([*command, destination, *WHEELS], check=True)
+        shutil.rmtree(destination / "torchaudio" / "lib")
+        (destination / "sitecustomize.py").write_text(DECLARED)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
