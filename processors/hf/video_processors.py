@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import interpolate, pad, pixel_unshuffle
 from transformers import Glm4vImageProcessorPil, Glm46VImageProcessorPil, Qwen2VLImageProcessorPil
 from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BatchFeature
@@ -28,6 +28,7 @@ from transformers.image_utils import (
     ChannelDimension,
     PILImageResampling,
 )
+from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
 from transformers.models.glm4v import image_processing_pil_glm4v as glm4v
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 from transformers.processing_utils import VideosKwargs
@@ -311,6 +312,65 @@ class VideoLlavaVideoProcessor(LlavaNextVideoVideoProcessor):
     """Video-LLaVA."""
 
 
+class _Gemma4Kwargs(VideosKwargs, total=False):  # type: ignore[misc, call-arg]
+    patch_size: int
+    max_soft_tokens: int
+    pooling_kernel_size: int
+
+
+class Gemma4VideoProcessor(FrameProcessor):
+    """Gemma 4: each frame as many patches as fit, and places without a patch up to the most.
+
+    `pixel_values_videos`, float32 [num_frames of all videos, max_patches, 3 * patch_size ** 2],
+    `video_position_ids`, int64 [as many, max_patches, 2], column and row (-1 where there is none),
+    `num_frames_per_video` and `num_soft_tokens_per_video` (of a frame), int64 [num_videos].
+    """
+
+    image_mean, image_std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    size, num_frames, do_sample_frames = None, 32, True
+    patch_size, max_soft_tokens, pooling_kernel_size = 16, 70, 3
+    valid_kwargs = _Gemma4Kwargs
+    model_input_names = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+
+    def _validate_preprocess_kwargs(self, **kwargs: Any) -> None:
+        super()._validate_preprocess_kwargs(**{**kwargs, "do_resize": False})  # without a `size`
+
+    def _target(self, num_frames: int, frame: torch.Tensor, options: Options) -> tuple[int, int]:
+        return gemma4.get_aspect_ratio_preserving_size(  # type: ignore[no-any-return]
+            *frame.shape[-2:],
+            options["patch_size"],
+            options["max_soft_tokens"] * options["pooling_kernel_size"] ** 2,
+            options["pooling_kernel_size"],
+        )
+
+    def _preprocess(
+        self, videos: Sequence[Array], *, return_tensors: Any = None, **options: Any
+    ) -> Any:
+        if options["max_soft_tokens"] not in gemma4._SUPPORTED_SOFT_TOKENS:
+            allowed = ", ".join(map(str, gemma4._SUPPORTED_SOFT_TOKENS))
+            raise ValueError(f"max_soft_tokens is one of {allowed}")
+        unit, area = options["patch_size"], options["pooling_kernel_size"] ** 2
+        most = options["max_soft_tokens"] * area
+        pixels, places, counts = [], [], []
+        for video in videos:
+            for frame in self._frames(video, options):
+                rows = pixel_unshuffle(frame, unit).unflatten(0, (3, -1))
+                rows = rows.permute(2, 3, 1, 0).reshape(-1, 3 * unit * unit)
+                down, across = (edge // unit for edge in frame.shape[-2:])
+                grid = torch.cartesian_prod(torch.arange(down), torch.arange(across)).flip(-1)
+                free = most - len(rows)
+                pixels.append(pad(rows, (0, 0, 0, free)))
+                places.append(pad(grid, (0, 0, 0, free), value=-1))
+            counts.append(len(rows) // area)
+        data = {
+            "pixel_values_videos": torch.stack(pixels),
+            "video_position_ids": torch.stack(places),
+            "num_frames_per_video": [len(video) for video in videos],
+            "num_soft_tokens_per_video": counts,
+        }
+        return BatchFeature(data, tensor_type=return_tensors)
+
+
 VIDEO_PROCESSORS: Mapping[str, type[FrameProcessor]] = {
     each.__name__: each
     for each in (
@@ -322,6 +382,7 @@ VIDEO_PROCESSORS: Mapping[str, type[FrameProcessor]] = {
         LlavaOnevisionVideoProcessor,
         LlavaNextVideoVideoProcessor,
         VideoLlavaVideoProcessor,
+        Gemma4VideoProcessor,
     )
 }
 """The name of transformers' class -> what gives the same tensors."""
@@ -339,6 +400,7 @@ MODEL_TYPES: Mapping[str, str] = {
         "LlavaOnevisionVideoProcessor": "llava_onevision videoprism",
         "LlavaNextVideoVideoProcessor": "llava_next_video",
         "VideoLlavaVideoProcessor": "video_llava",
+        "Gemma4VideoProcessor": "gemma4",
     }.items()
     for model_type in model_types.split()
 }

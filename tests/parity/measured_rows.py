@@ -157,6 +157,8 @@ ROWS = (
     ),
     Row(module="test_gemma_n4", param="small", fixture="whole", asks=of_gemma4),
     Row(module="test_gemma_n4", param="large", fixture="whole", asks=of_gemma4, budget=70),
+    Row(module="test_gemma4_videos", param="small", fixture="saved"),
+    Row(module="test_gemma4_videos", param="large", fixture="saved", budget=70),
     Row(module="test_listeners", param="whisper", fixture="saved", asks=of_listeners),
     Row(module="test_listeners", param="moonshine", fixture="saved", asks=of_listeners),
     *(

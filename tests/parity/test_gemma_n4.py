@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from transformers.utils import is_torchvision_available
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import EngineError, ModelLoadError, UnsupportedModalityError
@@ -268,9 +269,8 @@ def processor() -> Any:
         image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>",
         audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>",
     )  # fmt: skip
-    image_processor = hf.Gemma4ImageProcessorPil(
-        patch_size=4, max_soft_tokens=70, pooling_kernel_size=2
-    )
+    name = "Gemma4ImageProcessor" + ("" if is_torchvision_available() else "Pil")
+    image_processor = getattr(hf, name)(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
     feature_extractor = hf.Gemma4AudioFeatureExtractor(feature_size=16)
     made = hf_processors.without_video(hf.Gemma4Processor)
     return made(feature_extractor, image_processor, tokenizer, None)

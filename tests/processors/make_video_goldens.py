@@ -119,7 +119,25 @@ def _plain_cases(name: str, settings: Mapping[str, Any]) -> dict[str, Case]:
     }
 
 
+def _gemma_cases(settings: Mapping[str, Any]) -> dict[str, Case]:
+    kept = ("odd", "tall", "wide", "two", "raw", "not-normalised", "not-rescaled", "bilinear")
+    plain = _plain_cases("Gemma4VideoProcessor", settings)
+    more = {
+        "as-they-are": {"shapes": ((2, 48, 40),), "options": {"do_resize": False}},
+        "more-tokens": {"options": {"max_soft_tokens": 140}},
+        "pooled-less": {"options": {"pooling_kernel_size": 1}},
+        "other-mean": {"options": {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5] * 3}},
+        "longer": {"shapes": ((3, 60, 83), (1, 60, 83), (2, 90, 40))},
+    }
+    found = {each: plain[each] for each in (*kept, "defaults")}
+    return found | {
+        name: Case(name="Gemma4VideoProcessor", settings=settings, **each)  # type: ignore[arg-type]
+        for name, each in more.items()
+    }
+
+
 _SHORTEST = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
+_FEW_PATCHES = {"patch_size": 4, "pooling_kernel_size": 2}
 CASES: Mapping[str, Case] = {
     f"{name}/{case}": each
     for name, cases in {
@@ -133,6 +151,7 @@ CASES: Mapping[str, Case] = {
         ),
         "LlavaNextVideoVideoProcessor": _plain_cases("LlavaNextVideoVideoProcessor", _SHORTEST),
         "VideoLlavaVideoProcessor": _plain_cases("VideoLlavaVideoProcessor", _SHORTEST),
+        "Gemma4VideoProcessor": _gemma_cases(_FEW_PATCHES),
     }.items()
     for case, each in cases.items()
 }
@@ -225,6 +244,16 @@ def _video_llava(video_processor: Any) -> Any:
     return _any_video(hf.VideoLlavaProcessor)(images, video_processor, tokenizer, **PATCHES)
 
 
+def _gemma4(video_processor: Any) -> Any:
+    tokenizer = tokenizer_with(
+        image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>",
+        audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>",
+    )  # fmt: skip
+    images = hf.Gemma4ImageProcessorPil(**_FEW_PATCHES)
+    features = hf.Gemma4AudioFeatureExtractor(feature_size=16)
+    return _any_video(hf.Gemma4Processor)(features, images, tokenizer, video_processor)
+
+
 _STRATEGY = {"vision_feature_select_strategy": "full"}
 _PAD = "<|video_pad|>"
 _FRAME, _CLIP = {"size": SMALL}, {"size": VOLUME}
@@ -238,6 +267,7 @@ WHOLES: Mapping[str, Whole] = {
     "llava-onevision": Whole(_onevision, "LlavaOnevisionVideoProcessor", {"size": SQUARE}),
     "llava-next-video": Whole(_next_video, "LlavaNextVideoVideoProcessor", _SHORTEST),
     "video-llava": Whole(_video_llava, "VideoLlavaVideoProcessor", _SHORTEST),
+    "gemma-4": Whole(_gemma4, "Gemma4VideoProcessor", _FEW_PATCHES, "<|video|>"),
 }
 
 
