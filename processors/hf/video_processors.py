@@ -354,9 +354,9 @@ class Gemma4VideoProcessor(FrameProcessor):
         pixels, places, counts = [], [], []
         for video in videos:
             for frame in self._frames(video, options):
-                rows = pixel_unshuffle(frame, unit).unflatten(0, (3, -1))
-                rows = rows.permute(2, 3, 1, 0).reshape(-1, 3 * unit * unit)
                 down, across = (edge // unit for edge in frame.shape[-2:])
+                rows = pixel_unshuffle(frame, unit).reshape(3, -1, down, across)
+                rows = rows.permute(2, 3, 1, 0).reshape(-1, 3 * unit * unit)
                 grid = torch.cartesian_prod(torch.arange(down), torch.arange(across)).flip(-1)
                 free = most - len(rows)
                 pixels.append(pad(rows, (0, 0, 0, free)))
