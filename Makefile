@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 IMAGES := .cache/pillow-images
 REAL := .cache/real
+EXTRAS := .cache/extras
 VERSIONS := .cache/versions
 
 export PYTHONSAFEPATH := 1
@@ -13,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-.PHONY: demo test quick plain-test simulated real-test versions lint wheel clean
+.PHONY: demo test quick plain-test torchvision-test simulated real-test versions lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo
@@ -21,6 +22,7 @@ demo: $(STAMP)
 test: $(STAMP) $(IMAGES)
 	@command -v chromedriver >/dev/null || echo "NO CHROMIUM: THE STATUS PAGE IS NOT TESTED" >&2
 	$(PYTEST)
+	$(MAKE) torchvision-test
 
 quick: $(STAMP)
 	$(PYTEST) -m "not slow"
@@ -28,6 +30,13 @@ quick: $(STAMP)
 # Parity and laws once more, as where no compiler was.
 plain-test: $(STAMP)
 	$(PYTEST) --without-native tests/parity tests/laws
+
+# Processors that need torchvision, and those that do without beside them. The wheels come through the
+# package registry, once; without it the tests are skipped, and say so.
+torchvision-test: $(STAMP)
+	-$(BIN)/python tests/parity/extras.py $(EXTRAS)
+	PYTHONPATH=$(EXTRAS) $(PYTEST) tests/parity/test_with_torchvision.py \
+		tests/parity/test_gemma4_videos.py tests/processors/test_video_processors.py
 
 # Every test of a GPU that asks for no time, on the simulated one, and parts of them in 20 orders of its
 # queues: up to an hour. `make test` runs a chosen part.
