@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "KeyValue",
+    "SeenRows",
     "build_cross_metadata",
     "build_metadata",
     "list_backends",
@@ -74,6 +75,10 @@ class AttentionMetadata:
     `is_causal`: False for cross-attention, where the context is an encoder's output, every token
     sees all of it, and the slots are those of the rows that are new in this step, if any.
 
+    `readers` int64 [n]: the tokens of cross-attention that see anything, in the order of the
+    sequences here, which are runs of tokens that see the same rows; None where all tokens see all
+    rows. `sighted` bool [T], beside it: see `SeenRows`.
+
     `scratch`: what a backend derives from the rest once per step and reuses in every layer.
     """
 
@@ -91,6 +96,8 @@ class AttentionMetadata:
     has_blocks: tuple[bool, ...] = ()
     blocks_in_window: bool = False
     is_causal: bool = True
+    readers: Tensor | None = None
+    sighted: Tensor | None = None
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -108,6 +115,20 @@ class AttentionMetadata:
         if found is None:
             found = self.scratch[key] = make()
         return found
+
+
+class SeenRows(NamedTuple):
+    """Rows [first, first + num_rows) of a sequence's cross-attention, which `num_tokens` tokens in
+    a row see.
+
+    `first` begins a block. `is_sighted`: the model's own mask shows them something; where it shows
+    nothing, some models attend to rows all the same.
+    """
+
+    num_tokens: int
+    first: int
+    num_rows: int
+    is_sighted: bool = True
 
 
 class AttentionArgs(NamedTuple):
@@ -212,7 +233,10 @@ def stage_metadata(
         all_ids = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
         flat_ids = buffer.put(torch.cat(all_ids), torch.int32)
     shifts = [0] * len(ends) if stored is None else map(int, stored)
-    new = [(low + by, high + by) for low, high, by in zip(starts, ends, shifts, strict=True)]
+    new = [
+        (table, low + by, high + by)
+        for table, low, high, by in zip(block_tables, starts, ends, shifts, strict=True)
+    ]
     return _staged(
         buffer,
         block_size,
@@ -234,17 +258,49 @@ def stage_cross_metadata(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     is_new: Sequence[bool],
+    seen: Sequence[Sequence[SeenRows]] | None = None,
 ) -> Callable[[], AttentionMetadata]:
     """Stage cross-attention: sequence i's tokens see `context_lens[i]` rows.
 
     `block_tables[i]` names the blocks of these rows, which this step writes where `is_new[i]`.
+    `seen[i]`: what the sequence's tokens see, in their order; None: all of them see all rows.
     """
     assert len(block_tables) == len(query_lens) == len(context_lens) == len(is_new)
     assert all(
-        len(row) * block_size >= n > 0 for row, n in zip(block_tables, context_lens, strict=True)
+        len(row) * block_size >= n for row, n in zip(block_tables, context_lens, strict=True)
     )
-    new = [(0, n if writes else 0) for n, writes in zip(context_lens, is_new, strict=True)]
-    return _staged(buffer, block_size, block_tables, query_lens, context_lens, new, is_causal=False)
+    new = [
+        (table, 0, n if writes else 0)
+        for table, n, writes in zip(block_tables, context_lens, is_new, strict=True)
+    ]
+    if seen is None:
+        assert all(n > 0 for n in context_lens)
+        return _staged(
+            buffer, block_size, block_tables, query_lens, context_lens, new, is_causal=False
+        )
+    runs = []
+    base = 0
+    for table, part in zip(block_tables, seen, strict=True):
+        for run in part:
+            assert run.first % block_size == 0
+            if run.num_rows:
+                runs.append((run, base, table[run.first // block_size :]))
+            base += run.num_tokens
+    assert base == sum(query_lens)
+    runs.sort(key=lambda each: each[0].num_tokens > 1)  # single tokens are one batch
+    readers = chain.from_iterable(range(at, at + run.num_tokens) for run, at, _ in runs)
+    sighted = [run.is_sighted for part in seen for run in part for _ in range(run.num_tokens)]
+    return _staged(
+        buffer,
+        block_size,
+        [table for *_, table in runs],
+        [run.num_tokens for run, *_ in runs],
+        [run.num_rows for run, *_ in runs],
+        new,
+        readers=buffer.put([*readers], torch.int64),
+        sighted=buffer.put(sighted, torch.bool),
+        is_causal=False,
+    )
 
 
 def _staged(
@@ -253,20 +309,24 @@ def _staged(
     block_tables: Sequence[Sequence[int]],
     query_lens: Sequence[int],
     context_lens: Sequence[int],
-    new: Sequence[tuple[int, int]],
+    new: Sequence[tuple[Sequence[int], int, int]],
     *,
     block_ids: Staged | None = None,
+    readers: Staged | None = None,
+    sighted: Staged | None = None,
     **others: Any,
 ) -> Callable[[], AttentionMetadata]:
-    """Stage the tensors of metadata. `new`: positions [start, end) of each sequence's writes."""
+    """Stage the tensors of metadata. `new`: blocks, and positions [start, end) in them, of each
+    sequence's writes."""
     blocks_used = [-(-length // block_size) for length in context_lens]
     width = max(blocks_used, default=0)
     table: list[int] = []
     slot_blocks: list[int] = []
     slot_offsets: list[int] = []
-    for blocks, used, (start, end) in zip(block_tables, blocks_used, new, strict=True):
+    for blocks, used in zip(block_tables, blocks_used, strict=True):
         table += blocks[:used]
         table += [0] * (width - used)
+    for blocks, start, end in new:
         for index in range(start // block_size, -(-end // block_size)):
             first = max(start - index * block_size, 0)
             last = min(end - index * block_size, block_size)
@@ -291,6 +351,8 @@ def _staged(
             num_decodes=num_decodes,
             block_size=block_size,
             block_ids=None if block_ids is None else block_ids.tensor,
+            readers=None if readers is None else readers.tensor,
+            sighted=None if sighted is None else sighted.tensor,
             **others,
         )
 

@@ -93,6 +93,7 @@ class LayerSlot:
 
         Where the pages are another layer's, that has run before and has written the same.
         Where a layer of cross-attention has nothing new, what it is given stands for nothing.
+        Tokens that see nothing of an encoder's are given zeros.
         """
         step = self.holder.current
         assert step is not None, "an attention layer was called outside a step"
@@ -100,7 +101,16 @@ class LayerSlot:
         if self.distance_bias is not None:
             args = args._replace(distance_bias=self.distance_bias)
         new = (key, value) if self.stores and meta.slot_blocks.shape[0] else None
-        return step.backend.attend(query, step.caches[self.layer], meta, args, new=new)
+        pages = step.caches[self.layer]
+        if meta.readers is None:
+            return step.backend.attend(query, pages, meta, args, new=new)
+        found = query.new_zeros(*query.shape[:2], value.shape[-1])
+        if meta.query_lens:
+            reading = query[meta.readers]
+            found[meta.readers] = step.backend.attend(reading, pages, meta, args, new=new)
+        elif new is not None:
+            step.backend.write_kv(new, pages, meta)
+        return found
 
 
 def attach_slot(module: nn.Module, slot: Slot | None) -> None:

@@ -166,11 +166,15 @@ class BaseMultiModalProcessor(ABC):
                 parameter="prompt",
             ) from None
         adds_special = add_special_tokens and self.adds_special_tokens
-        written = self.text_prefix + text if adds_special else text
+        written = self.write(text) if adds_special else text
         encoding = self.info.get_tokenizer()(
             written, add_special_tokens=adds_special, verbose=False
         )
         return list(encoding["input_ids"])
+
+    def write(self, text: str) -> str:
+        """The text with what the HF processor writes beside its placeholders."""
+        return self.text_prefix + text
 
     def layout(
         self,

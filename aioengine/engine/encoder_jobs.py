@@ -122,9 +122,13 @@ class EncoderJobs:
     async def _features_of(self, state: RequestState, media: IdentifiedMedia) -> Mapping[str, Any]:
         if not isinstance(media.source, EncoderInput):
             return await self._pipeline.features(media, state.layout, state.request_id)
+        parts = [await self._features_of(state, part) for part in media.source.media]
         features: dict[str, Any] = {}
-        for part in media.source.media:
-            features |= await self._features_of(state, part)
+        if media.source.are_apart:
+            features["media"] = parts
+        else:
+            for part in parts:
+                features |= part
         return {**features, **media.source.features}  # of one name, the engine's own is meant
 
     def _decoding_failed(

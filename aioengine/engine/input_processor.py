@@ -35,7 +35,7 @@ from aioengine.media_pipeline.items import (
     ProcessorOptions,
 )
 from aioengine.media_pipeline.pipeline import MediaPipeline
-from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.models.runtime.interfaces import PromptMedia, PromptMemory
 from aioengine.processors.cache.hasher import item_key
 from aioengine.processors.chat import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
@@ -229,6 +229,9 @@ class InputProcessor:
             prompt_media.sort(key=lambda item: item.span.offset)
             inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
         self._check_ids(prompt_token_ids, core_items, half_name("decoder", halves.decoder))
+        if inputs is not None and inputs.memory is not None:
+            encoder = self._memory_item(state, inputs.memory, options, cache_salt)
+            core_items = []
         known = {
             "prompt_token_ids": prompt_token_ids,
             "items": tuple(core_items),
@@ -319,6 +322,31 @@ class InputProcessor:
         state.media = (*state.media, media)
         name = parameter if state.num_encoder_tokens else name
         return Item(key, modality, Span(0, num_rows), num_rows * self._loaded.row_bytes, name)
+
+    def _memory_item(
+        self,
+        state: RequestState,
+        memory: PromptMemory,
+        options: ProcessorOptions,
+        cache_salt: str | None,
+    ) -> Item:
+        """Build one item of all media of a prompt, which cross-attention reads.
+
+        Its features are `media`, those of each medium, and `index` int64 [rows].
+        """
+        first = state.media[0]
+        key = item_key(
+            model_id=self._loaded.layout_processor.info.model_id,
+            modality=f"memory {first.modality}",
+            options=options.digest,
+            identity=[memory.index.numpy().tobytes(), [media.key for media in state.media]],
+            cache_salt=cache_salt,
+        )
+        source = EncoderInput({"index": memory.index}, state.media, are_apart=True)
+        media = IdentifiedMedia(first.modality, 0, first.parameter, key, None, source, options)
+        state.media = (*state.media, media)
+        num_bytes = memory.num_rows * self._loaded.row_bytes
+        return Item(key, first.modality, Span(0, memory.num_rows), num_bytes, first.parameter)
 
     def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
         if not params.detokenize:

@@ -35,7 +35,7 @@ from aioengine.models.quantization.grouped_layers import forget, keep_inputs, ro
 from aioengine.models.quantization.rounding import Rounding
 from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.gguf_folder import GgufFolder, open_gguf
-from aioengine.models.runtime.interfaces import SupportsEncoderDecoder
+from aioengine.models.runtime.interfaces import ReadsMedia, SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
 from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.registry import choose
@@ -339,6 +339,9 @@ def _sizes(
     max_encoder_len = model.max_encoder_len if isinstance(model, SupportsEncoderDecoder) else 0
     if isinstance(processor, EncDecMultiModalProcessor) and processor.prompt_half == "decoder":
         max_encoder_len = largest or max_encoder_len  # its encoder reads nothing but media
+    if isinstance(model, ReadsMedia):
+        most = processor.info.get_allowed_mm_limits().values()
+        max_encoder_len = model.most_memory_rows(max(each or 0 for each in most), config.block_size)
     return ModelSizes(
         kv_groups=model.kv_groups,
         itemsize=model.dtype.itemsize,

@@ -17,15 +17,10 @@ from torch import Tensor
 
 from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
 from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.execution.attention_steps import stage_attention
 from aioengine.execution.decode_steps import DecodeSteps, find_decode_steps
 from aioengine.execution.state_steps import stage_states
-from aioengine.kernels.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    select_backend,
-    stage_cross_metadata,
-    stage_metadata,
-)
+from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
 from aioengine.kernels.staging import Staged, StepBuffer
 from aioengine.kernels.transfer import to_host
@@ -132,7 +127,7 @@ class ModelRunner:
         starts = [s.start for s in sequences]
         ends = [s.end for s in sequences]
         embed = self._stage_tokens(sequences)
-        metadata = self._stage_metadata(sequences, starts, ends)
+        metadata = stage_attention(self.model, self._limits, self._buffer, sequences)
         states = None
         if self._states is not None:
             states = stage_states(self._states, self._buffer, sequences)
@@ -256,36 +251,6 @@ class ModelRunner:
             parameter="item",
             value=shape,
         )
-
-    def _stage_metadata(
-        self, sequences: Sequence[SequencePlan], starts: Sequence[int], ends: Sequence[int]
-    ) -> list[Callable[[], AttentionMetadata]]:
-        blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
-        own = [
-            stage_metadata(
-                self._buffer,
-                block_size=self._limits.block_size,
-                block_tables=[s.block_tables[group] for s in sequences],
-                starts=starts,
-                ends=ends,
-                stored=[s.is_stored for s in sequences],
-                block_ids=blocks if self.model.sees_blocks(group) else None,
-                blocks_in_window=self.model.blocks_in_window,
-            )
-            for group in range(self._limits.num_groups)
-        ]
-        cross = [
-            stage_cross_metadata(
-                self._buffer,
-                block_size=self._limits.block_size,
-                block_tables=[s.cross_tables[group] for s in sequences],
-                query_lens=[s.end - s.start for s in sequences],
-                context_lens=[s.num_encoder_rows for s in sequences],
-                is_new=[s.encoder_key is not None for s in sequences],
-            )
-            for group in range(self._limits.num_cross_groups)
-        ]
-        return own + cross
 
     def _stage_tokens(self, sequences: Sequence[SequencePlan]) -> Callable[[], Tensor]:
         """Stage the step's tokens; what is returned gives their embeddings [T, hidden], encoder

@@ -42,6 +42,12 @@ class Reference:
         return logits[:num_rows], noise[:num_rows]
 
     @property
+    def num_encoder_rows(self) -> int:
+        """Rows that cross-attention reads."""
+        memory = None if self.inputs is None else self.inputs.memory
+        return self.prompt.num_encoder_rows if memory is None else memory.num_rows
+
+    @property
     def chunks(self) -> list[tuple[int, int]]:
         """The positions [start, end) of each step."""
         return list(pairwise(self.bounds))
@@ -89,6 +95,10 @@ def _encode(runner: ModelRunner, reference: Reference, name: str) -> None:
     work: list[tuple[int, Any]] = [(item.span.num_rows, item.features) for item in whole.items]
     if whole.encoder is not None:
         work = [(prompt.num_encoder_rows, whole.encoder)]
+    memory = None if reference.inputs is None else reference.inputs.memory
+    if memory is not None:
+        media = [item.features for item in whole.items]
+        work = [(memory.num_rows, {"media": media, "index": memory.index})]
     for num_rows, features in work:
         plan = EncodePlan(prompt.modality, (name,), (num_rows,), ())
         ((_, error),) = runner.encode(plan, [features])
@@ -106,7 +116,7 @@ class _Tables:
         num_cross = sum(group.kind == "cross" for group in model.kv_groups)
         num_own = len(model.kv_groups) - num_cross
         own = [-(-each.bounds[-1] // block_size) for each in references]
-        cross = [-(-each.prompt.num_encoder_rows // block_size) for each in references]
+        cross = [-(-each.num_encoder_rows // block_size) for each in references]
         total = sum(own) * num_own + sum(cross) * num_cross
         blocks = iter(random.Random(0).sample(range(total), total))
 
@@ -125,7 +135,7 @@ class _Tables:
             num_groups=num_own,
             num_cross_groups=num_cross,
             num_states=len(references),
-            max_encoder_len=max(reference.prompt.num_encoder_rows for reference in references),
+            max_encoder_len=max(each.num_encoder_rows for each in references),
         )
 
     def sequence(self, number: int, start: int, end: int) -> SequencePlan:
@@ -134,10 +144,10 @@ class _Tables:
         whole = reference.prompt.whole
         rows = tuple(
             RowSlice(str(number), position - start, row, length)
-            for item in whole.items
+            for item in (() if reference.num_encoder_rows else whole.items)
             for position, row, length in item.span.row_runs(start, end)
         )
-        is_first = start == 0 and whole.encoder is not None
+        is_first = start == 0 and reference.num_encoder_rows > 0
         return SequencePlan(
             request_id=str(number),
             epoch=0,
@@ -150,7 +160,7 @@ class _Tables:
             output_index=0,
             inputs=reference.inputs,
             cross_tables=self._cross[number],
-            num_encoder_rows=reference.prompt.num_encoder_rows,
+            num_encoder_rows=reference.num_encoder_rows,
             encoder_key=str(number) if is_first else None,
             state=number,
         )

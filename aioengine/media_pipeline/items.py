@@ -71,10 +71,14 @@ class IdentifiedMedia:
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """Input of an encoder-decoder model's encoder: features of its own, and those of media."""
+    """Input of an encoder for cross-attention: features of its own, and those of media.
+
+    `are_apart`: these are a list of each medium's, `media`, and not among the others.
+    """
 
     features: Mapping[str, Any]
     media: tuple[IdentifiedMedia, ...]
+    are_apart: bool = False
 
     @property
     def may_change(self) -> bool:

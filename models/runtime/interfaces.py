@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from aioengine.kernels.attention import SeenRows
 from aioengine.types import Span
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "NestedTensors",
     "PromptInputs",
     "PromptMedia",
+    "PromptMemory",
+    "ReadsMedia",
     "SupportsEncoderDecoder",
     "SupportsMultiModal",
     "cut_positions",
@@ -54,15 +57,45 @@ class PromptMedia:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptMemory:
+    """What cross-attention reads of a prompt's media, and what of it each token sees.
+
+    `index` int64 [R]: of all rows of the media, one medium after the other, those that are read, in
+    the order in which they are kept; one may stand there twice, or fill a gap. `runs`: (end, what
+    the tokens up to there see); the last counts for all that follow.
+    """
+
+    index: Tensor
+    runs: tuple[tuple[int, SeenRows], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """R, gaps included."""
+        return len(self.index)
+
+    def seen_at(self, start: int, end: int) -> list[SeenRows]:
+        """What positions [start, end) see, which may lie beyond the prompt, in their order."""
+        found = []
+        for index, (stop, run) in enumerate(self.runs):
+            last = end if index == len(self.runs) - 1 else min(stop, end)
+            if start < last:
+                found.append(run._replace(num_tokens=last - start))
+                start = last
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptInputs:
     """Values that a model computes of a prompt once, for all of its steps. On the CPU.
 
     `positions`: position ids [L] or [3, L], and what a later token's index is off by; None where a
     token's position is its index. `block_ids` int32 [L]: see `AttentionMetadata`.
+    `memory`: of a model whose cross-attention reads media; None for a prompt without any.
     """
 
     positions: tuple[Tensor, int] | None = None
     block_ids: Tensor | None = None
+    memory: PromptMemory | None = None
 
     @property
     def bidirectional(self) -> tuple[tuple[int, int], ...]:
@@ -132,6 +165,19 @@ class SupportsEncoderDecoder(Protocol):
     @abstractmethod
     def memory(self, items: Sequence[Tensor]) -> Tensor | None:
         """The rows of `items`, [length, dim] each, as the decoder is given them in a step."""
+
+
+@runtime_checkable
+class ReadsMedia(Protocol):
+    """A causal model with layers of cross-attention that read a prompt's media.
+
+    `prompt_inputs` says what each token of a prompt with media sees (`PromptMemory`); `encode` is
+    given an item of all media of a prompt: their features as `media`, and the memory's `index`.
+    """
+
+    @abstractmethod
+    def most_memory_rows(self, num_items: int, block_size: int) -> int:
+        """Rows that the memory of so many items may take."""
 
 
 def flatten_embeddings(embeddings: NestedTensors) -> Tensor:

@@ -191,6 +191,8 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
         method = getattr(each, f"get_{name}_features", None)
         if method is not None:
             encoders.setdefault(name, method)
+    if _takes(hf_class.forward, "cross_attention_mask") and not encoders:
+        return _imported("encdec.gated_cross.TiledMemoryModel")
     obstacle = _find_obstacle(hf_config, hf_class, encoders)
     if obstacle is not None:
         raise _refused(hf_class, obstacle)

@@ -138,6 +138,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # Of both parts of a head.
     "Mistral4ForCausalLM": {"head_dim": 2 * HEAD_DIM, "text_config.head_dim": 2 * HEAD_DIM},
+    "MllamaForConditionalGeneration": {
+        "text_config.cross_attention_layers": [1], "vision_config.num_global_layers": 2,
+        # Of the last layer and of two before it.
+        "vision_config.intermediate_layers_indices": [0, 2], "vision_config.vision_output_dim": 192,
+    },
     # Of three colours in a patch.
     "Pix2StructForConditionalGeneration": {"vision_config.patch_embed_hidden_size": 768},
     "HunYuanVLForConditionalGeneration": {"text_config.head_dim": HEAD_DIM},
