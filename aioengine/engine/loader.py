@@ -150,7 +150,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
         suppress=_suppressed(model, eos_token_ids),
         begin_suppress=_token_ids(model, "begin_suppress_tokens"),
         row_bytes=model.row_size * model.dtype.itemsize,
-        num_embeddings=int(model.model.get_input_embeddings().weight.shape[0]),
+        num_embeddings=_num_embeddings(model),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
         folder=folder,
@@ -379,6 +379,12 @@ def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
         if found is not None:
             return frozenset([found] if isinstance(found, int) else found)
     return frozenset()
+
+
+def _num_embeddings(model: TransformersModel) -> int:
+    """Token ids that have an embedding; of some, those of added tokens are a table of their own."""
+    table = model.model.get_input_embeddings()
+    return int(table.weight.shape[0]) + int(getattr(table, "num_additional_embeddings", 0))
 
 
 def _suppressed(model: TransformersModel, eos_token_ids: frozenset[int]) -> tuple[int, ...]:

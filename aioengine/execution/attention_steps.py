@@ -62,7 +62,7 @@ def _memory_of(s: SequencePlan) -> PromptMemory | None:
 
 
 def _seen_rows(s: SequencePlan) -> list[SeenRows]:
-    """What a sequence's tokens see of an encoder's rows, in their order."""
+    """Return runs of a sequence's tokens, in order, with the encoder's rows that each sees."""
     memory = _memory_of(s)
     if memory is not None:
         return memory.seen_at(s.start, s.end)

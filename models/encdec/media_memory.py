@@ -25,20 +25,33 @@ from aioengine.models.runtime.probe import NUM_PROBE_ROWS
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
+from aioengine.processors.info import BaseProcessingInfo
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["MediaMemoryInfo", "MediaMemoryModel", "MediaMemoryProcessor", "lay_out_memory"]
+__all__ = [
+    "MediaMemoryInfo",
+    "MediaMemoryModel",
+    "MediaMemoryProcessor",
+    "SetAside",
+    "lay_out_memory",
+    "no_embeddings",
+]
 
 _USUAL_COUNT = 4
 """Images that a prompt may have where nothing is said: there must be blocks for all of them."""
 
 
-class MediaMemoryInfo(GenericProcessingInfo):
-    """As many images as `limit_mm_per_prompt` says, as memory for these is set aside."""
+class SetAside(BaseProcessingInfo):
+    """A limit for the images of a prompt, `limit_mm_per_prompt` or a few: memory for them is set
+    aside."""
 
     def get_allowed_mm_limits(self) -> dict[str, int | None]:
         allowed = super().get_allowed_mm_limits()
         return {name: _USUAL_COUNT if most is None else most for name, most in allowed.items()}
+
+
+class MediaMemoryInfo(SetAside, GenericProcessingInfo):
+    """An HF processor that says what an image's placeholder becomes: one token."""
 
 
 class MediaMemoryProcessor(GenericMultiModalProcessor):
@@ -54,11 +67,16 @@ class MediaMemoryProcessor(GenericMultiModalProcessor):
         return str(written)
 
     def _text_around_rows(self, modality: str, num_rows: int) -> str:
-        raise UnsupportedModalityError(
-            f"the model takes no {modality} embeddings: it reads parts of an image, which rows "
-            "alone do not tell",
-            parameter=f"{modality}s",
-        )
+        raise no_embeddings(modality)
+
+
+def no_embeddings(modality: str) -> UnsupportedModalityError:
+    """The refusal of rows that were computed elsewhere."""
+    return UnsupportedModalityError(
+        f"the model takes no {modality} embeddings: what each token reads of a prompt's media is "
+        f"laid out with their encoder's rows; give the {modality} itself",
+        parameter=f"{modality}s",
+    )
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -83,7 +101,7 @@ class MediaMemoryModel(TransformersModel):
 
     @abstractmethod
     def media_mask(self, token_ids: Sequence[int], items: Sequence[PromptMedia]) -> Tensor:
-        """What each token sees, bool [L, pieces of all items]."""
+        """Compute what each token is shown, bool [L, pieces of all items]."""
 
     @abstractmethod
     def encode_media(self, **features: Tensor) -> Tensor:
@@ -196,7 +214,7 @@ def _place(
     piece_rows: int,
     block_size: int,
 ) -> int:
-    """Where a run of pieces begins, in rows: among those of `kept`, or behind them."""
+    """Find where a run of pieces begins, in rows: among those of `kept`, or put behind these."""
     if not pieces:
         return 0
     end = 0

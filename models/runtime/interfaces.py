@@ -58,7 +58,7 @@ class PromptMedia:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMemory:
-    """What cross-attention reads of a prompt's media, and what of it each token sees.
+    """Rows that cross-attention reads of a prompt's media, and which of them each token sees.
 
     `index` int64 [R]: of all rows of the media, one medium after the other, those that are read, in
     the order in which they are kept; one may stand there twice, or fill a gap. `runs`: (end, what
@@ -74,7 +74,8 @@ class PromptMemory:
         return len(self.index)
 
     def seen_at(self, start: int, end: int) -> list[SeenRows]:
-        """What positions [start, end) see, which may lie beyond the prompt, in their order."""
+        """Return runs of positions [start, end), which may lie beyond the prompt, with what they
+        see."""
         found = []
         for index, (stop, run) in enumerate(self.runs):
             last = end if index == len(self.runs) - 1 else min(stop, end)

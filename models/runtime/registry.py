@@ -83,6 +83,11 @@ _IMAGE_INPUTS = ("pixel_values", "flattened_patches")
 """What classes call an image, where it is all that an encoder reads."""
 _MEDIA_CONFIGS = ("vision_config", "audio_config", "codec_config")
 _AUDIO_INPUTS = ("input_features", "input_values", "inputs")
+_MEDIA_READERS = {
+    "cross_attention_mask": "TiledMemoryModel",
+    "image_attention_mask": "LastImageModel",
+}
+"""What classes call the mask of gated cross-attention to images -> the class of such models."""
 _YOURS = "One of yours can be added with aioengine.models.register_model"
 _SHIPPED = {name: place for place, names in _FAMILIES.items() for name in names.split()}
 
@@ -191,8 +196,10 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
         method = getattr(each, f"get_{name}_features", None)
         if method is not None:
             encoders.setdefault(name, method)
-    if _takes(hf_class.forward, "cross_attention_mask") and not encoders:
-        return _imported("encdec.gated_cross.TiledMemoryModel")
+    if getattr(hf_config, "vision_config", None) and not encoders:
+        for mask, reader in _MEDIA_READERS.items():
+            if _takes(hf_class.forward, mask):
+                return _imported(f"encdec.gated_cross.{reader}")
     obstacle = _find_obstacle(hf_config, hf_class, encoders)
     if obstacle is not None:
         raise _refused(hf_class, obstacle)

@@ -62,6 +62,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "Granite4VisionForConditionalGeneration": {"processor": {"downsample_rate": "1/2"}},
     "AyaVisionForConditionalGeneration": {"processor": {"downsample_factor": 2}},
+    "IdeficsForVisionText2Text": {"place": "<image>", "tokens": {"image_token": "<image>"}},
     "Idefics2ForConditionalGeneration": {"processor": {"image_seq_len": 4}},
     "Ovis2ForConditionalGeneration": {
         "images": {"crop_to_patches": True, "max_patches": 4},
@@ -274,12 +275,23 @@ def _generate(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:
         media["return_mm_token_type_ids"] = True
     if model.main_input_name in ("pixel_values", "flattened_patches") and _is_encdec(model):
         return _write(model, processor, prompt)
-    inputs = processor(text=prompt.text, **media, return_tensors="pt")
+    if type(processor).__name__.startswith("IdeficsProcessor"):
+        inputs = processor(text=[in_turns(prompt)], return_tensors="pt")
+    else:
+        inputs = processor(text=prompt.text, **media, return_tensors="pt")
     names = [*inputs] if hasattr(processor, "tokenizer") else ["input_ids", "attention_mask"]
     given = {name: inputs[name] for name in names}
     counts = any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
     counts &= not model.config.is_encoder_decoder
     return _continue(model, given["input_ids"]) if counts else greedy(model, given)
+
+
+def in_turns(prompt: Prompt) -> list[Any]:
+    """A text and the images in it, one after the other."""
+    first, *others = prompt.text.split("<image>")
+    images = iter(prompt.media.get("images", ()))
+    found = [first, *(each for text in others for each in (next(images), text))]
+    return [each for each in found if not isinstance(each, str) or each]
 
 
 def _transcribe(model: Any, processor: Any, prompt: Prompt) -> tuple[int, ...]:

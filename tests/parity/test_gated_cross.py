@@ -1,0 +1,281 @@
+"""Decoders with gated cross-attention to a prompt's images: tokens, caches, the trial at load.
+
+Weights are drawn, gates too: as they are made they are zero, and nothing of an image would show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
+from aioengine.errors import ModelLoadError, UnsupportedModalityError
+from aioengine.models.encdec import media_memory
+from aioengine.models.encdec.gated_cross import LastImageModel, TiledMemoryModel
+from tests.parity.families import MAX_TOKENS, greedy, save_folder
+from tests.parity.sweep import SPREADS, make
+from tests.parity.sweep_models import Prompt as Asked
+from tests.parity.sweep_models import draw, in_turns
+from tests.support.engines import settled
+from tests.support.tiny import tiny_image
+
+TILED, LAST = "MllamaForConditionalGeneration", "IdeficsForVisionText2Text"
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+SIZES = ((80, 60), (60, 120), (112, 112), (30, 130))
+# A text with a star for each image, and which images these are.
+ASKED = (
+    ("USER: *\nWhat is it? ASSISTANT:", (0,)),
+    ("USER: *\nWhat is it? ASSISTANT:", (1,)),
+    ("USER: *\nWhat is it? ASSISTANT:", (2,)),
+    ("USER: *\nWhat is it? ASSISTANT:", (3,)),
+    ("*Tell of it", (1,)),
+    ("tell a story", ()),
+    ("**", (0, 1)),
+    ("First ** then * now", (0, 1, 3)),
+    ("First * then ** now", (1, 3, 0)),
+    ("First * then ** now", (1, 3, 2)),
+    ("a * b * c * d", (2, 2, 1)),
+    ("What is it? *", (2,)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Saved:
+    folder: Path
+    place: str
+    expected: Sequence[tuple[int, ...]]
+
+    def prompts(self) -> list[Prompt]:
+        return [self.prompt(text, chosen) for text, chosen in ASKED]
+
+    def prompt(self, text: str, chosen: Sequence[int], **more: Any) -> Prompt:
+        media = {"image": images(chosen)} if chosen else {}
+        return Prompt(text=text.replace("*", self.place), media=media, **more)
+
+
+def images(chosen: Sequence[int]) -> list[Any]:
+    return [tiny_image(index).resize(SIZES[index]) for index in chosen]
+
+
+def tiled() -> tuple[Any, Any]:
+    model, processor, _ = make(TILED)
+    return model, processor
+
+
+def last_image() -> tuple[Any, Any]:
+    model, processor, _ = make(LAST)
+    return model, processor
+
+
+def resampled() -> tuple[Any, Any]:
+    """With what checkpoints have: a resampler, tokens of a second table, fewer cross layers."""
+    model, processor, _ = make(LAST)
+    config = copy.deepcopy(model.config)
+    added = 8
+    config.additional_vocab_size, config.vocab_size = added, config.vocab_size - added
+    config.use_resampler, config.qk_layer_norms, config.cross_layer_interval = True, True, 2
+    config.alpha_type, config.perceiver_config.resampler_n_latents = "vector", 6
+    with torch.random.fork_rng(devices=[]):
+        return type(model)(config), processor
+
+
+def inputs_of(processor: Any, text: str, chosen: Sequence[int], place: str) -> Any:
+    written = text.replace("*", place)
+    if hasattr(processor, "image_token"):
+        given = {"images": images(chosen)} if chosen else {}
+        return processor(text=written, **given, return_tensors="pt")
+    turns = in_turns(Asked(written, {"images": images(chosen)}))
+    return processor(text=[turns], return_tensors="pt")
+
+
+MODELS = {"tiled": tiled, "last": last_image, "resampled": resampled}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param)
+    model, processor = MODELS[request.param]()
+    place = getattr(processor, "image_token", "<image>")
+    for spread in SPREADS:
+        draw(model, spread)
+        with torch.no_grad():
+            for name, gate in model.named_parameters():
+                if name.endswith(("_gate", "alpha_cross_attn", "alpha_dense")):
+                    gate.copy_(gate.sign() + gate)
+        with torch.inference_mode():
+            expected = [greedy(model, inputs_of(processor, *asked, place)) for asked in ASKED]
+        if are_told_apart(expected):
+            break
+    save_folder(model, processor, folder)
+    return Saved(folder, place, expected)
+
+
+def are_told_apart(expected: Sequence[tuple[int, ...]]) -> bool:
+    """Else equal tokens would prove nothing: other images, other answers to the same text."""
+    enough = len(set(expected)) >= len(ASKED) - 1 and len(set(expected[:4])) == 4
+    return enough and expected[8] != expected[9]
+
+
+def options(**more: Any) -> dict[str, Any]:
+    sizes = {"device": "cpu", "block_size": 4, "kv_cache_bytes": 64 << 20, "max_model_len": 80}
+    return {**sizes, **more}
+
+
+engine_of = partial(AsyncEngine.from_pretrained)
+
+
+async def check_all(engine: AsyncEngine, saved: Saved) -> None:
+    outputs = await asyncio.gather(*(engine.generate(p, PARAMS) for p in saved.prompts()))
+    assert [output.token_ids for output in outputs] == list(saved.expected)
+
+
+def test_the_cases_differ(saved: Saved) -> None:
+    assert are_told_apart(saved.expected)
+
+
+@pytest.mark.parametrize("budget", [64, 13, 5, 1])
+async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
+    async with engine_of(saved.folder, **options(max_num_batched_tokens=budget)) as engine:
+        assert engine.statistics().model_impl == "transformers"
+        for prompt, expected in zip(saved.prompts(), saved.expected, strict=True):
+            assert (await engine.generate(prompt, PARAMS)).token_ids == expected, prompt.text
+        await engine.reset_caches()
+        await check_all(engine, saved)
+        before = engine.statistics().encoder_items_run
+        await check_all(engine, saved)
+        assert engine.statistics().encoder_items_run == before
+        await settled(engine)
+        now = engine.statistics()
+        assert now.kv_blocks_free == now.kv_blocks_total
+        assert now.encoder_cache_referenced == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_fused_layers_pass_the_trial(saved: Saved, dtype: str) -> None:
+    async with engine_of(saved.folder, **options(dtype=dtype)) as engine:
+        outputs = await asyncio.gather(*(engine.generate(p, PARAMS) for p in saved.prompts()))
+        same = sum(o.token_ids == e for o, e in zip(outputs, saved.expected, strict=True))
+        assert same > len(ASKED) * 2 // 3 or dtype == "bfloat16"
+        assert engine._core.loaded.runner.decode_steps is None
+
+
+async def test_tokens_equal_generate_without_a_prefix_cache(saved: Saved) -> None:
+    async with engine_of(saved.folder, **options(enable_prefix_caching=False)) as engine:
+        await check_all(engine, saved)
+        await check_all(engine, saved)
+
+
+async def test_what_is_cached_of_a_text_goes_by_its_images(saved: Saved) -> None:
+    text = ASKED[0][0]
+    async with engine_of(saved.folder, **options()) as engine:
+        for index in (0, 1, 2):
+            output = await engine.generate(saved.prompt(text, (index,)), PARAMS)
+            assert output.token_ids == saved.expected[index]
+            assert output.usage.cached_tokens == 0
+        for index in (2, 0, 1):
+            output = await engine.generate(saved.prompt(text, (index,)), PARAMS)
+            assert output.token_ids == saved.expected[index]
+            assert output.usage.cached_tokens >= 12
+            assert engine.statistics().encoder_items_run == 3
+        salted = saved.prompt(text, (0,), cache_salt="other")
+        output = await engine.generate(salted, PARAMS)
+        assert (output.token_ids, output.usage.cached_tokens) == (saved.expected[0], 0)
+
+
+async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
+    """Room for one request and a little: they are preempted and write their keys again."""
+    few = options(max_model_len=60, limit_mm_per_prompt={"image": 3})
+    async with engine_of(saved.folder, **few) as engine:
+        limits = engine._core.loaded.limits
+        block_bytes = (64 << 20) // limits.num_blocks
+        row_bytes = engine._core.loaded.row_bytes
+    least = 60 // 4 + -(-limits.max_encoder_len // 4)
+    few["kv_cache_bytes"] = block_bytes * (least + 6)
+    few["encoder_cache_bytes"] = row_bytes * limits.max_encoder_len
+    async with engine_of(saved.folder, **few) as engine:
+        for _ in range(3):
+            await check_all(engine, saved)
+        long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        texts = [saved.prompt(*ASKED[index]) for index in range(4)]
+        outputs = await asyncio.gather(*(engine.generate(each, long) for each in texts))
+        alone = [await engine.generate(each, long) for each in texts]
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+        assert engine.statistics().preemptions
+        await settled(engine)
+        now = engine.statistics()
+        assert now.kv_blocks_free == now.kv_blocks_total
+
+
+async def test_completions_share_the_images(saved: Saved) -> None:
+    for caching in (True, False):
+        async with engine_of(saved.folder, **options(enable_prefix_caching=caching)) as engine:
+            params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, n=3)
+            output = await engine.generate(saved.prompt(*ASKED[7]), params)
+            assert {each.token_ids for each in output.outputs} == {saved.expected[7]}
+            assert engine.statistics().encoder_items_run == 1
+
+
+async def test_whoever_leaves_takes_nobody_along(saved: Saved) -> None:
+    async with engine_of(saved.folder, **options(max_num_batched_tokens=5)) as engine:
+        for turns in range(0, 40, 4):
+            await engine.reset_caches()
+            both = [asyncio.ensure_future(engine.generate(saved.prompt(*ASKED[i]), PARAMS))
+                    for i in (0, 0, 1)]  # fmt: skip
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            both[0].cancel()
+            outputs = await asyncio.gather(*both, return_exceptions=True)
+            assert outputs[1].token_ids == saved.expected[0]  # type: ignore[union-attr]
+            assert outputs[2].token_ids == saved.expected[1]  # type: ignore[union-attr]
+            await settled(engine)
+            now = engine.statistics()
+            assert now.kv_blocks_free == now.kv_blocks_total
+            assert now.encoder_cache_referenced == 0
+
+
+async def test_what_is_refused(saved: Saved) -> None:
+    async with engine_of(saved.folder, **options(limit_mm_per_prompt={"image": 1})) as engine:
+        with pytest.raises(UnsupportedModalityError, match="raise limit_mm_per_prompt"):
+            await engine.generate(saved.prompt("**", (0, 1)), PARAMS)
+        width = engine._core.loaded.layout_processor.info.get_hidden_size()
+        rows = Prompt(text=saved.place, media={"image": [Embeddings(torch.zeros(4, width))]})
+        with pytest.raises(UnsupportedModalityError, match="no image embeddings"):
+            await engine.generate(rows, PARAMS)
+        output = await engine.generate(saved.prompt(*ASKED[1]), PARAMS)
+        assert output.token_ids == saved.expected[1]
+
+
+@pytest.mark.parametrize("fault", ["nobody", "all", "shifted", "gates"])
+async def test_the_trial_sees_what_tokens_read(
+    saved: Saved, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without verdicts of earlier trials
+    lay_out = media_memory.lay_out_memory
+
+    def wrong(mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if fault == "nobody":
+            mask = mask & False
+        elif fault == "all":
+            mask = mask | True
+        elif fault == "shifted":
+            mask = torch.cat([mask[2:], mask[-1:], mask[-1:]])
+        return lay_out(mask, *args, **kwargs)
+
+    monkeypatch.setattr(media_memory, "lay_out_memory", wrong)
+    if fault == "gates":
+        for kind in (TiledMemoryModel, LastImageModel):
+            given = kind.memory_arguments
+            monkeypatch.setattr(
+                kind, "memory_arguments", lambda s, m, t, given=given: given(s, m, ~t)
+            )
+    with pytest.raises(ModelLoadError, match="are off by"):
+        async with engine_of(saved.folder, **options()):
+            pass
