@@ -218,7 +218,7 @@ def _worst_step(
     memory = tuple(block % num_blocks for block in range(rows))
     # As many new rows as a step may write the keys and values of, or one request's.
     num_written = limits.max_num_encoder_input_tokens // max(1, limits.max_encoder_len)
-    num_written = max(1, num_written) if limits.num_cross_groups else 0
+    num_written = max(1, num_written) if limits.max_encoder_len else 0
     adjustments = Adjustments(repetition_penalty=1.1, frequency_penalty=0.1, bias=((0, 1.0),))
     sampling = Sampling(
         temperature=1.0,

@@ -42,6 +42,7 @@ class TiledMemoryModel(MediaMemoryModel):
     nothing; but their feed-forward layers beside cross-attention are left out.
     """
 
+    feature_names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
     blind_see_all = True
 
     @property
@@ -67,10 +68,9 @@ class TiledMemoryModel(MediaMemoryModel):
         return torch.from_numpy(mask[0]).flatten(1) != 0
 
     def encode_media(self, **features: Tensor) -> Tensor:
-        names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-        seen = self.model.model.vision_model(**{name: features[name] for name in names})
+        seen = self.model.model.vision_model(**features)
         rows: Tensor = self.model.model.multi_modal_projector(seen.last_hidden_state)
-        return rows.flatten(1, -2)
+        return rows
 
     def memory_arguments(self, memory: Tensor, sighted: Tensor) -> dict[str, Any]:
         step = self._holder.current
@@ -172,6 +172,8 @@ class LastImageModel(MediaMemoryModel):
 
     The decoder is one module with the towers, which it is run without.
     """
+
+    feature_names = ("pixel_values",)
 
     @property
     def piece_rows(self) -> int:

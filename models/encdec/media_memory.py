@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from aioengine.errors import UnsupportedModalityError
 from aioengine.kernels.attention import AttentionBackend, SeenRows
+from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import PromptInputs, PromptMedia, PromptMemory
 from aioengine.models.runtime.probe import NUM_PROBE_ROWS
 from aioengine.models.runtime.transformers_model import TransformersModel
@@ -86,7 +86,9 @@ class MediaMemoryModel(TransformersModel):
     """Cross-attention over rows of media. A subclass says how its module is given these."""
 
     _block_size = 1
-    blind_see_all = False
+    feature_names: ClassVar[tuple[str, ...]]
+    """Names under which the HF processor gives what the encoder takes of an image."""
+    blind_see_all: ClassVar[bool] = False
     """Whether tokens to which the model's mask shows nothing attend to all there is."""
 
     @property
@@ -105,7 +107,7 @@ class MediaMemoryModel(TransformersModel):
 
     @abstractmethod
     def encode_media(self, **features: Tensor) -> Tensor:
-        """Rows [n, rows of an item, row_size] of n items, by what the HF processor made of them."""
+        """Rows [..., rows, row_size] of an item, by its `feature_names`."""
 
     @abstractmethod
     def memory_arguments(self, memory: Tensor, sighted: Tensor) -> dict[str, Any]:
@@ -143,17 +145,16 @@ class MediaMemoryModel(TransformersModel):
         for item in items:
             parts = item.get("media", [item])
             rows = torch.cat([self._encode_item(part) for part in parts])
-            index: Tensor | None = item.get("index")
-            found.append(rows if index is None else rows[index.to(rows.device)])
+            index = item.get("index")
+            found.append(rows if index is None else rows[self._place(index)])
         return found
 
     def _encode_item(self, item: Mapping[str, Any]) -> Tensor:
-        placed = {
-            name: value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
-            for name, value in item.items()
-            if isinstance(value, Tensor)
-        }
-        return self.encode_media(**placed).flatten(0, -2)
+        features = {name: self._place(item[name]) for name in self.feature_names}
+        return self.encode_media(**features).flatten(0, -2)
+
+    def _place(self, value: Tensor) -> Any:
+        return encoding.place(value, self.dtype, self.device)
 
     def memory(self, items: Sequence[Tensor]) -> Tensor:
         """The rows of `items` one after the other: [R, row_size], or one of zeros."""
@@ -186,9 +187,8 @@ def lay_out_memory(
     # What some token is shown comes first, so that it begins the run of those that see all.
     order = sorted(range(mask.shape[1]), key=(~mask.any(0)).tolist().__getitem__)
     runs: list[tuple[int, bool, tuple[int, ...]]] = []
-    end = 0
-    for row, group in groupby(tuple(row) for row in mask.tolist()):
-        end += len([*group])
+    rows, counts = torch.unique_consecutive(mask, dim=0, return_counts=True)
+    for row, end in zip(rows.tolist(), counts.cumsum(0).tolist(), strict=True):
         is_sighted = any(row)
         sees_all = blind_see_all and not is_sighted
         runs.append((end, is_sighted, tuple(each for each in order if row[each] or sees_all)))
@@ -199,8 +199,8 @@ def lay_out_memory(
     num_rows = max((first + len(pieces) * piece_rows for first, pieces in kept), default=0)
     index = torch.zeros(num_rows, dtype=torch.int64)
     for first, pieces in kept:
-        rows = torch.tensor(pieces)[:, None] * piece_rows + torch.arange(piece_rows)
-        index[first : first + rows.numel()] = rows.flatten()
+        placed = torch.tensor(pieces)[:, None] * piece_rows + torch.arange(piece_rows)
+        index[first : first + placed.numel()] = placed.flatten()
     seen = (
         (end, SeenRows(0, places[pieces], len(pieces) * piece_rows, is_sighted))
         for end, is_sighted, pieces in runs

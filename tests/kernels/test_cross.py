@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from aioengine.kernels.attention import AttentionArgs, AttentionBackend, build_cross_metadata
+from aioengine.kernels.attention import (
+    AttentionArgs,
+    AttentionBackend,
+    SeenRows,
+    build_cross_metadata,
+)
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder
 from aioengine.kernels.reference import ReferenceBackend
 from tests.kernels.paging import make_batch
 
@@ -87,6 +93,59 @@ def test_every_token_sees_every_row(
     parts = torch.split(query, query_lens)
     expected = [dense(*part) for part in zip(parts, keys, values, strict=True)]
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-9, rtol=1e-9)
+
+
+# (tokens, first row, rows) of each run of a sequence's tokens; rows of each; which are new.
+RUNS: dict[str, tuple[list[list[tuple[int, int, int]]], list[int], list[bool]]] = {
+    "runs": ([[(1, 0, 0), (2, 0, 9), (1, 4, 3)], [(5, 8, 5)]], [9, 13], [True, True]),
+    "single tokens": ([[(1, 4, 2)], [(1, 0, 0)], [(1, 0, 6)]], [6, 5, 6], [False, True, False]),
+    "a chunk beside them": ([[(1, 0, 5)], [(3, 0, 0), (4, 0, 7)]], [5, 7], [False, True]),
+    "without rows": ([[(2, 0, 0)], [(1, 0, 3)]], [0, 3], [False, True]),
+    "nobody sees": ([[(2, 0, 0)], [(1, 0, 0)]], [4, 0], [True, False]),
+}
+
+
+@pytest.mark.parametrize("backend_class", BACKENDS)
+@pytest.mark.parametrize("name", RUNS)
+def test_each_token_sees_its_run_of_rows(backend_class: type[AttentionBackend], name: str) -> None:
+    backend, (runs, context_lens, is_new) = backend_class(), RUNS[name]
+    query_lens = [sum(tokens for tokens, *_ in part) for part in runs]
+    counts = [-(-n // BLOCK_SIZE) for n in context_lens]
+    free = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).tolist()
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    pages = torch.full((2, sum(counts) + 2, BLOCK_SIZE, 2, 8), torch.nan).double().unbind()
+    keys = [draw(n, 2, 8, seed=i) for i, n in enumerate(context_lens)]
+    values = [draw(n, 2, 8, seed=10 + i) for i, n in enumerate(context_lens)]
+    for table, key, value, is_there in zip(tables, keys, values, is_new, strict=True):
+        if len(key) and not is_there:
+            before = build([table], ([1], [len(key)], [True]))
+            backend.write_kv((key, value), pages, before)
+    meta = build_cross_metadata(
+        block_size=BLOCK_SIZE,
+        block_tables=tables,
+        query_lens=query_lens,
+        context_lens=context_lens,
+        is_new=is_new,
+        seen=[[SeenRows(*run, is_sighted=run[2] > 3) for run in part] for part in runs],
+    )
+    query = draw(sum(query_lens), 4, 8, seed=99)
+    holder = StepHolder()
+    rows = [
+        torch.cat([*(part[i] for i, new in enumerate(is_new) if new), draw(0, 2, 8, seed=0)])
+        for part in (keys, values)
+    ]
+    with holder.hold(StepContext([meta], [pages], backend)):
+        found = LayerSlot(0, 0, holder).attend(query, *rows, AttentionArgs(0.3))
+    flat = [(i, run) for i, part in enumerate(runs) for run in part for _ in range(run[0])]
+    for row, (i, (_, first, num)) in enumerate(flat):
+        seen = slice(first, first + num)
+        one = query[row : row + 1]
+        expected = dense(one, keys[i][seen], values[i][seen])[0] if num else torch.zeros(4, 8)
+        torch.testing.assert_close(found[row], expected.double(), atol=1e-9, rtol=1e-9)
+    assert meta.sighted.tolist() == [num > 3 for _, (*_, num) in flat]
+    for table, key in zip(tables, keys, strict=True):  # all that is new was written
+        written = pages[0][table].flatten(0, 1)[: len(key)]
+        torch.testing.assert_close(written, key)
 
 
 @pytest.mark.parametrize("backend_class", BACKENDS)

@@ -82,6 +82,7 @@ def resampled() -> tuple[Any, Any]:
     added = 8
     config.additional_vocab_size, config.vocab_size = added, config.vocab_size - added
     config.use_resampler, config.qk_layer_norms, config.cross_layer_interval = True, True, 2
+    config.num_hidden_layers = 4
     config.alpha_type, config.perceiver_config.resampler_n_latents = "vector", 6
     with torch.random.fork_rng(devices=[]):
         return type(model)(config), processor
@@ -203,8 +204,8 @@ async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
     async with engine_of(saved.folder, **few) as engine:
         for _ in range(3):
             await check_all(engine, saved)
-        long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        texts = [saved.prompt(*ASKED[index]) for index in range(4)]
+        long = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        texts = saved.prompts()
         outputs = await asyncio.gather(*(engine.generate(each, long) for each in texts))
         alone = [await engine.generate(each, long) for each in texts]
         assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
@@ -276,6 +277,6 @@ async def test_the_trial_sees_what_tokens_read(
             monkeypatch.setattr(
                 kind, "memory_arguments", lambda s, m, t, given=given: given(s, m, ~t)
             )
-    with pytest.raises(ModelLoadError, match="are off by"):
+    with pytest.raises(ModelLoadError, match=r"a short trial|are off by"):
         async with engine_of(saved.folder, **options()):
             pass
