@@ -6,9 +6,10 @@ numbers lie apart, which takes a microsecond a token.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -59,8 +60,14 @@ def pack_tables(model: nn.Module) -> int:
 
 def _is_plain(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
-        return module.max_norm is None
+        return module.max_norm is None and not _reads_itself(type(module))
     return type(module) is nn.Linear
+
+
+def _reads_itself(kind: type[nn.Embedding]) -> bool:
+    """Return whether a class looks rows up in its weight, and not by its base's `forward`."""
+    forward: Any = inspect.unwrap(kind.forward)
+    return forward is not nn.Embedding.forward and "forward" not in forward.__code__.co_names
 
 
 def _pack(modules: Sequence[nn.Module]) -> bool:

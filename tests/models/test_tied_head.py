@@ -81,6 +81,21 @@ class ReadsItself(nn.Module):
         return nn.functional.embedding(x, self.table.weight)
 
 
+class LooksUpItself(nn.Embedding):
+    """Does not leave that to its base class."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(input, self.weight)
+
+
+class HasSuchATable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LooksUpItself(40, 64)
+        self.head = nn.Linear(64, 40, bias=False)
+        self.head.weight = self.table.weight
+
+
 class HasAnotherUse(nn.Module):
     """Has a weight in a third role."""
 
@@ -92,7 +107,9 @@ class HasAnotherUse(nn.Module):
         self.kept = self.table.weight
 
 
-@pytest.mark.parametrize("make", [ReadsItself, HasAnotherUse, lambda: nn.Embedding(40, 64)])
+@pytest.mark.parametrize(
+    "make", [ReadsItself, HasSuchATable, HasAnotherUse, lambda: nn.Embedding(40, 64)]
+)
 def test_what_is_left_alone(make: Any) -> None:
     assert pack_tables(make()) == 0
 

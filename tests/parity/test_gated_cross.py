@@ -168,6 +168,14 @@ async def test_fused_layers_pass_the_trial(saved: Saved, dtype: str) -> None:
         assert engine._core.loaded.runner.decode_steps is None
 
 
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+async def test_eight_bits_pass_the_trial(saved: Saved, option: str) -> None:
+    more: dict[str, Any] = {option: "int8"}
+    async with engine_of(saved.folder, **options(dtype="float32", **more)) as engine:
+        for prompt in saved.prompts()[:6]:
+            assert (await engine.generate(prompt, PARAMS)).token_ids
+
+
 async def test_tokens_equal_generate_without_a_prefix_cache(saved: Saved) -> None:
     async with engine_of(saved.folder, **options(enable_prefix_caching=False)) as engine:
         await check_all(engine, saved)
@@ -252,6 +260,9 @@ async def test_what_is_refused(saved: Saved) -> None:
             await engine.generate(rows, PARAMS)
         output = await engine.generate(saved.prompt(*ASKED[1]), PARAMS)
         assert output.token_ids == saved.expected[1]
+    async with engine_of(saved.folder, **options(limit_mm_per_prompt={"image": 0})) as engine:
+        output = await engine.generate(saved.prompt(*ASKED[5]), PARAMS)
+        assert output.token_ids == saved.expected[5]
 
 
 @pytest.mark.parametrize("fault", ["nobody", "all", "shifted", "gates"])
