@@ -230,6 +230,7 @@ class InputProcessor:
             inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
         self._check_ids(prompt_token_ids, core_items, half_name("decoder", halves.decoder))
         if inputs is not None and inputs.memory is not None:
+            assert [item.key for item in core_items] == [media.key for media in state.media]
             encoder = self._memory_item(state, inputs.memory, options, cache_salt)
             core_items = []
         known = {
@@ -334,7 +335,7 @@ class InputProcessor:
 
         Its features are `media`, those of each medium, and `index` int64 [rows].
         """
-        first = state.media[0]
+        first, *_ = state.media  # in the order of their places, as they are of one modality
         key = item_key(
             model_id=self._loaded.layout_processor.info.model_id,
             modality=f"memory {first.modality}",

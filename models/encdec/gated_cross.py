@@ -7,24 +7,24 @@ Alayrac et al., "Flamingo: a Visual Language Model for Few-Shot Learning" (2022)
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from aioengine.models.encdec.media_memory import MediaMemoryModel, SetAside, no_embeddings
 from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder, ImageTokenProcessor
-from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.hf.substitutes import merge_image_options
 from aioengine.processors.info import ImageInfo
-from aioengine.processors.inputs import MultiModalFieldConfig, MultiModalKwargs
+from aioengine.processors.inputs import MultiModalFieldConfig
 from aioengine.processors.items import MultiModalDataItems
-from aioengine.processors.prompt.updates import PromptUpdate
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["LastImageModel", "TiledMemoryModel"]
@@ -153,15 +153,12 @@ class LastImageProcessor(ImageTokenProcessor):
             for name in hf_inputs
         }
 
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargs,
-    ) -> Sequence[PromptUpdate]:
+    def repeat_image_token(
+        self, mm_items: MultiModalDataItems, **options: Any
+    ) -> Callable[[int], list[int]]:
         if isinstance(mm_items.get("image"), EmbeddingItems):
             raise no_embeddings("image")
-        return super()._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        return super().repeat_image_token(mm_items, **options)
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -193,6 +190,18 @@ class LastImageModel(MediaMemoryModel):
     @property
     def vocab_size(self) -> int:
         return super().vocab_size + int(self.hf_config.additional_vocab_size)
+
+    def embed(
+        self, input_ids: Tensor, rows: MultiModalEmbeddings | None, is_multimodal: Tensor | None
+    ) -> Tensor:
+        """Do as the module, of whose two tables the second has added tokens, but ask no device."""
+        table = self.model.get_input_embeddings()
+        if not table.num_additional_embeddings:
+            return super().embed(input_ids, rows, is_multimodal)
+        count = table.num_embeddings
+        usual = embedding(input_ids.clamp(max=count - 1), table.weight)
+        added = table.additional_embedding((input_ids - count).clamp(min=0))
+        return torch.where((input_ids < count)[:, None], usual, added)
 
     def decoder(self) -> nn.Module:
         return self._without_towers

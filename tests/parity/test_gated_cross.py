@@ -100,16 +100,15 @@ def inputs_of(processor: Any, text: str, chosen: Sequence[int], place: str) -> A
 MODELS = {"tiled": tiled, "last": last_image, "resampled": resampled}
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    folder = tmp_path_factory.mktemp(request.param)
-    model, processor = MODELS[request.param]()
+def save(name: str, folder: Path) -> Saved:
+    """Write a tiny model, and ask transformers."""
+    model, processor = MODELS[name]()
     place = getattr(processor, "image_token", "<image>")
     for spread in SPREADS:
         draw(model, spread)
         with torch.no_grad():
-            for name, gate in model.named_parameters():
-                if name.endswith(("_gate", "alpha_cross_attn", "alpha_dense")):
+            for path, gate in model.named_parameters():
+                if path.endswith(("_gate", "alpha_cross_attn", "alpha_dense")):
                     gate.copy_(gate.sign() + gate)
         with torch.inference_mode():
             expected = [greedy(model, inputs_of(processor, *asked, place)) for asked in ASKED]
@@ -117,6 +116,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             break
     save_folder(model, processor, folder)
     return Saved(folder, place, expected)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def are_told_apart(expected: Sequence[tuple[int, ...]]) -> bool:
