@@ -87,8 +87,8 @@ TAIL = """
 Any other that transformers has is chosen by its kind: text, media whose HF processor says what they
 become in the text, or expands a text without them as it does with them (Idefics2), positions of
 three axes, rows for the decoder's first layers, text to text (encoder-decoders of
-`AutoModelForSeq2SeqLM`), one image to text (Donut, Pix2Struct:
-[`encoder_decoder.md`](encoder_decoder.md)).
+`AutoModelForSeq2SeqLM`), one image to text (Donut, Pix2Struct), images that a decoder reads by
+cross-attention (Mllama, Idefics: [`encoder_decoder.md`](encoder_decoder.md)).
 transformers' module runs as it is, and the trial at load
 ([`model-check.md`](decisions/model-check.md)) compares it with itself, so that an architecture
 which needs something else is refused, in words (unless `check_model=False`). What was tried is in

@@ -29,8 +29,7 @@ from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["LastImageModel", "TiledMemoryModel"]
 
-_IMAGE, _AROUND = "<image>", "<fake_token_around_image>"
-_END_OF_TEXT = "end_of_text"
+_IMAGE, _AROUND, _END_OF_TEXT = "<image>", "<fake_token_around_image>", "end_of_text"
 _TOWERS = ("vision_model", "perceiver_resampler")
 
 
