@@ -231,7 +231,8 @@ class InputProcessor:
         self._check_ids(prompt_token_ids, core_items, half_name("decoder", halves.decoder))
         if inputs is not None and inputs.memory is not None:
             assert [item.key for item in core_items] == [media.key for media in state.media]
-            encoder = self._memory_item(state, inputs.memory, options, cache_salt)
+            places = _places(prompt_token_ids, core_items)
+            encoder = self._memory_item(state, inputs.memory, places, options, cache_salt)
             core_items = []
         known = {
             "prompt_token_ids": prompt_token_ids,
@@ -328,19 +329,22 @@ class InputProcessor:
         self,
         state: RequestState,
         memory: PromptMemory,
+        places: Sequence[int],
         options: ProcessorOptions,
         cache_salt: str | None,
     ) -> Item:
         """Build one item of all media of a prompt, which cross-attention reads.
 
-        Its features are `media`, those of each medium, and `index` int64 [rows].
+        Its features are `media`, those of each medium, and `index` int64 [rows]. `places`: of the
+        media, where the prompt's tokens do not tell them, and what tokens see.
         """
         first, *_ = state.media  # in the order of their places, as they are of one modality
+        keys = [media.key for media in state.media]
         key = item_key(
             model_id=self._loaded.layout_processor.info.model_id,
             modality=f"memory {first.modality}",
             options=options.digest,
-            identity=[memory.index.numpy().tobytes(), [media.key for media in state.media]],
+            identity=[memory.index.numpy().tobytes(), keys, [*places]],
             cache_salt=cache_salt,
         )
         source = EncoderInput({"index": memory.index}, state.media, are_apart=True)
@@ -378,6 +382,14 @@ class InputProcessor:
                     f"the prompt has the token id {token_id}, but the model embeds only {table}"
                 )
                 raise InvalidRequestError(message, parameter=parameter, value=token_id)
+
+
+def _places(token_ids: Sequence[int], items: Sequence[Item]) -> list[int]:
+    """Return where the items stand, if tokens elsewhere look like theirs; else nothing."""
+    places = [position for item in items for position in range(item.span.offset, item.span.end)]
+    marks = {token_ids[position] for position in places}
+    alike = [position for position, each in enumerate(token_ids) if each in marks]
+    return [] if alike == places else places
 
 
 def _too_long(num_tokens: int, most: int) -> PromptTooLongError:

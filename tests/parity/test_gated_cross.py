@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
+from aioengine.core.request import Item
+from aioengine.engine.input_processor import _places
 from aioengine.errors import ModelLoadError, UnsupportedModalityError
 from aioengine.models.encdec import media_memory
 from aioengine.models.encdec.gated_cross import LastImageModel, TiledMemoryModel
+from aioengine.types import Span
 from tests.parity.families import MAX_TOKENS, greedy, save_folder
 from tests.parity.sweep import SPREADS, make
 from tests.parity.sweep_models import Prompt as Asked
@@ -203,24 +206,34 @@ async def test_what_is_cached_of_a_text_goes_by_its_images(saved: Saved) -> None
         assert (output.token_ids, output.usage.cached_tokens) == (saved.expected[0], 0)
 
 
+def test_words_that_look_like_an_image_are_told_apart() -> None:
+    """Equal tokens, of which another one is the image, are not read alike."""
+    spans = [Item("a", "image", Span(place, 1), 4) for place in (1, 3)]
+    assert _places((5, 9, 6, 9), spans) == []
+    assert [_places((5, 9, 6, 9), [each]) for each in spans] == [[1], [3]]
+
+
 async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
     """Room for one request and a little: they are preempted and write their keys again."""
-    few = options(max_model_len=60, limit_mm_per_prompt={"image": 3})
+    few = options(max_model_len=60, limit_mm_per_prompt={"image": 1})
+    asked = [index for index, (_, chosen) in enumerate(ASKED) if len(chosen) < 2]
+    prompts = [saved.prompt(*ASKED[index]) for index in asked]
+    expected = [saved.expected[index] for index in asked]
     async with engine_of(saved.folder, **few) as engine:
-        limits = engine._core.loaded.limits
-        block_bytes = (64 << 20) // limits.num_blocks
-        row_bytes = engine._core.loaded.row_bytes
-    least = 60 // 4 + -(-limits.max_encoder_len // 4)
-    few["kv_cache_bytes"] = block_bytes * (least + 6)
-    few["encoder_cache_bytes"] = row_bytes * limits.max_encoder_len
+        loaded = engine._core.loaded
+        block_bytes = (64 << 20) // loaded.limits.num_blocks
+        num_rows = loaded.limits.max_encoder_len
+    memory = -(-num_rows // 4)
+    # Two begin, and do not come to their ends.
+    few["kv_cache_bytes"] = block_bytes * max(2 * (memory + 6), memory + 60 // 4)
+    few["encoder_cache_bytes"] = loaded.row_bytes * num_rows * 2
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     async with engine_of(saved.folder, **few) as engine:
-        for _ in range(3):
-            await check_all(engine, saved)
-        long = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        texts = saved.prompts()
-        outputs = await asyncio.gather(*(engine.generate(each, long) for each in texts))
-        alone = [await engine.generate(each, long) for each in texts]
-        assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+        alone = [(await engine.generate(each, long)).token_ids for each in prompts]
+        assert [each[: len(e)] for each, e in zip(alone, expected, strict=True)] == expected
+        for _ in range(2):
+            outputs = await asyncio.gather(*(engine.generate(each, long) for each in prompts))
+            assert [output.token_ids for output in outputs] == alone
         assert engine.statistics().preemptions
         await settled(engine)
         now = engine.statistics()
