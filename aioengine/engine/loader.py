@@ -164,6 +164,12 @@ def _choose(hf_config: Any, config: EngineConfig) -> tuple[type[TransformersMode
     choice = choose(hf_config, config.model_impl)
     names = ", ".join(hf_config.architectures)
     logger.info("%s runs as %s (%s)", names, choice.model_class.__name__, choice.model_impl)
+    if choice.model_impl == "transformers" and not config.check_model:
+        logger.warning(
+            "%s has no class of its own here and is run untried (check_model=False): nothing shows "
+            "that it computes what its own module does",
+            names,
+        )
     return choice.model_class, choice.model_impl
 
 

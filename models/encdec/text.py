@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.layer_slot import LayerSlot, attach_slot, slot_of
 from aioengine.models.encdec.base import EncoderDecoderModel, PlacedEmbedding
-from aioengine.models.runtime.probe import LayerSpec
+from aioengine.models.runtime.probe import LayerSpec, probe_layers
 from aioengine.models.runtime.registry import find_class
 from aioengine.models.runtime.whole_pass import find_logit_scale
 from aioengine.processors.encdec import EncDecTextProcessor
@@ -90,7 +90,7 @@ class TextToText(EncoderDecoderModel):
         obstacle = self._find_obstacle(decoder)
         if obstacle is not None:
             raise _refused(self.model, obstacle)
-        specs = super().layers()
+        specs = probe_layers(decoder, self.call_decoder, self.hidden_size, takes_bias=True)
         is_told = self._takes_positions or hasattr(decoder, "embed_positions")
         if not (is_told or self._has_biases(decoder, specs)):
             raise _refused(

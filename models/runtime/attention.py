@@ -94,6 +94,10 @@ def _attend_by_slot(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
+    check = getattr(slot, "check_tensors", None)
+    if check is not None:  # the probe's
+        given = {"attention_mask": attention_mask, **kwargs}
+        check([name for name, each in given.items() if isinstance(each, Tensor)])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     args = AttentionArgs(scale, sliding_window, softcap, s_aux)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))

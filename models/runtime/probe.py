@@ -41,6 +41,8 @@ NUM_PROBE_ROWS = 5
 _SHOWN = 8
 _ROUTES = "top_k_index"
 """The argument by which transformers' experts are given each token's choice."""
+_BIAS = "position_bias"
+"""What T5's kind calls a bias that follows from distances, as some call any bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,21 @@ class _Recorder:
     module: nn.Module
     calls: list[_Call]
     expansions: Expansions
+    takes_bias: bool
+
+    def check_tensors(self, names: Sequence[str]) -> None:
+        """Raise ModelLoadError where more than queries, keys and values makes the scores: masks and
+        biases that a layer makes of hidden states, which a flat batch would lose in silence.
+
+        `names`: of the further tensors that it gives its attention.
+        """
+        known = ["position_ids", *[_BIAS] * self.takes_bias]
+        lost = [name for name in names if name not in known]
+        if lost:
+            raise ModelLoadError(
+                f"layer {self.name} ({type(self.module).__name__}) gives its attention "
+                f"{' and '.join(lost)} of its own, which would be lost on a flattened batch"
+            )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         num_tokens, num_heads, key_dim = query.shape
@@ -133,19 +150,24 @@ class _Recorder:
 
 
 def probe_layers(
-    decoder: nn.Module, run: Callable[[nn.Module, Tensor, Tensor], Any], hidden_size: int
+    decoder: nn.Module,
+    run: Callable[[nn.Module, Tensor, Tensor], Any],
+    hidden_size: int,
+    *,
+    takes_bias: bool = False,
 ) -> LayerSpecs:
     """The attention layers of `decoder`, in the order in which they run, and its states.
 
     `decoder` lies on the meta device and is used up: its modules keep the probe's slots. `run`
-    calls it with embeddings [T, hidden] and positions [T]. Raises ModelLoadError where a layer
-    does not go through our attention function, or the decoder cannot be run this way.
+    calls it with embeddings [T, hidden] and positions [T]. `takes_bias`: a bias by distance is put
+    into the kernels. Raises ModelLoadError where a layer does not go through our attention
+    function, or gives it more than that takes, or the decoder cannot be run this way.
     """
     calls: list[_Call] = []
     route_attention(decoder)
     expansions = Expansions(decoder)
     for name, module in decoder.named_modules():
-        attach_slot(module, _Recorder(name, module, calls, expansions))
+        attach_slot(module, _Recorder(name, module, calls, expansions, takes_bias))
         if _ROUTES in inspect.signature(type(module).forward).parameters:
             vars(module)["forward"] = _pass_by
     dtype = next(decoder.parameters()).dtype

@@ -225,6 +225,14 @@ def test_one_layer_that_does_not_route_is_refused_by_name() -> None:
         OneLayerOfItsOwn.probe(llava_config())
 
 
+def test_a_bias_of_a_layer_s_own_is_refused_by_name() -> None:
+    """It follows from queries, and no number is needed to see that a flat batch would lose it."""
+    config = hf.InklingTextConfig(**TINY)
+    config.architectures = ["InklingForCausalLM"]
+    with pytest.raises(ModelLoadError, match=r"self_attn \(InklingAttention\).* position_bias"):
+        TransformersModel.probe(config)
+
+
 def test_an_unknown_class_is_refused() -> None:
     config = llava_config()
     config.architectures = ["NoSuchModel"]
