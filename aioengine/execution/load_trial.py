@@ -111,6 +111,12 @@ class Trial:
         done = [each.prompt for each in self._cut if is_heavy or each.prompt.is_long]
         self._whole, refused = _refer_all(refer, [each for each in prompts if each not in done])
         references = [*self._whole, *self._cut]
+        if refused and not references:
+            raise ModelLoadError(
+                f"the checkpoint's own module takes no prompt of a short trial: {refused[0]}. "
+                "Nothing is there to compare with: run this model with transformers, or set "
+                "check_model=False to use it all the same"
+            )
         _check_numbers(references, shell.dtype)
         # A model that takes media only has nothing to say to text alone.
         takes_media = any(each.prompt.modality != "text" for each in references)

@@ -294,6 +294,27 @@ async def test_a_step_that_fails_is_refused_with_its_cause(llava: Path) -> None:
     assert isinstance(caught.value.__cause__, ArithmeticError)
 
 
+@pytest.mark.usefixtures("_any_depth")
+async def test_a_module_that_takes_no_prompt_is_refused(llama: Path) -> None:
+    """There is nothing to compare with, which only the flag lets in."""
+
+    class Raises(TextModel):
+        @classmethod
+        def load_module(cls, path: Any, **options: Any) -> Any:
+            def forward(*args: Any, **options: Any) -> Any:
+                raise RuntimeError("wants more than tokens")
+
+            module = super().load_module(path, **options)
+            module.forward = forward
+            return module
+
+    register_model("LlamaForCausalLM")(Raises)
+    with pytest.raises(ModelLoadError, match=r"wants more than tokens.*check_model=False"):
+        await start(llama)
+    async with AsyncEngine.from_pretrained(llama, check_model=False, **SIZES) as engine:
+        await engine.generate("hello", greedy(2))
+
+
 async def test_the_flag_lets_a_mutant_in(llama: Path) -> None:
     register_model("LlamaForCausalLM")(ForgetsToStore)
     async with AsyncEngine.from_pretrained(llama, check_model=False, **SIZES) as engine:
