@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.by_cache.model import ByCache
 from aioengine.models.fusion.trial import is_near, random_rows
+from aioengine.models.runtime.hf_loading import padding_of
 from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.whole_pass import run_head
@@ -29,11 +29,8 @@ class TextModel(ByCache):
 
     @cached_property
     def padding_id(self) -> int | None:
-        """The id of padding, where the decoder gives it a position of its own and does not count it
-        (fairseq's way): `padding_id` is that position too, and those of tokens come behind it."""
-        modules: Any = self.decoder().modules()
-        own = [each for each in modules if hasattr(each, "create_position_ids_from_input_ids")]
-        return int(own[-1].padding_idx) if own else None
+        """The id of padding, where the decoder gives it a position of its own."""
+        return padding_of(self.decoder())
 
     @property
     def first_position(self) -> int:

@@ -65,7 +65,7 @@ class Loaded:
     `processors` for the media threads (none, if there are no media or they have processes),
     `layout_processor` for the thread that tokenises and lays out, `loop_processor` for the event
     loop's own thread, which detokenises and lends it to the application.
-    `suppress`, `begin_suppress`: tokens that the generation config forbids, always or at first;
+    `suppress`, `begin_suppress`: tokens that the model must not say, always or at first;
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
     compiles structured outputs for the model's vocabulary; `folder`: made for a GGUF file;
@@ -394,10 +394,18 @@ def _num_embeddings(model: TransformersModel) -> int:
 
 
 def _suppressed(model: TransformersModel, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Tokens that the generation config never lets come: by themselves, or as words of one."""
+    """Tokens that never come: by the generation config, by themselves or as words of one, and
+    padding where it has no place among positions. Raises ModelLoadError where that ends texts."""
+    padding: int | None = getattr(model, "padding_id", None)
+    if padding in eos_token_ids:
+        raise ModelLoadError(
+            f"token {padding} is both padding, which has no place among the model's positions, and "
+            "the end of a text; mend eos_token_id in generation_config.json"
+        )
     words = getattr(model.model.generation_config, "bad_words_ids", None) or ()
     alone = {word[0] for word in words if len(word) == 1 and 0 <= word[0] < model.vocab_size}
-    return tuple(sorted({*_token_ids(model, "suppress_tokens"), *(alone - eos_token_ids)}))
+    never = {*_token_ids(model, "suppress_tokens"), *(alone - eos_token_ids)}
+    return tuple(sorted(never if padding is None else never | {padding}))
 
 
 def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:

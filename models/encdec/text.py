@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.layer_slot import LayerSlot, attach_slot, slot_of
 from aioengine.models.encdec.base import EncoderDecoderModel, PlacedEmbedding
+from aioengine.models.runtime.hf_loading import padding_of
 from aioengine.models.runtime.probe import LayerSpec, probe_layers
 from aioengine.models.runtime.registry import find_class
 from aioengine.models.runtime.whole_pass import find_logit_scale
@@ -38,6 +39,9 @@ class TextToText(EncoderDecoderModel):
     takes `max_model_len` tokens, by default the config's `n_positions`: no distance beyond these is
     new to it, but its memory grows with their square.
     """
+
+    padding_id: int | None = None
+    """The id of padding, where the decoder gives it a position of its own."""
 
     def __init__(self, model: Any, *, max_model_len: int | None = None, **kwargs: Any) -> None:
         self._max_len = max_model_len
@@ -128,6 +132,7 @@ class TextToText(EncoderDecoderModel):
     def patch(self) -> None:
         decoder: Any = self.decoder()
         self._scale = self._find_scale(decoder)
+        self.padding_id = padding_of(decoder)
         super().patch()
         if hasattr(decoder, "embed_positions"):
             length = self.max_position_embeddings or self._max_len

@@ -39,7 +39,7 @@ from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import move_weights
 from aioengine.processors.checkpoint_errors import shown, without_folders
 
-__all__ = ["build_on_meta", "load_config", "load_pretrained", "loading", "pin_rotary"]
+__all__ = ["build_on_meta", "load_config", "load_pretrained", "loading", "padding_of", "pin_rotary"]
 
 _LOAD_LOCK = threading.RLock()
 _LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
@@ -251,6 +251,16 @@ def limit_of(text_config: Any) -> int | None:
         if limit is not None and limit < 1:
             raise ModelLoadError(f"config.json: {name} is {limit}, and must be positive or null")
     return min((int(each) for each in limits.values() if each is not None), default=None)
+
+
+def padding_of(decoder: nn.Module) -> int | None:
+    """Find the id of padding where a decoder gives it a position of its own and does not count it.
+
+    That is fairseq's way: the id is that position too, and those of tokens come behind it.
+    """
+    modules: Any = decoder.modules()
+    own = [each for each in modules if hasattr(each, "create_position_ids_from_input_ids")]
+    return int(own[-1].padding_idx) if own else None
 
 
 def pin_rotary(root: nn.Module, max_model_len: int | None) -> None:

@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.engine import loader
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.by_cache import calls
 from aioengine.models.runtime import probe
@@ -163,17 +164,30 @@ async def test_what_fails_on_a_flat_batch_is_tried_by_its_cache(
     assert tried == [True, False]
 
 
-def test_padding_that_has_a_position_of_its_own_is_refused() -> None:
+def tiny_roberta() -> hf.RobertaConfig:
     sizes = {name: TEXT[name] for name in ("hidden_size", "intermediate_size")}
-    config = hf.RobertaConfig(
+    return hf.RobertaConfig(
         vocab_size=99, num_hidden_layers=1, num_attention_heads=4, is_decoder=True, pad_token_id=1,
         **sizes,
     )  # fmt: skip
-    model = TextModel.around(hf.RobertaForCausalLM(config))
+
+
+def test_padding_that_has_a_position_of_its_own_is_refused() -> None:
+    model = TextModel.around(hf.RobertaForCausalLM(tiny_roberta()))
     assert model.first_position == 2
     assert model.prompt_inputs([5, 6, 7]) is None
     with pytest.raises(InvalidRequestError, match="padding token 1"):
         model.prompt_inputs([5, 1, 7])
+
+
+def test_padding_that_has_a_position_of_its_own_is_never_said() -> None:
+    """Tokens behind it have positions in transformers' forward that no counting finds."""
+    model = TextModel.around(hf.RobertaForCausalLM(tiny_roberta()))
+    assert loader._suppressed(model, frozenset([2])) == (1,)
+    with pytest.raises(ModelLoadError, match="token 1 is both padding"):
+        loader._suppressed(model, frozenset([1, 2]))
+    plain = TextModel.around(hf.BertLMHeadModel(hf.BertConfig(vocab_size=99, is_decoder=True)))
+    assert loader._suppressed(plain, frozenset()) == ()
 
 
 def test_attention_that_only_long_prompts_change_is_refused() -> None:
