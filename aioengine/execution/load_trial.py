@@ -111,7 +111,7 @@ class Trial:
         done = [each.prompt for each in self._cut if is_heavy or each.prompt.is_long]
         self._whole, refused = _refer_all(refer, [each for each in prompts if each not in done])
         references = [*self._whole, *self._cut]
-        if refused and not references:
+        if refused and not (references or self._unseen):
             raise ModelLoadError(
                 f"the checkpoint's own module takes no prompt of a short trial: {refused[0]}. "
                 "Nothing is there to compare with: run this model with transformers, or set "
