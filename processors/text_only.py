@@ -17,6 +17,17 @@ __all__ = ["TextOnlyDummyInputs", "TextOnlyInfo", "TextOnlyProcessor"]
 class TextOnlyInfo(BaseProcessingInfo):
     """Processing for models that take no media."""
 
+    @classmethod
+    def load_hf_processor(
+        cls, source: str, hf_config: Any, options: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        """See the base class. The decoder alone of a family with media has a tokenizer, and may
+        lack what would process these."""
+        try:
+            return super().load_hf_processor(source, hf_config, options, **kwargs)
+        except Exception:  # whatever transformers raises: the tokenizer says what is wrong with it
+            return cls.load_tokenizer(source, hf_config, options)
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {}
 

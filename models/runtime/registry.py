@@ -236,6 +236,9 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
     generates = isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)
     if not generates:
         return "it does not generate text"
+    modalities = getattr(hf_class, "output_modalities", None)
+    if modalities and "text" not in modalities:
+        return f"what it generates is {' and '.join(modalities)} and no text"
     if getattr(hf_config, "is_encoder_decoder", False):
         obstacle = _find_obstacle_between(hf_config, hf_class, encoders)
         if obstacle is not None or _reads_an_image(hf_class):
