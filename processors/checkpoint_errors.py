@@ -36,8 +36,10 @@ def shown(source: str | os.PathLike[str]) -> str:
 
 
 def without_folders(error: BaseException, source: str | os.PathLike[str]) -> str:
-    """The first line of what an error says, with names of files and without their folders."""
-    text = (str(error).strip().splitlines() or [""])[0]
+    """The first line of what an error says, and a second that it announces, with names of files and
+    without their folders."""
+    first, *more = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    text = f"{first} {more[0]}" if more and first.endswith(":") else first
     for path in {os.path.realpath(source), os.path.abspath(source), os.fspath(source)}:
         if os.path.isabs(path):
             text = text.replace(path, shown(path))

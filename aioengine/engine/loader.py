@@ -35,6 +35,7 @@ from aioengine.models.quantization.grouped_layers import forget, keep_inputs, ro
 from aioengine.models.quantization.rounding import Rounding
 from aioengine.models.runtime.checkpoint import check_files, read_config
 from aioengine.models.runtime.gguf_folder import GgufFolder, open_gguf
+from aioengine.models.runtime.hf_loading import Held, bounded_builds
 from aioengine.models.runtime.interfaces import ReadsMedia, SupportsEncoderDecoder
 from aioengine.models.runtime.load_progress import stage
 from aioengine.models.runtime.probe import LayerSpec
@@ -94,6 +95,14 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
     What is wrong with the files is found first, before anything that takes long.
     Raises ModelLoadError, and whatever else a checkpoint can make transformers raise.
     """
+    with bounded_builds() as bound:
+        return _load(path, config, bound)
+
+
+def _load(
+    path: str | os.PathLike[str], config: EngineConfig, bound: Callable[[Held | None], None]
+) -> Loaded:
+    """See `load`; `bound`: called with what the weights' files hold."""
     with stage("processor"):
         folder = open_gguf(path)
         path = path if folder is None else folder.path
@@ -101,7 +110,7 @@ def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
         model_class, model_impl = _choose(hf_config, config)
-        check_files(path, hf_config, revision=config.revision)
+        bound(check_files(path, hf_config, revision=config.revision))
         device = find_device(config.device)
         context = load_context(
             path,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.utils import cached_file
 from aioengine.errors import ModelLoadError
 from aioengine.models.quantization.checkpoints import check_packed_names, is_quantized
 from aioengine.models.quantization.gguf_weights import check_gguf, find_gguf
-from aioengine.models.runtime.hf_loading import load_config
+from aioengine.models.runtime.hf_loading import Held, load_config
 from aioengine.models.runtime.registry import resolve
 from aioengine.processors.checkpoint_errors import read_settings, shown, without_folders
 
@@ -28,6 +29,8 @@ __all__ = ["check_files", "read_config"]
 
 Source = str | os.PathLike[str]
 Find = Callable[[str], Path | None]
+Header = dict[str, dict[str, Any]]
+"""Of safetensors files: a tensor's name -> its dtype, shape and place."""
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SETTINGS = (
@@ -40,6 +43,15 @@ _OTHERS = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz", "*.safetensors")
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 _SHOWN = 5
+_LAYERS = r"(.*_)?(num|n)_(.*_)?layers?|depth|(.*_)?(en|de)coder_layers"
+_POSITIONS = r"max_(.*_positions|position_embeddings|seq(uence)?_len(gth)?)|n_positions|n_ctx"
+_NEEDED = (
+    r"num_hidden_layers|n_layers?|num_layers|num_attention_heads|n_heads?|hidden_size|d_model|"
+    "n_embd|vocab_size"
+)
+_SIZES = rf"{_NEEDED}|{_LAYERS}|{_POSITIONS}|(.*_)?(heads|experts|dim|(hidden|intermediate)_size)"
+_MOST_LAYERS, _MOST_POSITIONS = 10_000, 1 << 24
+"""Beyond what any model has, and harmless to a class that makes lists and tables of it."""
 
 
 def read_config(source: Source, *, revision: str | None, trust_remote_code: bool) -> Any:
@@ -49,6 +61,7 @@ def read_config(source: Source, *, revision: str | None, trust_remote_code: bool
     """
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     settings = _read_folder(source) if _is_here(source) else {}
+    _check_numbers(settings, "")
     try:
         return load_config(source, **options)  # type: ignore[arg-type]
     except ModelLoadError:
@@ -65,8 +78,10 @@ def read_config(source: Source, *, revision: str | None, trust_remote_code: bool
         ) from error
 
 
-def check_files(source: Source, hf_config: Any, *, revision: str | None = None) -> None:
-    """Raises ModelLoadError, which names the file, where settings or weights are unusable.
+def check_files(source: Source, hf_config: Any, *, revision: str | None = None) -> Held | None:
+    """Find what the weights' files hold; None where they cannot be known so.
+
+    Raises ModelLoadError, which names the file, where settings or weights are unusable.
 
     Settings must be JSON. Weights must be in safetensors files, whole by their headers, which hold
     what their index names, and packed only where the config says so. What the weights fit, and
@@ -78,20 +93,23 @@ def check_files(source: Source, hf_config: Any, *, revision: str | None = None) 
         if file is not None:
             read_settings(file, source)
     if getattr(hf_config, "transformers_weights", None) is not None:
-        return  # other names than the usual ones: transformers will say whether it finds them
+        return None  # other names: transformers will say whether it finds them
     single, index = find(_WEIGHTS), find(_INDEX)
-    names: set[str] = set()
+    header: Header = {}
+    is_whole = True
     if single is not None:
-        names = _read_names(single, source)
+        header = _read_header(single, source)
     elif index is not None:
-        names = _check_shards(index, find, source)
+        header, is_whole = _check_shards(index, find, source)
     elif _is_here(source):
         files = find_gguf(Path(source))
         if not files:
             raise ModelLoadError(_no_weights(Path(source)))
         check_gguf(files)
-    if not is_quantized(hf_config):
-        check_packed_names(names, shown(source))
+    is_packed = is_quantized(hf_config)
+    if not is_packed:
+        check_packed_names(header.keys(), shown(source))
+    return _held(header, is_packed=is_packed) if header and is_whole else None
 
 
 # ---- the folder and its config
@@ -132,6 +150,26 @@ def _read_folder(source: Source) -> dict[str, Any]:
             "the model's class in a list"
         )
     return settings
+
+
+def _check_numbers(settings: Mapping[str, Any], path: str) -> None:
+    """Raise ModelLoadError for sizes that no model has, before a class makes lists as long."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            _check_numbers(value, f"{path}{name}.")
+        if type(value) is not int:
+            continue  # what it must be, its class knows
+        fault = ""
+        if value < 0 and re.fullmatch(_SIZES, name):
+            fault = "must not be negative"
+        elif value == 0 and re.fullmatch(_NEEDED, name) and path in ("", "text_config."):
+            fault = "must be positive"
+        elif value > _MOST_LAYERS and re.fullmatch(_LAYERS, name):
+            fault = f"must not be over {_MOST_LAYERS}"
+        elif value > _MOST_POSITIONS and re.fullmatch(_POSITIONS, name):
+            fault = f"must not be over {_MOST_POSITIONS}"
+        if fault:
+            raise ModelLoadError(f"{_CONFIG}: {path}{name} is {value!s:.40}, and {fault}")
 
 
 def _unreachable(source: Source) -> str:
@@ -184,8 +222,15 @@ def _names(folder: Path, patterns: Iterable[str]) -> str:
     return ", ".join(found[:_SHOWN]) + (" and others" if len(found) > _SHOWN else "")
 
 
-def _check_shards(index: Path, find: Find, source: Source) -> set[str]:
-    """The names in the index, whose files are there and hold them."""
+def _held(header: Header, *, is_packed: bool) -> Held:
+    """`is_packed`: a number may take a part of a byte, and no shape tells how many there are."""
+    num_bytes = sum(each["data_offsets"][1] - each["data_offsets"][0] for each in header.values())
+    num_numbers = 8 * num_bytes if is_packed else sum(prod(e["shape"]) for e in header.values())
+    return Held(len(header), num_numbers, num_bytes)
+
+
+def _check_shards(index: Path, find: Find, source: Source) -> tuple[Header, bool]:
+    """What the files hold that the index names, and whether all of them are there."""
     name, places = shown(source), read_settings(index, source).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
         raise ModelLoadError(f"{_INDEX} of {name!r} has no weight_map: fetch the file again")
@@ -200,18 +245,19 @@ def _check_shards(index: Path, find: Find, source: Source) -> set[str]:
             f"{_INDEX} of {name!r} names {len(missing)} files that are not there: "
             f"{', '.join(missing[:_SHOWN])}; fetch them"
         )
-    held = {file: _read_names(path, source) for file, path in found.items()}
+    held = {file: _read_header(path, source) for file, path in found.items()}
     lost = sorted(each for each, file in places.items() if file in held and each not in held[file])
     if lost:
         raise ModelLoadError(
             f"{len(lost)} weights that {_INDEX} of {name!r} names are not in their files "
             f"({places[lost[0]]}: {', '.join(lost[:_SHOWN])}); fetch files and index again"
         )
-    return set(places)
+    of_all = {name: entry for header in held.values() for name, entry in header.items()}
+    return of_all, not missing
 
 
-def _read_names(file: Path, source: Source) -> set[str]:
-    """The names in a safetensors file's header, whose sizes fit the file's.
+def _read_header(file: Path, source: Source) -> Header:
+    """A safetensors file's header, whose sizes fit the file's.
 
     The format: 8 bytes with the header's length, little endian; the header, JSON; the data.
     """
@@ -227,8 +273,9 @@ def _read_names(file: Path, source: Source) -> set[str]:
         try:
             if size >= whole:
                 opened.seek(8)
-                header = json.loads(opened.read(length))
+                header: Header = json.loads(opened.read(length))
                 header.pop("__metadata__", None)
+                _held(header, is_packed=False)  # which reads all that is read later
                 whole += max((each["data_offsets"][1] for each in header.values()), default=0)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ModelLoadError(f"{name} has a damaged header: fetch the file again") from error
@@ -240,4 +287,4 @@ def _read_names(file: Path, source: Source) -> set[str]:
         raise ModelLoadError(
             f"{name} is damaged: it has {size} bytes, and {whole} by its header; fetch it again"
         )
-    return set(header)
+    return header

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from aioengine.errors import ModelLoadError
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.hf_loading import build_on_meta
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, SupportsMultiModal
@@ -57,16 +56,7 @@ class DefinedModel(TransformersModel):
     @classmethod
     def probe(cls, hf_config: Any) -> tuple[LayerSpec, ...]:
         """See `TransformersModel.probe`. The definition is built here for the first time."""
-        try:
-            module: Any = build_on_meta(cls.definition, hf_config)
-        except ModelLoadError:
-            raise
-        # Whatever a definition raises for settings that cannot be, they are the checkpoint's.
-        except Exception as error:
-            raise ModelLoadError(
-                f"{cls.definition.__name__} cannot be built of this config.json: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        module: Any = build_on_meta(cls.definition, hf_config)
         module.config = hf_config
         return cls.around(module).layers()
 

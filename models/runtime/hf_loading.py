@@ -12,12 +12,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import snapshot_download
@@ -39,9 +42,25 @@ from aioengine.models.runtime.registry import resolve
 from aioengine.models.runtime.upload import move_weights
 from aioengine.processors.checkpoint_errors import shown, without_folders
 
-__all__ = ["build_on_meta", "load_config", "load_pretrained", "loading", "padding_of", "pin_rotary"]
+__all__ = [
+    "Held",
+    "bounded_builds",
+    "build_on_meta",
+    "load_config",
+    "load_pretrained",
+    "loading",
+    "padding_of",
+    "pin_rotary",
+]
 
 _LOAD_LOCK = threading.RLock()
+_HELD: ContextVar[Held | None] = ContextVar("held", default=None)
+# Some weights are registered twice or thrice, as those that are tied, some are made of parts of
+# others in the files, and a few are made and not read.
+_MORE_WEIGHTS, _FEW_WEIGHTS = 4, 1000
+_MORE_NUMBERS, _FEW_NUMBERS = 2, 1 << 20
+_MORE_TABLES, _FEW_BYTES = 4, 1 << 30
+_SHOWN = 3
 _LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 """How configs call the tokens of the longest sequence, the first that is there."""
 
@@ -109,15 +128,100 @@ def _weights_counted() -> Iterator[None]:
             transformers_logging.set_tqdm_hook(last)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a checkpoint's files hold, by their headers: so many tensors of so many numbers at most,
+    in so many bytes."""
+
+    num_tensors: int
+    num_numbers: int
+    num_bytes: int
+
+
+@contextmanager
+def bounded_builds() -> Iterator[Callable[[Held | None], None]]:
+    """Let this thread build no model that is much larger than what it is told meanwhile."""
+    before = _HELD.get()
+    try:
+        yield _HELD.set  # type: ignore[misc]
+    finally:
+        _HELD.set(before)
+
+
 def build_on_meta(model_class: Any, hf_config: Any) -> Any:
-    """The model with shapes and without weights, ready to be probed."""
+    """The model with shapes and without weights, ready to be probed.
+
+    Raises ModelLoadError where the config's settings make no model, or one that is much larger than
+    what the checkpoint holds (`bounded_builds`): a number too many could take hours, or all memory.
+    """
+    held = _HELD.get()
     with loading(), torch.device("meta"), torch.no_grad():
+        try:
+            with _counting_weights(model_class, hf_config, held):
+                model = model_class(copy.deepcopy(hf_config))
+        except ModelLoadError:
+            raise
+        # Whatever a class raises for settings that cannot be, they are the checkpoint's.
+        except Exception as error:
+            raise ModelLoadError(
+                f"{model_class.__name__} cannot be built of this config.json: "
+                f"{type(error).__name__}: {error!s:.300}"
+            ) from error
         # Grouped matrix matmuls of expert layers are checked for bfloat16 on this device.
-        model = model_class(copy.deepcopy(hf_config)).to(torch.bfloat16).eval()
+        model = model.to(torch.bfloat16).eval()
+    if held is not None:
+        num_numbers = sum(each.numel() for each in model.parameters())
+        table_bytes = sum(each.nbytes for each in model.buffers())
+        if num_numbers > _MORE_NUMBERS * held.num_numbers + _FEW_NUMBERS:
+            raise _too_large(model_class, hf_config, f"{num_numbers} numbers", held.num_numbers)
+        if table_bytes > _MORE_TABLES * held.num_bytes + _FEW_BYTES:
+            raise _too_large(model_class, hf_config, f"{table_bytes} bytes of tables", 0)
     for module in _rotary_modules(model):
         # Frequencies do not matter to a probe, and choosing them would read data that is not there.
         _set_static(module)
     return model
+
+
+@contextmanager
+def _counting_weights(model_class: Any, hf_config: Any, held: Held | None) -> Iterator[None]:
+    """Meanwhile, raise ModelLoadError in this thread when more weights are made than `held` has."""
+    if held is None:
+        yield
+        return
+    most = _MORE_WEIGHTS * held.num_tensors + _FEW_WEIGHTS
+    builder, count = threading.get_ident(), 0
+
+    def note(*_: Any) -> None:
+        nonlocal count
+        if threading.get_ident() == builder:  # the hook is the whole process's
+            count += 1
+            if count > most:
+                found = f"more than {most} weights"
+                raise _too_large(model_class, hf_config, found, held.num_tensors)
+
+    hook = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _too_large(model_class: Any, hf_config: Any, found: str, held: int) -> ModelLoadError:
+    numbers = sorted(_integers(hf_config.to_dict()), key=lambda pair: -pair[1])
+    largest = ", ".join(f"{name} {value}" for name, value in numbers[:_SHOWN])
+    return ModelLoadError(
+        f"{model_class.__name__} of this config.json would have {found}, where the checkpoint has "
+        f"{held}: correct config.json, whose largest numbers are {largest}, or fetch it and the "
+        "weights from one place again"
+    )
+
+
+def _integers(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _integers(value)
+        elif type(value) is int:
+            yield str(name), value
 
 
 def load_pretrained(

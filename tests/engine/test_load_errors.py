@@ -288,6 +288,39 @@ async def test_within_a_second(case: str, damaged: Callable[[str, Damage], Path]
     assert time.perf_counter() - begin < MAX_S
 
 
+HOSTILE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "layers": ({"num_hidden_layers": 10**9}, ("num_hidden_layers is 1000000000", "not be over")),
+    "more_layers": ({"num_hidden_layers": 9000}, ("more than", "weights", "hidden_layers 9000")),
+    "no_layers": ({"num_hidden_layers": 0}, ("num_hidden_layers is 0", "positive")),
+    "text_for_layers": ({"num_hidden_layers": "x"}, ("num_hidden_layers", "expected int, got str")),
+    "negative_heads": ({"num_attention_heads": -4}, ("num_attention_heads is -4", "not be negat")),
+    "no_heads": ({"num_attention_heads": 0}, ("num_attention_heads is 0", "positive")),
+    "vocabulary": ({"vocab_size": 10**9}, ("numbers", "vocab_size 1000000000")),
+    "vast_vocabulary": ({"vocab_size": 10**18}, ("cannot be built of this config.json", "size")),
+    "width": ({"hidden_size": 10**6}, ("numbers", "hidden_size 1000000")),
+    "positions": (
+        {"max_position_embeddings": 10**12}, ("max_position_embeddings is 10000", "not be over"),
+    ),
+    "activation": ({"hidden_act": "foo"}, ("cannot be built of this config.json", "foo")),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("case", HOSTILE)
+async def test_sizes_that_no_checkpoint_has(
+    case: str, damaged: Callable[[str, Damage], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a second and before weights are read: their memory would be the config's."""
+    monkeypatch.setattr(transformers_model, "load_pretrained", None)
+    settings, words = HOSTILE[case]
+    folder = damaged("llama", change("config.json", **settings))
+    begin = time.perf_counter()
+    text = await refused(folder)
+    assert time.perf_counter() - begin < MAX_S
+    for word in words:
+        assert word in text
+
+
 @pytest.mark.parametrize("case", ["truncated", "no_placeholder"])
 async def test_an_engine_beside_it_goes_on(
     case: str, saved: dict[str, Path], damaged: Callable[[str, Damage], Path]
