@@ -174,6 +174,10 @@ Equal without a row above: {equal}.
 Refused:
 
 {refused}"""
+BY_CACHE = (
+    "Of {total} architectures that are equal, {cached} run by their cache (`models/by_cache/`), which "
+    "is right and slower than a flat batch."
+)
 VERDICTS = ("equal", "refused", "unbuilt", "differs")
 REASONS = (
     ("encoder-decoders without a class", "each encoder-decoder"),
@@ -331,6 +335,9 @@ def sweep() -> str:
         for row in rows
         if row["verdict"] == "equal" and row["architecture"] not in known
     ]
+    ways = Counter(row.get("way") for row in rows if row["verdict"] == "equal")
+    if ways["by cache"]:
+        lines += ["", BY_CACHE.format(total=ways.total(), cached=ways["by cache"])]
     counts = "\n".join([*lines, ""])
     refused = "\n".join(f"- {why}: {_names(names)}" for why, names in sorted(by_reason.items()))
     found = SWEPT.format(**made, counts=counts, equal=_names(equal), refused=refused)

@@ -34,6 +34,7 @@ from transformers.models.auto import modeling_auto
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError, UnsupportedModalityError
+from aioengine.models.by_cache.caches import CacheSpecs
 from aioengine.models.runtime.registry import choose
 from tests.parity.families import MAX_TOKENS, save_folder, vocabulary
 from tests.parity.shrink import shrink
@@ -80,6 +81,8 @@ class Row:
     verdict: str
     reason: str
     impl: str = ""
+    way: str = ""
+    """"native": by a class of its own, "flat": on a flat batch, "by cache": a call a chunk."""
     mappings: Sequence[str] = field(default=())
 
 
@@ -131,8 +134,8 @@ def engine_options(takes_media: bool) -> dict[str, Any]:
 
 async def serve(
     folder: Path, prompts: Sequence[Prompt], budget: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], str]:
-    """The tokens that the engine generates, at first and again, and whose class it runs."""
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], str, str]:
+    """The tokens that the engine generates, at first and again; whose class it runs, and how."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     found = []
     options = engine_options(any(each.media for each in prompts))
@@ -144,7 +147,11 @@ async def serve(
                 *(engine.generate(each.text, params, **each.media) for each in prompts)
             )
             found.append([output.token_ids for output in outputs])
-        return found[0], found[1], engine.statistics().model_impl
+        impl = engine.statistics().model_impl
+        assert engine._core is not None
+        is_cached = isinstance(engine._core.loaded.runner.model.specs, CacheSpecs)
+        way = "native" if impl == "native" else "flat"
+        return found[0], found[1], impl, "by cache" if is_cached else way
 
 
 async def processor_in(folder: Path, medium: str) -> Any:
@@ -205,12 +212,12 @@ def expected_of(
 def compare(architecture: str, folder: Path, prompts: Sequence[Prompt], medium: str) -> Row:
     """The engine's tokens beside transformers', for every budget."""
     tried = []
-    impl = ""
+    impl = way = ""
     for budget in BUDGETS:
         try:
-            *both, impl = asyncio.run(serve(folder, prompts, budget))
+            *both, impl, way = asyncio.run(serve(folder, prompts, budget))
         except ModelLoadError as error:
-            return Row(architecture, "refused", f"{error!s:.400}", impl)
+            return Row(architecture, "refused", f"{error!s:.400}", impl, way)
         except UnsupportedModalityError:
             fewer = [each for each in prompts if all(len(v) < 2 for v in each.media.values())]
             if len(fewer) == len(prompts):
@@ -219,18 +226,18 @@ def compare(architecture: str, folder: Path, prompts: Sequence[Prompt], medium: 
         except InvalidRequestError as error:
             if "max_num_batched_tokens" in str(error) and tried:
                 continue  # a span that no step of so few tokens holds
-            return Row(architecture, "differs", _said(error), impl)
+            return Row(architecture, "differs", _said(error), impl, way)
         except Exception as error:
-            return Row(architecture, "differs", _said(error), impl)
+            return Row(architecture, "differs", _said(error), impl, way)
         for found in both:
             for prompt, tokens in zip(prompts, found, strict=True):
                 if tuple(tokens[: len(prompt.expected)]) != prompt.expected:
                     what = f"{list(tokens)} and not {list(prompt.expected)}, budget {budget}"
-                    return Row(architecture, "differs", f"{what}, {prompt.text!r:.40}", impl)
+                    return Row(architecture, "differs", f"{what}, {prompt.text!r:.40}", impl, way)
         tried.append(budget)
     different = len({each.expected for each in prompts})
     what = f"{medium}, {len(prompts)} prompts, {different} answers, chunks {tried}"
-    return Row(architecture, "equal", what, impl)
+    return Row(architecture, "equal", what, impl, way)
 
 
 def _refused_anyway(architecture: str, is_unbuilt: bool) -> str:

@@ -27,6 +27,7 @@ SAMPLE = {
     # Markers around an image have embeddings of their own.
     "Ovis2ForConditionalGeneration": ("equal", "image, 6 prompts"),
 }
+BY_CACHE = ("DeepseekV32ForCausalLM", "GPTNeoForCausalLM")
 
 
 @pytest.mark.parametrize("architecture", SAMPLE)
@@ -36,6 +37,8 @@ def test_a_sample(architecture: str) -> None:
     row = judge(architecture)
     assert row.verdict == verdict, row.reason
     assert reason in row.reason
+    assert (row.way == "by cache") == (architecture in BY_CACHE)
+    assert bool(row.way) == (verdict == "equal")
 
 
 def test_every_mapping_has_architectures() -> None:
