@@ -175,8 +175,8 @@ Refused:
 
 {refused}"""
 BY_CACHE = (
-    "Of {total} architectures that are equal, {cached} run by their cache (`models/by_cache/`), which "
-    "is right and slower than a flat batch."
+    "Of {total} architectures that are equal, {cached} run by their cache (`models/by_cache/`), "
+    "which is slower than a flat batch."
 )
 VERDICTS = ("equal", "refused", "unbuilt", "differs")
 REASONS = (

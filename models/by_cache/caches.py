@@ -17,7 +17,15 @@ from aioengine.kernels.attention import KeyValue
 from aioengine.models.fusion.swap import route
 from aioengine.models.runtime.probe import LayerSpec, LayerSpecs
 
-__all__ = ["CacheSpecs", "Entry", "KeptCache", "PastCache", "find_layers", "spell_out"]
+__all__ = [
+    "CacheSpecs",
+    "Entry",
+    "KeptCache",
+    "PastCache",
+    "check_state",
+    "find_layers",
+    "spell_out",
+]
 
 _NUM_PROBE_TOKENS = 3
 
@@ -113,13 +121,18 @@ class _NotingCache(KeptCache):
         return super().put(entry, key, value)
 
 
+def check_state(decoder: nn.Module) -> None:
+    """Raise ModelLoadError where a decoder keeps more than keys and values, as its class says."""
+    if getattr(decoder, "_is_stateful", False):
+        raise ModelLoadError("it keeps a state")
+
+
 def find_layers(decoder: nn.Module, hidden_size: int) -> CacheSpecs:
     """Find what the layers of `decoder`, on the meta device, put into a cache.
 
     Raises ModelLoadError where it cannot be run with one, or keeps anything else.
     """
-    if getattr(decoder, "_is_stateful", False):
-        raise ModelLoadError("it keeps a state")
+    check_state(decoder)
     spell_out(decoder)
     running: list[str] = []
     for name, module in decoder.named_modules():

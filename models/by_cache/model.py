@@ -17,7 +17,7 @@ import logging
 from typing import Any
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.by_cache.caches import CacheSpecs, find_layers
+from aioengine.models.by_cache.caches import CacheSpecs, check_state, find_layers
 from aioengine.models.by_cache.calls import attach_cache
 from aioengine.models.runtime.hf_loading import build_on_meta
 from aioengine.models.runtime.probe import LayerSpec
@@ -59,6 +59,7 @@ class ByCache(TransformersModel):
 
     def layers_by_cache(self) -> CacheSpecs:
         """The layers by what they put into a cache. Raises ModelLoadError."""
+        check_state(self.decoder())
         # A decoder that was probed in another way has been used up.
         shell = self.around(build_on_meta(self.hf_class(self.hf_config), self.hf_config))
         return find_layers(shell.decoder(), self.hidden_size)

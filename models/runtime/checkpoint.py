@@ -230,7 +230,7 @@ def _held(header: Header, *, is_packed: bool) -> Held:
 
 
 def _check_shards(index: Path, find: Find, source: Source) -> tuple[Header, bool]:
-    """What the files hold that the index names, and whether all of them are there."""
+    """Read the headers of the files that the index names; also tell whether all are there."""
     name, places = shown(source), read_settings(index, source).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
         raise ModelLoadError(f"{_INDEX} of {name!r} has no weight_map: fetch the file again")

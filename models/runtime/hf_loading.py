@@ -130,8 +130,8 @@ def _weights_counted() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a checkpoint's files hold, by their headers: so many tensors of so many numbers at most,
-    in so many bytes."""
+    """Contents of a checkpoint's files, by their headers: so many tensors of so many numbers at
+    most, in so many bytes."""
 
     num_tensors: int
     num_numbers: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.latent.layers import LatentSizes
 from aioengine.models.latent.probe import Expansions, is_same_view
 from aioengine.models.runtime.attention import route_attention
+from aioengine.models.runtime.whole_pass import spare_layers, without_layers
 from aioengine.models.state.memory import StateSpec
 from aioengine.models.state.probe import Watch
 from aioengine.types import KVGroup
@@ -174,6 +176,25 @@ def probe_layers(
     embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=dtype)
     positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
     watch = Watch(decoder)
+    start = partial(_run_once, decoder, run, embeds, positions)
+    if getattr(decoder, "_is_stateful", False):
+        _try_few(decoder, watch, start, calls)
+    start()
+    routed = [call.spec.name for call in calls]
+    found = _find_states(decoder, watch, routed)
+    watch.end()
+    _require_routing(decoder, routed, [each.name for each in found])
+    specs = LayerSpecs(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
+    specs.states = tuple(each for each in found if each.parts)
+    return specs
+
+
+def _run_once(
+    decoder: nn.Module,
+    run: Callable[[nn.Module, Tensor, Tensor], Any],
+    embeds: Tensor,
+    positions: Tensor,
+) -> None:
     try:
         with torch.no_grad():
             run(decoder, embeds, positions)
@@ -184,14 +205,33 @@ def probe_layers(
         raise ModelLoadError(
             f"{type(decoder).__name__} cannot be run on a flattened batch: {error}"
         ) from error
-    routed = [call.spec.name for call in calls]
+
+
+def _try_few(
+    decoder: nn.Module, watch: Watch, start: Callable[[], None], calls: list[_Call]
+) -> None:
+    """Raise ModelLoadError where a layer of each kind shows that a state cannot be held: layers
+    that keep one run in loops, which takes seconds for all of them."""
+    spare = spare_layers(decoder, {})
+    try:
+        with without_layers(decoder, spare):
+            start()
+    except ModelLoadError:
+        return  # all of them will say so
+    finally:
+        routed = [call.spec.name for call in calls]
+        calls.clear()
+    _find_states(decoder, watch, routed)
+
+
+def _find_states(decoder: nn.Module, watch: Watch, routed: Sequence[str]) -> tuple[StateSpec, ...]:
+    """Find what is called with a cache and puts no keys and values into it, with or without parts.
+
+    Raises ModelLoadError where not all of it can be held.
+    """
     found = watch.find_states([*routed, *_silent_attention(decoder, routed)])
-    states = tuple(each for each in found if each.parts)
-    _check_states(decoder, routed, states)
-    _require_routing(decoder, routed, [each.name for each in found])
-    specs = LayerSpecs(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
-    specs.states = states
-    return specs
+    _check_states(decoder, routed, [each for each in found if each.parts])
+    return found
 
 
 def _pass_by(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -24,6 +24,7 @@ from aioengine.kernels.reference import attend_dense, visible_mask
 from aioengine.models.runtime.attention import Attention, AttentionType
 from aioengine.models.runtime.encoding import batch_items, frames_as_images, place
 from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.models.state.probe import settings_of
 
 __all__ = [
     "WholePrompt",
@@ -191,7 +192,7 @@ def _signatures(
     stack: nn.ModuleList, paths: Sequence[str], kinds: Mapping[str, Hashable]
 ) -> list[Hashable]:
     """Describe what tells each layer of a stack from others, but for its place in the stack."""
-    settings = [_settings(layer) for layer in stack]
+    settings = [settings_of(layer) for layer in stack]
     places = {
         name
         for name in settings[0]
@@ -206,16 +207,6 @@ def _signatures(
         )
         for layer, mine, path in zip(stack, settings, paths, strict=True)
     ]
-
-
-def _settings(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
-    """The numbers and names that a layer's modules were made with."""
-    return {
-        (path, name): value
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
-    }
 
 
 @contextmanager

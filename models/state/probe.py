@@ -8,7 +8,7 @@ two requests, as the engine will call it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.state.layers import CACHES, LayerCache, call_mixer, named_arguments
 from aioengine.models.state.memory import PartName, StatePart, StateSpec
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "settings_of"]
 
 _SHAPES = ((1, 5), (2, 1))
 """Requests and tokens of the calls that are tried: a chunk, and single tokens."""
@@ -52,6 +52,7 @@ class Watch:
 
     def __init__(self, decoder: nn.Module) -> None:
         self._decoder = decoder
+        self._parts: dict[Hashable, tuple[StatePart, ...]] = {}
         self._widths: dict[str, int] = {}
         self._hooks = [
             module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
@@ -72,17 +73,48 @@ class Watch:
         One may leave its cache alone: its spec has no parts. Raises ModelLoadError for one that
         asks its cache, or its caller, for something else.
         """
-        for hook in self._hooks:
-            hook.remove()
         takers = [
             name for name in self._widths if not any(_is_within(path, name) for path in attends)
         ]
         found = {name: self._widths[name] for name in takers}
         return tuple(
-            StateSpec(name, width, _parts_of(self._decoder, name, width))
+            StateSpec(name, width, self._parts_of(name, width))
             for name, width in found.items()
             if not any(other != name and _is_within(other, name) for other in takers)
         )
+
+    def end(self) -> None:
+        """Note no more calls."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _parts_of(self, name: str, width: int) -> tuple[StatePart, ...]:
+        """Find what a module keeps; of those that are alike one is asked."""
+        kind = _kind_of(self._decoder.get_submodule(name), width)
+        if kind not in self._parts:
+            self._parts[kind] = _parts_of(self._decoder, name, width)
+        return self._parts[kind]
+
+
+def settings_of(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """The numbers and names that a layer's modules were made with."""
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _kind_of(module: nn.Module, width: int) -> Hashable:
+    """Describe what a module is made of, but for its number among the layers."""
+    settings = settings_of(module).items()
+    return (
+        width,
+        tuple((path, type(each)) for path, each in module.named_modules()),
+        tuple((path, tuple(each.shape), each.dtype) for path, each in module.named_parameters()),
+        frozenset(each for each in settings if not each[0][1].startswith("layer_i")),
+    )
 
 
 def _is_within(path: str, name: str) -> bool:
