@@ -174,6 +174,19 @@ Equal without a row above: {equal}.
 Refused:
 
 {refused}"""
+WITH = Path(__file__).parent / "sweep_torchvision.jsonl"
+SWEPT_WITH = """
+
+**With torchvision** {torchvision}, timm and torchaudio beside a CPU build of torch
+(`tests/parity/extras.py`; processors then are transformers' faster ones), on {made}, those that
+take images or audio:
+
+{counts}
+Equal with them and not without: {more}.
+
+Refused: {refused}.
+
+Unbuilt: {unbuilt}."""
 BY_CACHE = (
     "Of {total} architectures that are equal, {cached} run by their cache (`models/by_cache/`), "
     "which is slower than a flat batch."
@@ -318,30 +331,50 @@ def sweep() -> str:
     """What `tests/parity/sweep.py` found; nothing where it has not run."""
     if not SWEEP.exists():
         return ""
-    made, *rows = map(json.loads, SWEEP.read_text().splitlines())
-    counted = Counter((each, row["verdict"]) for row in rows for each in row["mappings"])
-    lines = [f"| mapping | {' | '.join(VERDICTS)} |", "|---" * (len(VERDICTS) + 1) + "|"]
-    for mapping in dict.fromkeys(each for row in rows for each in row["mappings"]):
-        cells = (str(counted[mapping, verdict]) for verdict in VERDICTS)
-        lines.append(f"| {mapping} | {' | '.join(cells)} |")
+    made, *rows = _rows(SWEEP)
+    lines = _counts(rows)
     known = known_architectures()
     by_reason: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row["verdict"] == "refused":
             found = (words for words, form in REASONS if re.search(form, row["reason"]))
             by_reason[next(found, "other reasons")].append(row["architecture"])
-    equal = [
-        row["architecture"]
-        for row in rows
-        if row["verdict"] == "equal" and row["architecture"] not in known
-    ]
+    equal = [name for name in _with_verdict(rows, "equal") if name not in known]
     ways = Counter(row.get("way") for row in rows if row["verdict"] == "equal")
     if ways["by cache"]:
         lines += ["", BY_CACHE.format(total=ways.total(), cached=ways["by cache"])]
     counts = "\n".join([*lines, ""])
     refused = "\n".join(f"- {why}: {_names(names)}" for why, names in sorted(by_reason.items()))
-    found = SWEPT.format(**made, counts=counts, equal=_names(equal), refused=refused)
-    return "\n".join(_wrapped(line) for line in found.splitlines())
+    text = SWEPT.format(**made, counts=counts, equal=_names(equal), refused=refused)
+    return "\n".join(_wrapped(line) for line in (text + _sweep_with(rows)).splitlines())
+
+
+def _sweep_with(without: Sequence[Mapping[str, Any]]) -> str:
+    """What it found where torchvision is; nothing where that has not run."""
+    if not WITH.exists():
+        return ""
+    made, *rows = _rows(WITH)
+    more = set(_with_verdict(rows, "equal")) - set(_with_verdict(without, "equal"))
+    found = {verdict: _names(_with_verdict(rows, verdict)) for verdict in VERDICTS[1:3]}
+    counts = "\n".join([*_counts(rows), ""])
+    return SWEPT_WITH.format(**made, counts=counts, more=_names(sorted(more)), **found)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _counts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    counted = Counter((each, row["verdict"]) for row in rows for each in row["mappings"])
+    lines = [f"| mapping | {' | '.join(VERDICTS)} |", "|---" * (len(VERDICTS) + 1) + "|"]
+    for mapping in dict.fromkeys(each for row in rows for each in row["mappings"]):
+        cells = (str(counted[mapping, verdict]) for verdict in VERDICTS)
+        lines.append(f"| {mapping} | {' | '.join(cells)} |")
+    return lines
+
+
+def _with_verdict(rows: Sequence[Mapping[str, Any]], verdict: str) -> list[str]:
+    return [row["architecture"] for row in rows if row["verdict"] == verdict]
 
 
 def _names(names: Sequence[str]) -> str:

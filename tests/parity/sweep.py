@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,8 @@ def main() -> None:
             "transformers": hf.__version__,
             "torch": torch.__version__,
         }
+        if hf.utils.is_torchvision_available():
+            made["torchvision"] = version("torchvision")
         lines = [made, *sorted(rows, key=lambda row: row["architecture"])]
         given.json.write_text("".join(json.dumps(each) + "\n" for each in lines))
     if given.table:
