@@ -21,7 +21,7 @@ from aioengine.errors import UnsupportedModalityError
 from aioengine.kernels.attention import AttentionBackend, SeenRows
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import PromptInputs, PromptMedia, PromptMemory
-from aioengine.models.runtime.probe import NUM_PROBE_ROWS
+from aioengine.models.runtime.probe import NUM_PROBE_ROWS, LayerSpecs, probe_layers
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import GenericDummyInputsBuilder, GenericProcessingInfo
@@ -113,6 +113,9 @@ class MediaMemoryModel(TransformersModel):
     def memory_arguments(self, memory: Tensor, sighted: Tensor) -> dict[str, Any]:
         """Build the decoder's arguments for the step's rows `memory` [R, row_size], and for the
         tokens that are shown something, `sighted` bool [T]."""
+
+    def layers(self) -> LayerSpecs:
+        return probe_layers(self.decoder(), self.call_decoder, self.hidden_size, takes_mask=True)
 
     def most_memory_rows(self, num_items: int, block_size: int) -> int:
         """Rows that the memory of so many items may take; see `lay_out_memory`."""

@@ -97,7 +97,7 @@ def _attend_by_slot(
     check = getattr(slot, "check_tensors", None)
     if check is not None:  # the probe's
         given = {"attention_mask": attention_mask, **kwargs}
-        check([name for name, each in given.items() if isinstance(each, Tensor)])
+        check([name for name, each in given.items() if isinstance(each, Tensor)], key.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     args = AttentionArgs(scale, sliding_window, softcap, s_aux)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))

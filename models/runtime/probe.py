@@ -43,7 +43,7 @@ NUM_PROBE_ROWS = 5
 _SHOWN = 8
 _ROUTES = "top_k_index"
 """The argument by which transformers' experts are given each token's choice."""
-_BIAS = "position_bias"
+_MASK, _BIAS = "attention_mask", "position_bias"
 """What T5's kind calls a bias that follows from distances, as some call any bias."""
 
 
@@ -112,14 +112,20 @@ class _Recorder:
     calls: list[_Call]
     expansions: Expansions
     takes_bias: bool
+    takes_mask: bool
 
-    def check_tensors(self, names: Sequence[str]) -> None:
+    def check_tensors(self, names: Sequence[str], num_keys: int) -> None:
         """Raise ModelLoadError where more than queries, keys and values makes the scores: masks and
         biases that a layer makes of hidden states, which a flat batch would lose in silence.
 
-        `names`: of the further tensors that it gives its attention.
+        `names`: of the further tensors that it gives its attention, over `num_keys` keys.
         """
-        known = ["position_ids", *[_BIAS] * self.takes_bias]
+        is_cross = num_keys == NUM_PROBE_ROWS
+        known = [
+            "position_ids",
+            *[_BIAS] * self.takes_bias,
+            *[_MASK] * (self.takes_mask and is_cross),
+        ]
         lost = [name for name in names if name not in known]
         if lost:
             raise ModelLoadError(
@@ -157,19 +163,21 @@ def probe_layers(
     hidden_size: int,
     *,
     takes_bias: bool = False,
+    takes_mask: bool = False,
 ) -> LayerSpecs:
     """The attention layers of `decoder`, in the order in which they run, and its states.
 
     `decoder` lies on the meta device and is used up: its modules keep the probe's slots. `run`
     calls it with embeddings [T, hidden] and positions [T]. `takes_bias`: a bias by distance is put
-    into the kernels. Raises ModelLoadError where a layer does not go through our attention
-    function, or gives it more than that takes, or the decoder cannot be run this way.
+    into the kernels; `takes_mask`: what a token sees by cross-attention is. Raises ModelLoadError
+    where a layer does not go through our attention function, or gives it more than that takes, or
+    the decoder cannot be run this way.
     """
     calls: list[_Call] = []
     route_attention(decoder)
     expansions = Expansions(decoder)
     for name, module in decoder.named_modules():
-        attach_slot(module, _Recorder(name, module, calls, expansions, takes_bias))
+        attach_slot(module, _Recorder(name, module, calls, expansions, takes_bias, takes_mask))
         if _ROUTES in inspect.signature(type(module).forward).parameters:
             vars(module)["forward"] = _pass_by
     dtype = next(decoder.parameters()).dtype
