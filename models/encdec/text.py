@@ -117,12 +117,6 @@ class TextToText(EncoderDecoderModel):
             return "its decoder does not tell its embeddings"
         if self.has_other_head(decoder):
             return "its decoder is a whole model with a head of its own"
-        for name, module in self.model.named_modules():
-            if hasattr(module, "expert_capacity"):
-                return (
-                    f"{name} ({type(module).__name__}) drops tokens beyond its expert_capacity, so "
-                    "that an answer would depend on what else is in the batch"
-                )
         return None
 
     def has_other_head(self, decoder: Any) -> bool:

@@ -265,6 +265,11 @@ def _find_obstacle_between(
 
     if encoders:
         return f"its encoder reads {' and '.join(encoders)} beside text"
+    if getattr(hf_config, "expert_capacity", None):
+        return (
+            "an expert drops tokens beyond its expert_capacity, so that an answer would depend on "
+            "what else is in the batch"
+        )
     if _reads_an_image(hf_class):
         return None
     if hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(hf_config), None) is hf_class:

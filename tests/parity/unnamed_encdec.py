@@ -125,9 +125,7 @@ REFUSED: Mapping[str, tuple[Callable[[], Any], str]] = {
         lambda: hf.ProphetNetConfig(hidden_size=48, num_encoder_layers=2, num_decoder_layers=2),
         "ProphetNetDecoder keeps a state",
     ),
-    "Pop2PianoForConditionalGeneration": (
-        hf.Pop2PianoConfig, "not have it among the encoder-decoders from text or audio to text"
-    ),
+    "Pop2PianoForConditionalGeneration": (hf.Pop2PianoConfig, "generates is audio and no text"),
     "SwitchTransformersForConditionalGeneration": (
         lambda: hf.SwitchTransformersConfig(**T5, num_experts=4, num_sparse_decoder_layers=1),
         "drops tokens beyond its expert_capacity",
