@@ -126,6 +126,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "Dots1ForCausalLM": {
         "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
     },
+    # Both parts of a head.
+    "LongcatFlashForCausalLM": {"qk_head_dim": 2 * HEAD_DIM},
+    # Adapters are by language.
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    # Attention is twice as wide as the rest.
+    "ZambaForCausalLM": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM},
+    "Zamba2ForCausalLM": {
+        "attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM,
+        "mamba_headdim": HEAD_DIM, "hybrid_layer_ids": [1],
+    },
     "NemotronForCausalLM": {"num_key_value_heads": HEADS // 2},
     # One chunk; positions that matter to layers without rotation.
     "Llama4ForCausalLM": {
