@@ -229,6 +229,7 @@ def _try_few(
     finally:
         routed = [call.spec.name for call in calls]
         calls.clear()
+        watch.drop(spare)
     _find_states(decoder, watch, routed)
 
 

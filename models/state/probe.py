@@ -83,6 +83,11 @@ class Watch:
             if not any(other != name and _is_within(other, name) for other in takers)
         )
 
+    def drop(self, layers: Sequence[str]) -> None:
+        """Forget what was noted of these layers, which only handed on what they were given."""
+        for name in layers:
+            self._widths.pop(name, None)
+
     def end(self) -> None:
         """Note no more calls."""
         for hook in self._hooks:

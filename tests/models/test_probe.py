@@ -27,6 +27,7 @@ from aioengine.models.per_layer import PerLayerText
 from aioengine.models.runtime import registry, transformers_model
 from aioengine.models.runtime.probe import LayerSpec, group_layers
 from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.state import probe as state_probe
 from aioengine.models.text import TextModel
 from aioengine.types import KVGroup
 from tests.support.tiny import llava_config, tiny_tokenizer
@@ -170,6 +171,29 @@ def test_state_without_attention_is_refused_by_name(architecture: str) -> None:
     config.architectures = [architecture]
     with pytest.raises(ModelLoadError, match=f"keeps a state .*{where}"):
         TextModel.probe(config)
+
+
+def test_of_layers_that_are_alike_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that keep a state run in loops: a refusal would take seconds at a usual size."""
+    asked: list[str] = []
+    right = state_probe._parts_of
+
+    def counted(decoder: nn.Module, name: str, width: int) -> Any:
+        asked.append(name)
+        return right(decoder, name, width)
+
+    monkeypatch.setattr(state_probe, "_parts_of", counted)
+    config = hf.MambaConfig(**{**TINY, "num_hidden_layers": 24})
+    config.architectures = ["MambaForCausalLM"]
+    with pytest.raises(ModelLoadError, match="keeps a state"):
+        TextModel.probe(config)
+    assert asked == ["layers.0.mixer"]
+    asked.clear()
+    hybrid = hf.Lfm2Config(**TINY, layer_types=["conv", "full_attention"] * 2)
+    hybrid.architectures = ["Lfm2ForCausalLM"]
+    found: Any = TextModel.probe(hybrid)
+    assert [each.name for each in found.states] == ["layers.0.conv", "layers.2.conv"]
+    assert asked == ["layers.0.conv"]
 
 
 class Odd(nn.Module):
