@@ -194,9 +194,11 @@ BY_CACHE = (
 VERDICTS = ("equal", "refused", "unbuilt", "differs")
 REASONS = (
     ("encoder-decoders without a class", "each encoder-decoder"),
-    ("state between calls", "keeps state"),
+    ("state between calls", "keeps (a )?state"),
+    ("masks or biases of a layer's own", "gives its attention"),
     ("tokens that see each other both ways", "tokens see later ones"),
     ("attention past the interface", "AttentionInterface|does not route"),
+    ("no text as an answer", "does not generate text|and no text"),
     ("no encoder under transformers' usual name", "but no get_image_features"),
     ("processors that do not report what media become", "does not report"),
     ("processors that do more to a prompt", "does more to a prompt"),
