@@ -22,7 +22,7 @@ from torch.nn.functional import grouped_mm
 
 from aioengine.kernels.cpu.linear import PANEL, NativeLinear, native_way
 from aioengine.kernels.grouped import GroupedWeight, TorchGroupedLinear, pack_grouped
-from aioengine.kernels.matmul import Activation, activated
+from aioengine.kernels.matmul import NO_LIMIT, Activation, Gating, activated
 
 __all__ = [
     "ExpertBlocks",
@@ -111,6 +111,7 @@ class PackedExperts:
         ends: Tensor,
         activation: Activation = Activation.NONE,
         is_gated: bool = False,
+        gating: Gating = NO_LIMIT,
     ) -> Tensor:
         """`rows` [n, in], sorted by expert, and `ends` as in `ExpertRows` -> [n, out].
 
@@ -118,7 +119,7 @@ class PackedExperts:
         do not rise to n.
         """
         found: Tensor = self._multiply(
-            rows, ends, *self.operands, self.num_outputs, int(activation), is_gated
+            rows, ends, *self.operands, self.num_outputs, int(activation), is_gated, *gating
         )
         return found
 
@@ -153,11 +154,12 @@ class TorchExperts:
         ends: Tensor,
         activation: Activation = Activation.NONE,
         is_gated: bool = False,
+        gating: Gating = NO_LIMIT,
     ) -> Tensor:
         """See `PackedExperts`."""
         own = torch.tensor_split(rows, ends[:-1])
         out = torch.cat([f(x) for f, x in zip(self._experts, own, strict=True)])
-        return activated(out, activation, is_gated)
+        return activated(out, activation, is_gated, gating)
 
 
 def can_pack_experts(weight: Tensor) -> bool:

@@ -22,12 +22,13 @@ from torch.nn.functional import embedding, layer_norm
 
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext
-from aioengine.kernels.matmul import Activation, ExpertMatmul, Matmul
+from aioengine.kernels.matmul import NO_LIMIT, Activation, ExpertMatmul, Gating, Matmul
 
 __all__ = [
     "Angles",
     "CrossPlan",
     "DecoderPlan",
+    "ExpertsPlan",
     "FeedForwardPlan",
     "LayerPlan",
     "NormPlan",
@@ -68,21 +69,28 @@ class FeedForwardPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RoutedPlan:
+class ExpertsPlan:
+    """A `FeedForwardPlan` of several experts; each row goes to some of them."""
+
+    up: ExpertMatmul
+    activation: Activation
+    is_gated: bool
+    gating: Gating = NO_LIMIT
+    down: ExpertMatmul
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoutedPlan(ExpertsPlan):
     """Experts, of which each row goes to `num_chosen`: those with the largest logits of `router`.
 
     What they come to is added up by their shares, of a softmax over these logits where it
     `is_normalized`, over all logits otherwise. `shared`: a layer that all rows go to; what it comes
-    to is added. The rest is as in `FeedForwardPlan`.
+    to is added.
     """
 
     router: Matmul
     num_chosen: int
     is_normalized: bool
-    up: ExpertMatmul
-    activation: Activation
-    is_gated: bool
-    down: ExpertMatmul
     shared: FeedForwardPlan | None = None
 
 
@@ -264,7 +272,7 @@ def slots_of(layers: Sequence[LayerPlan]) -> list[Slot]:
 
 def rows_wanted(slot: Slot | None, num_tokens: int) -> Tensor | None:
     """The rows that are read of what comes after this slot's layer, None for all."""
-    wanted = slot.wanted if isinstance(slot, LayerSlot) else None
+    wanted: Tensor | None = getattr(slot, "wanted", None)
     return None if wanted is None or len(wanted) == num_tokens else wanted
 
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-__all__ = ["FORMULAS", "Activation", "ExpertMatmul", "Matmul", "TorchLinear", "activated"]
+__all__ = [
+    "FORMULAS",
+    "NO_LIMIT",
+    "Activation",
+    "ExpertMatmul",
+    "Gating",
+    "Matmul",
+    "TorchLinear",
+    "activated",
+]
 
 
 class Activation(IntEnum):
@@ -32,9 +41,29 @@ FORMULAS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 """The activations in PyTorch."""
 
 
-def activated(out: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+class Gating(NamedTuple):
+    """How gates multiply outputs, beside their activation.
+
+    `limit`: what gates are at most before they are activated, and outputs from its negative on; 0
+    for none. `shift`: added to outputs then, before they are multiplied.
+    """
+
+    limit: float = 0.0
+    shift: float = 0.0
+
+
+NO_LIMIT = Gating()
+"""Gates as they are, and what they multiply."""
+
+
+def activated(
+    out: Tensor, activation: Activation, is_gated: bool, gating: Gating = NO_LIMIT
+) -> Tensor:
     """Outputs [..., out] of a matmul, or [..., out / 2] where the first half are gates."""
     gate, up = out.chunk(2, dim=-1) if is_gated else (out, None)
+    if up is not None and gating.limit:
+        gate = gate.clamp(max=gating.limit)
+        up = up.clamp(-gating.limit, gating.limit) + gating.shift
     found = gate if activation is Activation.NONE else FORMULAS[activation](gate)
     return found if up is None else found * up
 

@@ -17,6 +17,7 @@ from aioengine.kernels.cpu.linear import NativeLinear
 from aioengine.kernels.cpu.norm import compute_norm
 from aioengine.kernels.layer_plan import (
     Angles,
+    ExpertsPlan,
     FeedForwardPlan,
     LayerPlan,
     NormPlan,
@@ -27,7 +28,7 @@ from aioengine.kernels.layer_plan import (
 from aioengine.kernels.layer_slot import LayerSlot, StepContext
 from aioengine.kernels.matmul import Activation, Matmul
 
-__all__ = ["NativeOperators", "run_experts"]
+__all__ = ["NativeOperators", "run_chosen_experts", "run_experts"]
 
 _NOTHING = torch.empty(0, dtype=torch.float32)
 
@@ -163,7 +164,20 @@ def run_experts(plan: RoutedPlan, x: Tensor) -> Tensor:
     """
     tensors = [*_routed_tensors(plan), *_feed_tensors(plan.shared)]
     sizes = [*_routed_sizes(plan), *_feed_sizes(plan.shared)]
-    found: Tensor = torch.ops.aioengine_cpu.routed_feed(x, tensors, sizes)
+    numbers = _gating_numbers(plan)
+    found: Tensor = torch.ops.aioengine_cpu.routed_feed(x, tensors, sizes, numbers)
+    return found
+
+
+def run_chosen_experts(plan: ExpertsPlan, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Run experts whose matmuls are for a CPU on `x` [T, hidden] -> [T, hidden].
+
+    Each row goes to those that are `chosen` int64 [T, k], by `shares` float32 [T, k]. Raises as
+    `run_experts` does, and where there is no such expert.
+    """
+    tensors = [*_listed(plan.up.operands), *_listed(plan.down.operands)]
+    sizes, numbers = [*_expert_sizes(plan), plan.up.num_experts], _gating_numbers(plan)
+    found: Tensor = torch.ops.aioengine_cpu.expert_feed(x, chosen, shares, tensors, sizes, numbers)
     return found
 
 
@@ -231,9 +245,17 @@ def _routed_tensors(plan: RoutedPlan | None) -> list[Tensor]:
 def _routed_sizes(plan: RoutedPlan | None) -> list[int]:
     if plan is None:
         return [0] * 6
-    num_experts = plan.up.num_experts
-    up = int(plan.activation), int(plan.is_gated), num_experts * plan.up.num_outputs
-    return [*up, num_experts, plan.num_chosen, int(plan.is_normalized)]
+    more = plan.up.num_experts, plan.num_chosen, int(plan.is_normalized)
+    return [*_expert_sizes(plan), *more]
+
+
+def _expert_sizes(plan: ExpertsPlan) -> list[int]:
+    num_outputs = plan.up.num_experts * plan.up.num_outputs
+    return [int(plan.activation), int(plan.is_gated), num_outputs]
+
+
+def _gating_numbers(plan: ExpertsPlan | None) -> list[float]:
+    return [0.0, 0.0] if plan is None else [*plan.gating]
 
 
 def _weights(norm: NormPlan | None) -> list[Tensor]:
@@ -277,7 +299,8 @@ def _numbers(layer: LayerPlan) -> list[float]:
     if layer.cross is not None:
         norm, scale = layer.cross.norm, layer.cross.attention.scale
     last = [0.0 if norm is None else norm.epsilon, scale]
-    return [*epsilons, layer.attention.scale, layer.attention.softcap or 0.0, *last]
+    own = layer.attention.scale, layer.attention.softcap or 0.0
+    return [*epsilons, *own, *last, *_gating_numbers(_routed(layer))]
 
 
 def _norms(layer: LayerPlan) -> list[NormPlan | None]:

@@ -22,7 +22,7 @@ from aioengine.kernels.experts import (
     pack_grouped_experts,
 )
 from aioengine.kernels.grouped import GroupedWeight, pack_grouped, round_weight
-from aioengine.kernels.matmul import Activation
+from aioengine.kernels.matmul import Activation, Gating, activated
 
 SIZE, OUT = 8, 6
 
@@ -121,6 +121,26 @@ def test_packed_experts_are_matmuls_of_their_own(
         parts = torch.tensor_split(rows, layout.ends[:-1])
         wanted = [f(x, activation, is_gated) for f, x in zip(own, parts, strict=True)]
         assert torch.equal(found, torch.cat(wanted))
+
+
+@needs_kernels
+@pytest.mark.parametrize("gating", [Gating(4.0, 1.0), Gating(6.0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "8 bits", "4 bits, full inputs"])
+def test_gates_with_limits(kind: str, dtype: torch.dtype, gating: Gating) -> None:
+    packed, _ = packed_experts(kind, dtype, 5, 64, 96)
+    rows = torch.randn(40, 96, generator=torch.Generator().manual_seed(3)).to(dtype)
+    ends = torch.tensor([7, 7, 20, 39, 40])
+    inner = packed(rows, ends).float()
+    assert (inner > gating.limit).any() and (inner < -gating.limit).any()
+    found = packed(rows, ends, Activation.QUICK_GELU, True, gating)
+    wanted = activated(inner, Activation.QUICK_GELU, True, gating)
+    bound = 16 * max(torch.finfo(dtype).eps, 1e-6)
+    torch.testing.assert_close(found.float(), wanted, rtol=bound, atol=bound * 8)
+    if isinstance(packed, PackedExperts):
+        for limit, is_gated in ((-1.0, True), (0.0, True), (2.0, False)):
+            with pytest.raises(RuntimeError, match="limit is positive"):
+                packed(rows, ends, Activation.SILU, is_gated, Gating(limit, 1.0))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 64])

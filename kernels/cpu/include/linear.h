@@ -40,6 +40,9 @@ struct Linear {
     // 0, or how many panels there are of gates: each is activated and multiplied by an output of
     // the panel that comes so many after it.
     int64_t gate_panels;
+    // 0, or what gates are at most before they are activated; an output that they multiply is held between this
+    // and its negative, and the shift is added to it.
+    float limit, shift;
     int64_t places_at_once;  // that weights are prefetched from, a power of two
 };
 

@@ -13,10 +13,12 @@ struct Rotary {
     const void* x;       // [tokens, heads, dim], of any strides but the last
     int64_t strides[2];  // of a token and a head, in numbers
     int64_t heads, dim;  // dim is even
-    const void *cos, *sin;  // [tokens, dim]
+    const void *cos, *sin;  // [tokens, dim], or half of it
     int64_t cos_stride, sin_stride;
     bool has_wide_angles;  // float32 whatever the dtype
     void* out;  // [tokens, heads, dim], contiguous
+    bool is_halved;  // angles are [tokens, dim / 2] and rotate both halves
+    bool in_pairs;   // of x, numbers that are rotated against each other lie side by side; out has halves
 };
 
 // Tokens [first, last).

@@ -99,8 +99,11 @@ public:
         if (layer.angles < 0) return heads;
         const size_t kind = static_cast<size_t>(layer.angles);
         STD_TORCH_CHECK(kind < angles.size(), "the step has no such angles");
-        STD_TORCH_CHECK(angles[kind].dim == layer.head_dim, "angles must be as wide as heads");
+        const bool is_halved = 2 * angles[kind].dim == layer.head_dim;
+        STD_TORCH_CHECK(
+            is_halved || angles[kind].dim == layer.head_dim, "angles must be as wide as heads, or half of it");
         heads.angles = angles[kind].rotary;
+        heads.angles->is_halved = is_halved;
         return heads;
     }
 
@@ -201,23 +204,30 @@ public:
     void add_experts(
         const PlannedExperts& routed, const std::optional<PlannedFeed>& shared, const Rows& x, void* out) {
         STD_TORCH_CHECK(dtype_ != DType::Float16, "a router's logits are float32 or bfloat16");
-        const int64_t tokens = x.count, pairs = tokens * routed.chosen;
+        const int64_t tokens = x.count;
         char* logits = logits_.hold(program_, tokens * routed.experts * size_);
         multiply(x, routed.router, 0, false, nullptr, logits);
         const Routes routes = add_router(
             program_, {dtype_, logits, tokens, routed.experts, routed.chosen, routed.is_normalized});
-        char* rows = rows_.hold(program_, 2 * pairs * x.width * size_);
-        add_take_rows(program_, x.data, x.stride * size_, routes.order, pairs, x.width * size_, rows);
-        const int64_t width = routed.feed.up.outputs / routed.experts / (routed.feed.is_gated ? 2 : 1);
-        char* inner = inner_.hold(program_, pairs * width * size_);
-        multiply_by_expert(routed, {rows, pairs, x.width, x.width}, true, routes, inner);
-        char* found = rows + pairs * x.width * size_;
-        multiply_by_expert(routed, {inner, pairs, width, width}, false, routes, found);
-        if (!shared) return add_combination(program_, routes, dtype_, found, x.width, out);
+        if (!shared) return add_pairs(routed.feed, routes, x, out);
         char* sums = sums_.hold(program_, tokens * x.width * size_);
-        add_combination(program_, routes, dtype_, found, x.width, sums);
+        add_pairs(routed.feed, routes, x, sums);
         const Rows residual{sums, tokens, x.width, x.width};
         multiply(add_inner(*shared, x), shared->down, 0, false, &residual, out);
+    }
+
+    // What the experts of rows make of them, by their shares.
+    void add_pairs(const PlannedFeed& feed, const Routes& routes, const Rows& x, void* out) {
+        STD_TORCH_CHECK(dtype_ != DType::Float16, "rows of experts are float32 or bfloat16");
+        const int64_t pairs = x.count * routes.chosen;
+        char* rows = rows_.hold(program_, 2 * pairs * x.width * size_);
+        add_take_rows(program_, x.data, x.stride * size_, routes.order, pairs, x.width * size_, rows);
+        const int64_t width = feed.up.outputs / routes.experts / (feed.is_gated ? 2 : 1);
+        char* inner = inner_.hold(program_, pairs * width * size_);
+        multiply_by_expert(feed, {rows, pairs, x.width, x.width}, true, routes, inner);
+        char* found = rows + pairs * x.width * size_;
+        multiply_by_expert(feed, {inner, pairs, width, width}, false, routes, found);
+        add_combination(program_, routes, dtype_, found, x.width, out);
     }
 
     Rows add_rows(const Rows& x, const Rows& more) {
@@ -269,14 +279,14 @@ private:
 
     // The first matmul of experts, or the second.
     void multiply_by_expert(
-        const PlannedExperts& routed, const Rows& x, bool is_first, const Routes& routes, void* out) {
-        const PlannedFeed& feed = routed.feed;
+        const PlannedFeed& feed, const Rows& x, bool is_first, const Routes& routes, void* out) {
         Linear a = linear_of_experts(
-            (is_first ? feed.up : feed.down).weight(), routed.experts, dtype_, x.count, x.width,
+            (is_first ? feed.up : feed.down).weight(), routes.experts, dtype_, x.count, x.width,
             is_first ? feed.activation : 0, is_first && feed.is_gated);
         a.x = x.data;
         a.out = out;
-        add_expert_linear(program_, a, routes.ends, routed.experts, floats_of(a));
+        if (is_first) set_limits(a, feed.limit, feed.shift);
+        add_expert_linear(program_, a, routes.ends, routes.experts, floats_of(a));
     }
 
     // Where a matmul's input is made floats, if it has to be.

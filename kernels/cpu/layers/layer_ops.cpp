@@ -178,14 +178,16 @@ Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t d
     check_close(cos, 2, "cos");
     check_close(sin, 2, "sin");
     STD_TORCH_CHECK(dim % 2 == 0, "cos must have an even width");
-    const bool is_wide = cos.scalar_type() == ScalarType::Float;
+    const bool is_wide = cos.scalar_type() == ScalarType::Float, is_halved = 2 * cos.size(1) == dim;
+    STD_TORCH_CHECK(is_halved || cos.size(1) == dim, "cos must have the width of what it rotates, or half of it");
     for (const Tensor* each : {&cos, &sin})
         STD_TORCH_CHECK(
-            each->size(0) == tokens && each->size(1) == dim && each->scalar_type() == cos.scalar_type() &&
+            each->size(0) == tokens && each->size(1) == cos.size(1) && each->scalar_type() == cos.scalar_type() &&
                 (is_wide || dtype_of(*each, *dispatch_table().attention) == dtype),
             "cos and sin must be float32 or of the dtype, the tokens and the width of what they rotate");
     Rotary a{};
     a.has_wide_angles = is_wide;
+    a.is_halved = is_halved;
     a.cos = cos.const_data_ptr();
     a.sin = sin.const_data_ptr();
     a.cos_stride = cos.stride(0);
@@ -194,7 +196,7 @@ Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t d
 }
 
 std::tuple<Tensor, Tensor> rotate(
-    const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
+    const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin, bool in_pairs) {
     check_close(query, 3, "query");
     check_close(key, 3, "key");
     STD_TORCH_CHECK(
@@ -212,6 +214,7 @@ std::tuple<Tensor, Tensor> rotate(
     heads.kv_heads = key.size(1);
     heads.key_dim = query.size(2);
     heads.angles = angles_of(cos, sin, heads.tokens, heads.key_dim, heads.dtype);
+    heads.angles->in_pairs = in_pairs;
     Tensor rotated_query = new_output(query, {heads.tokens, heads.heads, heads.key_dim});
     Tensor rotated_key = new_output(key, {heads.tokens, heads.kv_heads, heads.key_dim});
     heads.query = rotated_query.mutable_data_ptr();

@@ -14,9 +14,9 @@ namespace aioengine {
 namespace {
 
 // What a layer takes of each list.
-constexpr size_t LAYER_TENSORS = 45, LAYER_SIZES = 21, LAYER_NUMBERS = 10;
+constexpr size_t LAYER_TENSORS = 45, LAYER_SIZES = 21, LAYER_NUMBERS = 12;
 // And of these a feed-forward layer, and a routed one.
-constexpr size_t FEED_TENSORS = 6, FEED_SIZES = 3, ROUTED_TENSORS = 9, ROUTED_SIZES = 6;
+constexpr size_t FEED_TENSORS = 6, FEED_SIZES = 3, ROUTED_TENSORS = 9, ROUTED_SIZES = 6, ROUTED_NUMBERS = 2;
 // What a KV group takes of the list of its step's metadata.
 constexpr size_t GROUP_TENSORS = 6;
 
@@ -40,13 +40,22 @@ std::optional<PlannedFeed> feed_of(const Tensor* t, const int64_t* n, int64_t ou
     return PlannedFeed{matmul_of(t, n[2]), matmul_of(t + 3, outputs), n[0], n[1] != 0};
 }
 
-std::optional<PlannedExperts> routed_of(const Tensor* t, const int64_t* n, int64_t outputs) {
+// Of experts.
+PlannedFeed inner_of(const Tensor* t, const int64_t* n, const double* f, int64_t experts, int64_t outputs) {
+    std::optional<PlannedFeed> feed = feed_of(t, n, experts * outputs);
+    STD_TORCH_CHECK(feed, "there must be experts behind a router");
+    feed->limit = f[0];
+    feed->shift = f[1];
+    return *feed;
+}
+
+std::optional<PlannedExperts> routed_of(
+    const Tensor* t, const int64_t* n, const double* f, int64_t outputs) {
     if (!t[0].numel()) return std::nullopt;
     const int64_t experts = n[3], chosen = n[4];
     STD_TORCH_CHECK(0 < chosen && chosen <= experts, "a row must go to some of the experts");
-    const std::optional<PlannedFeed> feed = feed_of(t + 3, n, experts * outputs);
-    STD_TORCH_CHECK(feed, "there must be experts behind a router");
-    return PlannedExperts{matmul_of(t, experts), *feed, experts, chosen, n[5] != 0};
+    const PlannedFeed feed = inner_of(t + 3, n, f, experts, outputs);
+    return PlannedExperts{matmul_of(t, experts), feed, experts, chosen, n[5] != 0};
 }
 
 PlannedLayer layer_of(const Tensor* t, const int64_t* n, const double* f) {
@@ -71,7 +80,7 @@ PlannedLayer layer_of(const Tensor* t, const int64_t* n, const double* f) {
     layer.out = matmul_of(t + 15, hidden);
     layer.feed = feed_of(t + 18, n + 8, hidden);
     layer.sinks = maybe(t[24]);
-    layer.routed = routed_of(t + 36, n + 15, hidden);
+    layer.routed = routed_of(t + 36, n + 15, f + 10, hidden);
     if (t[27].numel())
         layer.cross = PlannedCross{
             norm_of(t + 25, f[8]),
@@ -228,18 +237,52 @@ Tensor add_feed(const Tensor& plan, int64_t index, const Tensor& x) {
     return out;
 }
 
-Tensor routed_feed(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> sizes) {
+Tensor routed_feed(
+    const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> sizes, std::vector<double> numbers) {
     STD_TORCH_CHECK(
-        tensors.size() == ROUTED_TENSORS + FEED_TENSORS && sizes.size() == ROUTED_SIZES + FEED_SIZES,
+        tensors.size() == ROUTED_TENSORS + FEED_TENSORS && sizes.size() == ROUTED_SIZES + FEED_SIZES &&
+            numbers.size() == ROUTED_NUMBERS,
         "lists must be of one routed layer");
     check_close(x, 2, "x");
-    const auto routed = routed_of(&tensors[0], &sizes[0], x.size(1));
+    const auto routed = routed_of(&tensors[0], &sizes[0], &numbers[0], x.size(1));
     STD_TORCH_CHECK(routed, "there must be a router");
     const auto shared = feed_of(&tensors[ROUTED_TENSORS], &sizes[ROUTED_SIZES], x.size(1));
     Tensor out = new_output(x, {x.size(0), x.size(1)});
     tensors.push_back(x);
     run_built(x, tensors, [&](Builder& builder) {
         builder.add_experts(*routed, shared, rows_of(x, builder.dtype(), "x"), out.mutable_data_ptr());
+    });
+    return out;
+}
+
+Tensor expert_feed(
+    const Tensor& x, const Tensor& chosen, const Tensor& shares, std::vector<Tensor> tensors,
+    std::vector<int64_t> sizes, std::vector<double> numbers) {
+    STD_TORCH_CHECK(
+        tensors.size() == FEED_TENSORS && sizes.size() == FEED_SIZES + 1 && numbers.size() == ROUTED_NUMBERS,
+        "lists must be of the experts of one layer");
+    check_close(x, 2, "x");
+    check_close(chosen, 2, "chosen");
+    check_close(shares, 2, "shares");
+    const int64_t rows = x.size(0), count = chosen.size(1), experts = sizes[FEED_SIZES];
+    STD_TORCH_CHECK(
+        chosen.scalar_type() == ScalarType::Long && shares.scalar_type() == ScalarType::Float &&
+            chosen.is_contiguous() && shares.is_contiguous(),
+        "chosen must be int64 and shares float32, both contiguous");
+    STD_TORCH_CHECK(
+        chosen.size(0) == rows && shares.size(0) == rows && shares.size(1) == count,
+        "each row must have experts and shares");
+    const int64_t* which = static_cast<const int64_t*>(chosen.const_data_ptr());
+    STD_TORCH_CHECK(
+        experts > 0 && std::all_of(which, which + rows * count, [&](int64_t e) { return 0 <= e && e < experts; }),
+        "there is no such expert");
+    const PlannedFeed feed = inner_of(&tensors[0], &sizes[0], &numbers[0], experts, x.size(1));
+    Tensor out = new_output(x, {rows, x.size(1)});
+    tensors.push_back(x);
+    run_built(x, tensors, [&](Builder& builder) {
+        const float* parts = static_cast<const float*>(shares.const_data_ptr());
+        const Routes routes = add_routes(builder.program(), which, parts, rows, experts, count);
+        builder.add_pairs(feed, routes, rows_of(x, builder.dtype(), "x"), out.mutable_data_ptr());
     });
     return out;
 }

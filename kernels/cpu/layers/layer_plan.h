@@ -38,6 +38,7 @@ struct PlannedFeed {
     PlannedMatmul up, down;
     int64_t activation;
     bool is_gated;
+    double limit = 0, shift = 0;  // of gates: see Linear
 };
 
 // Experts, some of which each row goes to. Those of the matmuls are packed as one.

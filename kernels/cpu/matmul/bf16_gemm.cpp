@@ -257,7 +257,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         add_up(a, first, x, rows, panel, is_near, sums, [&](int64_t begin, int64_t count) {
             float* at = sums + begin * PANEL;
             scale_and_shift(a, p.panel, count, at);
-            activate<true>(a.activation, count * PANEL, at);
+            activate<true>(a, count * PANEL, at);
             if (!a.gate_panels) round_rows(begin, count);
         });
         if (!a.gate_panels) continue;
@@ -265,7 +265,7 @@ static void multiply(const Linear& a, const LinearPiece& p, float* scratch) {
         add_up(a, first, x, rows, panel, is_near, others, [&](int64_t begin, int64_t count) {
             float* at = others + begin * PANEL;
             scale_and_shift(a, p.panel + a.gate_panels, count, at);
-            gate(count * PANEL, at, sums + begin * PANEL);
+            gate(a, count * PANEL, at, sums + begin * PANEL);
             round_rows(begin, count);
         });
     }

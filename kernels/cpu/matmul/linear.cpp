@@ -192,10 +192,10 @@ static void multiply_groups(const Linear& a, const LinearPiece& p, float* scratc
     float *sums = scratch, *others = scratch + RESULTS_AT, *wide = others + LINEAR_ROWS * PANEL;
     const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
     add_up_groups(a, p, p.panel, wide, sums);
-    activate<false>(a.activation, num_sums, sums);
+    activate<false>(a, num_sums, sums);
     if (a.gate_panels) {
         add_up_groups(a, p, p.panel + a.gate_panels, wide, others);
-        gate(num_sums, others, sums);
+        gate(a, num_sums, others, sums);
     }
     round_sums(a, p, sums, scratch + RESULTS_AT);
 }
@@ -207,10 +207,10 @@ static void multiply_as(const Linear& a, const LinearPiece& p, float* scratch) {
     float* wide = others + LINEAR_ROWS * PANEL;
     const int64_t num_sums = (p.last_row - p.first_row) * PANEL;
     add_up<T>(a, p, p.panel, wide, sums);
-    activate<false>(a.activation, num_sums, sums);
+    activate<false>(a, num_sums, sums);
     if (a.gate_panels) {
         add_up<T>(a, p, p.panel + a.gate_panels, wide, others);
-        gate(num_sums, others, sums);
+        gate(a, num_sums, others, sums);
     }
     round_sums(a, p, sums, scratch + RESULTS_AT);
 }

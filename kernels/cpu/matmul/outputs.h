@@ -56,9 +56,18 @@ static inline Floats normal_tail(Floats x) {
     return size * 0.5f * p * t * exp_for<IS_NARROW>(-z * z);
 }
 
+// The activation of outputs, or of gates.
 template <bool IS_NARROW>
-static inline void activate(aioengine::Activation activation, int64_t count, float* sums) {
+static inline void activate(const aioengine::Linear& a, int64_t count, float* sums) {
     using aioengine::Activation;
+    const Activation activation = a.activation;
+    if (a.limit) {
+        const Floats limit = splat(a.limit);
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            const Floats x = load(sums + i);
+            store(sums + i, choose(x > limit, limit, x));
+        }
+    }
     if (activation == Activation::None) return;
     if (activation == Activation::Gelu) {
         for (int64_t i = 0; i < count; i += WIDTH) {
@@ -77,8 +86,18 @@ static inline void activate(aioengine::Activation activation, int64_t count, flo
     }
 }
 
-// sums *= others
-static inline void gate(int64_t count, const float* others, float* sums) {
+// sums *= others, within their limits.
+static inline void gate(const aioengine::Linear& a, int64_t count, const float* others, float* sums) {
+    if (a.limit) {
+        const Floats limit = splat(a.limit);
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            Floats x = load(others + i);
+            x = choose(x > limit, limit, x);
+            x = choose(x < -limit, -limit, x) + a.shift;
+            store(sums + i, load(sums + i) * x);
+        }
+        return;
+    }
     for (int64_t i = 0; i < count; i += WIDTH) store(sums + i, load(sums + i) * load(others + i));
 }
 

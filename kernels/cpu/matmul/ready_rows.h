@@ -52,10 +52,10 @@ struct ReadyRows {
             const int64_t count = lesser(Kernel::BLOCK_ROWS, p.last_row - first), done = first - p.first_row;
             const char* x = rows + done * Kernel::row_bytes(a.groups);
             Kernel::add_up(a, x, count, p.panel, own, sums);
-            activate<Kernel::IS_NARROW>(a.activation, count * aioengine::PANEL, sums);
+            activate<Kernel::IS_NARROW>(a, count * aioengine::PANEL, sums);
             if (a.gate_panels) {
                 Kernel::add_up(a, x, count, p.panel + a.gate_panels, own, others);
-                gate(count * aioengine::PANEL, others, sums);
+                gate(a, count * aioengine::PANEL, others, sums);
             }
             char* to = results + done * aioengine::PANEL * size;
             round_sums(a, {p.panel, first, first + count, false}, sums, to);

@@ -150,9 +150,18 @@ Linear linear_of_experts(
     return a;
 }
 
+void set_limits(Linear& a, double limit, double shift) {
+    STD_TORCH_CHECK(
+        limit >= 0 && (limit > 0 || shift == 0) && (limit == 0 || a.gate_panels),
+        "a limit is positive and of gates, and a shift goes with it");
+    a.limit = static_cast<float>(limit);
+    a.shift = static_cast<float>(shift);
+}
+
 Tensor expert_linear(
     const Tensor& x, const Tensor& ends, const Tensor& packed, const std::optional<Tensor>& scales,
-    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated) {
+    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated, double limit,
+    double shift) {
     check_close(x, 2, "x");
     check_close(ends, 1, "ends");
     const int64_t rows = x.size(0), experts = ends.numel();
@@ -166,6 +175,7 @@ Tensor expert_linear(
     const DType dtype = dtype_of(x, *dispatch_table().attention);
     Linear a = linear_of_experts(
         {packed, scales, bias, experts * outputs}, experts, dtype, rows, x.size(1), activation, is_gated);
+    set_limits(a, limit, shift);
     a.x = x.const_data_ptr();
     a.stride = x.stride(0);
     Tensor out = new_output(x, {rows, is_gated ? outputs / 2 : outputs});

@@ -67,6 +67,9 @@ Linear linear_of_experts(
     const Weight& weight, int64_t experts, DType dtype, int64_t rows, int64_t depth, int64_t activation,
     bool is_gated);
 
+// Tells a matmul the limit of its gates, 0 for none, and the shift of what they multiply.
+void set_limits(Linear& a, double limit, double shift);
+
 // A weight [outputs, depth] as [panels, depth, PANEL]; where the CPU multiplies pairs, one of bfloat16
 // as [panels, depth / 2, PANEL, 2].
 Tensor pack_panels(const Tensor& weight);
@@ -117,11 +120,19 @@ Tensor linear(
 // ends[e], int64 [experts], that are behind those before it.
 Tensor expert_linear(
     const Tensor& x, const Tensor& ends, const Tensor& packed, const std::optional<Tensor>& scales,
-    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated);
+    const std::optional<Tensor>& bias, int64_t outputs, int64_t activation, bool is_gated, double limit,
+    double shift);
 
-// A routed feed-forward layer: x [T, hidden] -> the same. `tensors` and `sizes`: what of a plan says that there is
+// A routed feed-forward layer: x [T, hidden] -> the same. `tensors`, `sizes`, `numbers`: what of a plan says that there is
 // one (layer_plan.h), and, behind that, the shared experts.
-Tensor routed_feed(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> sizes);
+Tensor routed_feed(
+    const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> sizes, std::vector<double> numbers);
+
+// Its experts alone, whose number comes last in `sizes`: each row goes to those that are `chosen`, int64 [T, k], and
+// what they make of it is added up by their shares, float32 [T, k].
+Tensor expert_feed(
+    const Tensor& x, const Tensor& chosen, const Tensor& shares, std::vector<Tensor> tensors,
+    std::vector<int64_t> sizes, std::vector<double> numbers);
 
 // x [rows, dim] or [rows, heads, dim] over the root of the mean square of each row (and head) plus epsilon,
 // times weight [dim], of the dtype of x or float32. Contiguous.
@@ -150,12 +161,12 @@ void set_weight(Norm& a, const Tensor& weight, const std::optional<Tensor>& bias
 // The rows x [n, dim] at the places `rows` of [count, dim], zeros elsewhere.
 Tensor put_rows(const Tensor& x, const Tensor& rows, int64_t count);
 
-// What a rotation by cos and sin [tokens, dim], float32 or of the dtype, is given; x and out are yet to be told.
+// What a rotation by cos and sin [tokens, dim] or [tokens, dim / 2], float32 or of the dtype, is given; x and out are yet to be told.
 Rotary angles_of(const Tensor& cos, const Tensor& sin, int64_t tokens, int64_t dim, DType dtype);
 
-// query [T, Hq, D] and key [T, Hkv, D], rotated by cos and sin [T, D].
+// query [T, Hq, D] and key [T, Hkv, D], rotated by cos and sin [T, D] or [T, D / 2].
 std::tuple<Tensor, Tensor> rotate(
-    const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin);
+    const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin, bool in_pairs);
 
 // A plan (layer_plan.h) of layers, in lists of their tensors, sizes and numbers, and of the norm after them,
 // with a bias or none and its epsilon: as bytes, which own it. They are the plan only where they lie.

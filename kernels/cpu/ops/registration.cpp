@@ -32,15 +32,18 @@ STABLE_TORCH_LIBRARY(aioengine_cpu, library) {
         "int activation=0, bool is_gated=False) -> Tensor");
     library.def(
         "expert_linear(Tensor x, Tensor ends, Tensor packed, Tensor? scales, Tensor? bias, int outputs, "
-        "int activation=0, bool is_gated=False) -> Tensor");
-    library.def("routed_feed(Tensor x, Tensor[] tensors, int[] sizes) -> Tensor");
+        "int activation=0, bool is_gated=False, float limit=0., float shift=0.) -> Tensor");
+    library.def("routed_feed(Tensor x, Tensor[] tensors, int[] sizes, float[] numbers) -> Tensor");
+    library.def(
+        "expert_feed(Tensor x, Tensor chosen, Tensor shares, Tensor[] tensors, int[] sizes, float[] numbers) "
+        "-> Tensor");
     library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
     library.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor");
     library.def("argmax(Tensor x) -> Tensor");
     library.def("cap(Tensor x, float cap) -> Tensor");
     library.def("draw(Tensor(a!) logits, Tensor choices, Tensor? banned=None, Tensor? num_banned=None) -> Tensor");
     library.def("widen(Tensor x) -> Tensor");
-    library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
+    library.def("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin, bool in_pairs=False) -> (Tensor, Tensor)");
     library.def(
         "pack_plan(Tensor[] tensors, int[] sizes, float[] numbers, Tensor? norm, Tensor? bias, "
         "float epsilon) -> Tensor");
@@ -75,6 +78,7 @@ STABLE_TORCH_LIBRARY_IMPL(aioengine_cpu, CPU, library) {
     library.impl("linear", TORCH_BOX(&aioengine::linear));
     library.impl("expert_linear", TORCH_BOX(&aioengine::expert_linear));
     library.impl("routed_feed", TORCH_BOX(&aioengine::routed_feed));
+    library.impl("expert_feed", TORCH_BOX(&aioengine::expert_feed));
     library.impl("rms_norm", TORCH_BOX(&aioengine::rms_norm));
     library.impl("layer_norm", TORCH_BOX(&aioengine::layer_norm));
     library.impl("argmax", TORCH_BOX(&aioengine::argmax));

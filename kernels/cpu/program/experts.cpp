@@ -211,19 +211,41 @@ struct Combine {
 
 }  // namespace
 
-Routes add_router(Program& program, const Router& router) {
-    const int64_t rows = router.rows, experts = router.experts, pairs = rows * router.chosen;
-    if (!pairs) return {0, experts, router.chosen, nullptr, nullptr, nullptr, nullptr};
-    // A thread that is late may look at them until the program's end: they are of this operator alone.
-    float* shares = take<float>(program, pairs);
-    int32_t* chosen = take<int32_t>(program, pairs);
+namespace {
+
+// Adds what sorts pairs. A thread that is late may look at places until the program's end: they are of this operator
+// alone, as experts and shares are.
+Routes add_sorting(
+    Program& program, const int32_t* chosen, const float* shares, int64_t rows, int64_t experts, int64_t count) {
+    const int64_t pairs = rows * count;
     int64_t *places = take<int64_t>(program, 2 * pairs + experts), *order = places + pairs;
     int64_t* ends = order + pairs;
-    const int64_t grain = rows_a_part(experts, rows);
+    program.add(Sort{chosen, rows, experts, count, places, order, ends}, 1);
+    return {rows, experts, count, shares, places, order, ends};
+}
+
+}  // namespace
+
+Routes add_router(Program& program, const Router& router) {
+    const int64_t rows = router.rows, pairs = rows * router.chosen;
+    if (!pairs) return {0, router.experts, router.chosen, nullptr, nullptr, nullptr, nullptr};
+    float* shares = take<float>(program, pairs);
+    int32_t* chosen = take<int32_t>(program, pairs);
+    const int64_t grain = rows_a_part(router.experts, rows);
     program.add(
         Choose{router, chosen, shares, grain}, (rows + grain - 1) / grain, 2 * grain * router.chosen);
-    program.add(Sort{chosen, rows, experts, router.chosen, places, order, ends}, 1);
-    return {rows, experts, router.chosen, shares, places, order, ends};
+    return add_sorting(program, chosen, shares, rows, router.experts, router.chosen);
+}
+
+Routes add_routes(
+    Program& program, const int64_t* chosen, const float* shares, int64_t rows, int64_t experts, int64_t count) {
+    const int64_t pairs = rows * count;
+    if (!pairs) return {0, experts, count, nullptr, nullptr, nullptr, nullptr};
+    float* parts = take<float>(program, pairs);
+    int32_t* which = take<int32_t>(program, pairs);
+    std::copy_n(shares, pairs, parts);
+    std::copy_n(chosen, pairs, which);
+    return add_sorting(program, which, parts, rows, experts, count);
 }
 
 void add_expert_linear(

@@ -29,6 +29,10 @@ struct Routes {
 // Of equal logits the first expert's counts as the larger.
 Routes add_router(Program& program, const Router& router);
 
+// The same where experts [rows, chosen] and their shares are known.
+Routes add_routes(
+    Program& program, const int64_t* chosen, const float* shares, int64_t rows, int64_t experts, int64_t count);
+
 // A matmul with weights of several experts, whose panels lie one's behind the other's, as their factors and
 // biases do; `a` says what one of them has. Those of expert e multiply the rows up to ends[e] that are behind the
 // expert's before it. `floats`: see `add_linear`.

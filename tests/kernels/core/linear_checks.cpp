@@ -20,6 +20,7 @@ struct Problem {
     Numbers x, weight;  // [rows, stride], [outputs, depth]
     std::vector<float> scales, bias;
     Activation activation;
+    float limit, shift;  // of gates
 
     int64_t width() const { return is_gated ? outputs / 2 : outputs; }
 };
@@ -36,7 +37,8 @@ Problem draw_problem(DType dtype, DType weights, Random& random) {
     Problem p{
         dtype, is_paired, is_gated, rows, depth, stride, outputs, Numbers(dtype, rows * stride, random),
         Numbers(weights, outputs * depth, random), {}, {},
-        static_cast<Activation>(random.pick(is_gated ? 1 : 0, static_cast<int64_t>(Activation::Gelu)))};
+        static_cast<Activation>(random.pick(is_gated ? 1 : 0, static_cast<int64_t>(Activation::Gelu))), 0, 0};
+    if (is_gated && random.coin()) p.limit = random.one_of<float>({0.5f, 2.0f}), p.shift = random.one_of<float>({0.0f, 1.0f});
     const bool has_scales = random.coin(), has_bias = random.coin();
     for (int64_t i = 0; i < outputs; ++i) {
         if (has_scales) p.scales.push_back(random.number());
@@ -74,6 +76,8 @@ Linear linear_of(const Problem& p, const Numbers& packed, int64_t rows) {
     a.outputs = p.outputs;
     a.activation = p.activation;
     a.gate_panels = p.is_gated ? p.outputs / PANEL / 2 : 0;
+    a.limit = p.limit;
+    a.shift = p.shift;
     a.places_at_once = places_at_once();
     return a;
 }
@@ -110,10 +114,12 @@ Wanted sum_of(const Problem& p, int64_t row, int64_t output) {
 
 Wanted reference(const Problem& p, int64_t row, int64_t output, double residual) {
     Wanted found = sum_of(p, row, output);
+    if (p.limit) found.value = std::min<double>(found.value, p.limit);
     found.value = activated(p.activation, found.value);
     if (p.activation != Activation::None) found.bound = 1.2 * found.bound + 1e-6 * std::abs(found.value);
     if (p.is_gated) {
-        const Wanted other = sum_of(p, row, output + p.outputs / 2);
+        Wanted other = sum_of(p, row, output + p.outputs / 2);
+        if (p.limit) other.value = std::clamp<double>(other.value, -p.limit, p.limit) + p.shift;
         found.bound = found.bound * std::abs(other.value) + other.bound * (std::abs(found.value) + found.bound);
         found.value *= other.value;
     }
@@ -126,7 +132,7 @@ std::string describe(const Problem& p) {
     return text(
         "matmul of %s with %s%s, %ld rows, %ld deep, %ld outputs%s, activation %d", name_of(p.dtype),
         name_of(p.weight.dtype()), p.is_paired ? " in pairs" : "", (long)p.rows, (long)p.depth, (long)p.outputs,
-        p.is_gated ? " with gates" : "", (int)p.activation);
+        p.is_gated ? (p.limit ? " with gates and limits" : " with gates") : "", (int)p.activation);
 }
 
 void check_problem(Report& report, const Problem& p, Random& random) {

@@ -87,16 +87,21 @@ void check_rotary(Report& report, DType dtype, Random& random) {
     const int64_t tokens = random.one_of<int64_t>({1, 2, 9}), heads = random.pick(1, 3);
     const int64_t dim = random.one_of<int64_t>({2, 6, 16, 64, 80, 128}), half = dim / 2;
     const DType angles = random.coin() ? DType::Float32 : dtype;
-    const Numbers x(dtype, tokens * heads * dim, random), cos(angles, tokens * dim, random), sin(angles, tokens * dim, random);
+    const bool is_halved = random.coin(), in_pairs = random.coin();
+    const int64_t width = is_halved ? half : dim;  // of angles
+    const Numbers x(dtype, tokens * heads * dim, random);
+    const Numbers cos(angles, tokens * width, random), sin(angles, tokens * width, random);
     Numbers out(dtype, x.count());
-    const Rotary a{dtype, x.data(), {heads * dim, dim}, heads, dim, cos.data(), sin.data(), dim, dim,
-                   angles != dtype || dtype == DType::Float32, out.data()};
+    const Rotary a{dtype, x.data(), {heads * dim, dim}, heads, dim, cos.data(), sin.data(), width, width,
+                   angles != dtype || dtype == DType::Float32, out.data(), is_halved, in_pairs};
     (*dispatch_table().rotary)(a, 0, tokens);
     bool is_right = true;
     for (int64_t i = 0; i < x.count(); ++i) {
-        const int64_t d = i % dim, angle = i / (heads * dim) * dim + d;
-        const double other = d < half ? -x.at(i + half) : x.at(i - half);
-        const double wanted = static_cast<double>(x.at(i)) * cos.at(angle) + other * sin.at(angle);
+        const int64_t d = i % dim, angle = i / (heads * dim) * width + d % width, first = i - d;
+        // Where the halves' numbers are that are rotated against each other.
+        const int64_t low = first + d % half * (in_pairs ? 2 : 1), high = low + (in_pairs ? 1 : half);
+        const double own = x.at(d < half ? low : high), other = d < half ? -x.at(high) : x.at(low);
+        const double wanted = own * cos.at(angle) + other * sin.at(angle);
         is_right = is_right && is_near(out.at(i), wanted, 3e-7 + unit_of(dtype, wanted));
     }
     report.check(is_right, describe("rotation", dtype, dim) + ": not the reference");
@@ -159,7 +164,7 @@ void check_heads(Report& report, DType dtype, Random& random) {
     const Numbers x(dtype, tokens * width, random), cos(dtype, tokens * dim, random), sin(dtype, tokens * dim, random);
     Numbers rotated(dtype, tokens * (heads + kv_heads) * dim), values(dtype, blocks * block * kv_heads * dim);
     const Rotary angles{dtype, x.data(), {width, dim}, heads + kv_heads, dim, cos.data(), sin.data(), dim, dim,
-                        dtype == DType::Float32, rotated.data()};
+                        dtype == DType::Float32, rotated.data(), false, false};
     (*dispatch_table().rotary)(angles, 0, tokens);
     std::vector<int32_t> places, offsets;
     for (int64_t t = 0; t < tokens; ++t) {
