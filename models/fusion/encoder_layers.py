@@ -93,7 +93,7 @@ def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
         return None
     if (angles is None) != (layer.plan.angles is None) or (ends is None) == layer.is_flat:
         return None
-    if angles is not None and not all(_fits(each, x) for each in angles):
+    if angles is not None and not all(_fits(each, x, layer.plan.head_dim) for each in angles):
         return None
     if layer.is_flat:
         lengths = None if mask is not None else _differences(ends)
@@ -107,10 +107,10 @@ def _compute(layer: _Layer, x: Tensor, given: dict[str, Any]) -> Tensor | None:
     return layer.operators.encode(rows, angles or (), lengths)
 
 
-def _fits(angles: Tensor, x: Tensor) -> bool:
+def _fits(angles: Tensor, x: Tensor, head_dim: int) -> bool:
     """Return whether the operators rotate the rows of `x` by such cosines or sines."""
-    is_known = angles.dim() == 2 and angles.dtype in (x.dtype, torch.float32)
-    return is_known and len(angles) == x.numel() // x.shape[-1]
+    is_known = angles.dtype in (x.dtype, torch.float32)
+    return is_known and angles.shape == (x.numel() // x.shape[-1], head_dim)
 
 
 def _differences(ends: Tensor) -> list[int]:

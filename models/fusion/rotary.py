@@ -1,17 +1,18 @@
 """Rotary position embeddings applied by one operator instead of ten, where that is the same.
 
-transformers' attention classes call a function of their module's, `apply_rotary_pos_emb`. A class
-whose function rotates the halves of a head against each other, which a trial in float64 tells, gets
-a forward of its own: the same code, for which that name means the operator. Where a call is of
+transformers' attention classes call a function of their module's, `apply_rotary_pos_emb` mostly. A
+class whose function rotates the halves of a head against each other, wherever these lie, which a
+trial in float64 tells, gets a forward of its own: the same code, for which that name means the
+operator. Where a call is of
 another shape than the operator takes, the function is called as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,23 @@ __all__ = ["fuse_rotary"]
 
 Apply = Callable[..., tuple[Tensor, Tensor]]
 
-_NAME = "apply_rotary_pos_emb"
+_NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 _RENAMING = "transformers.utils.deprecation"
+
+
+class _Form(NamedTuple):
+    """How a function rotates heads.
+
+    `in_pairs`: see `rotate`. `given`, `read`: how wide angles come and how much of that is read,
+    in halves of a head.
+    """
+
+    in_pairs: bool
+    given: int
+    read: int
+
+
+_FORMS = (_Form(False, 2, 2), _Form(False, 1, 1), _Form(True, 2, 1))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,14 +71,20 @@ def _with_operator(kind: type[nn.Module]) -> type[nn.Module] | None:
     # A decorated one is another function's code, and its globals are another module's.
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
-    apply = forward.__globals__.get(_NAME)
-    if _NAME not in forward.__code__.co_names or not isinstance(apply, FunctionType):
+    known = {}
+    for name in _NAMES:
+        apply = forward.__globals__.get(name)
+        if name in forward.__code__.co_names and isinstance(apply, FunctionType):
+            form = next((each for each in _FORMS if _is_of(apply, each)), None)
+            known.update({} if form is None else {name: _fused(apply, form)})
+    if not known:
         return None
-    if not _is_usual(apply):
-        return None
-    known = {**forward.__globals__, _NAME: _fused(apply)}
     made = FunctionType(
-        forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__,
+        {**forward.__globals__, **known},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return subclass(kind, made)
@@ -75,23 +97,32 @@ def _undeprecated(forward: Any) -> Any:
     return forward
 
 
-def _fused(apply: Apply) -> Apply:
+def _fused(apply: Apply, form: _Form) -> Apply:
+    """The function by the operator."""
     dtypes = _DTYPES if instruction_set() != "generic" else _DTYPES[:2]
 
     @wraps(apply)
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        if more or named or q.dtype not in dtypes or not _fits(q, k, cos, sin):
+        angles = [cos, sin]
+        if form.read < form.given:
+            angles = [x[..., : x.shape[-1] * form.read // form.given] for x in angles]
+        if more or named or q.dtype not in dtypes or not _fits(q, k, angles, form.read):
             return apply(q, k, cos, sin, *more, **named)
-        query, key = rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+        heads = q[0].transpose(0, 1), k[0].transpose(0, 1)
+        query, key = rotate(*heads, *(x[0] for x in angles), in_pairs=form.in_pairs)
         return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
 
     return rotated
 
 
-def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether they are [1, heads, T, D] twice and [1, T, D] twice, of one dtype on the
-    CPU."""
-    if q.dim() != 4 or k.dim() != 4 or cos.shape != (1, *q.shape[2:]) or sin.shape != cos.shape:
+def _fits(q: Tensor, k: Tensor, angles: Sequence[Tensor], num_halves: int) -> bool:
+    """Return whether they are [1, heads, T, D] twice and [1, T, D] or half as wide twice, of one
+    dtype on the CPU."""
+    cos, sin = angles
+    if q.dim() != 4 or k.dim() != 4 or cos.shape[:-1] != (1, q.shape[2]) or sin.shape != cos.shape:
+        return False
+    # What reads angles of a whole head rotates a part of it by fewer, as Phi-3 does.
+    if q.shape[-1] not in (cos.shape[-1], 2 * cos.shape[-1] // num_halves):
         return False
     if q.shape[0] != 1 or k.shape[0] != 1 or k.shape[2:] != q.shape[2:] or q.shape[-1] % 2:
         return False
@@ -99,14 +130,18 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return all(x.dtype == q.dtype and x.is_cpu and x.stride(-1) == 1 for x in given)
 
 
-def _is_usual(apply: Apply) -> bool:
-    """Return whether it rotates the first half of each head against the second."""
+def _is_of(apply: Apply, form: _Form) -> bool:
+    """Return whether a function rotates heads so, by angles of any numbers."""
     q, k = (random_rows(1, heads, 3, 16, dtype=torch.float64, seed=heads) for heads in (4, 2))
-    cos, sin = random_rows(2, 1, 3, 16, dtype=torch.float64)
+    given = random_rows(2, 1, 3, 8 * form.given, dtype=torch.float64)
+    cos, sin = given[..., : 8 * form.read].repeat(1, 1, 1, 2 // form.read)
 
     def rotated() -> Tensor:
-        halves = (x.chunk(2, -1) for x in (q, k))
-        turned = (torch.cat((-second, first), -1) for first, second in halves)
-        return torch.cat([x * cos + y * sin for x, y in zip((q, k), turned, strict=True)], 1)
+        found = []
+        for x in (q, k):
+            halves = (x[..., ::2], x[..., 1::2]) if form.in_pairs else x.chunk(2, -1)
+            turned = torch.cat((-halves[1], halves[0]), -1)
+            found.append(torch.cat(halves, -1) * cos + turned * sin)
+        return torch.cat(found, 1)
 
-    return agree(rotated, lambda: torch.cat(apply(q, k, cos, sin), 1))
+    return agree(rotated, lambda: torch.cat(apply(q, k, *given), 1))

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CohereConfig, LlamaConfig, Phi3Config, Qwen3Config
+from transformers import (
+    CohereConfig,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen3Config,
+)
 from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
@@ -76,6 +85,20 @@ def test_the_operator(dim: int, dtype: torch.dtype, name: str) -> None:
 
 
 @native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles_of_half_a_head_and_halves_that_take_turns(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    query, key = torch.randn(9, 4, 64).to(dtype), torch.randn(9, 2, 64).to(dtype)
+    cos, sin = (each[0] for each in angles(1, 9, 64, dtype))
+    wanted = rotate(query, key, cos, sin)
+    halves = cos[:, :32], sin[:, :32]
+    mixed = (torch.stack(x.chunk(2, -1), -1).flatten(-2) for x in (query, key))
+    for found in (rotate(query, key, *halves), rotate(*mixed, *halves, in_pairs=True)):
+        for mine, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+@native
 def test_what_does_not_go_together() -> None:
     query, key, cos = torch.zeros(3, 2, 8), torch.zeros(3, 1, 8), torch.zeros(3, 8)
     for given in (
@@ -110,6 +133,31 @@ def test_usual_layers(kind: type[nn.Module], config: type[Any], dtype: torch.dty
         torch.testing.assert_close(found, wanted, atol=close, rtol=close)
         if batch == 2:
             assert torch.equal(found, wanted)
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["half a head", "in turns"])
+def test_other_layers(name: str, dtype: torch.dtype) -> None:
+    """GPT-OSS has angles of half a head; DeepSeek's halves take turns, and it reads half of its."""
+    torch.manual_seed(0)
+    if name == "half a head":
+        module: nn.Module = GptOssAttention(GptOssConfig(**SIZES), 0)
+        turned = tuple(each[..., :18] for each in angles(1, 5, 36, dtype))
+    else:
+        ranks = {"q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 16}
+        dims = {"qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "num_key_value_heads": 4}
+        config = DeepseekV3Config(**{**SIZES, **ranks, **dims})
+        module, turned = DeepseekV3Attention(config, 0), angles(1, 5, 12, dtype)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.0, 0.2)
+    plain = copy.deepcopy(module.to(dtype).requires_grad_(False).eval())
+    module = copy.deepcopy(plain)
+    assert fuse_rotary(nn.Sequential(module)) == 1
+    x = torch.randn(1, 5, 64).to(dtype)
+    found, wanted = (each(x, turned, None)[0] for each in (module, plain))
+    close = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, atol=close, rtol=0)
 
 
 @native
