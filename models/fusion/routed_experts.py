@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
-from aioengine.kernels.cpu.layer_operators import run_experts
-from aioengine.kernels.cpu.linear import NativeLinear, native_way
+from aioengine.kernels.cpu.layer_operators import run_chosen_experts, run_experts
+from aioengine.kernels.cpu.linear import PANEL, NativeLinear, native_way
 from aioengine.kernels.experts import (
     ExpertRows,
     PackedExperts,
@@ -31,8 +31,8 @@ from aioengine.kernels.experts import (
     pack_experts,
     pack_grouped_experts,
 )
-from aioengine.kernels.layer_plan import RoutedPlan
-from aioengine.kernels.matmul import FORMULAS, Activation
+from aioengine.kernels.layer_plan import ExpertsPlan, RoutedPlan
+from aioengine.kernels.matmul import FORMULAS, NO_LIMIT, Activation, Gating, activated
 from aioengine.models.fusion.fused_mlp import ActivatedFeedForward
 from aioengine.models.fusion.swap import is_hooked, route, subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, agree, random_rows
@@ -63,9 +63,8 @@ _WIDER = 8
 _LEAST_SHARE = 1e-6
 """An error of a share that says nothing."""
 _LEAST_ERROR = 1e-5
-_USUAL_GATE = getattr(moe, "_default_apply_gate", None)
-"""The gating of classes that have none of their own, where it is found."""
-
+_FAR = 1e6
+"""An output that is beyond any limit of a gating."""
 
 _Matmul: TypeAlias = PackedExperts | TorchExperts
 
@@ -93,11 +92,16 @@ def _pack(module: Any, tried: dict[Hashable, bool]) -> bool:
     key = type(module), module.down_proj.dtype, known
     if not tried.get(key, True):
         return False
-    up, down = (_matmul(module, name, weights[name]) for name in (_up_name(module), "down_proj"))
+    name = _up_name(module)
+    can_gate = not module.has_gate or weights[name].shape[1] % (2 * PANEL) == 0
+    known_gate = _gate(module) if can_gate else None
+    is_mixed = module.has_gate and not module.is_concatenated and known_gate is not None
+    up = _matmul(module, name, weights[name], is_mixed=is_mixed)
+    down = _matmul(module, "down_proj", weights["down_proj"])
     if up is None or down is None:
         return False
-    activation = _activation(module) if up.can_gate or not module.has_gate else None
-    run = partial(_run_packed, up=up, down=down, activation=activation)
+    activation, gating = known_gate or (None, NO_LIMIT)
+    run = partial(_run_packed, up=up, down=down, activation=activation, gating=gating)
     # What is in groups is held by the trial at load: inputs may be rounded, plain weights gone.
     if key not in tried:
         tried[key] = bool(known) or _agrees(module, run, weights)
@@ -114,25 +118,63 @@ def _up_name(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def _matmul(module: Any, name: str, weight: Tensor) -> _Matmul | None:
+def _matmul(module: Any, name: str, weight: Tensor, *, is_mixed: bool = False) -> _Matmul | None:
+    """The matmul of a parameter, packed. `is_mixed`: gates and what they multiply take turns in its
+    outputs, and gates are to come first."""
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    grouped = grouped_of(module, name)
+    grouped, num_experts = grouped_of(module, name), len(weight)
+    if is_mixed:
+        pairs = torch.arange(num_experts * weight.shape[1]).view(num_experts, -1, 2)
+        order = pairs.mT.flatten()
+        bias = None if bias is None else bias.flatten()[order].view_as(bias)
+        if grouped is None:
+            weight = torch.cat([weight[:, ::2], weight[:, 1::2]], 1)
+        else:
+            grouped = grouped.taken(order)
     if grouped is not None:
-        return pack_grouped_experts(grouped, bias, len(weight))
+        return pack_grouped_experts(grouped, bias, num_experts)
     return pack_experts(weight, bias)
 
 
-def _activation(module: Any) -> Activation | None:
-    """The activation of a layer that the first matmul can apply, and gate by; None: it cannot."""
-    if module.has_gate and (
-        not module.is_concatenated or type(module)._apply_gate is not _USUAL_GATE
-    ):
-        return None
+def _gate(module: Any) -> tuple[Activation, Gating] | None:
+    """The activation of a layer that the first matmul can apply, and how it gates; None: it cannot.
+
+    A gating is asked what it makes of a gate of 1, and outputs of 0 and beyond any limit.
+    """
     x = torch.linspace(-12, 12, 1001, dtype=torch.float32)
+    if not module.has_gate:
+        for activation, formula in FORMULAS.items():
+            if agree(lambda: module.act_fn(x.clone()), partial(formula, x)):
+                return activation, NO_LIMIT
+        return None
+    one = torch.ones(1, dtype=torch.float64)
+    try:
+        least, middle, most = (float(_gated(module, one, one * y)) for y in (-_FAR, 0, _FAR))
+    except Exception:
+        return None  # it wants something else
     for activation, formula in FORMULAS.items():
-        if agree(lambda: module.act_fn(x.clone()), partial(formula, x)):
-            return activation
+        factor = float(formula(one))
+        limit, shift = (most - least) / 2 / factor, middle / factor
+        gating = NO_LIMIT
+        if limit < 0.9 * _FAR:
+            gating = Gating(*torch.tensor([limit, shift], dtype=torch.float32).tolist())
+        gates = torch.cat([x, gating.limit * torch.linspace(-2, 2, 999, dtype=torch.float32)])
+        outputs = gates.flip(0).roll(1)
+        both = torch.cat([gates, outputs])
+        if agree(
+            partial(_gated, module, gates, outputs),
+            partial(activated, both, activation, True, gating),
+        ):
+            return activation, gating
     return None
+
+
+def _gated(module: Any, gates: Tensor, outputs: Tensor) -> Tensor:
+    """What a layer makes of `gates` [n] and the `outputs` [n] that they multiply."""
+    is_joined = module.is_concatenated
+    both = torch.cat([gates, outputs]) if is_joined else torch.stack([gates, outputs], 1).flatten()
+    found: Tensor = module._apply_gate(both[None])[0]
+    return found
 
 
 def _agrees(module: Any, run: Any, weights: dict[str, Tensor]) -> bool:
@@ -162,17 +204,27 @@ def _run_packed(
     up: _Matmul,
     down: _Matmul,
     activation: Activation | None,
+    gating: Gating,
 ) -> Tensor:
     """See `_forward`."""
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    is_known = hidden_states.dtype in _ROUTED and not has_norm
+    if is_known and activation is not None and not isinstance(up, TorchExperts):
+        assert not isinstance(down, TorchExperts)
+        plan = ExpertsPlan(
+            up=up, activation=activation, is_gated=module.has_gate, gating=gating, down=down
+        )
+        chosen, shares = top_k_index.long().contiguous(), top_k_weights.float().contiguous()
+        return run_chosen_experts(plan, hidden_states.contiguous(), chosen, shares)
     layout = ExpertRows.of(top_k_index, module.num_experts)
     rows = layout.take(hidden_states)
     if activation is not None:
-        rows = up(rows, layout.ends, activation, module.has_gate)
+        rows = up(rows, layout.ends, activation, module.has_gate, gating)
     else:
         rows = up(rows, layout.ends)
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     rows = down(rows.contiguous(), layout.ends)
-    if getattr(module, "has_post_expert_norm", False):
+    if has_norm:
         rows = module.post_expert_norm(rows)
     return layout.combine(rows, top_k_weights).to(hidden_states.dtype)
 
@@ -181,11 +233,14 @@ class RoutedFeedForward(nn.Module):
     """Made of a module by `fuse_routed_layers`, never by itself."""
 
     routed: RoutedPlan
+    num_more: int
+    """What its own class gives beside the result: decoder layers pass it by, and None is there."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`hidden_states` [..., dim] -> [..., dim]."""
+    def forward(self, hidden_states: Tensor) -> Any:
+        """`hidden_states` [..., dim] -> [..., dim], alone or as the first of several."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        return run_experts(self.routed, rows).view(hidden_states.shape)
+        found = run_experts(self.routed, rows).view(hidden_states.shape)
+        return (found, *[None] * self.num_more) if self.num_more else found
 
 
 class PackedRouter(nn.Module):
@@ -236,8 +291,9 @@ def _fuse(module: nn.Module) -> bool:
     if matmul is None or is_normalized is None:
         return False
     plan = None if _has_own(module) else _plan(children, router, experts, matmul, is_normalized)
-    if plan is not None and _does_the_same(module, router, plan):
-        swap(module, RoutedFeedForward, routed=plan)
+    num_more = None if plan is None else _does_the_same(module, router, plan)
+    if num_more is not None:
+        swap(module, RoutedFeedForward, routed=plan, num_more=num_more)
         return True
     x = random_rows(_TRIAL_ROWS, router.weight.shape[1], like=router.weight)
     if agree(lambda: matmul(x), lambda: router(x)[0]):
@@ -311,10 +367,11 @@ def _normalization(router: Any) -> bool | None:
     return better if errors[better] <= 4 * torch.finfo(shares.dtype).eps else None
 
 
-def _does_the_same(module: Any, router: Any, plan: RoutedPlan) -> bool:
-    """Return whether a plan comes to what a layer does to rows whose experts no rounding changes.
+def _does_the_same(module: Any, router: Any, plan: RoutedPlan) -> int | None:
+    """How many results a layer has beside the one that a plan comes to; None where it does not.
 
-    By the norm of the difference: a factor of a few hundredths is no rounding of many numbers.
+    On rows whose experts no rounding changes, and by the norm of the difference: a factor of a few
+    hundredths is no rounding of many numbers.
     """
     x = random_rows(_ROUTER_ROWS, router.weight.shape[1], like=router.weight)
     logits = router(x)[0].float().sort(-1, descending=True).values
@@ -322,14 +379,15 @@ def _does_the_same(module: Any, router: Any, plan: RoutedPlan) -> bool:
         margins = logits[:, router.top_k - 1] - logits[:, router.top_k]
         x = x[margins.argsort(descending=True)[:_TRIAL_ROWS]].contiguous()
     try:
-        wanted = module(x[None])
+        given = module(x[None])
+        wanted, *more = given if isinstance(given, tuple) else (given,)
         if not isinstance(wanted, Tensor) or wanted.shape != x[None].shape:
-            return False
+            return None
         found, wanted = run_experts(plan, x).double(), wanted[0].double()
     except Exception:
-        return False
+        return None
     bound = max(2 * torch.finfo(x.dtype).eps, _LEAST_ERROR)
-    return bool((found - wanted).norm() <= bound * wanted.norm())
+    return len(more) if (found - wanted).norm() <= bound * wanted.norm() else None
 
 
 def route_experts(root: nn.Module) -> int:
