@@ -14,7 +14,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.fusion.decoder_plan import plan_decoder
 from aioengine.models.fusion.encoder_attention import route_encoders
 from aioengine.models.fusion.encoder_layers import plan_encoders
-from aioengine.models.fusion.fused_mlp import fuse_activations
+from aioengine.models.fusion.fused_mlp import cut_last_layer, fuse_activations
 from aioengine.models.fusion.fused_norm import fuse_norms
 from aioengine.models.fusion.packed_conv1d import pack_convolutions
 from aioengine.models.fusion.packed_linear import pack_layers
@@ -70,3 +70,4 @@ def fuse_layers(model: nn.Module, decoder: nn.Module) -> None:
             f"({', '.join(left[:5])}): leave quantization out"
         )
     plan_decoder(decoder)
+    cut_last_layer(decoder)

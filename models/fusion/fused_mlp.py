@@ -7,6 +7,9 @@ reads.
 
 In a module that does more, as a layer with its feed-forward part written out, the activation moves
 into the matmul before it, if the module is the same with it there.
+
+Of a decoder whose last layer is called as it is, the feed-forward module computes those rows alone
+that are read of it.
 """
 
 from __future__ import annotations
@@ -14,21 +17,26 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.cpu.linear import NativeLinear
-from aioengine.kernels.layer_plan import FeedForwardPlan
+from aioengine.kernels.layer_plan import FeedForwardPlan, rows_wanted
+from aioengine.kernels.layer_slot import StepContext, attach_slot, slot_of
 from aioengine.kernels.matmul import FORMULAS, Activation, TorchLinear
+from aioengine.kernels.reference import ReferenceBackend
 from aioengine.models.fusion.layer_names import FeedForward, layer_names_of
 from aioengine.models.fusion.packed_linear import Packed, PackedPart
-from aioengine.models.fusion.swap import is_hooked, swap
+from aioengine.models.fusion.swap import is_hooked, subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, agree, random_rows, stand_ins
 
-__all__ = ["ActivatedFeedForward", "ActivatedLinear", "Kind", "fuse_activations"]
+__all__ = ["ActivatedFeedForward", "ActivatedLinear", "Kind", "cut_last_layer", "fuse_activations"]
 
 _TRIAL_ROWS = 8
 _OURS = (NativeLinear, TorchLinear)
@@ -182,4 +190,104 @@ def _fused_forward(
 ) -> Tensor:
     inner = matmul(x, activation, is_gated=names.gate is not None)
     found: Tensor = getattr(module, names.down)(inner)
+    return found
+
+
+def cut_last_layer(decoder: nn.Module) -> int:
+    """Have the last layer's feed-forward module compute the rows alone that are read of it.
+
+    Only where that layer is called as it is, not from a plan. Other rows are 0 then. Attention
+    layers must have their slots. Returns how many modules do: those with which the decoder comes
+    to the same rows, and which it calls once, behind all of its attention.
+    """
+    weight = getattr(getattr(decoder, "norm", None), "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return 0
+    stacks = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    count = 0
+    for layer in (each[-1] for each in stacks):
+        attentions = [each for each in layer.children() if _is_last(slot_of(each))]
+        inner = [each for each in layer.children() if [*each.children()]]
+        inner = [each for each in inner if all(map(_is_plain, each.modules()))]
+        if len(attentions) == 1 and len(inner) == 1:
+            with torch.inference_mode():
+                count += _cut(decoder, attentions[0], inner[0], weight)
+    return count
+
+
+def _is_last(slot: object) -> bool:
+    """Return whether no attention comes behind a slot's, and rows are known that are read there."""
+    return bool(getattr(slot, "is_last", False)) and hasattr(slot, "wanted")
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return slot_of(module) is None and not is_hooked(module)
+
+
+def _cut(decoder: nn.Module, attention: nn.Module, module: nn.Module, like: Tensor) -> bool:
+    """Have `module` compute the rows that are read behind `attention`, if that is the same."""
+    own = type(module)
+    plain: Callable[..., Any] = own.forward
+
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        is_usual = hidden_states.dim() == 3 and len(hidden_states) == 1 and not args and not named
+        rows = rows_wanted(slot_of(attention), hidden_states.shape[1]) if is_usual else None
+        if rows is None:
+            return plain(self, hidden_states, *args, **named)
+        found = torch.zeros_like(hidden_states)
+        if len(rows):
+            found[:, rows] = plain(self, hidden_states[:, rows])
+        return found
+
+    rows = torch.tensor([1, 3])
+    calls: list[bool] = []  # of attention, and of the module
+    hook = module.register_forward_pre_hook(lambda *_: calls.append(False))
+    try:
+        wanted = _hidden_states(decoder, calls, None, like)
+        is_behind = calls.count(False) == 1 and not calls[-1]
+        swap(module, subclass(own, forward))
+        found = partial(_hidden_states, decoder, calls, rows, like)
+        if is_behind and agree(lambda: found()[rows], lambda: wanted[rows], roundings=2):
+            return True
+    except Exception:
+        pass  # it wants other arguments
+    finally:
+        hook.remove()
+    swap(module, own)
+    return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watch:
+    """Attention for a trial, a row's value for all of its heads, that notes its calls."""
+
+    calls: list[bool]
+    wanted: Tensor | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        """See `Slot.attend`."""
+        self.calls.append(True)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def _hidden_states(
+    decoder: nn.Module, calls: list[bool], wanted: Tensor | None, like: Tensor
+) -> Tensor:
+    """The last hidden states [T, hidden] of a decoder's own forward on random rows."""
+    slots = {each: slot for each in decoder.modules() if (slot := slot_of(each)) is not None}
+    x = random_rows(1, _TRIAL_ROWS, len(like), like=like)
+    positions = torch.arange(_TRIAL_ROWS)
+    step = StepContext((), (), ReferenceBackend(), positions)
+    holders = {slot.holder for slot in slots.values() if hasattr(slot, "holder")}
+    for each in slots:
+        attach_slot(each, _Watch(calls, wanted))
+    try:
+        with ExitStack() as stack:
+            for holder in holders:
+                stack.enter_context(holder.hold(step))
+            output = decoder(inputs_embeds=x, position_ids=positions[None], use_cache=False)
+    finally:
+        for each, slot in slots.items():
+            attach_slot(each, slot)
+    found: Tensor = output.last_hidden_state[0]
     return found

@@ -28,7 +28,7 @@ from aioengine.kernels.attention import (
     split_by_sequence,
 )
 from aioengine.kernels.experts import PackedExperts, pack_experts
-from aioengine.kernels.layer_slot import LayerSlot, StepContext, attach_slot, slot_of
+from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot, slot_of
 from aioengine.kernels.pool import BYTES, to_numbers
 
 __all__ = [
@@ -107,6 +107,21 @@ class LatentSlot:
     slot: LayerSlot
     module: Any
     sizes: LatentSizes
+
+    @property
+    def wanted(self) -> Tensor | None:
+        """See `LayerSlot`."""
+        return self.slot.wanted
+
+    @property
+    def is_last(self) -> bool:
+        """See `LayerSlot`."""
+        return self.slot.is_last
+
+    @property
+    def holder(self) -> StepHolder:
+        """See `LayerSlot`."""
+        return self.slot.holder
 
     def prepare(self) -> None:
         """Make the weights by head, which are kept."""
