@@ -42,7 +42,7 @@ FORMULAS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Gating(NamedTuple):
-    """How gates multiply outputs, beside their activation.
+    """The limit and shift of gates and what they multiply, beside their activation.
 
     `limit`: what gates are at most before they are activated, and outputs from its negative on; 0
     for none. `shift`: added to outputs then, before they are multiplied.

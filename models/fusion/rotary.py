@@ -3,8 +3,8 @@
 transformers' attention classes call a function of their module's, `apply_rotary_pos_emb` mostly. A
 class whose function rotates the halves of a head against each other, wherever these lie, which a
 trial in float64 tells, gets a forward of its own: the same code, for which that name means the
-operator. Where a call is of
-another shape than the operator takes, the function is called as before.
+operator. Where a call is of another shape than the operator takes, the function is called as
+before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RENAMING = "transformers.utils.deprecation"
 
 
 class _Form(NamedTuple):
-    """How a function rotates heads.
+    """The order of what a function rotates, and the width of its angles.
 
     `in_pairs`: see `rotate`. `given`, `read`: how wide angles come and how much of that is read,
     in halves of a head.

@@ -170,7 +170,7 @@ def _gate(module: Any) -> tuple[Activation, Gating] | None:
 
 
 def _gated(module: Any, gates: Tensor, outputs: Tensor) -> Tensor:
-    """What a layer makes of `gates` [n] and the `outputs` [n] that they multiply."""
+    """Apply a layer's gating to `gates` [n] and the `outputs` [n] that they multiply."""
     is_joined = module.is_concatenated
     both = torch.cat([gates, outputs]) if is_joined else torch.stack([gates, outputs], 1).flatten()
     found: Tensor = module._apply_gate(both[None])[0]
@@ -368,7 +368,7 @@ def _normalization(router: Any) -> bool | None:
 
 
 def _does_the_same(module: Any, router: Any, plan: RoutedPlan) -> int | None:
-    """How many results a layer has beside the one that a plan comes to; None where it does not.
+    """Count the results of a layer beside the one that a plan comes to; None where it does not.
 
     On rows whose experts no rounding changes, and by the norm of the difference: a factor of a few
     hundredths is no rounding of many numbers.
