@@ -108,7 +108,8 @@ class KVGroup:
     """Layers whose KV blocks have one shape and one life: they share a request's block table.
 
     `kind`: "self" (grows with the tokens) or "cross" (written once per encoder input). `window`:
-    how many past tokens a query sees, None for all. `num_layers`: layers in the group.
+    how many past tokens a query sees, None for all. `num_layers`: layers in the group. `chunk`: a
+    query sees no token before the last multiple of this position; None for no such bound.
     """
 
     kind: str
@@ -117,6 +118,7 @@ class KVGroup:
     value_dim: int
     window: int | None
     num_layers: int
+    chunk: int | None = None
 
     def block_bytes(self, block_size: int, row_bytes: Callable[[int], int]) -> int:
         """Bytes of one block of `block_size` tokens over all layers of the group.

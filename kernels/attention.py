@@ -208,6 +208,7 @@ def stage_metadata(
     stored: Sequence[bool] | None = None,
     block_ids: Sequence[Tensor | None] | None = None,
     blocks_in_window: bool = False,
+    chunk: int | None = None,
 ) -> Callable[[], AttentionMetadata]:
     """Stage a step that computes positions [starts[i], ends[i]) of sequence i.
 
@@ -216,9 +217,16 @@ def stage_metadata(
     `block_tables[i]` names at least the blocks of positions [0, ends[i]); `block_ids[i]` int32
     [ends[i] - starts[i]], or None where all tokens are causal. `stored[i]`: the pages hold the
     sequence's one token already; what is written of it goes to the place of the token after it,
-    for which there must be a block, and is not read. Nothing is mutated.
+    for which there must be a block, and is not read. `chunk`: a token sees none before the last
+    multiple of this position, which is one of `block_size`; a sequence that goes on behind one is
+    several to the kernels, each with a context of its own. Nothing is mutated.
     """
     assert len(block_tables) == len(starts) == len(ends)
+    if chunk is not None and max(ends, default=0) > chunk:
+        assert all(ids is None for ids in block_ids or ()), "spans seen both ways lie across chunks"
+        block_ids = None
+        parts = _split_by_chunk(block_size, chunk, block_tables, starts, ends, stored)
+        block_tables, starts, ends, stored = parts
     assert all(0 <= start < end for start, end in zip(starts, ends, strict=True))
     query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
     assert all(len(row) * block_size >= n for row, n in zip(block_tables, ends, strict=True))
@@ -248,6 +256,29 @@ def stage_metadata(
         has_blocks=has_blocks if flat_ids is not None else (),
         blocks_in_window=blocks_in_window,
     )
+
+
+def _split_by_chunk(
+    block_size: int,
+    chunk: int,
+    block_tables: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    stored: Sequence[bool] | None,
+) -> tuple[list[Sequence[int]], list[int], list[int], list[bool]]:
+    """Split sequences where a chunk ends; positions and tables count from a chunk's beginning."""
+    assert chunk % block_size == 0
+    tables: list[Sequence[int]] = []
+    lows: list[int] = []
+    highs: list[int] = []
+    held: list[bool] = []
+    for index, (blocks, start, end) in enumerate(zip(block_tables, starts, ends, strict=True)):
+        for first in range(start // chunk * chunk, end, chunk):
+            tables.append(blocks[first // block_size :])
+            lows.append(max(start - first, 0))
+            highs.append(min(end - first, chunk))
+            held.append(stored is not None and stored[index])
+    return tables, lows, highs, held
 
 
 def stage_cross_metadata(

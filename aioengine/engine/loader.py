@@ -238,6 +238,7 @@ def _load_model(
     Rounding can send a token to other experts, now and then; so what fails a trial has another one,
     with other prompts. Raises ModelLoadError.
     """
+    _check_block_size(config.block_size, specs)
     rounding = _rounding(config)
     is_tried = not config.check_model or (name is not None and is_kept(name))
     fault = ""
@@ -280,6 +281,16 @@ def _load_model(
         fault = found
         del model, trial
     return fault
+
+
+def _check_block_size(block_size: int, specs: Sequence[LayerSpec]) -> None:
+    """Raise ModelLoadError where a block would lie in two chunks of a layer's attention."""
+    chunk = next((s.chunk for s in specs if s.chunk is not None and s.chunk % block_size), None)
+    if chunk is not None:
+        raise ModelLoadError(
+            f"block_size is {block_size}, and must divide the {chunk} tokens of a chunk, which the "
+            "model's attention does not leave (attention_chunk_size)"
+        )
 
 
 def _verdict_name(

@@ -32,6 +32,7 @@ def stage_attention(
             starts=[s.start for s in sequences],
             ends=[s.end for s in sequences],
             stored=[s.is_stored for s in sequences],
+            chunk=model.kv_groups[group].chunk,
             block_ids=blocks if model.sees_blocks(group) else None,
             blocks_in_window=model.blocks_in_window,
         )

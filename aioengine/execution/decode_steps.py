@@ -73,6 +73,8 @@ def find_decode_steps(
     """
     if type(backend) is not CpuBackend or model.device.type != "cpu" or model.states:
         return None
+    if any(group.chunk is not None for group in model.kv_groups):  # whose tables have a beginning
+        return None
     if not hasattr(os, "eventfd"):  # by which a queue tells of steps: Linux has it alone
         return None
     found = decode_parts_of(model.model, model.decoder())

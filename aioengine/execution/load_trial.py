@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import torch
@@ -123,8 +124,8 @@ class Trial:
         self._unseen += [each for each in refused if not (takes_media and each.startswith("text "))]
         self._is_function = self._answers_alike(shell)
         tried = max((each.bounds[-1] for each in references), default=0)
-        windows = {spec.window for spec in specs if spec.window is not None}
-        self._windows = sorted(each for each in windows if each >= tried)
+        windows = {each for spec in specs for each in (spec.window, spec.chunk)}
+        self._windows = sorted(each for each in windows if each is not None and each >= tried)
         self._narrow = self._refer_narrow(refer, module) if self._windows else None
 
     def _refer_narrow(
@@ -189,18 +190,27 @@ class Trial:
         if narrow is None:
             return None
         spared = () if self._whole else self._spared
+        groups = model.kv_groups
+        has_chunks = any(each.chunk is not None for each in groups)
+        size = gcd(block_size, NARROW) if has_chunks else block_size
 
         def run() -> Tensor:
-            (found,) = run_steps(model, [narrow], block_size, backend)
+            (found,) = run_steps(model, [narrow], size, backend)
             return found.to(torch.float64)
 
         try:
             with without_layers(model.model, spared):
                 plain = run()
                 with narrowed(model.model, self._windows, NARROW):
+                    model.kv_groups = tuple(
+                        replace(each, chunk=NARROW) if each.chunk in self._windows else each
+                        for each in groups
+                    )
                     found = run()
         except Exception:  # which the trial of all prompts will see too
             return None
+        finally:
+            model.kv_groups = groups
         logits, noise = narrow.expects(len(found))
         distances = _distances(found, logits)
         if (distances <= TOLERANCE * noise.clamp_min(LEAST_NOISE)).all():

@@ -22,6 +22,7 @@ from aioengine.kernels.pool import to_numbers, to_stored
 from aioengine.models.by_cache.caches import CacheSpecs, Entry, KeptCache, PastCache, spell_out
 from aioengine.models.fusion.swap import subclass, swap
 from aioengine.models.fusion.trial import is_near, random_rows
+from aioengine.models.runtime.attention import counts_tokens
 
 __all__ = ["attach_cache"]
 
@@ -244,6 +245,8 @@ def attach_cache(
         cache = KeptCache(joined, cut)
         padded = slot.call(decoder, later.expand(2, -1, -1), cache, **given)
         pads = is_near(padded, torch.cat([long, alone]))
+        # What is counted is padding too; it changes a token only where there are many.
+        pads = pads and not any(map(counts_tokens, decoder.modules()))
     except Exception:  # a model's own code may raise anything here
         pads = False
     swap(decoder, subclass(kind, _forward), **{_SLOT: replace(slot, pads=pads)})

@@ -27,10 +27,19 @@ from aioengine.kernels.dense import dense_attention
 from aioengine.kernels.layer_slot import StepHolder, slot_of
 from aioengine.models.fusion.swap import route
 
-__all__ = ["ATTENTION_NAME", "Attention", "AttentionType", "give_positions", "route_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "Attention",
+    "AttentionType",
+    "chunk_of",
+    "counts_tokens",
+    "give_positions",
+    "route_attention",
+]
 
 # transformers reads meaning into parts of such names ("sdpa", "flash"); this one has none of them.
 ATTENTION_NAME = "aioengine_paged"
+_CHUNKED = "chunked_attention"
 
 
 def route_attention(root: nn.Module) -> None:
@@ -38,6 +47,31 @@ def route_attention(root: nn.Module) -> None:
     modules = root.modules()
     own = [each for each in modules if isinstance(getattr(each, "config", None), PreTrainedConfig)]
     route(own, ATTENTION_NAME)
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """Find the tokens of a chunk that a layer's attention does not leave; None where it has none.
+
+    transformers gives a layer its bounds in its mask, which there is none of here. Raises
+    ModelLoadError where they are not known.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if _CHUNKED not in kinds:
+        return None
+    index, size = getattr(module, "layer_idx", None), getattr(config, "attention_chunk_size", None)
+    if index is None:
+        raise ModelLoadError(
+            f"{type(module).__name__} does not say which layer's it is, and so not whether it "
+            "attends in chunks"
+        )
+    if kinds[index] != _CHUNKED:
+        return None
+    if not isinstance(size, int) or size < 1:
+        raise ModelLoadError(
+            f"config.json: attention_chunk_size is {size!r:.40}, and must be a positive number"
+        )
+    return size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +92,12 @@ class _Seen:
         return key, value
 
 
+def counts_tokens(module: nn.Module) -> bool:
+    """Return whether attention is sharper at later positions, which it counts by its cache."""
+    is_tuned = getattr(module, "attn_temperature_tuning", False)
+    return bool(is_tuned) and not getattr(module, "use_rope", True)
+
+
 def give_positions(root: nn.Module, holder: StepHolder) -> None:
     """Have attention that is sharper at later positions find these in a step's flat batch.
 
@@ -71,7 +111,7 @@ def give_positions(root: nn.Module, holder: StepHolder) -> None:
         return args, {**kwargs, "past_key_values": _Seen(step.positions)}
 
     for module in root.modules():
-        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", 1):
+        if counts_tokens(module):
             module.register_forward_pre_hook(give, with_kwargs=True)
 
 

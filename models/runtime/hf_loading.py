@@ -341,14 +341,12 @@ def _check_report(report: Mapping[str, Any], name: str) -> None:
 def limit_of(text_config: Any) -> int | None:
     """Find the tokens of the longest sequence that a config allows; None where it sets no limit.
 
-    Within one chunk of chunked attention: beyond it, tokens would see more than they should. Within
-    what Doge's attention keeps: beyond it, how a prompt is cut and padded decides what is kept.
+    Within what Doge's attention keeps: beyond it, how a prompt is cut and padded decides what is
+    kept.
     Raises ModelLoadError for a limit below one token.
     """
     # A config may keep another name beside the usual one, of what its weights were trained on.
     held = [name for name in _LIMITS if getattr(text_config, name, None) is not None][:1]
-    if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
-        held.append("attention_chunk_size")
     held.append("keep_window_size")
     limits = {name: getattr(text_config, name, None) for name in held}
     for name, limit in limits.items():

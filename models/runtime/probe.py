@@ -22,7 +22,7 @@ from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.latent.layers import LatentSizes
 from aioengine.models.latent.probe import Expansions, is_same_view
-from aioengine.models.runtime.attention import route_attention
+from aioengine.models.runtime.attention import chunk_of, route_attention
 from aioengine.models.runtime.whole_pass import spare_layers, without_layers
 from aioengine.models.state.memory import StateSpec
 from aioengine.models.state.probe import Watch
@@ -52,7 +52,8 @@ class LayerSpec:
     """One attention layer, as its own calls describe it.
 
     `name`: its module's path under the decoder. `kind`: "self", or "cross" where keys are the
-    encoder's. `window`: how many past tokens a query sees, its own included; None for all. `sinks`:
+    encoder's. `window`: how many past tokens a query sees, its own included; None for all. `chunk`:
+    it sees none before the last multiple of this position; None for no such bound. `sinks`:
     whether it passes a sink logit per head. `shares`: the layer, by name, whose keys and values it
     is given instead of any of its own; it has no pages then, and reads that layer's. `latent`: what
     its keys and values are made of, where the pages hold that: as one key, without a value.
@@ -70,6 +71,7 @@ class LayerSpec:
     sinks: bool
     shares: str | None = None
     latent: LatentSizes | None = None
+    chunk: int | None = None
 
     def of_latents(self, sizes: LatentSizes) -> LayerSpec:
         """Return the layer with pages of latents."""
@@ -98,6 +100,7 @@ class _Call:
         return (
             self.spec.kind == other.spec.kind
             and self.spec.window == other.spec.window
+            and self.spec.chunk == other.spec.chunk
             and is_same_view(self.key, other.key)
             and is_same_view(self.value, other.value)
         )
@@ -148,6 +151,7 @@ class _Recorder:
             window=args.window,
             softcap=args.softcap,
             sinks=args.sinks is not None,
+            chunk=chunk_of(self.module),
         )
         sizes = self.expansions.sizes_of(self.module, query, key, value)
         if sizes is not None:
@@ -327,17 +331,19 @@ def group_layers(
     Groups of cross-attention come last. A layer that shares another's keys and values has that
     layer's place, and takes none of its own.
     """
-    members: dict[tuple[str, int, int, int, int | None], int] = {}
+    members: dict[KVGroup, int] = {}
     places: list[tuple[int, int]] = []
     owned: dict[str, tuple[int, int]] = {}
-    order: dict[tuple[str, int, int, int, int | None], int] = {}
-    keys = [(s.kind, s.num_kv_heads, s.key_dim, s.value_dim, s.window) for s in specs]
-    for key in sorted(keys, key=lambda key: key[0] == "cross"):
+    order: dict[KVGroup, int] = {}
+    keys = [
+        KVGroup(s.kind, s.num_kv_heads, s.key_dim, s.value_dim, s.window, 0, s.chunk) for s in specs
+    ]
+    for key in sorted(keys, key=lambda key: key.kind == "cross"):
         order.setdefault(key, len(order))
     for spec, key in zip(specs, keys, strict=True):
         if spec.shares is None:
             owned[spec.name] = order[key], members.get(key, 0)
             members[key] = members.get(key, 0) + 1
         places.append(owned[spec.shares or spec.name])
-    groups = tuple(KVGroup(*key, num_layers=members[key]) for key in order)
+    groups = tuple(replace(key, num_layers=members[key]) for key in order)
     return groups, tuple(places)

@@ -244,7 +244,8 @@ def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def narrowed(root: nn.Module, windows: Collection[int], size: int) -> Iterator[None]:
-    """Meanwhile, what modules and their configs call a window of one of these is `size` tokens."""
+    """Meanwhile, what modules and their configs call a window, or a chunk of attention, of one of
+    these is `size` tokens."""
     configs: list[Any] = [module.config for module in root.modules() if hasattr(module, "config")]
     for config in configs:  # which grows: a config may hold others
         inner = [each for each in vars(config).values() if isinstance(each, PreTrainedConfig)]
@@ -253,7 +254,8 @@ def narrowed(root: nn.Module, windows: Collection[int], size: int) -> Iterator[N
         (vars(holder), name, value)
         for holder in (*root.modules(), *configs)
         for name, value in vars(holder).items()
-        if "window" in name and type(value) is int and value in windows
+        if ("window" in name or name == "attention_chunk_size")
+        and (type(value) is int and value in windows)
     ]
     for settings, name, _ in places:
         settings[name] = size

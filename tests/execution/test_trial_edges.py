@@ -14,6 +14,8 @@ from torch import Tensor
 from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
 from aioengine.execution import load_trial
+from aioengine.kernels import attention
+from aioengine.kernels.attention import _split_by_chunk
 from aioengine.kernels.layer_slot import attach_slot, slot_of
 from aioengine.models import register_model
 from aioengine.models.runtime import registry
@@ -29,6 +31,11 @@ MODELS = {
     "mistral": lambda s: hf.MistralForCausalLM(hf.MistralConfig(**s, sliding_window=WINDOW)),
     "gemma3": lambda s: hf.Gemma3ForCausalLM(
         hf.Gemma3TextConfig(**s, sliding_window=WINDOW, head_dim=16, sliding_window_pattern=2)
+    ),
+    "llama4": lambda s: hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(
+            **s, attention_chunk_size=WINDOW, head_dim=16, moe_layers=[], no_rope_layers=[1, 0, 1]
+        )
     ),
 }
 
@@ -89,9 +96,17 @@ class WiderByOne(TextModel):
             attach_slot(module, Wider())
 
 
+def split_late(block_size: int, chunk: int, *others: Any) -> Any:
+    """Split sequences by chunks that are a block longer."""
+    return _split_by_chunk(block_size, chunk + block_size, *others)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_longer_window_off_by_one_is_refused(folder: Path, dtype: str) -> None:
-    register_model("MistralForCausalLM", "Gemma3ForCausalLM")(WiderByOne)
+async def test_a_longer_window_off_by_one_is_refused(
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_split_by_chunk", split_late)
+    register_model("MistralForCausalLM", "Gemma3ForCausalLM", "Llama4ForCausalLM")(WiderByOne)
     with pytest.raises(ModelLoadError, match="longer than its windows"):
         async with AsyncEngine.from_pretrained(folder, **SIZES, dtype=dtype):
             pass
@@ -106,7 +121,8 @@ def test_windows_are_as_they_were(name: str) -> None:
             *model.modules(),
             *(each.config for each in model.modules() if hasattr(each, "config")),
         ]
-        found = (getattr(each, "sliding_window", None) for each in holders)
+        field = "attention_chunk_size" if name == "llama4" else "sliding_window"
+        found = (getattr(each, field, None) for each in holders)
         return [each for each in found if each is not None]
 
     before = windows()

@@ -55,6 +55,29 @@ def test_a_token_that_is_stored_is_written_behind_itself() -> None:
     assert meta.block_table.tolist() == [[3, 2], [5, 6]] and meta.seq_lens.tolist() == [8, 5]
 
 
+def test_chunks_are_sequences_of_their_own() -> None:
+    meta = build_metadata(
+        block_size=4,
+        block_tables=[[7, 3, 5], [1, 2, 9, 6], [8, 4]],
+        starts=[8, 6, 2],
+        ends=[9, 16, 7],
+        chunk=8,
+    )
+    assert meta.query_lens == (1, 2, 8, 5) and meta.context_lens == (1, 8, 8, 7)
+    assert meta.block_table.tolist() == [[5, 0], [1, 2], [9, 6], [8, 4]]
+    assert meta.slot_blocks.tolist() == [5, 2, 2, *[9] * 4, *[6] * 4, 8, 8, 4, 4, 4]
+    assert meta.slot_offsets.tolist() == [0, 2, 3, *[0, 1, 2, 3] * 2, 2, 3, 0, 1, 2]
+    assert meta.num_decodes == 1
+
+
+def test_a_chunk_that_ends_with_a_stored_token() -> None:
+    meta = build_metadata(
+        block_size=4, block_tables=[[7, 3, 5]], starts=[7], ends=[8], stored=[True], chunk=4
+    )
+    assert meta.block_table.tolist() == [[3]] and meta.context_lens == (4,)
+    assert meta.slot_blocks.tolist() == [5] and meta.slot_offsets.tolist() == [0]
+
+
 def test_an_empty_step() -> None:
     meta = build_metadata(block_size=4, block_tables=[], starts=[], ends=[])
     assert meta.query_start.tolist() == [0]

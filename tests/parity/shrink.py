@@ -137,9 +137,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "mamba_headdim": HEAD_DIM, "hybrid_layer_ids": [1],
     },
     "NemotronForCausalLM": {"num_key_value_heads": HEADS // 2},
-    # One chunk; positions that matter to layers without rotation.
+    # A few chunks; positions that matter to layers without rotation.
     "Llama4ForCausalLM": {
-        "attention_chunk_size": 2048, "floor_scale": 8, "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 16, "floor_scale": 8, "no_rope_layers": [1, 0, 1],
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
     },
     # Of images that its processor cuts as another family's.

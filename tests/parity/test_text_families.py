@@ -92,7 +92,7 @@ UNNAMED: Mapping[str, Callable[[Settings], Any]] = {
     "llama4": lambda s: hf.Llama4ForCausalLM(
         hf.Llama4TextConfig(
             **s, head_dim=12, num_local_experts=4, intermediate_size_mlp=96,
-            attention_chunk_size=8192, floor_scale=8, no_rope_layers=[1, 0, 1],
+            attention_chunk_size=16, floor_scale=8, no_rope_layers=[1, 0, 1],
         )
     ),
     "mixtral": lambda s: hf.MixtralForCausalLM(hf.MixtralConfig(**s, num_local_experts=4)),
@@ -138,16 +138,33 @@ async def test_tokens_equal_generate(
         assert now.model_impl == ("native" if is_named else "transformers")
 
 
-async def test_chunked_attention_is_served_within_a_chunk(tmp_path: Path) -> None:
-    more = {"head_dim": 12, "num_local_experts": 4, "intermediate_size_mlp": 96}
+def build_chunked(settings: Settings) -> Any:
+    """A model without experts, which float64 runs, and with chunks that prompts are longer than."""
+    config = hf.Llama4TextConfig(
+        **settings, head_dim=12, intermediate_size_mlp=96, moe_layers=[], floor_scale=8,
+        attention_chunk_size=16, no_rope_layers=[1, 0, 1],
+    )  # fmt: skip
+    return hf.Llama4ForCausalLM(config)
 
-    def build(settings: Mapping[str, Any]) -> Any:
-        config = hf.Llama4TextConfig(**settings, **more, attention_chunk_size=48)
-        return hf.Llama4ForCausalLM(config)
 
-    save_text(build, tmp_path, [])
-    async with AsyncEngine.from_pretrained(tmp_path, device="cpu") as engine:
-        assert engine._core.loaded.limits.max_model_len == 48
-    with pytest.raises(ModelLoadError, match="knows 48 positions"):
-        async with AsyncEngine.from_pretrained(tmp_path, device="cpu", max_model_len=49):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("budget", [512, 64, 13, 5])
+async def test_chunked_attention_sees_its_chunk_alone(
+    tmp_path: Path, budget: int, backend: str
+) -> None:
+    texts = [("tell a story about colours, " * 3)[:length] for length in (1, 14, 16, 31, 32, 50)]
+    expected = save_text(build_chunked, tmp_path, texts)
+    assert len(set(expected)) == len(texts)
+    sizes = {"device": "cpu", "block_size": 4, "kv_cache_bytes": 4 << 20, "max_model_len": 256}
+    options = {**sizes, "max_num_batched_tokens": budget, "attention_backend": backend}
+    async with AsyncEngine.from_pretrained(tmp_path, **options) as engine:
+        for _ in range(2):  # with a cold and with a warm prefix cache
+            outputs = await asyncio.gather(*(engine.generate(text, PARAMS) for text in texts))
+            assert [output.token_ids for output in outputs] == expected
+
+
+async def test_a_block_lies_in_one_chunk(tmp_path: Path) -> None:
+    save_text(build_chunked, tmp_path, [])
+    with pytest.raises(ModelLoadError, match="block_size is 32, and must divide the 16 tokens"):
+        async with AsyncEngine.from_pretrained(tmp_path, device="cpu"):
             pass
