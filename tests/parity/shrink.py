@@ -142,6 +142,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "attention_chunk_size": 16, "floor_scale": 8, "no_rope_layers": [1, 0, 1],
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
     },
+    "Llama4ForConditionalGeneration": {
+        "text_config.attention_chunk_size": 16, "text_config.floor_scale": 8,
+        "text_config.no_rope_layers": [1, 0, 1],
+        "text_config.layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    },
     # Of images that its processor cuts as another family's.
     "MistralLarge4ForConditionalGeneration": {
         "vision_config.patch_size": 8, "vision_config.image_size": 96,
