@@ -5,12 +5,14 @@ their model has `get_image_features` (or the same for videos or audio) with rows
 places. Some rows are more than the embeddings of placeholders: those that are added before chosen
 layers of the decoder (Granite 4 Vision: features of several layers of the vision tower, each for a
 layer of the decoder), and markers around and between rows that have embeddings of their own
-(Ovis2).
+(Ovis2). Where no method gives these rows, the model's own forward does (Llama 4, Phi-4 multimodal).
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.errors import (
+    EngineError,
     InvalidRequestError,
     ModelLoadError,
     PlaceholderMismatchError,
@@ -27,7 +30,10 @@ from aioengine.errors import (
     trace_of,
 )
 from aioengine.models.by_cache.model import ByCache
+from aioengine.models.runtime.encoding import batch_items, place
 from aioengine.models.runtime.interfaces import PromptMedia
+from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.runtime.whole_pass import embeddings_of
 from aioengine.processors.generic import GenericMultiModalProcessor
 from aioengine.processors.generic_info import (
     CONTRACTS,
@@ -49,6 +55,7 @@ from aioengine.processors.prompt.updates import PromptUpdate, PromptUpdateDetail
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = [
+    "ForwardRowsModel",
     "GenericModel",
     "LayerRowsInfo",
     "LayerRowsModel",
@@ -209,6 +216,56 @@ class GenericModel(ByCache):
         states = len(layers) + 1
         used = max(each % states for each in ([chosen] if isinstance(chosen, int) else chosen))
         return [*layers][used:]
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    WholePromptProcessor, info=GenericProcessingInfo, dummy_inputs=GenericDummyInputsBuilder
+)
+class ForwardRowsModel(TransformersModel):
+    """Rows are what the model's own forward has in the places of an item that is alone in a prompt.
+
+    So a prompt has media of one kind only: of Phi-4 multimodal, an image beside a clip changes what
+    the clip becomes.
+    """
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """See the base class."""
+        if f"{modality}_embeds" in items[0]:
+            return super().encode(modality, items)
+        return [self._rows_of(modality, item) for item in items]
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
+    ) -> tuple[Tensor, int] | None:
+        """See the base class. Raises InvalidRequestError for media of several kinds."""
+        kinds = sorted({item.modality for item in items})
+        if len(kinds) > 1:
+            raise InvalidRequestError(
+                f"a prompt has {' and '.join(kinds)}, and what the model makes of one may depend "
+                "on the other; send media of one kind only",
+                parameter="prompt",
+            )
+        return None
+
+    def _rows_of(self, modality: str, item: Mapping[str, Tensor]) -> Tensor:
+        """The embeddings of an item's tokens that are not those of their ids."""
+        table = self.model.get_input_embeddings()
+        ids = item[next(each.ids_name for each in CONTRACTS if each.modality == modality)]
+        # A token of text before them is to have its own.
+        text = next(each for each in range(1, table.weight.shape[0]) if each not in ids.tolist())
+        ids = torch.cat([ids.new_tensor([text]), ids]).to(self.device)
+        names = inspect.signature(self.model.forward).parameters
+        features = {
+            name: place(value, self.dtype, self.device)
+            for name, value in batch_items([item]).items()
+            if name in names
+        }
+        stack, *_ = re.split(r"\.\d+\.", self.specs[0].name)
+        embeds = embeddings_of(self.model, self.decoder().get_submodule(stack), ids, features)
+        is_own = (embeds == table(ids)).all(-1)
+        if not is_own[0]:
+            raise EngineError("the decoder changes embeddings before its first layer")
+        return embeds[~is_own]
 
 
 class LayerRowsInfo(GenericProcessingInfo):

@@ -8,40 +8,21 @@ rows a convolution over padding leaves.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from aioengine.errors import EngineError
+from aioengine.models.runtime.whole_pass import given_to
 
 __all__ = ["memory_of", "shapes_and_masks"]
 
 _FILLED = ("aten::new_ones", "aten::new_zeros", "aten::new_full")
-
-
-class _CalledError(Exception):
-    """Ends a forward at its decoder, with what that was given."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__("the decoder was called")
-        self.given = given
-
-
-class _Listener(nn.Module):
-    """Stands where the decoder does."""
-
-    def __init__(self, decoder: Any) -> None:
-        super().__init__()
-        self.config = decoder.config
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _CalledError(kwargs)
 
 
 def memory_of(model: Any, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -51,38 +32,14 @@ def memory_of(model: Any, features: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
     `features` [n, ...] as forward takes them. The module is left as it is: another thread may run
     its decoder meanwhile.
     """
-    whole = _standing_in(model, model.get_decoder())
     (size,) = {len(each) for each in features.values()}
     first = next(iter(features.values()))
     ids = torch.zeros(size, 1, dtype=torch.int64, device=first.device)
-    try:
-        whole(**features, decoder_input_ids=ids, use_cache=False)
-    except _CalledError as error:
-        states, mask = (
-            error.given.get(name) for name in ("encoder_hidden_states", "encoder_attention_mask")
-        )
-        if isinstance(states, Tensor) and states.dim() == 3:
-            return states, None if mask is None else mask != 0
+    _, given = given_to(model, model.get_decoder(), {**features, "decoder_input_ids": ids})
+    states, mask = map(given.get, ("encoder_hidden_states", "encoder_attention_mask"))
+    if isinstance(states, Tensor) and states.dim() == 3:
+        return states, None if mask is None else mask != 0
     raise EngineError(f"forward of {type(model).__name__} gives its decoder nothing to attend to")
-
-
-def _standing_in(model: Any, decoder: nn.Module) -> Any:
-    """A model with the very modules of `model`, but for its decoder."""
-    path = next(path for path, module in model.named_modules() if module is decoder)
-    *owners, name = path.split(".")
-    found = owner = _copied(model)
-    for each in owners:
-        # The copy is put into its owner's list before it becomes the owner.
-        owner._modules[each] = owner = _copied(owner._modules[each])
-    owner._modules[name] = _Listener(decoder)
-    return found
-
-
-def _copied(module: Any) -> Any:
-    """The module with a list of children that may be changed; the children are the same."""
-    other = copy.copy(module)
-    other._modules = dict(module._modules)
-    return other
 
 
 class _ShapesAndMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]

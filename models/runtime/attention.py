@@ -13,12 +13,13 @@ not ours and gets plain scaled-dot-product attention.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aioengine.errors import ModelLoadError
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionType",
     "chunk_of",
     "counts_tokens",
+    "encoders_in",
     "give_positions",
     "route_attention",
 ]
@@ -42,11 +44,27 @@ ATTENTION_NAME = "aioengine_paged"
 _CHUNKED = "chunked_attention"
 
 
-def route_attention(root: nn.Module) -> None:
-    """Make every module under `root` ask for our attention function, by a config of its own."""
-    modules = root.modules()
+def route_attention(root: nn.Module, layers: Sequence[str] = ()) -> None:
+    """Make every module under `root` ask for our attention function, by a config of its own.
+
+    `layers`: its attention layers, by name, where they are known: encoders beside them are left.
+    """
+    inside = encoders_in(root, layers) if layers else {}
+    others = {each for encoder in inside.values() for each in encoder.modules()}
+    modules = (each for each in root.modules() if each not in others)
     own = [each for each in modules if isinstance(getattr(each, "config", None), PreTrainedConfig)]
     route(own, ATTENTION_NAME)
+
+
+def encoders_in(decoder: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
+    """Find models of their own inside a decoder that have none of its `layers`, by name."""
+    return {
+        name: module
+        for name, module in decoder.named_modules()
+        if name
+        and isinstance(module, PreTrainedModel)
+        and not any(each.startswith(f"{name}.") for each in layers)
+    }
 
 
 def chunk_of(module: nn.Module) -> int | None:

@@ -22,7 +22,7 @@ from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.latent.layers import LatentSizes
 from aioengine.models.latent.probe import Expansions, is_same_view
-from aioengine.models.runtime.attention import chunk_of, route_attention
+from aioengine.models.runtime.attention import chunk_of, encoders_in, route_attention
 from aioengine.models.runtime.whole_pass import spare_layers, without_layers
 from aioengine.models.state.memory import StateSpec
 from aioengine.models.state.probe import Watch
@@ -188,6 +188,10 @@ def probe_layers(
     embeds = torch.empty(NUM_PROBE_TOKENS, hidden_size, device="meta", dtype=dtype)
     positions = torch.arange(NUM_PROBE_TOKENS, device="meta")
     watch = Watch(decoder)
+    was_run: set[str] = set()
+    for name in encoders_in(decoder, ()):
+        note = partial(_note, was_run, name)
+        decoder.get_submodule(name).register_forward_pre_hook(note)
     start = partial(_run_once, decoder, run, embeds, positions)
     if getattr(decoder, "_is_stateful", False):
         _try_few(decoder, watch, start, calls)
@@ -195,7 +199,9 @@ def probe_layers(
     routed = [call.spec.name for call in calls]
     found = _find_states(decoder, watch, routed)
     watch.end()
-    _require_routing(decoder, routed, [each.name for each in found])
+    # Encoders of media attend by themselves, and no text runs them.
+    media = [name for name in encoders_in(decoder, routed) if name not in was_run]
+    _require_routing(decoder, routed, [each.name for each in found], media)
     specs = LayerSpecs(_with_owner(call, calls[:index]) for index, call in enumerate(calls))
     specs.states = tuple(each for each in found if each.parts)
     return specs
@@ -247,6 +253,10 @@ def _find_states(decoder: nn.Module, watch: Watch, routed: Sequence[str]) -> tup
     return found
 
 
+def _note(names: set[str], name: str, _module: nn.Module, _args: Any) -> None:
+    names.add(name)
+
+
 def _pass_by(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     """Run in the place of experts: some ask which of them are chosen, which no shape tells."""
     return torch.empty_like(hidden_states)
@@ -288,9 +298,11 @@ def _silent_attention(decoder: nn.Module, routed: Sequence[str]) -> list[str]:
     ]
 
 
-def _require_routing(decoder: nn.Module, routed: Sequence[str], keepers: Sequence[str]) -> None:
+def _require_routing(
+    decoder: nn.Module, routed: Sequence[str], keepers: Sequence[str], media: Sequence[str]
+) -> None:
     """Every decoder layer that keeps no state, and every module that calls itself attention, must
-    have reported."""
+    have reported, but for what lies in encoders of `media`."""
     expected: list[str] = []
     num_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     lists = [name for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
@@ -303,8 +315,12 @@ def _require_routing(decoder: nn.Module, routed: Sequence[str], keepers: Sequenc
             # A list of as many other things (an encoder's stages, say) attends nowhere.
             if any(_is_within(path, layer) for path in routed for layer in layers):
                 expected += layers
-    silent = _silent_attention(decoder, routed)
     known = [*routed, *keepers]
+    silent = [
+        name
+        for name in _silent_attention(decoder, routed)
+        if not any(_is_within(name, each) for each in media)
+    ]
     silent += [name for name in expected if not any(_is_within(path, name) for path in known)]
     if silent or not routed:
         raise ModelLoadError(

@@ -196,7 +196,9 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
         method = getattr(each, f"get_{name}_features", None)
         if method is not None:
             encoders.setdefault(name, method)
-    if getattr(hf_config, "vision_config", None) and not encoders:
+    # Phi-4's mask of one of these names is of an image's patches, which it calls otherwise.
+    sees = getattr(hf_config, "vision_config", None) and _takes(hf_class.forward, "pixel_values")
+    if sees and not encoders:
         for mask, reader in _MEDIA_READERS.items():
             if _takes(hf_class.forward, mask):
                 return _imported(f"encdec.gated_cross.{reader}")
@@ -209,10 +211,15 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
         hears = _reads_audio(hf_class)
         return _imported("encdec.speech.SpeechToText" if hears else "encdec.text.TextToText")
     if not encoders:
-        return _imported("text.TextModel")
+        has_media = any(getattr(hf_config, name, None) for name in _MEDIA_CONFIGS)
+        return _imported("generic.ForwardRowsModel" if has_media else "text.TextModel")
     if [*encoders] == ["image"] and _takes(encoders["image"], "qformer_input_ids"):
         return _imported("blip2.InstructBlip").chosen_for(hf_config)
     vision = getattr(hf_config, "vision_config", None)
+    width = getattr(hf_config.get_text_config(decoder=True), "hidden_size", None)
+    if getattr(vision, "vision_output_dim", width) != width:
+        # What `get_image_features` gives is to be projected yet.
+        return _imported("generic.ForwardRowsModel")
     if getattr(vision, "deepstack_visual_indexes", None):
         return _imported("mrope.DeepStackModel")
     if "moe_mm_token_type_ids" in signature(hf_class.forward).parameters:
@@ -244,7 +251,7 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
         if obstacle is not None or _reads_an_image(hf_class):
             return obstacle
     media = [name for name in _MEDIA_CONFIGS if getattr(hf_config, name, None)]
-    if media and not encoders:
+    if media and not encoders and not all(_names_a_place(hf_config, name) for name in media):
         return f"it has {' and '.join(media)}, but no get_image_features or the like"
     if getattr(hf_config, "has_lora_adapter", False):
         return "it has weights that are added where there is media, and only there (LoRA)"
@@ -255,6 +262,14 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
     if encoders and getattr(signature(hf_class.forward).parameters.get("sample"), "default", None):
         return "it adds noise to what it makes of media (sample=True)"
     return None
+
+
+def _names_a_place(hf_config: Any, part: str) -> bool:
+    """Return whether a config says which token encoder rows stand for."""
+    kind = "image" if part == "vision_config" else "audio"
+    names = f"{kind}_token_id", f"{kind}_token_index"
+    owners = hf_config, getattr(hf_config, part)
+    return any(getattr(each, name, None) is not None for each in owners for name in names)
 
 
 def _find_obstacle_between(

@@ -316,7 +316,7 @@ class TransformersModel:
     def patch(self) -> None:
         """Reroute the loaded decoder's attention to this model's pages; mutates the modules."""
         decoder = self.decoder()
-        route_attention(decoder)
+        route_attention(decoder, [spec.name for spec in self.specs])
         for index, spec in enumerate(self.specs):
             group, _ = self.layer_groups[index]
             stores = spec.shares is None

@@ -7,6 +7,7 @@ on the module as it was loaded, before anything of it is rerouted, fused, packed
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from aioengine.errors import EngineError
 from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.kernels.reference import attend_dense, visible_mask
@@ -29,7 +31,9 @@ from aioengine.models.state.probe import settings_of
 __all__ = [
     "WholePrompt",
     "attending_whole",
+    "embeddings_of",
     "find_logit_scale",
+    "given_to",
     "narrowed",
     "run_head",
     "run_whole",
@@ -264,6 +268,67 @@ def narrowed(root: nn.Module, windows: Collection[int], size: int) -> Iterator[N
     finally:
         for settings, name, value in places:
             settings[name] = value
+
+
+class _CalledError(Exception):
+    """Ends a forward at one of its modules, with what that was called with."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("the module was called")
+        self.given = args, kwargs
+
+
+class _Listener(nn.Module):
+    """Stands where a module does."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.config = getattr(module, "config", None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _CalledError(args, kwargs)
+
+
+def given_to(
+    model: Any, part: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a part of `model`, or the first of a list, is given by its forward.
+
+    The model is left as it is: another thread may run this part meanwhile. Nothing if its forward
+    ends without a call of it.
+    """
+    path = next(path for path, module in model.named_modules() if module is part)
+    *owners, name = path.split(".")
+    whole = owner = _copied(model)
+    for each in owners:
+        # The copy is put into its owner's list before it becomes the owner.
+        owner._modules[each] = owner = _copied(owner._modules[each])
+    is_list = isinstance(part, nn.ModuleList)
+    owner._modules[name] = nn.ModuleList([_Listener(None)]) if is_list else _Listener(part)
+    try:
+        whole(**inputs, use_cache=False)
+    except _CalledError as error:
+        return error.given
+    return (), {}
+
+
+def _copied(module: Any) -> Any:
+    """The module with a list of children that may be changed; the children are the same."""
+    other = copy.copy(module)
+    other._modules = dict(module._modules)
+    return other
+
+
+def embeddings_of(
+    model: Any, layers: nn.Module, token_ids: Tensor, features: Mapping[str, Any]
+) -> Tensor:
+    """The embeddings [L, hidden] that the first of a decoder's `layers` is given for `token_ids`
+    [L] and these features, as forward takes them. Raises EngineError where there are none."""
+    args, given = given_to(model, layers, {**features, "input_ids": token_ids[None]})
+    found = args[0] if args else given.get("hidden_states")
+    if isinstance(found, Tensor) and found.shape[:-1] == (1, len(token_ids)):
+        return found[0]
+    raise EngineError(f"forward of {type(model).__name__} gives its layers other embeddings")
 
 
 class _WholeSlot:

@@ -146,6 +146,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "text_config.attention_chunk_size": 16, "text_config.floor_scale": 8,
         "text_config.no_rope_layers": [1, 0, 1],
         "text_config.layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        # Four patches make one.
+        "vision_config.intermediate_size": 4 * WIDTH, "vision_config.projector_input_dim": 32,
+        "vision_config.projector_output_dim": 32, "vision_config.vision_output_dim": 32,
+    },
+    # Its processor knows how many rows a tile of this size has.
+    "Phi4MultimodalForCausalLM": {
+        "vision_config.image_size": 448, "vision_config.patch_size": 14,
+        "vision_config.crop_size": 448, "audio_config.ext_pw_out_channel": WIDTH,
+        "audio_config.depthwise_separable_out_channel": WIDTH,
+        "audio_config.nemo_conv_channels": WIDTH,
     },
     # Of images that its processor cuts as another family's.
     "MistralLarge4ForConditionalGeneration": {

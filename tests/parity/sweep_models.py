@@ -86,6 +86,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "MiniCPMV4_7ForConditionalGeneration": {"config": {"insert_layer_id": 1}},
     "MistralLarge4ForConditionalGeneration": {"make": lambda: pixtral_processor(2)},
     "Mistral4ForCausalLM": {"make": lambda: pixtral_processor(2)},
+    "Phi4MultimodalForCausalLM": {
+        "images": {"size": {"height": 448, "width": 448}, "patch_size": 14},
+        "sizes": ((40, 200), (200, 40), (50, 200)),
+    },
     "Pix2StructForConditionalGeneration": {
         "images": {"max_patches": 14, "patch_size": {"height": 16, "width": 16}}
     },
@@ -193,7 +197,16 @@ def draw(model: Any, spread: float) -> None:
     settings.eos_token_id, settings.pad_token_id, settings.forced_eos_token_id = 2, 0, None
     is_narrow = any("experts" in name for name, _ in model.named_modules())
     is_narrow |= type(model).__name__ in FLOAT32
+    # PyTorch would make complex numbers real.
+    tables = [
+        (module._buffers, name, table)
+        for module in model.modules()
+        for name, table in module._buffers.items()
+        if table is not None and table.is_complex()
+    ]
     model.to(torch.float32 if is_narrow else torch.float64).eval().requires_grad_(False)
+    for buffers, name, table in tables:
+        buffers[name] = table
 
 
 def prompts_of(processor: Any, architecture: str, medium: str, *, heard: bool) -> list[Prompt]:
