@@ -259,8 +259,11 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
         taken = signature(method).parameters
         if "input_ids" in taken and taken["input_ids"].default is Parameter.empty:
             return f"what it makes of {name} depends on the prompt (get_{name}_features)"
-    if encoders and getattr(signature(hf_class.forward).parameters.get("sample"), "default", None):
+    taken = signature(hf_class.forward).parameters
+    if encoders and getattr(taken.get("sample"), "default", None):
         return "it adds noise to what it makes of media (sample=True)"
+    if "num_delay_tokens" in taken:
+        return "it hears while it writes: each token that it writes has a row of audio added to it"
     return None
 
 

@@ -155,6 +155,7 @@ def test_what_may_be_chosen_is_the_hosts_to_say() -> None:
         ("GraniteSpeechForConditionalGeneration", {"has_lora_adapter": True}, "LoRA"),
         ("MusicFlamingoForConditionalGeneration", {}, "audio depends on the prompt"),
         ("VibeVoiceAsrForConditionalGeneration", {}, "it adds noise"),
+        ("VoxtralRealtimeForConditionalGeneration", {}, "it hears while it writes"),
         ("GitForCausalLM", {"vision_config": {"depth": 1}}, "it has vision_config, but no"),
         ("MolmoForCausalLM", {}, "and transformers .* has none either"),
     ],

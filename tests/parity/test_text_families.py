@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +148,41 @@ def build_chunked(settings: Settings) -> Any:
     return hf.Llama4ForCausalLM(config)
 
 
+LENGTHS = (1, 14, 16, 31, 32, 50)
+"""Of prompts that end on both sides of where a chunk does."""
+CHUNKED = [("tell a story about colours, " * 3)[:length] for length in LENGTHS]
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("budget", [512, 64, 13, 5])
 async def test_chunked_attention_sees_its_chunk_alone(
     tmp_path: Path, budget: int, backend: str
 ) -> None:
-    texts = [("tell a story about colours, " * 3)[:length] for length in (1, 14, 16, 31, 32, 50)]
-    expected = save_text(build_chunked, tmp_path, texts)
-    assert len(set(expected)) == len(texts)
+    expected = save_text(build_chunked, tmp_path, CHUNKED)
+    assert len(set(expected)) == len(CHUNKED)
     sizes = {"device": "cpu", "block_size": 4, "kv_cache_bytes": 4 << 20, "max_model_len": 256}
     options = {**sizes, "max_num_batched_tokens": budget, "attention_backend": backend}
     async with AsyncEngine.from_pretrained(tmp_path, **options) as engine:
         for _ in range(2):  # with a cold and with a warm prefix cache
-            outputs = await asyncio.gather(*(engine.generate(text, PARAMS) for text in texts))
+            outputs = await asyncio.gather(*(engine.generate(text, PARAMS) for text in CHUNKED))
             assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_chunks_in_fewer_bits(tmp_path: Path, dtype: str) -> None:
+    """What else runs changes nothing, of keys and values in pages of bytes too."""
+    save_text(build_chunked, tmp_path, [])
+    sizes = {"device": "cpu", "block_size": 8, "kv_cache_bytes": 4 << 20, "max_model_len": 256}
+    params = replace(PARAMS, max_tokens=40, ignore_eos=True)
+    options = {**sizes, "dtype": dtype, "enable_prefix_caching": False}
+    for kv_cache_dtype in ("auto", "int8"):
+        async with AsyncEngine.from_pretrained(
+            tmp_path, **options, kv_cache_dtype=kv_cache_dtype
+        ) as engine:
+            alone = [await engine.generate(text, params) for text in CHUNKED]
+            both = await asyncio.gather(*(engine.generate(text, params) for text in CHUNKED))
+        same = [one.token_ids == two.token_ids for one, two in zip(alone, both, strict=True)]
+        assert sum(same) >= (len(same) if dtype == "float32" else 3)  # as rounding may differ
 
 
 async def test_a_block_lies_in_one_chunk(tmp_path: Path) -> None:
