@@ -127,8 +127,7 @@ class MRopeModel(GenericModel):
                 )
 
     def _grids_of(self, item: PromptMedia) -> dict[str, Tensor]:
-        """What `get_rope_index` asks for and the item has. Its `target_sizes` are in patches, too,
-        for each crop."""
+        """Features of an item that `get_rope_index` asks for: grids, or crops' sizes in patches."""
         asked = inspect.signature(self.model.model.get_rope_index).parameters
         name = f"{item.modality}_grid_thw"
         if name in asked and name not in item.features:

@@ -232,7 +232,7 @@ class GenericProcessingInfo(BaseProcessingInfo):
     def number(
         self, modality: str, texts: Sequence[str], mm_kwargs: Mapping[str, Any]
     ) -> list[str]:
-        """What each item of a prompt becomes, with its number where the HF processor counts them.
+        """Replacements of a prompt's items, with their numbers where the HF processor counts them.
 
         Such a one has `_prepend_local_ids`, and `use_image_id` says whether it is used.
         """
