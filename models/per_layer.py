@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from aioengine.processors.info import ProcessingContext
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.processors.text_only import TextOnlyInfo
 
-__all__ = ["Gemma3n", "Gemma4", "PerLayerModel", "PerLayerText"]
+__all__ = ["Gemma3n", "Gemma4", "Gemma4Unified", "PerLayerModel", "PerLayerText"]
 
 
 class PerLayerModel(TransformersModel):
@@ -175,6 +175,17 @@ class Gemma4(PerLayerModel, Gemma3):
         seen = [item for item in items if item.modality != "audio"]
         return super().blocks(token_ids, seen) if self.bidirectional == "vision" else None
 
+    def embed(
+        self, input_ids: Tensor, rows: MultiModalEmbeddings | None, is_multimodal: Tensor | None
+    ) -> Tensor:
+        """See the base class. A placeholder that the model itself writes is padding to it."""
+        for modality in ("image", "video", "audio"):
+            named = getattr(self.hf_config, f"{modality}_token_id", None)
+            if named is not None:
+                padding = self.text_config.pad_token_id or 0
+                input_ids = input_ids.masked_fill(input_ids == named, padding)
+        return super().embed(input_ids, rows, is_multimodal)
+
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Do as the base class; of audio the rows that hold sound.
 
@@ -192,3 +203,16 @@ class Gemma4(PerLayerModel, Gemma3):
 
     def sees_blocks(self, group: int) -> bool:
         return self.kv_groups[group].window is not None
+
+
+class Gemma4Unified(Gemma4):
+    """Without towers. An image's block is seen in every layer, and beyond a window: so does
+    transformers' forward, and `generate` with the caches that it makes by itself.
+
+    With a static cache it makes Gemma 4's masks. Should its forward do so too, the trial refuses.
+    """
+
+    blocks_in_window: ClassVar[bool] = False
+
+    def sees_blocks(self, group: int) -> bool:
+        return True

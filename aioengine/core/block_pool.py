@@ -63,11 +63,20 @@ class BlockPool(Places[BlockKey]):
         request.known_prefix = known
         # Not the request itself, which holds what is to be freed with it.
         self._last_search = request.prompt_token_ids, request.digests, known
-        return [list(table) for table in known.tables]
+        num_blocks = self._num_outside(request, len(known.tables[0]))
+        return [table[:num_blocks] for table in known.tables]
 
     def hit_length(self, request: Request, tables: Sequence[list[int]]) -> int:
         """Tokens that need not be computed: all but the last at most, whose logits are wanted."""
         return min(len(tables[0]) * self.block_size, request.num_known - 1)
+
+    def _num_outside(self, request: Request, num_blocks: int) -> int:
+        """Fewer blocks, where a request may not start behind so many."""
+        if request.starts_outside:
+            for low, high in reversed(request.bidirectional):
+                if low < min(num_blocks * self.block_size, request.num_known - 1) < high:
+                    num_blocks = low // self.block_size
+        return num_blocks
 
     def _prefix_of_sibling(self, request: Request) -> KnownPrefix | None:
         """Return what the last request has found, if it is another completion of the same

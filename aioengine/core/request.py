@@ -81,6 +81,8 @@ class Request:
     Beside it there are no `items`, so that a step never needs two of the encoder's outputs before
     the request can start."""
     bidirectional: tuple[tuple[int, int], ...] = ()
+    starts_outside: bool = False
+    """A cached prefix does not end inside such a range, of which a window hides the begin."""
     priority: int = 0
     cache_salt: str | None = None
     private_salt: bytes | None = None

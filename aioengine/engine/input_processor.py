@@ -85,6 +85,7 @@ class InputProcessor:
             loaded.begin_suppress,
         )
         self._decoder = fast_tokenizer(loaded.loop_processor.info.get_tokenizer())
+        self._starts_outside = _sees_beyond_windows(loaded)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-layout")
 
     async def aclose(self) -> None:
@@ -240,6 +241,7 @@ class InputProcessor:
             "encoder": encoder,
             "inputs": inputs,
             "bidirectional": () if inputs is None else inputs.bidirectional,
+            "starts_outside": self._starts_outside,
             "cache_salt": cache_salt,
         }
         return self._completions(state, known, constraints)
@@ -390,6 +392,14 @@ def _places(token_ids: Sequence[int], items: Sequence[Item]) -> list[int]:
     marks = {token_ids[position] for position in places}
     alike = [position for position, each in enumerate(token_ids) if each in marks]
     return [] if alike == places else places
+
+
+def _sees_beyond_windows(loaded: Loaded) -> bool:
+    """Return whether tokens see what of their block lies before a window, if it is in one step."""
+    model = loaded.runner.model
+    groups = enumerate(model.kv_groups)
+    has_windows = any(model.sees_blocks(i) for i, each in groups if each.window is not None)
+    return has_windows and not model.blocks_in_window
 
 
 def _too_long(num_tokens: int, most: int) -> PromptTooLongError:

@@ -67,6 +67,7 @@ _FAMILIES = {
     ),
     "per_layer.Gemma3n": "Gemma3nForConditionalGeneration",
     "per_layer.Gemma4": "Gemma4ForConditionalGeneration",
+    "per_layer.Gemma4Unified": "Gemma4UnifiedForConditionalGeneration",
     "per_layer.PerLayerText": "Gemma3nForCausalLM Gemma4ForCausalLM",
     "qwen_vl.modeling.QwenVL": "QWenLMHeadModel",
     "smolvlm.SmolVLM": "SmolVLMForConditionalGeneration",
