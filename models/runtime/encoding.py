@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -71,9 +72,12 @@ def encode_batch(
     inputs = {key: place(value, dtype, device) for key, value in others.items()} | ready
     encoder = _find_method(model, _SAMPLES[name])
     if encoder is None and name == "pixel_values_videos":
-        # A model without a way of its own takes frames as it takes images.
+        # A model without a way of its own takes frames as it takes images, or a video as one.
         encoder = _find_method(model, "get_image_features")
-        inputs = frames_as_images(inputs)
+        if name in signature(model.forward).parameters:
+            inputs["pixel_values"] = inputs.pop(name)
+        else:
+            inputs = frames_as_images(inputs)
     if encoder is None:
         raise EngineError(f"{type(model).__name__} has no {_SAMPLES[name]}")
     output = encoder(**inputs)

@@ -49,7 +49,7 @@ _COUNTS = (
     "speech_encoder_layers",
 )
 """How configs call the number of their layers."""
-_LOGIT_SCALES = ("logit_scale", "logits_scaling")
+_LOGIT_SCALES = ("logit_scale", "logits_scaling", "output_multiplier")
 """What configs call a number that logits are multiplied or divided by, as the class has it."""
 _KIND_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
 

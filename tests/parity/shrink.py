@@ -204,6 +204,25 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         f"text_config.{name}": value for name, value in _INDEXED.items()
     },
     "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
+    "UnlimitedOcrForConditionalGeneration": {
+        "vision_config.sam_config.downsample_channels": [32, WIDTH],
+        "text_config.mlp_layer_types": ["dense", "sparse", "sparse"],
+        "text_config.num_experts_per_tok": 2,
+    },
+    # Of the patches that it merges.
+    "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 4 * WIDTH},
+    "MuseSparkForConditionalGeneration": {"out_hidden_size": 4 * WIDTH},
+    "NemotronH_Omni_Reasoning_V3": {"text_config.n_groups": 2},
+    "Nemotron3_5TranscribeForConditionalGeneration": {"text_config.n_groups": 2},
+    "FunAsrNanoForConditionalGeneration": {"adaptor_config.intermediate_size": WIDTH // 4},
+    "KyutaiSpeechToTextForConditionalGeneration": {"codec_config.codebook_size": 16},
+    # Its own settings have no windows, its checkpoints have.
+    "Step3p7ForConditionalGeneration": {
+        "vision_config.image_size": 112, "text_config.sliding_window": 6,
+        "text_config.layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "text_config.mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "Gemma4UnifiedForConditionalGeneration": {"vision_config.output_proj_dims": WIDTH},
     "GotOcr2ForConditionalGeneration": {
         # Its processor always writes 256 tokens.
         "vision_config.image_size": 128, "vision_config.patch_size": 2,

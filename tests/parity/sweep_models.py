@@ -45,6 +45,51 @@ SIZES = ((80, 60), (60, 120), (112, 112))
 # "words": token of each `*_token_id` in the config; "sizes": of images; "images", "processor":
 # arguments of their classes; "config": of the config's class.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    # A tile has as many tokens as the processor's patch has pixels.
+    "Cohere2VisionForConditionalGeneration": {
+        "images": {"size": {"height": 64, "width": 64}, "patch_size": 2, "max_patches": 4},
+    },
+    # It draws times with a font that is a file of its checkpoints.
+    "Ernie4_5_VLMoeForConditionalGeneration": {"videos": {"draw_on_frames": False}},
+    "UnlimitedOcrForConditionalGeneration": {
+        "images": {"size": {"height": 128, "width": 128}, "tile_size": 64},
+        "sizes": ((60, 120), (120, 60), (50, 50)),
+        "processor": {"patch_size": 16},
+    },
+    # Its own settings see nothing, its checkpoints see.
+    "Gemma4UnifiedForConditionalGeneration": {
+        "config": {"vision_config": {"patch_size": 4, "pooling_kernel_size": 2}},
+        "images": {"max_soft_tokens": 70, "pooling_kernel_size": 2},
+    },
+    "MiniMaxM3SparseForConditionalGeneration": {
+        "tokens": {
+            "image_token": "]<]image[>[", "video_token": "]<]video[>[",
+            "vision_start_token": "]<]start of image[>[", "vision_end_token": "]<]end of image[>[",
+        },
+    },
+    # Of a few tokens that an image becomes, the rule takes one of its markers.
+    "MuseGlimmerForConditionalGeneration": {"words": {"image": "<|patch|>"}},
+    "MuseSparkForConditionalGeneration": {"words": {"image": "<|image|>"}},
+    "PerceptionLMForConditionalGeneration": {
+        "config": {
+            "projector_pooling_ratio": 2,
+            "vision_config": {
+                "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336",
+                "model_args": {
+                    "embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 56,
+                    "global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1,
+                    "ref_feat_shape": (4, 4),
+                },
+            },
+        },
+        "images": {"tile_size": 56, "max_num_tiles": 4},
+    },
+    "Step3p7ForConditionalGeneration": {
+        "images": {
+            "size": {"height": 112, "width": 112}, "patch_size": 56, "max_image_size": 224,
+        },
+        "sizes": ((80, 60), (60, 200), (130, 112)),
+    },
     # 144 queries to a tile, whatever it is.
     "DeepseekOcr2ForConditionalGeneration": {
         "images": {"size": {"height": 64, "width": 64}, "tile_size": 64},
