@@ -32,6 +32,7 @@ __all__ = [
     "ATTENTION_NAME",
     "Attention",
     "AttentionType",
+    "check_window",
     "chunk_of",
     "counts_tokens",
     "encoders_in",
@@ -90,6 +91,22 @@ def chunk_of(module: nn.Module) -> int | None:
             f"config.json: attention_chunk_size is {size!r:.40}, and must be a positive number"
         )
     return size
+
+
+def check_window(module: nn.Module) -> None:
+    """Raise ModelLoadError where a layer has a window, and tells its attention of none.
+
+    transformers has it in a mask, which there is none of here, or in a cache of the model's own: no
+    short trial shows that.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    kind = kinds[index] if isinstance(index, int) and index < len(kinds) else ""
+    if "sliding" in kind and getattr(config, "sliding_window", None):
+        raise ModelLoadError(
+            f"{type(module).__name__} has the layer type {kind!r} and tells its attention of no "
+            "window, so that it would see tokens that it must not"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,12 @@ from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_slot import attach_slot
 from aioengine.models.latent.layers import LatentSizes
 from aioengine.models.latent.probe import Expansions, is_same_view
-from aioengine.models.runtime.attention import chunk_of, encoders_in, route_attention
+from aioengine.models.runtime.attention import (
+    check_window,
+    chunk_of,
+    encoders_in,
+    route_attention,
+)
 from aioengine.models.runtime.whole_pass import spare_layers, without_layers
 from aioengine.models.state.memory import StateSpec
 from aioengine.models.state.probe import Watch
@@ -153,6 +158,8 @@ class _Recorder:
             sinks=args.sinks is not None,
             chunk=chunk_of(self.module),
         )
+        if spec.kind == "self" and spec.window is None:
+            check_window(self.module)
         sizes = self.expansions.sizes_of(self.module, query, key, value)
         if sizes is not None:
             spec = spec.of_latents(sizes)
