@@ -206,10 +206,10 @@ class Gemma4(PerLayerModel, Gemma3):
 
 
 class Gemma4Unified(Gemma4):
-    """Without towers. An image's block is seen in every layer, and beyond a window: so does
-    transformers' forward, and `generate` with the caches that it makes by itself.
+    """Without towers. An image's tokens see each other in every layer, and beyond a window.
 
-    With a static cache it makes Gemma 4's masks. Should its forward do so too, the trial refuses.
+    So it is in transformers' forward, and in `generate` with the caches that it makes by itself;
+    with a static cache it makes Gemma 4's masks. Should its forward do so too, the trial refuses.
     """
 
     blocks_in_window: ClassVar[bool] = False
