@@ -307,12 +307,13 @@ def noise_clip(num_samples: int, sample_rate: int) -> AudioClip:
 def noise_item(modality: str, *, sample_rate: int = 0) -> Any:
     """A small decoded item, no two parts of which are alike.
 
-    An image of 72 x 56 pixels, a video of four such frames, or half a second at `sample_rate` (Hz).
+    An image of 72 x 56 pixels, a video of four frames of 84 x 56, which patches of 14 pixels
+    divide, or half a second at `sample_rate` (Hz).
     """
     if modality == "audio":
         return noise_clip(sample_rate // 2, sample_rate)
     generator = np.random.default_rng(0)
-    size, count = ImageSize(72, 56), 4
+    size, count = ImageSize(84 if modality == "video" else 72, 56), 4
     frames = generator.integers(0, 256, (count, size.height, size.width, 3), dtype=np.uint8)
     if modality == "image":
         return Image.fromarray(frames[0])

@@ -215,7 +215,6 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "NemotronH_Omni_Reasoning_V3": {"text_config.n_groups": 2},
     "Nemotron3_5TranscribeForConditionalGeneration": {"text_config.n_groups": 2},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config.intermediate_size": WIDTH // 4},
-    "KyutaiSpeechToTextForConditionalGeneration": {"codec_config.codebook_size": 16},
     # Its own settings have no windows, its checkpoints have.
     "Step3p7ForConditionalGeneration": {
         "vision_config.image_size": 112, "text_config.sliding_window": 6,

@@ -14,10 +14,16 @@ from tests.support.versions import skip_up_to
 pytestmark = pytest.mark.skipif(not is_torchvision_available(), reason="torchvision is missing")
 
 SAMPLE = (
+    "Cohere2VisionForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",  # blocks that windows do not bound
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "MiniCPMV4_7ForConditionalGeneration",  # positions by the sizes of slices
+    "MiniMaxM3SparseForConditionalGeneration",  # videos of sizes that patches divide
+    "MuseGlimmerForConditionalGeneration",  # logits that are scaled, then bounded
+    "PerceptionLMForConditionalGeneration",  # a video as one image
+    "Step3p7ForConditionalGeneration",
     # These have another processor without.
     "Cosmos3EdgeForConditionalGeneration",  # asks for no metadata of its videos, and reads them
     "LlavaNextForConditionalGeneration",
