@@ -11,8 +11,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
@@ -22,7 +24,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models.quantization.checkpoints import check_packed_names, is_quantized
 from aioengine.models.quantization.gguf_weights import check_gguf, find_gguf
 from aioengine.models.runtime.hf_loading import Held, load_config
-from aioengine.models.runtime.registry import resolve
+from aioengine.models.runtime.registry import find_class, resolve
 from aioengine.processors.checkpoint_errors import read_settings, shown, without_folders
 
 __all__ = ["check_files", "read_config"]
@@ -52,6 +54,8 @@ _NEEDED = (
 _SIZES = rf"{_NEEDED}|{_LAYERS}|{_POSITIONS}|(.*_)?(heads|experts|dim|(hidden|intermediate)_size)"
 _MOST_LAYERS, _MOST_POSITIONS = 10_000, 1 << 24
 """Beyond what any model has, and harmless to a class that makes lists and tables of it."""
+_MOST_ENTRIES = 1 << 16
+"""Of a list in a config; transformers compares, prints and searches them, some for each layer."""
 
 
 def read_config(source: Source, *, revision: str | None, trust_remote_code: bool) -> Any:
@@ -70,7 +74,7 @@ def read_config(source: Source, *, revision: str | None, trust_remote_code: bool
     except Exception as error:
         if not settings:
             raise ModelLoadError(_unreachable(source)) from error
-        resolve(settings.get("architectures"))  # an architecture that nobody knows is the reason
+        _check_known(settings)  # an architecture that nobody knows is the reason
         raise ModelLoadError(
             f"transformers {transformers.__version__} cannot read {_CONFIG} of "
             f"{shown(source)!r} (model_type {settings.get('model_type')!r}): "
@@ -152,24 +156,50 @@ def _read_folder(source: Source) -> dict[str, Any]:
     return settings
 
 
+def _check_known(settings: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError where neither the registry nor transformers has the architecture."""
+    names = settings.get("architectures")
+    with suppress(ModelLoadError):
+        find_class(SimpleNamespace(architectures=names))
+        return
+    resolve(names)
+
+
 def _check_numbers(settings: Mapping[str, Any], path: str) -> None:
     """Raise ModelLoadError for sizes that no model has, before a class makes lists as long."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             _check_numbers(value, f"{path}{name}.")
-        if type(value) is not int:
-            continue  # what it must be, its class knows
-        fault = ""
-        if value < 0 and re.fullmatch(_SIZES, name):
-            fault = "must not be negative"
-        elif value == 0 and re.fullmatch(_NEEDED, name) and path in ("", "text_config."):
-            fault = "must be positive"
-        elif value > _MOST_LAYERS and re.fullmatch(_LAYERS, name):
-            fault = f"must not be over {_MOST_LAYERS}"
-        elif value > _MOST_POSITIONS and re.fullmatch(_POSITIONS, name):
-            fault = f"must not be over {_MOST_POSITIONS}"
-        if fault:
+        elif isinstance(value, list):
+            _check_list(value, f"{path}{name}")
+        elif type(value) is int and (fault := _fault_of(path, name, value)):  # else its class knows
             raise ModelLoadError(f"{_CONFIG}: {path}{name} is {value!s:.40}, and {fault}")
+
+
+def _check_list(values: list[Any], path: str) -> None:
+    """Raise ModelLoadError for a list, or one in it, that is longer than any model's."""
+    if len(values) > _MOST_ENTRIES:
+        raise ModelLoadError(
+            f"{_CONFIG}: {path} is a list of {len(values)}, and must not be over {_MOST_ENTRIES}"
+        )
+    for value in values:
+        if isinstance(value, Mapping):
+            _check_numbers(value, f"{path}.")
+        elif isinstance(value, list):
+            _check_list(value, path)
+
+
+def _fault_of(path: str, name: str, value: int) -> str:
+    """Say what is wrong with a size; nothing is where this is empty."""
+    if value < 0 and re.fullmatch(_SIZES, name):
+        return "must not be negative"
+    if value == 0 and re.fullmatch(_NEEDED, name) and path in ("", "text_config."):
+        return "must be positive"
+    if value > _MOST_LAYERS and re.fullmatch(_LAYERS, name):
+        return f"must not be over {_MOST_LAYERS}"
+    if value > _MOST_POSITIONS and re.fullmatch(_POSITIONS, name):
+        return f"must not be over {_MOST_POSITIONS}"
+    return ""
 
 
 def _unreachable(source: Source) -> str:

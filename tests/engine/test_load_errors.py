@@ -301,8 +301,20 @@ HOSTILE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "positions": (
         {"max_position_embeddings": 10**12}, ("max_position_embeddings is 10000", "not be over"),
     ),
+    "list": ({"eos_token_id": [1] * 10**6}, ("eos_token_id is a list of 1000000", "not be over")),
+    "list_in_a_list": ({"more": {"of": [[1] * 10**6]}}, ("more.of is a list of 1000000",)),
     "activation": ({"hidden_act": "foo"}, ("cannot be built of this config.json", "foo")),
 }  # fmt: skip
+
+
+async def test_settings_of_an_architecture_that_is_served_by_its_kind(tmp_path: Path) -> None:
+    """Its name is not what is wrong, though the registry does not have it."""
+    settings = {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama"}
+    settings["vision_config"] = {"hidden_size": "wide"}  # type: ignore[assignment]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    text = await refused(tmp_path)
+    assert "no model class" not in text
+    assert "hidden_size" in text
 
 
 @pytest.mark.usefixtures("warm")
