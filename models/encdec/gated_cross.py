@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from aioengine.errors import InvalidRequestError
 from aioengine.models.encdec.media_memory import MediaMemoryModel, SetAside, no_embeddings
 from aioengine.models.runtime.image_tokens import ImageTokenDummyInputsBuilder, ImageTokenProcessor
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, PromptMedia
@@ -56,6 +57,16 @@ class TiledMemoryModel(MediaMemoryModel):
     def media_mask(self, token_ids: Sequence[int], items: Sequence[PromptMedia]) -> Tensor:
         from transformers.models.mllama import processing_mllama as hf
 
+        # Another number would be looked up beyond the ends of the encoder's tables.
+        for item in items:
+            count = item.features["aspect_ratio_mask"].numel()
+            if count != self.pieces_per_item:
+                raise InvalidRequestError(
+                    f"an image was cut into {count} tiles, padding included, and the model takes "
+                    f"{self.pieces_per_item}: leave max_image_tiles as its image processor has it",
+                    parameter="mm_processor_kwargs",
+                    value=count,
+                )
         places = {item.span.offset for item in items}
         spans = hf.get_cross_attention_token_mask(
             [int(index in places) for index in range(len(token_ids))], 1

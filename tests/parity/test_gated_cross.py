@@ -19,7 +19,7 @@ import torch
 from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
 from aioengine.core.request import Item
 from aioengine.engine.input_processor import _places
-from aioengine.errors import ModelLoadError, UnsupportedModalityError
+from aioengine.errors import InvalidRequestError, ModelLoadError, UnsupportedModalityError
 from aioengine.models.encdec import media_memory
 from aioengine.models.encdec.gated_cross import LastImageModel, TiledMemoryModel
 from aioengine.types import Span
@@ -280,6 +280,18 @@ async def test_what_is_refused(saved: Saved) -> None:
     async with engine_of(saved.folder, **options(limit_mm_per_prompt={"image": 0})) as engine:
         output = await engine.generate(saved.prompt(*ASKED[5]), PARAMS)
         assert output.token_ids == saved.expected[5]
+
+
+async def test_other_numbers_of_tiles_reach_no_table(tmp_path: Path) -> None:
+    """What lies beyond a table's end would be the end of a CUDA device."""
+    saved = save("tiled", tmp_path)
+    async with engine_of(saved.folder, **options()) as engine:
+        for count, index in ((8, 0), (8, 3), (2, 1)):
+            tiles = {"max_image_tiles": count}
+            asked = saved.prompt(f"{saved.place} a", (index,), mm_processor_kwargs=tiles)
+            with pytest.raises(InvalidRequestError, match=rf"{count} tiles.* takes 4"):
+                await engine.generate(asked, PARAMS)
+        assert (await engine.generate(saved.prompt(*ASKED[0]), PARAMS)).token_ids
 
 
 @pytest.mark.parametrize("fault", ["nobody", "all", "shifted", "gates"])
