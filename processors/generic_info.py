@@ -222,9 +222,11 @@ class GenericProcessingInfo(BaseProcessingInfo):
         if modality == "video":
             metadata = [_video_metadata(clip.header) for clip in items]
             # The frames were chosen when the video was decoded; their times are written of the
-            # metadata, for which some HF processors do not ask by themselves.
+            # metadata, for which some HF processors do not ask by themselves. Frames of one or
+            # three rows would be taken for channels.
             options = {
                 "video_metadata": metadata, "do_sample_frames": False, "return_metadata": True,
+                "input_data_format": "channels_last",
             }  # fmt: skip
             return [clip.frames for clip in items], options
         return list(items), {}

@@ -9,12 +9,22 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.processors.hf.substitutes import lenient
 from aioengine.processors.hf.video_processors import Gemma4VideoProcessor
+from aioengine.processors.inputs import MultiModalKwargs
+from aioengine.processors.items import (
+    PROCESSOR_ITEMS,
+    ImageSize,
+    MultiModalDataItems,
+    VideoClip,
+    VideoHeader,
+)
 from tests.parity.families import MAX_TOKENS, Case, Family, save, video_cases
 from tests.parity.test_gemma_n4 import (
     BIDIRECTIONAL,
@@ -25,6 +35,7 @@ from tests.parity.test_gemma_n4 import (
     gemma4_whole,
     processor,
 )
+from tests.processors.hf_processors import context_for, processor_for
 from tests.support.versions import RELEASE
 
 pytestmark = pytest.mark.skipif(RELEASE < (5, 19), reason="without torchvision it has no videos")
@@ -64,6 +75,22 @@ async def check(engine: AsyncEngine, cases: Sequence[Case]) -> None:
     )
     for case, output in zip(cases, await asyncio.gather(*jobs), strict=True):
         case.check(output.token_ids)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40, 3), (2, 1, 30, 3), (1, 30, 1, 3)])
+def test_a_few_rows_of_pixels_are_no_channels(shape: tuple[int, ...]) -> None:
+    film = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    num_frames, height, width, _ = shape
+    header = VideoHeader(ImageSize(width, height), tuple(range(num_frames)), num_frames, fps=2.0)
+    films = PROCESSOR_ITEMS["video"]([VideoClip(film, header)])
+    mine = processor_for(context_for(with_videos())).apply(
+        "see <|video|>", MultiModalDataItems({"video": films})
+    )
+    theirs = with_videos().video_processor(
+        [film], do_sample_frames=False, input_data_format="channels_last", return_tensors="pt"
+    )
+    pixels: Any = MultiModalKwargs.reduce(mine.items["video"])["pixel_values_videos"]
+    assert torch.equal(pixels.flatten(0, -3), theirs["pixel_values_videos"])
 
 
 @pytest.mark.parametrize(
