@@ -180,3 +180,6 @@ SAME = {
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
+
+UNMEASURED = ("Gemma4UnifiedForConditionalGeneration",)
+"""Classes of ours whose processors need torchvision; the sweep with it compares their tokens."""
