@@ -175,6 +175,8 @@ Refused:
 
 {refused}"""
 WITH = Path(__file__).parent / "sweep_torchvision.jsonl"
+MEDIA = ("image-text-to-text", "multimodal", "speech")
+"""Mappings of what takes images or audio."""
 SWEPT_WITH = """
 
 **With torchvision** {torchvision}, timm and torchaudio beside a CPU build of torch
@@ -358,7 +360,8 @@ def _sweep_with(without: Sequence[Mapping[str, Any]]) -> str:
     made, *rows = _rows(WITH)
     more = set(_with_verdict(rows, "equal")) - set(_with_verdict(without, "equal"))
     found = {verdict: _names(_with_verdict(rows, verdict)) for verdict in VERDICTS[1:3]}
-    counts = "\n".join([*_counts(rows), ""])
+    heard = [{**row, "mappings": [*filter(MEDIA.count, row["mappings"])]} for row in rows]
+    counts = "\n".join([*_counts(heard), ""])
     return SWEPT_WITH.format(**made, counts=counts, more=_names(sorted(more)), **found)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError, shown
@@ -261,6 +262,8 @@ class ChatRenderer:
         if _START not in rendered and _END not in rendered:
             return self._processor.tokenize(rendered, add_special_tokens=add_special_tokens), []
         prefix, suffix = self._surrounding() if add_special_tokens else ([], [])
+        if add_special_tokens:
+            rendered = self._written(rendered)
         token_ids = list(prefix)
         literals = []
         end = 0
@@ -273,6 +276,13 @@ class ChatRenderer:
             end = found.end()
         token_ids += self._fragment(rendered[end:], at_start=False)
         return [*token_ids, *suffix], literals
+
+    def _written(self, rendered: str) -> str:
+        """The prompt with what the processor writes in it, which does not see the literals."""
+        hidden = [found.group() for found in self._marked.finditer(rendered)]
+        pieces = self._processor.write(self._marked.sub(_START, rendered)).split(_START)
+        assert len(pieces) == len(hidden) + 1
+        return "".join(chain.from_iterable(zip_longest(pieces, hidden, fillvalue="")))
 
     def _literal(self, text: str, *, at_start: bool) -> list[int]:
         """The token ids of one that a user typed; there are few, and they may be typed often."""

@@ -166,7 +166,7 @@ class BaseMultiModalProcessor(ABC):
                 parameter="prompt",
             ) from None
         adds_special = add_special_tokens and self.adds_special_tokens
-        written = self.write(text) if adds_special else text
+        written = self.write(text) if add_special_tokens else text
         encoding = self.info.get_tokenizer()(
             written, add_special_tokens=adds_special, verbose=False
         )

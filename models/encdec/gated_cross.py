@@ -121,14 +121,11 @@ class LastImageProcessor(ImageTokenProcessor):
     """
 
     layout_needs_hf_outputs = True
+    adds_special_tokens = False
 
     @property
     def image_token_id(self) -> int:
         return int(self.info.get_tokenizer().convert_tokens_to_ids(_IMAGE))
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        written = self.write(text) if add_special_tokens else text
-        return super().tokenize(written, add_special_tokens=False)
 
     def write(self, text: str) -> str:
         """The text as the HF processor writes it, of the same texts and images in turns."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +101,10 @@ def inputs_of(processor: Any, text: str, chosen: Sequence[int], place: str) -> A
     return processor(text=[turns], return_tensors="pt")
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part.type == 'image' %}*"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+)
 MODELS = {"tiled": tiled, "last": last_image, "resampled": resampled}
 
 
@@ -211,6 +216,37 @@ def test_words_that_look_like_an_image_are_told_apart() -> None:
     spans = [Item("a", "image", Span(place, 1), 4) for place in (1, 3)]
     assert _places((5, 9, 6, 9), spans) == []
     assert [_places((5, 9, 6, 9), [each]) for each in spans] == [[1], [3]]
+
+
+@pytest.mark.parametrize("name", ["tiled", "last"])
+async def test_a_chat_that_spells_a_place_is_written_like_any_other(
+    name: str, tmp_path: Path
+) -> None:
+    saved = save(name, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE.replace("*", saved.place)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (image,) = images((1,))
+    async with engine_of(tmp_path, **options()) as engine:
+        spelt, other = [
+            await engine.generate(
+                [{
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": f"what {word} is "},
+                        {"type": "image", "image": image},
+                        {"type": "text", "text": " it"},
+                    ],
+                }],
+                PARAMS,
+            )
+            for word in (saved.place, "~")
+        ]  # fmt: skip
+        tokenizer = engine.processor.info.get_tokenizer()
+    texts = [tokenizer.decode(each.prompt_token_ids) for each in (spelt, other)]
+    assert texts[0] == texts[1].replace("~", saved.place)
+    place = tokenizer.convert_tokens_to_ids(saved.place)
+    assert [list(each.prompt_token_ids).count(place) for each in (spelt, other)] == [1, 1]
 
 
 async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
