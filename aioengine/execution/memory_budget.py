@@ -96,7 +96,9 @@ def resolve_limits(
             scarce = (useful_bytes + draft.encoder_cache_bytes) * PLENTY > budget
         else:  # is one part in ENCODER_SHARE of what is left beyond doubt enough?
             scarce = draft.encoder_cache_bytes * ENCODER_SHARE * PLENTY > budget - kv_bytes
-        needed = measure(draft) if device.type == "cuda" or scarce else 0
+        if device.type == "cuda" or scarce:
+            _check_memory(sizes, config.block_size, page_bytes, kv_bytes or budget)
+            needed = measure(draft)
     if encoder_bytes is None:
         share = max(0, budget - needed - (kv_bytes or 0)) // ENCODER_SHARE
         item_bytes = sizes.max_item_rows * sizes.row_size * sizes.itemsize
@@ -139,6 +141,18 @@ def resolve_limits(
         state_interval=interval,
         encoder_cache_bytes=encoder_bytes,
     )
+
+
+def _check_memory(sizes: ModelSizes, block_size: int, page_bytes: int, most_bytes: int) -> None:
+    """Raise ModelLoadError where the rows that cross-attention reads of one prompt fit nowhere, as
+    a step over all of them would be measured for long."""
+    memory_bytes = sizes.num_blocks(0, block_size) * page_bytes
+    if memory_bytes > most_bytes:
+        raise ModelLoadError(
+            f"what cross-attention may read of a prompt needs {memory_bytes} bytes of KV cache, "
+            f"but {most_bytes} are the most; allow fewer items in limit_mm_per_prompt, or raise "
+            "kv_cache_bytes or gpu_memory_utilization"
+        )
 
 
 def _num_snapshots(draft: Limits, sizes: ModelSizes, kv_bytes: int) -> int:

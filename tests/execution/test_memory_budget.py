@@ -224,3 +224,21 @@ def test_a_gpu_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.index for each in found] == [0, 0, 0, 1, None]
     with pytest.raises(ModelLoadError, match="there are 2"):
         memory_budget.find_device("cuda:2")
+
+
+def test_a_memory_that_fits_nowhere_is_refused_before_a_step_is_measured() -> None:
+    def measure(_: Limits) -> int:
+        raise AssertionError("a step over such a memory takes minutes")
+
+    cross = KVGroup("cross", num_kv_heads=2, key_dim=8, value_dim=8, window=None, num_layers=4)
+    model = ModelSizes(
+        kv_groups=(GROUP, cross),
+        itemsize=4,
+        kv_row_bytes=lambda dim: 4 * dim,
+        row_size=64,
+        max_position_embeddings=4096,
+        max_item_rows=10**9,
+        max_encoder_len=10**9,
+    )
+    with pytest.raises(ModelLoadError, match="limit_mm_per_prompt"):
+        resolve_limits(EngineConfig(kv_cache_bytes=64 * MIB), model, CPU, measure)
