@@ -175,7 +175,8 @@ def build_on_meta(model_class: Any, hf_config: Any) -> Any:
         if num_numbers > _MORE_NUMBERS * held.num_numbers + _FEW_NUMBERS:
             raise _too_large(model_class, hf_config, f"{num_numbers} numbers", held.num_numbers)
         if table_bytes > _MORE_TABLES * held.num_bytes + _FEW_BYTES:
-            raise _too_large(model_class, hf_config, f"{table_bytes} bytes of tables", 0)
+            found = f"{table_bytes} bytes of tables"
+            raise _too_large(model_class, hf_config, found, f"{held.num_bytes} in all")
     for module in _rotary_modules(model):
         # Frequencies do not matter to a probe, and choosing them would read data that is not there.
         _set_static(module)
@@ -206,7 +207,7 @@ def _counting_weights(model_class: Any, hf_config: Any, held: Held | None) -> It
         hook.remove()
 
 
-def _too_large(model_class: Any, hf_config: Any, found: str, held: int) -> ModelLoadError:
+def _too_large(model_class: Any, hf_config: Any, found: str, held: int | str) -> ModelLoadError:
     numbers = sorted(_integers(hf_config.to_dict()), key=lambda pair: -pair[1])
     largest = ", ".join(f"{name} {value}" for name, value in numbers[:_SHOWN])
     return ModelLoadError(
