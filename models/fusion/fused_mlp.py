@@ -15,6 +15,7 @@ that are read of it.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
@@ -228,10 +229,12 @@ def _cut(decoder: nn.Module, attention: nn.Module, module: nn.Module, like: Tens
     """Have `module` compute the rows that are read behind `attention`, if that is the same."""
     own = type(module)
     plain: Callable[..., Any] = own.forward
+    find = weakref.ref(attention)  # a class lives until a collection, and would keep its weights
 
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
         is_usual = hidden_states.dim() == 3 and len(hidden_states) == 1 and not args and not named
-        rows = rows_wanted(slot_of(attention), hidden_states.shape[1]) if is_usual else None
+        before = find() if is_usual else None
+        rows = None if before is None else rows_wanted(slot_of(before), hidden_states.shape[1])
         if rows is None:
             return plain(self, hidden_states, *args, **named)
         found = torch.zeros_like(hidden_states)

@@ -102,7 +102,7 @@ def test_settings_are_found_where_transformers_finds_them(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"video_processor_type": "Gemma4VideoProcessor"},
+        {"video_processor_type": "VideoLlama3VideoProcessor"},
         {
             "video_processor_type": "Qwen2VLVideoProcessor",
             "auto_map": {"AutoVideoProcessor": "own.Own"},

@@ -49,6 +49,9 @@ ROUTED = [
 ]
 CHOOSING = {"aioengine/models/qwen_vl/modeling.py"}
 """Encoders in which PyTorch chooses: Qwen-VL's resampler is torch's, with images of one size."""
+UNTRIED = {"test_families[qwen3-vl]"}
+"""transformers makes its positions by `torch.tensor` of tensors, whose numbers it reads past every
+dispatch mode: no prompt of a trial runs here. On a GPU they do."""
 Waits = dict[str, Counter[tuple[str, str]]]
 
 
@@ -102,6 +105,7 @@ async def answer(folder: Path, row: Row, asked: list[Ask], **more: Any) -> None:
         SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True),
     )
     options = {**sizes, "max_num_batched_tokens": 1024, **row.options, **more}
+    options["check_model"] = row.name not in UNTRIED
     async with AsyncEngine.from_pretrained(folder, **options) as engine:
         await asyncio.gather(
             *(engine.generate(ask.prompt, each, **ask.media) for ask in asked for each in params)
