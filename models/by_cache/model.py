@@ -33,7 +33,8 @@ class ByCache(TransformersModel):
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """See the base class. Raises its error where the decoder cannot run either way."""
-        if getattr(self.text_config, "attention_type", None) == "block_sparse":
+        modules: Any = self.decoder().modules()  # not all have what the config is for
+        if any(getattr(each, "attention_type", None) == "block_sparse" for each in modules):
             raise ModelLoadError(
                 f"{type(self.model).__name__} attends in blocks to long prompts only, to tokens "
                 "behind them too, and a short one turns that off for all later ones; set "
