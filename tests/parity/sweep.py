@@ -254,7 +254,8 @@ def _refused_anyway(architecture: str, is_unbuilt: bool) -> str:
         if not is_unbuilt:
             chosen.probe(config)
     except ModelLoadError as error:
-        return f"{error!s:.400}"
+        is_lacking = isinstance(error.__cause__, ImportError)  # a library that is not here
+        return "" if is_lacking else f"{error!s:.400}"
     except Exception:  # the rules make no config of it
         return ""
     return ""
