@@ -319,7 +319,7 @@ class BaseMultiModalProcessor(ABC):
             literals = [(start + shift, stop + shift) for start, stop in literals]
             return self._apply_prompt_updates(plain, updates, literals)
         if plain == token_ids and self._has_open_ends(updates):
-            written = None if text is None else self.text_prefix + text
+            written = None if text is None else self.write(text)
             expanded = apply_text_updates(token_ids, written, updates, tokenizer)
             if expanded is not None:
                 return Layout(token_ids=expanded[0], placeholders=expanded[1])

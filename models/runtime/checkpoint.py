@@ -190,7 +190,7 @@ def _check_list(values: list[Any], path: str) -> None:
 
 
 def _fault_of(path: str, name: str, value: int) -> str:
-    """Say what is wrong with a size; nothing is where this is empty."""
+    """Say what is wrong with a size; empty where it may be right."""
     if value < 0 and re.fullmatch(_SIZES, name):
         return "must not be negative"
     if value == 0 and re.fullmatch(_NEEDED, name) and path in ("", "text_config."):
