@@ -46,11 +46,13 @@ class PlaceholderRange:
     """Place of one item in the prompt: positions [offset, offset + length).
 
     `is_embed`: bool tensor `[length]`, True where a position takes an encoder row; None: all do.
+    `num_answer_rows`: so many positions behind the range take one each, of the answer's tokens.
     """
 
     offset: int
     length: int
     is_embed: torch.Tensor | None = None
+    num_answer_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.is_embed is not None:
@@ -63,20 +65,22 @@ class PlaceholderRange:
     @cached_property
     def num_embeds(self) -> int:
         """Return how many encoder rows the range takes."""
-        return self.length if self.is_embed is None else int(self.is_embed.sum())
+        inside = self.length if self.is_embed is None else int(self.is_embed.sum())
+        return inside + self.num_answer_rows
 
     @cached_property
     def embed_runs(self) -> tuple[tuple[int, int], ...]:
         """The half-open runs of positions that take rows, relative to `offset`."""
         if self.is_embed is None:
-            return ((0, self.length),)
-        mask = torch.nn.functional.pad(self.is_embed.to(torch.int8), (1, 1))
+            return ((0, self.length + self.num_answer_rows),)
+        whole = torch.cat([self.is_embed, self.is_embed.new_ones(self.num_answer_rows)])
+        mask = torch.nn.functional.pad(whole.to(torch.int8), (1, 1))
         edges = mask.diff().nonzero().flatten().tolist()
         return tuple(zip(edges[::2], edges[1::2], strict=True))
 
     def to_span(self) -> Span:
         """The same range without torch, as the scheduler knows it."""
-        return Span(self.offset, self.length, self.embed_runs)
+        return Span(self.offset, self.length + self.num_answer_rows, self.embed_runs)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlaceholderRange):

@@ -79,11 +79,12 @@ class Promise:
     def to_layout(self, modality: str, index: int) -> Layout:
         """A layout in which this is the item's; of the others it tells nothing true."""
         is_embed = None
-        if self.embed_runs != ((0, self.length),):
+        num_answer_rows = max(0, self.embed_runs[-1][1] - self.length)
+        if self.embed_runs != ((0, self.length + num_answer_rows),):
             is_embed = torch.zeros(self.length, dtype=torch.bool)
             for start, stop in self.embed_runs:
                 is_embed[start:stop] = True
-        placed = PlaceholderRange(0, self.length, is_embed)
+        placed = PlaceholderRange(0, self.length, is_embed, num_answer_rows)
         return Layout(token_ids=[], placeholders={modality: [placed] * (index + 1)})
 
     def pack(self) -> list[Any]:

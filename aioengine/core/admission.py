@@ -1,27 +1,41 @@
-"""Admission: refuse at once what can never be served, by its layout."""
+"""Admission: refuse at once what can never be served, by its layout; where the rest ends at most."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aioengine import errors
 from aioengine.core.plan import Limits
-from aioengine.core.request import Item, Request
-from aioengine.types import Span
+from aioengine.core.request import Item, Request, StopRule
+from aioengine.types import FinishReason, Span
 
-__all__ = ["refuse_impossible", "whole_ranges"]
+__all__ = ["bounded_stop", "refuse_impossible", "whole_ranges"]
 
 
 def whole_ranges(request: Request, limits: Limits) -> tuple[tuple[int, int], ...]:
     """List ranges that must not be cut: ranges that see each other both ways, and items, if so
     configured."""
     spans = [item.span for item in request.items] if limits.disable_chunked_mm_input else []
-    inside = [(s.offset, s.end) for s in spans if not _covers(request.bidirectional, s)]
+    num_prompt = len(request.prompt_token_ids)
+    inside = [
+        (s.offset, min(s.end, num_prompt)) for s in spans if not _covers(request.bidirectional, s)
+    ]
     return tuple(sorted([*request.bidirectional, *inside]))
 
 
 def _covers(ranges: Sequence[tuple[int, int]], span: Span) -> bool:
     return any(low <= span.offset and span.end <= high for low, high in ranges)
+
+
+def bounded_stop(request: Request, limits: Limits) -> StopRule:
+    """Return the request's stop rule, with no more tokens than there is room for, or rows."""
+    room = limits.max_model_len - len(request.prompt_token_ids)
+    stop = replace(request.stop, max_tokens=min(request.stop.max_tokens, room))
+    num_rows = request.num_answer_rows
+    if 0 < num_rows <= stop.max_tokens:
+        return replace(stop, max_tokens=num_rows, reason_at_most=FinishReason.STOP)
+    return stop
 
 
 def refuse_impossible(request: Request, limits: Limits) -> None:

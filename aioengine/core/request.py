@@ -21,7 +21,8 @@ __all__ = ["Item", "KnownPrefix", "Request", "StopRule"]
 class Item:
     """One media item of a prompt. `key` is its content's identity, `num_bytes` its rows' size.
 
-    `name` is what the caller calls it, for errors.
+    `span` may go on behind the prompt: then the answer's tokens take rows too, and the answer ends
+    with them. `name` is what the caller calls it, for errors.
     """
 
     key: str
@@ -37,6 +38,8 @@ class StopRule:
     text."""
 
     max_tokens: int
+    reason_at_most: FinishReason = FinishReason.LENGTH
+    """Why a request ends that has got `max_tokens`."""
     min_tokens: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
@@ -50,7 +53,7 @@ class StopRule:
             if token_id in self.stop_token_ids:
                 return FinishReason.STOP, token_id
         if num_output >= self.max_tokens:
-            return FinishReason.LENGTH, None
+            return self.reason_at_most, None
         return None
 
 
@@ -148,6 +151,12 @@ class Request:
     def all_items(self) -> tuple[Item, ...]:
         """Media to encode, for the prompt or for cross-attention."""
         return self.items if self.encoder is None else (self.encoder, *self.items)
+
+    @property
+    def num_answer_rows(self) -> int:
+        """Encoder rows behind the prompt, one for each token of the answer; 0 if it takes none."""
+        end = max((item.span.end for item in self.items), default=0)
+        return max(0, end - len(self.prompt_token_ids))
 
     @property
     def num_encoder_rows(self) -> int:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
 
-from aioengine.core.admission import refuse_impossible, whole_ranges
+from aioengine.core.admission import bounded_stop, refuse_impossible, whole_ranges
 from aioengine.core.block_pool import BlockPool
 from aioengine.core.draft import StepDraft, plan_sequence
 from aioengine.core.limbo import Limbo
@@ -58,8 +57,7 @@ class Scheduler:
         assert request.encoder is None or not request.items
         request.whole_ranges = whole_ranges(request, self.limits)
         refuse_impossible(request, self.limits)
-        room = self.limits.max_model_len - len(request.prompt_token_ids)
-        request.stop = replace(request.stop, max_tokens=min(request.stop.max_tokens, room))
+        request.stop = bounded_stop(request, self.limits)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._live[request.request_id] = request

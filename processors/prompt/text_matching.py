@@ -112,5 +112,5 @@ def _locate(
     around = [first + content.start, *range(first, last + 1)]
     for offset in around:
         if list(token_ids[offset : offset + len(features)]) == features:
-            return PlaceholderRange(offset, len(features), content.is_embed)
+            return content.placeholder(offset - content.start)
     return None

@@ -85,12 +85,14 @@ class PromptUpdateDetails:
 
     `full`: all of them. `features`: the contiguous part of `full` that is the placeholder range
     (None: all of it). `is_embed`: of the range's tokens, which positions take encoder rows, as a
-    bool tensor (None: all).
+    bool tensor (None: all). `num_answer_rows`: encoder rows of the item that the answer's tokens
+    take, one each, behind a range that ends the prompt.
     """
 
     full: PromptSequence
     features: PromptSequence | None = None
     is_embed: EmbedSelector | None = None
+    num_answer_rows: int = 0
 
     @staticmethod
     def from_seq(seq: PromptSequence) -> PromptUpdateDetails:
@@ -203,10 +205,12 @@ class ResolvedUpdate:
     stop: int
     is_embed: torch.Tensor | None
     text: str | None
+    num_answer_rows: int = 0
 
     def placeholder(self, offset: int) -> PlaceholderRange:
         """The range, if the content is put at `offset`."""
-        return PlaceholderRange(offset + self.start, self.stop - self.start, self.is_embed)
+        length = self.stop - self.start
+        return PlaceholderRange(offset + self.start, length, self.is_embed, self.num_answer_rows)
 
 
 @dataclass(frozen=True)
@@ -316,4 +320,5 @@ def _resolve(
         stop=start + len(features),
         is_embed=mask,
         text=content.full if isinstance(content.full, str) else None,
+        num_answer_rows=content.num_answer_rows,
     )

@@ -161,6 +161,8 @@ def check_end(world: World) -> None:
             assert world.outputs[name] == expected[: len(world.outputs[name])]
         else:
             assert (world.outputs[name], ending) == (expected, reason)
+        num_rows = world.requests[name].num_answer_rows
+        assert not num_rows or len(world.outputs[name]) <= num_rows
     scheduler = world.scheduler
     assert scheduler.pool.num_free == scheduler.pool.count
     assert world.limits.enable_prefix_caching or scheduler.pool.num_cached == 0

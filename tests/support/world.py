@@ -32,6 +32,8 @@ class Image:
     embed_runs: tuple[tuple[int, int], ...]
     num_bytes: int
     bidirectional: bool = False
+    num_answer_rows: int = 0
+    """For tokens behind a prompt that ends with it."""
 
 
 IMAGES = (
@@ -40,6 +42,8 @@ IMAGES = (
     Image("c", 4, ((1, 4),), 3),
     Image("d", 2, ((0, 2),), 2),
     Image("e", 3, ((0, 3),), 3, bidirectional=True),
+    Image("f", 2, ((0, 2),), 3, num_answer_rows=4),
+    Image("g", 3, ((0, 1), (2, 3)), 2, num_answer_rows=7),
 )
 
 
@@ -62,9 +66,13 @@ def make_request(
     """A request whose prompt is made of token ids and images; `eos`: whether EOS ends it."""
     tokens: list[int] = []
     items, bidirectional = [], []
-    for part in parts:
+    for number, part in enumerate(parts):
         if isinstance(part, Image):
             span = Span(len(tokens), part.length, part.embed_runs)
+            if part.num_answer_rows and number == len(parts) - 1:
+                *runs, (start, stop) = part.embed_runs
+                runs.append((start, stop + part.num_answer_rows))
+                span = Span(len(tokens), part.length + part.num_answer_rows, tuple(runs))
             items.append(Item(part.key, "image", span, part.num_bytes))
             if part.bidirectional:
                 bidirectional.append((span.offset, span.end))
@@ -361,7 +369,8 @@ class World:
             self.begun.add(s.request_id)
             whole = list(request.bidirectional)
             if self.limits.disable_chunked_mm_input:
-                whole += [(i.span.offset, i.span.end) for i in request.items]
+                num_prompt = len(request.prompt_token_ids)
+                whole += [(i.span.offset, min(i.span.end, num_prompt)) for i in request.items]
             for low, high in whole:
                 assert not low < s.end < high, "a range that must stay whole was cut"
             taken = {(r.key, r.row + i) for r in s.rows for i in range(r.count)}
