@@ -53,9 +53,10 @@ def read(result: Any) -> Any:
 class Span:
     """Place of one media item in a prompt: positions [offset, offset + length).
 
-    It may go on behind the prompt, over tokens of the answer. `embed_runs` are the half-open ranges, relative to `offset`, ascending and disjoint, whose
-    positions take encoder rows; the others are ordinary tokens (separators, newlines). Row k of the
-    encoder's output belongs to the k-th position that the runs cover.
+    It may go on behind the prompt, over tokens of the answer. `embed_runs` are the half-open
+    ranges, relative to `offset`, ascending and disjoint, whose positions take encoder rows; the
+    others are ordinary tokens (separators, newlines). Row k of the encoder's output belongs to the
+    k-th position that the runs cover.
     """
 
     offset: int

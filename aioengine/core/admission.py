@@ -1,4 +1,4 @@
-"""Admission: refuse at once what can never be served, by its layout; where the rest ends at most."""
+"""Admission: refuse at once what can never be served, by its layout, and bound the rest."""
 
 from __future__ import annotations
 

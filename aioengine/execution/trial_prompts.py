@@ -130,6 +130,7 @@ def _media_prompt(
     layout = processor.layout(text, items, {}, outputs)
     (placed,) = layout.placeholders[modality]
     media = PromptMedia(modality, placed.to_span(), outputs[modality][0])
+    tokens = tokens[: placed.num_answer_rows or None]
     whole = WholePrompt(token_ids=(*layout.token_ids, *tokens), items=(media,))
     return TrialPrompt(whole, modality, modality=modality)
 
@@ -139,7 +140,8 @@ def _fitted(prompt: TrialPrompt, max_len: int | None) -> TrialPrompt | None:
     length = len(prompt.whole.token_ids)
     if max_len is None or length <= max_len:
         return prompt
-    least = max((item.span.end for item in prompt.whole.items), default=0) + LEAST_TEXT
+    ends = [item.span.end for item in prompt.whole.items]
+    least = max((end for end in ends if end <= length), default=0) + LEAST_TEXT
     return shortened(prompt, max_len) if max_len >= least else None
 
 

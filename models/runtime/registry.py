@@ -77,7 +77,8 @@ _FAMILIES = {
         "MistralForCausalLM OPTForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM "
         "Qwen3ForCausalLM"
     ),
-    "voxtral.Voxtral": "VoxtralForConditionalGeneration",
+    "voxtral.realtime.VoxtralRealtime": "VoxtralRealtimeForConditionalGeneration",
+    "voxtral.voxtral.Voxtral": "VoxtralForConditionalGeneration",
 }
 """Class of a family, by its path in `aioengine.models` -> the architectures that it runs."""
 _IMAGE_INPUTS = ("pixel_values", "flattened_patches")

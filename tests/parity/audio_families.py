@@ -116,12 +116,15 @@ def save_qwen2_audio(folder: Path) -> tuple[Any, ToInputs]:
     return model, to_inputs
 
 
-def write_tekken(path: Path) -> None:
-    """A tokenizer file of Mistral's kind: bytes, a few words, and the special tokens by rank."""
+def write_tekken(path: Path, more: Mapping[int, str] | None = None, **sections: Any) -> None:
+    """A tokenizer file of Mistral's kind: bytes, a few words, and the special tokens by rank.
+
+    `more`: further special tokens; `sections`: what else is in it.
+    """
     named = {
         0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]", 4: "[/INST]", 11: "<pad>",
         17: "[SYSTEM_PROMPT]", 18: "[/SYSTEM_PROMPT]", 24: "[AUDIO]", 25: "[BEGIN_AUDIO]",
-        34: "[TRANSCRIBE]",
+        34: "[TRANSCRIBE]", **(more or {}),
     }  # fmt: skip
     special = [named.get(rank, f"<SPECIAL_{rank}>") for rank in range(40)]
     words = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b"au", b"so", b" w", b" the"]
@@ -142,6 +145,7 @@ def write_tekken(path: Path) -> None:
             {"rank": rank, "token_str": token, "is_control": True}
             for rank, token in enumerate(special)
         ],
+        **sections,
     }
     path.write_text(json.dumps(content))
 

@@ -32,7 +32,14 @@ from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.prompt.updates import PromptReplacement, PromptUpdate, PromptUpdateDetails
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
-__all__ = ["Voxtral", "VoxtralDummyInputsBuilder", "VoxtralInfo", "VoxtralMultiModalProcessor"]
+__all__ = [
+    "MistralAudioInfo",
+    "MistralAudioProcessor",
+    "Voxtral",
+    "VoxtralDummyInputsBuilder",
+    "VoxtralInfo",
+    "VoxtralMultiModalProcessor",
+]
 
 MOST_CHUNKS = 60
 """Of the longest audio for which memory is laid out: half an hour, as the authors name it."""
@@ -50,21 +57,13 @@ CHAT_TEMPLATE = (
 )
 
 
-class VoxtralInfo(BaseProcessingInfo):
-    """Chunks and their rows. Raises ModelLoadError for what the processor has no use for."""
+class MistralAudioInfo(BaseProcessingInfo):
+    """Facts of both kinds. Raises ModelLoadError for what their processors have no use for."""
 
     def __init__(self, ctx: ProcessingContext) -> None:
         super().__init__(ctx)
         if ctx.mm_processor_kwargs:
             raise ModelLoadError("the model's processor takes no mm_processor_kwargs")
-        tokenizer = self.get_tokenizer()
-        begin = tokenizer.convert_tokens_to_ids("[BEGIN_AUDIO]")
-        if begin is None or begin == tokenizer.unk_token_id:
-            raise ModelLoadError(f"the tokenizer of {self.model_id!r} knows no [BEGIN_AUDIO]")
-        self.begin_token_id = int(begin)
-        self.audio_token_id = int(self.get_hf_config().audio_token_id)
-        if not getattr(tokenizer, "chat_template", None):
-            tokenizer.chat_template = CHAT_TEMPLATE
 
     @classmethod
     def load_tokenizer(cls, source: str, hf_config: Any, options: Mapping[str, Any]) -> Any:
@@ -72,6 +71,25 @@ class VoxtralInfo(BaseProcessingInfo):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(source, mistral_format=False, **options)
+
+    def find_token(self, name: str) -> int:
+        """The id of a special token. Raises ModelLoadError where the tokenizer has none."""
+        tokenizer = self.get_tokenizer()
+        found = tokenizer.convert_tokens_to_ids(name)
+        if found is None or found == tokenizer.unk_token_id:
+            raise ModelLoadError(f"the tokenizer of {self.model_id!r} knows no {name}")
+        return int(found)
+
+
+class VoxtralInfo(MistralAudioInfo):
+    """Chunks and their rows."""
+
+    def __init__(self, ctx: ProcessingContext) -> None:
+        super().__init__(ctx)
+        self.begin_token_id = self.find_token("[BEGIN_AUDIO]")
+        self.audio_token_id = int(self.get_hf_config().audio_token_id)
+        if not getattr(self.get_tokenizer(), "chat_template", None):
+            self.get_tokenizer().chat_template = CHAT_TEMPLATE
 
     @classmethod
     def load_hf_processor(
@@ -132,10 +150,8 @@ class VoxtralDummyInputsBuilder(BaseDummyInputsBuilder):
         return ProcessorInputs(prompt_text=self.get_dummy_text(mm_counts), mm_data={"audio": clips})
 
 
-class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
-    """`[AUDIO]`, with its `[BEGIN_AUDIO]` or without, becomes that and all of the item's."""
-
-    info: VoxtralInfo
+class MistralAudioProcessor(BaseMultiModalProcessor):
+    """A processor without options: `input_features` for each audio item."""
 
     def merged_kwargs(self, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Nothing. Raises InvalidRequestError for options, of which the model has none."""
@@ -146,14 +162,29 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
             )
         return {}
 
+    def _mel(self, samples: Any) -> Tensor:
+        """The features of one audio item."""
+        raise NotImplementedError
+
     def _call_hf_processor(
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, Any]:
-        """`input_features`: a tensor [chunks, mel bins, frames] for each audio item."""
         audio: Any = mm_data["audio"]
         return {"input_features": [self._mel(samples) for samples in audio]}
 
+    def _get_mm_fields_config(
+        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"input_features": MultiModalFieldConfig.batched("audio")}
+
+
+class VoxtralMultiModalProcessor(MistralAudioProcessor):
+    """`[AUDIO]`, with its `[BEGIN_AUDIO]` or without, becomes that and all of the item's."""
+
+    info: VoxtralInfo
+
     def _mel(self, samples: Any) -> Tensor:
+        """Mel frames [chunks, mel bins, frames]."""
         # In one go, as the loudest moment of all decides what is too quiet in any chunk.
         outputs = self.info.get_hf_processor().feature_extractor(
             samples,
@@ -166,11 +197,6 @@ class VoxtralMultiModalProcessor(BaseMultiModalProcessor):
         (mel,) = outputs["input_features"]
         chunks: Tensor = mel.reshape(len(mel), -1, self.info.get_chunk_frames()).transpose(0, 1)
         return chunks
-
-    def _get_mm_fields_config(
-        self, hf_inputs: Mapping[str, Any], hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"input_features": MultiModalFieldConfig.batched("audio")}
 
     def _get_prompt_updates(
         self,

@@ -1,0 +1,1 @@
+"""Voxtral and Voxtral Realtime."""
