@@ -36,7 +36,8 @@ plain-test: $(STAMP)
 torchvision-test: $(STAMP)
 	-$(BIN)/python tests/parity/extras.py $(EXTRAS)
 	PYTHONPATH=$(EXTRAS) $(PYTEST) tests/parity/test_with_torchvision.py \
-		tests/parity/test_gemma4_videos.py tests/processors/test_video_processors.py
+		tests/parity/test_gemma4_videos.py tests/parity/test_voxtral_realtime.py \
+		tests/processors/test_video_processors.py
 
 # Every test of a GPU that asks for no time, on the simulated one, and parts of them in 20 orders of its
 # queues: up to an hour. `make test` runs a chosen part.

@@ -67,10 +67,12 @@ def _attend_fully(
         args = AttentionArgs(query.shape[-1] ** -0.5 if scaling is None else scaling)
         query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
         return slot.attend(query, key, value, args)[None], None
+    if kwargs.get("is_causal") is None:
+        kwargs["is_causal"] = getattr(module, "is_causal", False)
     is_plain = attention_mask is None and all(
         name in _HARMLESS or value is None or value is False for name, value in kwargs.items()
     )
-    if is_plain and not kwargs.get("is_causal") and is_faster(query, key, value):
+    if is_plain and not kwargs["is_causal"] and is_faster(query, key, value):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_to_all(query, key, value, scale), None
     if query.device.type == "cuda" and not _ELSEWHERE & kwargs.keys():

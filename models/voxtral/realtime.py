@@ -18,6 +18,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
+from aioengine.models.fusion.encoder_attention import FULL_ATTENTION_NAME
+from aioengine.models.fusion.swap import route
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, flatten_embeddings
 from aioengine.models.runtime.transformers_model import TransformersModel
@@ -259,6 +261,12 @@ class VoxtralRealtimeProcessor(MistralAudioProcessor):
 class VoxtralRealtime(TransformersModel):
     """One audio item, of any length: a row of it is added to each token, the answer's too."""
 
+    def patch(self) -> None:
+        """See the base class. The tower is causal, and has masks as all encoders have."""
+        super().patch()
+        layers = self.model.model.audio_tower.layers
+        route([layer.self_attn for layer in layers], FULL_ATTENTION_NAME)
+
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows [n, rows, hidden] of n audio items of one length.
 
@@ -269,13 +277,15 @@ class VoxtralRealtime(TransformersModel):
             return super().embed_multimodal(**kwargs)
         inner = self.model.model
         states = inner.audio_tower.embedder(encoding.place(features, self.dtype, self.device))
-        cache, rows = DynamicCache(config=inner.audio_tower.config), []
         step = FRAMES_AT_ONCE - FRAMES_AT_ONCE % self.hf_config.downsample_factor
-        for piece in torch.split(states, step, dim=1):
-            output = inner.get_audio_features(
-                encoder_inputs_embeds=piece, past_key_values=cache, use_cache=True
-            )
-            rows.append(output.pooler_output)
+        pieces = torch.split(states, step, dim=1)
+        cache = DynamicCache(config=inner.audio_tower.config) if len(pieces) > 1 else None
+        rows = [
+            inner.get_audio_features(
+                encoder_inputs_embeds=piece, past_key_values=cache, use_cache=cache is not None
+            ).pooler_output
+            for piece in pieces
+        ]
         return torch.cat(rows, dim=1)
 
     def embed(

@@ -1,4 +1,4 @@
-"""torchvision, timm and torchaudio beside a CPU build of torch.
+"""torchvision, timm and torchaudio beside a CPU build of torch, and mistral_common.
 
     python tests/parity/extras.py DEST
 
@@ -14,7 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-WHEELS = ("torchvision==0.28.0", "torchaudio==2.11.0", "timm==1.0.31")
+WHEELS = (
+    *("torchvision==0.28.0", "torchaudio==2.11.0", "timm==1.0.31"),
+    # What is not among the tests' own packages of what this wants.
+    *("mistral-common==1.13.1", "tiktoken==0.14.0", "pydantic-extra-types==2.11.1"),
+    "pycountry==26.2.16",
+)
 DECLARED = '''"""Declares the operators that torchvision's Python asks for at its import."""
 
 import importlib.abc
@@ -39,7 +44,8 @@ sys.meta_path.insert(0, _Declare())
 
 def main(destination: Path) -> None:
     """Fill the folder, once."""
-    if not (destination / "sitecustomize.py").exists():
+    if not (destination / "mistral_common").exists():
+        shutil.rmtree(destination, ignore_errors=True)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
         subprocess.run([*command, destination, *WHEELS], check=True)
         shutil.rmtree(destination / "torchaudio" / "lib")

@@ -141,6 +141,7 @@ ROWS = (
     ),
     *(Row(module="test_molmo", param=base, definition=MOLMO) for base in ("qwen", "olmo")),
     *(Row(module="test_audio_families", param=name) for name in AUDIO_FAMILIES),
+    Row(module="test_voxtral_realtime"),
     *(Row(module="test_omni", param=kind) for kind in omni_family.KINDS),
     *(
         Row(module="test_encdec", param=name, fixture="saved", asks=of_halves, options=SHORT)

@@ -14,18 +14,21 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from transformers.utils import is_mistral_common_available
 
 from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
 from aioengine.asgi import openai_app
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.voxtral import realtime
 from aioengine.processors.info import load_context
+from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from aioengine.types import FinishReason
 from tests.parity.audio_families import (
     RATE,
     TEXT,
     Array,
+    Case,
     finish,
     sound,
     vocabulary,
@@ -76,48 +79,53 @@ def save(folder: Path, streamed: dict[str, Any] = STREAMED, **config: Any) -> An
     return model
 
 
+def to_inputs(folder: Path, samples: Array) -> dict[str, Any]:
+    """What transformers' processor makes with mistral_common's help."""
+    after = -len(samples) % TOKEN + (DELAY + 1 + 10) * TOKEN
+    padded = np.pad(samples, (LEFT * TOKEN, after))
+    extractor = hf.AutoFeatureExtractor.from_pretrained(folder)
+    outputs = extractor([padded], sampling_rate=RATE, center=True, return_tensors="pt")
+    return {
+        "input_ids": torch.tensor([[1, *[32] * (LEFT + DELAY)]]),
+        "input_features": outputs["input_features"],
+        "num_delay_tokens": DELAY,
+    }
+
+
+def expect(reference: Any, folder: Path, samples: Array) -> Case:
+    """All that transformers writes while it hears."""
+    inputs = to_inputs(folder, samples)
+    features = inputs["input_features"].to(torch.float64)
+    given = {**inputs, "input_features": features}
+    output = reference.generate(**given, do_sample=False, max_new_tokens=1000)
+    tokens = tuple(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return Case("", {"audios": ((samples, RATE),)}, tokens)
+
+
 @dataclass(frozen=True)
 class Model:
     folder: Path
     reference: Any
-    tokenizer: Any
-
-    def inputs(self, samples: Array) -> dict[str, Any]:
-        """What transformers' processor makes with mistral_common's help."""
-        after = -len(samples) % TOKEN + (DELAY + 1 + 10) * TOKEN
-        padded = np.pad(samples, (LEFT * TOKEN, after))
-        extractor = hf.AutoFeatureExtractor.from_pretrained(self.folder)
-        outputs = extractor([padded], sampling_rate=RATE, center=True, return_tensors="pt")
-        return {
-            "input_ids": torch.tensor([[1, *[32] * (LEFT + DELAY)]]),
-            "input_features": outputs["input_features"],
-            "num_delay_tokens": DELAY,
-        }
-
-    def expect(self, samples: Array) -> tuple[int, ...]:
-        """All that transformers writes while it hears."""
-        inputs = self.inputs(samples)
-        features = inputs["input_features"].to(torch.float64)
-        given = {**inputs, "input_features": features}
-        output = self.reference.generate(**given, do_sample=False, max_new_tokens=1000)
-        return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())
+    cases: tuple[Case, ...]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("voxtral-realtime")
     reference = save(folder)
-    return Model(folder, reference, hf.AutoTokenizer.from_pretrained(folder, mistral_format=False))
+    sounds = [sound(seed, seconds) for seed, seconds in enumerate((0.5, 0.161, 1.3, 0.7))]
+    cases = tuple(expect(reference, folder, samples) for samples in sounds)
+    return Model(folder, reference, cases)
 
 
-@pytest.fixture(scope="module")
-def sounds() -> list[Array]:
-    return [sound(seed, seconds) for seed, seconds in enumerate((0.5, 0.161, 1.3, 0.7))]
+@pytest.fixture
+def sounds(model: Model) -> list[Array]:
+    return [case.media["audios"][0][0] for case in model.cases]
 
 
-@pytest.fixture(scope="module")
-def expected(model: Model, sounds: list[Array]) -> list[tuple[int, ...]]:
-    return [model.expect(samples) for samples in sounds]
+@pytest.fixture
+def expected(model: Model) -> list[tuple[int, ...]]:
+    return [case.expected for case in model.cases]
 
 
 def engine_for(model: Model, **options: Any) -> AsyncEngine:
@@ -303,3 +311,36 @@ def test_settings_of_no_use_are_refused(
     with pytest.raises(ModelLoadError, match=reason):
         context = load_context(folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
         MULTIMODAL_REGISTRY.create_processor(realtime.VoxtralRealtime, context)
+
+
+@pytest.mark.skipif(not is_mistral_common_available(), reason="mistral_common is missing")
+def test_prompts_and_features_are_those_of_transformers(model: Model, tmp_path: Path) -> None:
+    """`make torchvision-test` has mistral_common, which takes audio through files of 16 bits."""
+    from mistral_common.tokens.tokenizers.base import SpecialTokens
+
+    folder = tmp_path / "model"
+    shutil.copytree(model.folder, folder)
+    tekken = json.loads((folder / "tekken.json").read_text())
+    tekken["config"]["version"] = "v13"
+    known = {each["token_str"] for each in tekken["special_tokens"]}
+    missing = [each.value for each in SpecialTokens if each.value not in known]
+    free = [each for each in tekken["special_tokens"] if each["token_str"].startswith("<SPECIAL_")]
+    for each, name in zip(free, missing, strict=False):
+        each["token_str"] = name
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    extractor = hf.AutoFeatureExtractor.from_pretrained(folder)
+    theirs = hf.VoxtralRealtimeProcessor(extractor, hf.AutoTokenizer.from_pretrained(folder))
+    config = hf.AutoConfig.from_pretrained(folder)
+    context = load_context(folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
+    ours = MULTIMODAL_REGISTRY.create_processor(realtime.VoxtralRealtime, context)
+    for length in (1, 159, 160, 1279, 1280, 1281, 8000, 20001, 48123):
+        samples = (sound(length, 4.0)[:length] * 20_000).astype(np.int16) / np.float32(32768)
+        expected = theirs(samples, return_tensors="pt")
+        items = MultiModalDataItems({"audio": AudioProcessorItems([AudioClip(samples, RATE)])})
+        layout = ours.layout("", items, {})
+        assert [layout.token_ids] == expected["input_ids"].tolist()
+        (item,) = ours.process(items, {})["audio"]
+        assert torch.equal(item["input_features"], expected["input_features"][0])
+        assert expected["num_delay_tokens"] == DELAY
+        (placed,) = layout.placeholders["audio"]
+        assert placed.num_embeds * 8 == expected["input_features"].shape[-1]
