@@ -121,6 +121,9 @@ def _load(
             limit_mm_per_prompt=config.limit_mm_per_prompt,
             mm_processor_kwargs=config.mm_processor_kwargs,
         )
+        check_placeholders(MULTIMODAL_REGISTRY.find_info(model_class)(context))
+        # Before the processor, which may run the encoder to know what it makes of media.
+        specs = model_class.probe(hf_config)
         processor = _make_processor(model_class, context)
         taken = processor.info.get_allowed_mm_limits()
         load_readers([name for name, limit in taken.items() if limit != 0], config.media)
@@ -135,7 +138,7 @@ def _load(
         name = _verdict_name(model_class, hf_config, config, device, path)
         load_with = partial(_load_model, model_class, config, processor, read, backend)
         by_kind = model_impl == "transformers"
-        model = _load_either_way(load_with, model_class, hf_config, name, by_kind=by_kind)
+        model = _load_either_way(load_with, model_class, hf_config, specs, name, by_kind=by_kind)
         end_load()  # weights move while the rest is loaded
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
@@ -186,16 +189,15 @@ def _load_either_way(
     load_with: Callable[[Sequence[LayerSpec], str | None], TransformersModel | str],
     model_class: type[TransformersModel],
     hf_config: Any,
+    specs: Sequence[LayerSpec],
     name: str | None,
     *,
     by_kind: bool,
 ) -> TransformersModel:
     """The model on a flat batch, or, where one chosen by its kind fails its trial so, by its cache:
-    each way has a verdict. A class of an architecture's own is right as it is, or wrong.
-
-    Raises ModelLoadError.
+    each way has a verdict. A class of an architecture's own is right as it is, or wrong. `specs`:
+    its layers on a flat batch. Raises ModelLoadError.
     """
-    specs = model_class.probe(hf_config)
     can_change = by_kind and not isinstance(specs, CacheSpecs)
     other_name = None if name is None else f"{name}-by-cache"
 
@@ -348,7 +350,6 @@ def _make_processor(
     model_class: type[TransformersModel], context: ProcessingContext
 ) -> BaseMultiModalProcessor:
     """The first processor, on which the checkpoint is found fit."""
-    check_placeholders(MULTIMODAL_REGISTRY.find_info(model_class)(context))
     processor = MULTIMODAL_REGISTRY.create_processor(model_class, context)
     if isinstance(processor, EncDecMultiModalProcessor):
         _check_start(processor)

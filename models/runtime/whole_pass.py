@@ -199,8 +199,8 @@ def _signatures(
     settings = [settings_of(layer) for layer in stack]
     places = {
         name
-        for name in settings[0]
-        if all(each.get(name) == place for place, each in enumerate(settings))
+        for name in set().union(*settings)
+        if all(each.get(name, place) == place for place, each in enumerate(settings))
     }
     return [
         (
@@ -219,12 +219,12 @@ def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 
     They stay in their places: what counts layers, or collects what comes out of them, finds all.
     """
-    forms: dict[str, bool] = {}
+    forms: dict[str, tuple[None, ...] | None] = {}  # what a layer gives beside hidden states
     hooks = ExitStack()
     for stack in dict.fromkeys(path.rpartition(".")[0] for path in paths):
 
         def note(_module: nn.Module, _args: Any, output: Any, stack: str = stack) -> None:
-            forms[stack] = isinstance(output, tuple)
+            forms[stack] = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
 
         hooks.enter_context(root.get_submodule(f"{stack}.0").register_forward_hook(note))
     layers = [root.get_submodule(path) for path in paths]
@@ -232,7 +232,8 @@ def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     for path, layer in zip(paths, layers, strict=True):
 
         def hand_on(hidden_states: Any, *_: Any, path: str = path, **__: Any) -> Any:
-            return (hidden_states,) if forms[path.rpartition(".")[0]] else hidden_states
+            others = forms[path.rpartition(".")[0]]
+            return hidden_states if others is None else (hidden_states, *others)
 
         vars(layer)["forward"] = hand_on
     try:
