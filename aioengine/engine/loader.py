@@ -121,10 +121,7 @@ def _load(
             limit_mm_per_prompt=config.limit_mm_per_prompt,
             mm_processor_kwargs=config.mm_processor_kwargs,
         )
-        check_placeholders(MULTIMODAL_REGISTRY.find_info(model_class)(context))
-        # Before the processor, which may run the encoder to know what it makes of media.
-        specs = model_class.probe(hf_config)
-        processor = _make_processor(model_class, context)
+        specs, processor = _try_on_meta(model_class, context)
         taken = processor.info.get_allowed_mm_limits()
         load_readers([name for name, limit in taken.items() if limit != 0], config.media)
         needs_threads = bool(taken) and not config.uses_processes
@@ -346,14 +343,16 @@ def _attention_backend(config: EngineConfig, device: torch.device) -> AttentionB
     return backend
 
 
-def _make_processor(
+def _try_on_meta(
     model_class: type[TransformersModel], context: ProcessingContext
-) -> BaseMultiModalProcessor:
-    """The first processor, on which the checkpoint is found fit."""
+) -> tuple[Sequence[LayerSpec], BaseMultiModalProcessor]:
+    """The decoder's layers, then the first processor, which may run the encoder to count rows."""
+    check_placeholders(MULTIMODAL_REGISTRY.find_info(model_class)(context))
+    specs = model_class.probe(context.hf_config)
     processor = MULTIMODAL_REGISTRY.create_processor(model_class, context)
     if isinstance(processor, EncDecMultiModalProcessor):
         _check_start(processor)
-    return processor
+    return specs, processor
 
 
 def _sizes(

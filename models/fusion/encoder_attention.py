@@ -1,9 +1,10 @@
 """Encoders whose attention our kernels compute, where they are the faster ones.
 
 The attention modules that transformers sends to PyTorch's scaled-dot-product attention, and that
-are not causal, are made to ask for a function of ours. Masks are still made as for that. On a CPU,
-whatever it does not know, a mask above all, it hands on to transformers' own; on a GPU it takes
-masks and biases, so that no kernel is chosen anew for each image's size.
+are not causal, or that a family marks (`is_of_encoder`), are made to ask for a function of ours.
+Masks are still made as for that. On a CPU, whatever it does not know, a mask above all, it hands on
+to transformers' own; on a GPU it takes masks and biases, so that no kernel is chosen anew for each
+image's size.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def route_encoders(model: nn.Module) -> int:
         module
         for module in model.modules()
         if getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
-        and getattr(module, "is_causal", None) is False
+        and (getattr(module, "is_causal", None) is False or hasattr(module, "is_of_encoder"))
     ]
     route(found, FULL_ATTENTION_NAME)
     return len(found)

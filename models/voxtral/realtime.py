@@ -18,8 +18,6 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
-from aioengine.models.fusion.encoder_attention import FULL_ATTENTION_NAME
-from aioengine.models.fusion.swap import route
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import MultiModalEmbeddings, flatten_embeddings
 from aioengine.models.runtime.transformers_model import TransformersModel
@@ -262,10 +260,10 @@ class VoxtralRealtime(TransformersModel):
     """One audio item, of any length: a row of it is added to each token, the answer's too."""
 
     def patch(self) -> None:
-        """See the base class. The tower is causal, and has masks as all encoders have."""
+        """See the base class. The tower is causal, and an encoder like others."""
         super().patch()
-        layers = self.model.model.audio_tower.layers
-        route([layer.self_attn for layer in layers], FULL_ATTENTION_NAME)
+        for layer in self.model.model.audio_tower.layers:
+            layer.self_attn.is_of_encoder = True
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows [n, rows, hidden] of n audio items of one length.

@@ -193,6 +193,7 @@ OWN_TESTS: Mapping[str, str] = {
     "SmolVLMForConditionalGeneration": "test_smolvlm",
     "T5ForConditionalGeneration": "test_encdec",
     "VoxtralForConditionalGeneration": "test_audio_families",
+    "VoxtralRealtimeForConditionalGeneration": "test_voxtral_realtime",
     "WhisperForConditionalGeneration": "test_listeners",
 }
 """Architectures that the sweep leaves to a test of their own."""
