@@ -46,8 +46,8 @@ LONGEST_S = 1800
 """Of the longest audio for which memory is laid out."""
 DUMMY_S = 60
 """Of audio that the tower's memory is measured with."""
-FRAMES_AT_ONCE = 1500
-"""Of the tower's states that are computed together; what they attend to before them is kept."""
+FRAMES_AT_ONCE = 3000
+"""Mel frames that the tower hears together; what it keeps of those before them is a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,11 @@ class VoxtralRealtimeInfo(MistralAudioInfo):
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
         """Return the rows of half an hour of audio, or of what the engine holds."""
-        most = self.get_num_audio_tokens(num_samples=self.get_audio_window()[0])
-        return {"audio": min(most, max(seq_len, self.get_num_audio_tokens(num_samples=1)))}
+        longest = seq_len or int(self.get_hf_config().text_config.max_position_embeddings)
+        least, most = (
+            self.get_num_audio_tokens(num_samples=each) for each in (1, self.get_audio_window()[0])
+        )
+        return {"audio": max(least, min(most, longest))}
 
 
 class VoxtralRealtimeDummyInputs(BaseDummyInputsBuilder):
@@ -273,17 +276,21 @@ class VoxtralRealtime(TransformersModel):
         features = kwargs.get("input_features")
         if features is None:
             return super().embed_multimodal(**kwargs)
+        assert isinstance(features, Tensor)
         inner = self.model.model
-        states = inner.audio_tower.embedder(encoding.place(features, self.dtype, self.device))
-        step = FRAMES_AT_ONCE - FRAMES_AT_ONCE % self.hf_config.downsample_factor
-        pieces = torch.split(states, step, dim=1)
+        step = FRAMES_AT_ONCE - FRAMES_AT_ONCE % self.hf_config.audio_length_per_tok
+        pieces = torch.split(features, step, dim=-1)
         cache = DynamicCache(config=inner.audio_tower.config) if len(pieces) > 1 else None
-        rows = [
-            inner.get_audio_features(
-                encoder_inputs_embeds=piece, past_key_values=cache, use_cache=cache is not None
-            ).pooler_output
-            for piece in pieces
-        ]
+        rows, padding = [], None
+        for piece in pieces:
+            found = inner.get_audio_features(
+                encoding.place(piece, self.dtype, self.device),
+                past_key_values=cache,
+                padding_cache=padding,
+                use_cache=cache is not None,
+            )
+            rows.append(found.pooler_output)
+            padding = found.padding_cache  # what convolutions see of the piece before
         return torch.cat(rows, dim=1)
 
     def embed(

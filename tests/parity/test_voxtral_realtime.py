@@ -249,7 +249,7 @@ async def test_long_audio_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The tower's attention keeps what a piece sees of those before it."""
-    monkeypatch.setattr(realtime, "FRAMES_AT_ONCE", 6)
+    monkeypatch.setattr(realtime, "FRAMES_AT_ONCE", 20)
     async with engine_for(model) as engine:
         outputs = await hear_all(engine, sounds)
         assert [output.token_ids for output in outputs] == expected
