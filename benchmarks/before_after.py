@@ -1,6 +1,7 @@
 """Two checkouts of the engine, one against the other, in interleaved pairs.
 
     python benchmarks/before_after.py BEFORE [AFTER] [--only load,W1,W2,W4,one,W6,startup,growth]
+    python benchmarks/before_after.py BEFORE [AFTER] --only qwen2-vl,gemma3
 
 BEFORE and AFTER (this checkout, unless it is given) are folders with the C++ kernels built, as an
 editable install leaves them; both run in this Python's environment. Each measurement is made of
@@ -14,6 +15,7 @@ W4       one prompt with eight images of 1920 x 1080, cold, to the first token
 one      a single request of text, 64 tokens
 W6       Whisper tiny.en on 16 clips (`make real-test` fetches it)
 startup  a fresh process to the first token, demo model
+FAMILY   families.py's of that name: 16 images of 480 x 360 at once, 64 tokens each, cold
 growth   growth.py's steps and queues of each checkout, 2 layers: geometric mean of all points
 
 Printed are the medians of the times and of the ratios after / before (below 1: faster), with the
@@ -31,12 +33,16 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import startup
 from contenders import prepare, report, workloads
 from contenders.crew import Settings, Worker
+from families import FAMILIES, SIZE
+from family_models import FAMILIES as BUILT
+from family_models import write
 from peers import cpu_flags
 
 from aioengine import demo_model
@@ -45,6 +51,8 @@ ROOT = Path(__file__).parents[1]
 SIDES = ("before", "after")
 LLAVA = ("load", "W1", "W2", "W4", "one")
 NAMES = (*LLAVA, "W6", "startup", "growth")
+OTHERS = tuple(name for name in FAMILIES if name not in ("llava", "whisper"))
+"""Families that are measured only where they are named."""
 ROUNDS_A_PROCESS = 3
 Pair = dict[str, float]  # side -> seconds
 
@@ -114,6 +122,9 @@ class Bench:
                 self.llava(some)
             if "W6" in self.options.only:
                 self.whisper(some)
+            for name in OTHERS:
+                if name in self.options.only:
+                    self.family(name, some)
             for number in some:
                 if "startup" in self.options.only:
                     self.pair("startup", number, self.startup)
@@ -130,13 +141,19 @@ class Bench:
         print(f"round {number} {name}: {pair['after']:.3f} s, {ratio:.3f}", file=sys.stderr)
 
     @contextmanager
-    def both(self, kind: str, number: int) -> Iterator[dict[str, Worker]]:
-        """A loaded process of each; their loading is a pair of its own."""
+    def both(
+        self, kind: str, number: int, model: Path | None = None
+    ) -> Iterator[dict[str, Worker]]:
+        """A loaded process of each, of its own model or this one; their loading is a pair of its
+        own."""
         workers: dict[str, Worker] = {}
 
         def load(side: str) -> float:
-            workers[side] = Worker("aioengine", self.settings[side])
-            return float(workers[side].load(self.settings[side], kind)["ready_s"])
+            settings = self.settings[side]
+            if model is not None:
+                settings = replace(settings, models={"aioengine": model})
+            workers[side] = Worker("aioengine", settings)
+            return float(workers[side].load(settings, kind)["ready_s"])
 
         try:
             self.pair("load" if kind == "llava" else "", number, load)
@@ -176,6 +193,21 @@ class Bench:
             for number in [-1, *some]:
                 self.pair("W6", number, lambda side: workers[side].ask("clips", **job)["seconds"])
 
+    def family(self, name: str, some: range) -> None:
+        folder = self.options.folder / name
+        if not (folder / "config.json").exists():
+            write(name, folder, self.options.whisper)
+        text = f"user: {BUILT[name].place}{workloads.QUESTION}\nassistant:"
+        with self.both("family", some.start, folder) as workers:
+            for number in [-1, *some]:
+                first = 1000 + 100 * (number + 1)
+                requests = [
+                    {"text": text, "images": [workloads.image(self.images, first + i, SIZE)]}
+                    for i in range(workloads.NUM_REQUESTS)
+                ]
+                job = {"requests": requests, "max_tokens": workloads.MAX_TOKENS, "is_cold": True}
+                self.pair(name, number, lambda side: workers[side].ask("batch", **job)["seconds"])  # noqa: B023
+
     def startup(self, side: str) -> float:
         environment = self.settings[side].environment
         found = startup.run(startup.FIRST_TOKEN, str(demo_model()), **environment)
@@ -203,8 +235,9 @@ def main() -> None:
     listed("--whisper", type=Path, default=cache / "real" / "whisper-tiny.en")
     listed("--speech", type=Path, default=cache / "real" / "speech")
     options = parser.parse_args()
-    if unknown := options.only - set(NAMES):
-        parser.error(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    known = (*NAMES, *OTHERS)
+    if unknown := options.only - set(known):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     bench = Bench({"before": options.before.resolve(), "after": options.after.resolve()}, options)
     bench.run()
     results = {name: summarize(pairs) for name, pairs in bench.found.items()}
