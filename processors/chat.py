@@ -83,7 +83,7 @@ class ChatRenderer:
         """
         if self._template is None:
             raise InvalidRequestError(
-                "the model has no chat template; give a text prompt or token ids instead of "
+                "the model has no chat template; give a prompt as the model takes it instead of "
                 "messages",
                 parameter="messages",
             )

@@ -14,13 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import ModelLoadError
+from aioengine.processors.hf.files import find_file
 
 if TYPE_CHECKING:
     from aioengine.processors.info import BaseProcessingInfo
 
-__all__ = ["check_placeholders", "explain", "read_settings", "shown", "without_folders"]
+__all__ = [
+    "check_placeholders",
+    "check_tekken",
+    "explain",
+    "read_settings",
+    "shown",
+    "without_folders",
+]
 
 _MAX_CHARACTERS = 300
+MOST_SPECIAL_TOKENS = 1 << 16
 _VOCABULARIES = (
     "tokenizer.json", "*.model", "vocab.*", "tekken*.json", "*.tiktoken", "*tokenizer*.bin",
 )  # fmt: skip
@@ -116,6 +125,23 @@ def _has_media_settings(folder: Path) -> bool:
     except ModelLoadError:
         return False
     return any(part in settings for part in _MEDIA_PARTS)
+
+
+def check_tekken(source: str, revision: str | None) -> None:
+    """Raise ModelLoadError for a tekken.json whose number of special tokens cannot be: transformers
+    makes a name for each."""
+    path = find_file(source, "tekken.json", revision)
+    if path is None:
+        return
+    settings = read_settings(path, source)
+    config, named = settings.get("config"), settings.get("special_tokens") or []
+    most = config.get("default_num_special_tokens") if isinstance(config, dict) else None
+    known = len(named) if isinstance(named, list) else 0
+    if type(most) is not int or not known <= most <= MOST_SPECIAL_TOKENS:
+        raise ModelLoadError(
+            f"tekken.json of {shown(source)!r} names {known} special tokens and says that there "
+            f"are {most!r:.40} (default_num_special_tokens): fetch the file again"
+        )
 
 
 def check_placeholders(info: BaseProcessingInfo) -> None:

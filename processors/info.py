@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from aioengine.errors import MediaError, ModelLoadError, UnsupportedModalityError
-from aioengine.processors.checkpoint_errors import explain
+from aioengine.processors.checkpoint_errors import check_tekken, explain
 from aioengine.processors.hf.substitutes import lacks_video, load_processor
 from aioengine.processors.items import AudioClip, Counts, ImageSize, VideoClip, VideoHeader
 
@@ -56,6 +56,8 @@ class ProcessingContext:
         }
         self.mm_processor_kwargs = dict(mm_processor_kwargs or {})
         self.generation_config = generation_config
+        self.max_model_len: int | None = None
+        """Of the engine, as soon as it is known."""
         self._tokenizer_factory = tokenizer_factory
         self._processor_factory = processor_factory
         self._tokenizer: Any = None
@@ -102,6 +104,8 @@ class ProcessingContext:
     def _load(self, what: str, factory: Callable[[], Any], *, tells: bool = True) -> Any:
         try:
             return factory()
+        except ModelLoadError:
+            raise
         # transformers raises OSError, ValueError, ImportError, KeyError and others for bad folders.
         except Exception as error:
             reason = explain(what, self.model, self.hf_config, error if tells else None)
@@ -132,6 +136,7 @@ def load_context(
     family = BaseProcessingInfo if info is None else info
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     source = str(model)
+    check_tekken(source, revision)
     context = ProcessingContext(
         source,
         hf_config=hf_config,

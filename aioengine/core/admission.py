@@ -33,9 +33,11 @@ def bounded_stop(request: Request, limits: Limits) -> StopRule:
     room = limits.max_model_len - len(request.prompt_token_ids)
     stop = replace(request.stop, max_tokens=min(request.stop.max_tokens, room))
     num_rows = request.num_answer_rows
-    if 0 < num_rows <= stop.max_tokens:
-        return replace(stop, max_tokens=num_rows, reason_at_most=FinishReason.STOP)
-    return stop
+    if not 0 < num_rows <= stop.max_tokens:
+        return stop
+    # What a grammar wants more of was cut off.
+    reason = FinishReason.LENGTH if request.awaits_tokens else FinishReason.STOP
+    return replace(stop, max_tokens=num_rows, reason_at_most=reason)
 
 
 def refuse_impossible(request: Request, limits: Limits) -> None:

@@ -142,6 +142,7 @@ def _load(
         sizes = _sizes(model, processor, config, form)
         measure = partial(measure_activations, model, processor, backend=backend)
         limits = resolve_limits(config, sizes, device, measure)
+        context.max_model_len = limits.max_model_len
         runner = ModelRunner(model, limits, backend, form)
         runner.find_decode_steps()
     end_team()

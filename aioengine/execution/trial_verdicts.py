@@ -24,7 +24,7 @@ __all__ = ["is_kept", "keep", "settings_of", "verdict_name"]
 VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pillow")
 PROCESSING = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
-    "tokenizer_config.json",
+    "tokenizer_config.json", "tekken.json",
 )  # fmt: skip
 UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Entries of a config that do not say what is computed."""

@@ -239,7 +239,7 @@ def _try_few(
     that keep one run in loops, which takes seconds for all of them."""
     spare = spare_layers(decoder, {})
     try:
-        with without_layers(decoder, spare):
+        with without_layers(decoder, spare, on_meta=True):
             start()
     except ModelLoadError:
         return  # all of them will say so

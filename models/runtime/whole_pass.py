@@ -199,8 +199,8 @@ def _signatures(
     settings = [settings_of(layer) for layer in stack]
     places = {
         name
-        for name in set().union(*settings)
-        if all(each.get(name, place) == place for place, each in enumerate(settings))
+        for name in settings[0]
+        if all(each.get(name) == place for place, each in enumerate(settings))
     }
     return [
         (
@@ -214,17 +214,22 @@ def _signatures(
 
 
 @contextmanager
-def without_layers(root: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+def without_layers(
+    root: nn.Module, paths: Sequence[str], *, on_meta: bool = False
+) -> Iterator[None]:
     """Meanwhile, these layers hand on what they are given, in the form of the layer before them.
 
     They stay in their places: what counts layers, or collects what comes out of them, finds all.
+    What layers hand on beside hidden states is missing, so that nobody goes on who reads it (a bias
+    that the first one makes for all); `on_meta`: it is None, where nothing is computed.
     """
-    forms: dict[str, tuple[None, ...] | None] = {}  # what a layer gives beside hidden states
+    forms: dict[str, tuple[None, ...] | None] = {}
     hooks = ExitStack()
     for stack in dict.fromkeys(path.rpartition(".")[0] for path in paths):
 
         def note(_module: nn.Module, _args: Any, output: Any, stack: str = stack) -> None:
-            forms[stack] = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
+            num_others = len(output) - 1 if on_meta and isinstance(output, tuple) else 0
+            forms[stack] = (None,) * num_others if isinstance(output, tuple) else None
 
         hooks.enter_context(root.get_submodule(f"{stack}.0").register_forward_hook(note))
     layers = [root.get_submodule(path) for path in paths]

@@ -7,7 +7,6 @@ mistral_common lays audio out so; its settings are in the checkpoint's tekken.js
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from aioengine.models.runtime.interfaces import MultiModalEmbeddings, flatten_em
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.runtime.whole_pass import WholePrompt, run_whole
 from aioengine.models.voxtral.voxtral import MistralAudioInfo, MistralAudioProcessor
+from aioengine.processors.checkpoint_errors import read_settings, shown
 from aioengine.processors.embeddings import repeat_token
 from aioengine.processors.hf.files import find_file
 from aioengine.processors.info import BaseDummyInputsBuilder, ProcessingContext, ProcessorInputs
@@ -40,6 +40,8 @@ from aioengine.processors.registry import MULTIMODAL_REGISTRY
 
 __all__ = ["StreamLayout", "VoxtralRealtime"]
 
+MOST_SILENCE = 1 << 12
+"""Tokens before the audio, or of delay, that a checkpoint may want."""
 BUFFER_TOKENS = 10
 """Silence behind the audio, beside the delay: room for the last word. Source: mistral_common."""
 LONGEST_S = 1800
@@ -68,21 +70,29 @@ class StreamLayout:
         if not isinstance(settings, Mapping) or settings.get("transcription_format") != "streaming":
             raise ValueError("it does not describe audio that is streamed")
         encoding = settings["audio_encoding_config"]
-        for theirs, ours in (
-            (settings["sampling_rate"], feature_extractor.sampling_rate),
-            (encoding["hop_length"], feature_extractor.hop_length),
-            (encoding["window_size"], feature_extractor.win_length),
-            (encoding["num_mel_bins"], feature_extractor.feature_size),
+        told = {"sampling_rate": settings["sampling_rate"], **encoding}
+        for name, ours in (
+            ("sampling_rate", feature_extractor.sampling_rate),
+            ("hop_length", feature_extractor.hop_length),
+            ("window_size", feature_extractor.win_length),
+            ("num_mel_bins", feature_extractor.feature_size),
         ):
-            if theirs != ours:
-                raise ValueError(f"{theirs!r:.40} is {ours!r:.40} in the feature extractor")
+            if told[name] != ours:
+                theirs = f"{name} is {told[name]!r:.40}"
+                raise ValueError(f"{theirs}, and {ours!r:.40} in the feature extractor's settings")
         rate = feature_extractor.sampling_rate
         token_samples = int(rate // settings["frame_rate"])
         delay = settings["transcription_delay_ms"] * rate / 1000 / token_samples
         num_left = settings["streaming_n_left_pad_tokens"]
-        if delay != int(delay) or not 0 < delay < 1 << 16 or num_left not in range(1 << 16):
-            raise ValueError("its delay is no number of tokens, or what is before the audio")
-        return cls(feature_extractor, num_left, int(delay), token_samples)
+        if delay != int(delay) or int(delay) not in range(1, MOST_SILENCE):
+            raise ValueError("transcription_delay_ms is no number of tokens, or too many")
+        if num_left not in range(MOST_SILENCE):
+            raise ValueError("streaming_n_left_pad_tokens is no number of tokens, or too many")
+        found = cls(feature_extractor, num_left, int(delay), token_samples)
+        rows = found.count_rows(1) * token_samples // feature_extractor.hop_length
+        if found.features(torch.zeros(1)).shape != (feature_extractor.feature_size, rows):
+            raise ValueError("the feature extractor makes other frames of a sample")
+        return found
 
     @property
     def num_prompt(self) -> int:
@@ -125,6 +135,20 @@ class VoxtralRealtimeInfo(MistralAudioInfo):
                 f"tokens, its config by {config.default_num_delay_tokens}; give "
                 "transcription_delay_ms and default_num_delay_tokens the same delay"
             )
+        windows = [
+            part.sliding_window
+            for part in (config.audio_config, config.text_config)
+            if part.sliding_window is not None
+        ]
+        if any(window < 2 for window in windows):
+            raise ModelLoadError(f"a sliding_window of {min(windows)} sees nothing")
+        longest = int(config.text_config.max_position_embeddings)
+        if self.stream.num_prompt >= longest or self.get_allowed_mm_limits()["audio"] == 0:
+            raise ModelLoadError(
+                f"the model takes nothing but audio, behind {self.stream.num_prompt} tokens of "
+                f"silence: limit_mm_per_prompt allows none, or they are all of its {longest} "
+                "positions"
+            )
         silence = [self.find_token("[STREAMING_PAD]")] * (self.stream.num_prompt - 1)
         self.prompt = [self.find_token("<s>"), *silence]
 
@@ -138,12 +162,18 @@ class VoxtralRealtimeInfo(MistralAudioInfo):
         extractor = AutoFeatureExtractor.from_pretrained(source, **options)
         path = find_file(source, "tekken.json", options.get("revision"))
         if path is None:
-            raise ModelLoadError(f"{source!r} has no tekken.json, which says how audio is streamed")
+            message = f"{shown(source)!r} has no tekken.json, which says how audio is streamed"
+            raise ModelLoadError(message)
         try:
-            return StreamLayout.read(json.loads(path.read_text())["audio"], extractor)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error!s:.200}"
-            raise ModelLoadError(f"the tekken.json of {source!r} is of no use: {reason}") from error
+            return StreamLayout.read(read_settings(path, source)["audio"], extractor)
+        except ModelLoadError:
+            raise
+        # Whatever settings make of arithmetic, and of the feature extractor.
+        except Exception as error:
+            raise ModelLoadError(
+                f"what tekken.json and the feature extractor of {shown(source)!r} say of audio is "
+                f"of no use: {type(error).__name__}: {error!s:.200}"
+            ) from error
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"audio": 1}
@@ -153,17 +183,20 @@ class VoxtralRealtimeInfo(MistralAudioInfo):
         return self.stream.count_rows(num_samples)
 
     def get_audio_window(self) -> tuple[int, int]:
-        """See `SupportsTranscription`."""
-        return LONGEST_S * self.get_sample_rate(), self.get_sample_rate()
+        """See `SupportsTranscription`: what the engine has room for, in half an hour."""
+        rate, most = self.get_sample_rate(), LONGEST_S * self.get_sample_rate()
+        if self.ctx.max_model_len is not None:
+            room = self.ctx.max_model_len - self.stream.count_rows(0)
+            most = min(most, max(1, room) * self.stream.token_samples)
+        return most, rate
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
         """Return the rows of half an hour of audio, or of what the engine holds."""
         longest = seq_len or int(self.get_hf_config().text_config.max_position_embeddings)
-        least, most = (
-            self.get_num_audio_tokens(num_samples=each) for each in (1, self.get_audio_window()[0])
-        )
+        longest_samples = LONGEST_S * self.get_sample_rate()
+        least, most = map(self.stream.count_rows, (1, longest_samples))
         return {"audio": max(least, min(most, longest))}
 
 

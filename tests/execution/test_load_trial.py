@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.models.text import TextModel
 from tests.parity.families import FAMILIES, save
 from tests.support.engines import greedy
-from tests.support.tiny import save_tiny_llava, tiny_image, tiny_llama, tiny_tokenizer
+from tests.support.tiny import draw_weights, save_tiny_llava, tiny_image, tiny_llama, tiny_tokenizer
 
 SIZES = {"device": "cpu", "max_model_len": 256, "kv_cache_bytes": 1 << 20, "block_size": 4}
 REFUSAL = r"does not compute what the checkpoint's own module does: logits of a prompt with"
@@ -521,6 +522,24 @@ async def test_a_large_model_is_tried_by_a_few_layers(
     register_model("LlamaForCausalLM")(Counts)
     await start(llama, packed_layers=False)
     assert [bool(count) for count in Counts.calls] == [True, False, False, True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["T5", "MT5"])
+async def test_layers_that_read_what_the_first_has_made(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias for all of them goes from layer to layer, also through those that are left out."""
+    monkeypatch.setattr(load_trial, "HEAVY_BYTES", -1)
+    tokenizer = tiny_tokenizer()
+    config = getattr(hf, f"{kind}Config")(
+        vocab_size=len(tokenizer) + 8, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=6,
+        num_decoder_layers=6, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = getattr(hf, f"{kind}ForConditionalGeneration")(config)
+    draw_weights(model)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    await start(tmp_path)
 
 
 def test_a_link_in_place_of_a_verdict_is_not_followed(

@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 from transformers.utils import is_mistral_common_available
 
-from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams
+from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams, StructuredOutputs
 from aioengine.asgi import openai_app
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
 from aioengine.models.voxtral import realtime
@@ -278,15 +278,16 @@ async def test_transcription_endpoint(
         (None, "KeyError: 'audio'"),
         ([], "does not describe audio that is streamed"),
         ({"transcription_format": "instruct"}, "does not describe audio that is streamed"),
-        ({"transcription_delay_ms": 100}, "delay is no number of tokens"),
-        ({"transcription_delay_ms": -80}, "delay is no number of tokens"),
-        ({"transcription_delay_ms": 1e300}, "delay is no number of tokens"),
+        ({"transcription_delay_ms": 100}, "transcription_delay_ms is no number of tokens"),
+        ({"transcription_delay_ms": -80}, "transcription_delay_ms is no number of tokens"),
+        ({"transcription_delay_ms": 1e300}, "transcription_delay_ms is no number of tokens"),
         ({"transcription_delay_ms": float("nan")}, "ValueError"),
         ({"transcription_delay_ms": "480"}, "TypeError"),
         ({"transcription_delay_ms": 240}, "delays the text by 3 tokens, its config by 2"),
-        ({"streaming_n_left_pad_tokens": 10**12}, "delay is no number of tokens"),
-        ({"streaming_n_left_pad_tokens": None}, "delay is no number of tokens"),
-        ({"sampling_rate": 8000}, "8000 is 16000 in the feature extractor"),
+        ({"streaming_n_left_pad_tokens": 10**12}, "streaming_n_left_pad_tokens is no number"),
+        ({"streaming_n_left_pad_tokens": None}, "streaming_n_left_pad_tokens is no number"),
+        ({"streaming_n_left_pad_tokens": 4000}, "all of its 2048 positions"),
+        ({"sampling_rate": 8000}, "sampling_rate is 8000, and 16000 in the feature extractor"),
         ({"frame_rate": 0}, "ZeroDivisionError"),
         (
             {"frame_rate": 10, "transcription_delay_ms": 200},
@@ -344,3 +345,47 @@ def test_prompts_and_features_are_those_of_transformers(model: Model, tmp_path: 
         assert expected["num_delay_tokens"] == DELAY
         (placed,) = layout.placeholders["audio"]
         assert placed.num_embeds * 8 == expected["input_features"].shape[-1]
+
+
+@pytest.mark.parametrize("number", [10**12, 3, -1, "40", None])
+def test_a_tekken_of_too_many_tokens_is_refused(model: Model, tmp_path: Path, number: Any) -> None:
+    """transformers would make a name for each."""
+    folder = tmp_path / "model"
+    shutil.copytree(model.folder, folder)
+    tekken = json.loads((folder / "tekken.json").read_text())
+    tekken["config"]["default_num_special_tokens"] = number
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    config = hf.AutoConfig.from_pretrained(folder)
+    with pytest.raises(ModelLoadError, match="names 40 special tokens and says that there are"):
+        load_context(folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
+
+
+@pytest.mark.parametrize("part", ["audio_config", "text_config"])
+def test_windows_that_see_nothing_are_refused(model: Model, part: str) -> None:
+    config = hf.AutoConfig.from_pretrained(model.folder)
+    getattr(config, part).sliding_window = 1
+    context = load_context(model.folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
+    with pytest.raises(ModelLoadError, match="a sliding_window of 1 sees nothing"):
+        MULTIMODAL_REGISTRY.create_processor(realtime.VoxtralRealtime, context)
+
+
+async def test_long_audio_is_transcribed_in_windows(model: Model) -> None:
+    """Of as much as the engine has room for: none of it is lost."""
+    samples = sound(9, 6.1)
+    async with engine_for(model, max_model_len=48) as engine:
+        window, rate = engine.processor.get_audio_window()
+        assert (window, rate) == ((48 - LEFT - DELAY - 11) * TOKEN, RATE)
+        transport = httpx.ASGITransport(app=openai_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://local") as client:
+            files = {"file": ("a.wav", wav(samples))}
+            answer = await client.post("/audio/transcriptions", files=files)
+        assert answer.status_code == 200, answer.text
+        assert engine.statistics().encoder_items_run == 3
+
+
+async def test_what_a_grammar_wants_more_of_was_cut_off(model: Model) -> None:
+    structured = StructuredOutputs(regex="[a-z]{200}")
+    params = SamplingParams(temperature=0, max_tokens=None, structured_outputs=structured)
+    async with engine_for(model) as engine:
+        output = await engine.generate("", params, audios=model.cases[0].media["audios"])
+        assert output.outputs[0].finish_reason == FinishReason.LENGTH
