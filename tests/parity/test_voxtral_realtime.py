@@ -19,7 +19,7 @@ from transformers.utils import is_mistral_common_available
 from aioengine import AsyncEngine, Embeddings, Prompt, SamplingParams, StructuredOutputs
 from aioengine.asgi import openai_app
 from aioengine.errors import InvalidRequestError, MediaError, ModelLoadError
-from aioengine.models.voxtral import realtime
+from aioengine.models.voxtral import realtime, realtime_processing
 from aioengine.processors.info import load_context
 from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
 from aioengine.processors.registry import MULTIMODAL_REGISTRY
@@ -310,7 +310,9 @@ def test_settings_of_no_use_are_refused(
     (folder / "tekken.json").write_text(json.dumps(tekken))
     config = hf.AutoConfig.from_pretrained(folder)
     with pytest.raises(ModelLoadError, match=reason):
-        context = load_context(folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
+        context = load_context(
+            folder, hf_config=config, info=realtime_processing.VoxtralRealtimeInfo
+        )
         MULTIMODAL_REGISTRY.create_processor(realtime.VoxtralRealtime, context)
 
 
@@ -332,7 +334,7 @@ def test_prompts_and_features_are_those_of_transformers(model: Model, tmp_path: 
     extractor = hf.AutoFeatureExtractor.from_pretrained(folder)
     theirs = hf.VoxtralRealtimeProcessor(extractor, hf.AutoTokenizer.from_pretrained(folder))
     config = hf.AutoConfig.from_pretrained(folder)
-    context = load_context(folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
+    context = load_context(folder, hf_config=config, info=realtime_processing.VoxtralRealtimeInfo)
     ours = MULTIMODAL_REGISTRY.create_processor(realtime.VoxtralRealtime, context)
     for length in (1, 159, 160, 1279, 1280, 1281, 8000, 20001, 48123):
         samples = (sound(length, 4.0)[:length] * 20_000).astype(np.int16) / np.float32(32768)
@@ -357,14 +359,16 @@ def test_a_tekken_of_too_many_tokens_is_refused(model: Model, tmp_path: Path, nu
     (folder / "tekken.json").write_text(json.dumps(tekken))
     config = hf.AutoConfig.from_pretrained(folder)
     with pytest.raises(ModelLoadError, match="names 40 special tokens and says that there are"):
-        load_context(folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
+        load_context(folder, hf_config=config, info=realtime_processing.VoxtralRealtimeInfo)
 
 
 @pytest.mark.parametrize("part", ["audio_config", "text_config"])
 def test_windows_that_see_nothing_are_refused(model: Model, part: str) -> None:
     config = hf.AutoConfig.from_pretrained(model.folder)
     getattr(config, part).sliding_window = 1
-    context = load_context(model.folder, hf_config=config, info=realtime.VoxtralRealtimeInfo)
+    context = load_context(
+        model.folder, hf_config=config, info=realtime_processing.VoxtralRealtimeInfo
+    )
     with pytest.raises(ModelLoadError, match="a sliding_window of 1 sees nothing"):
         MULTIMODAL_REGISTRY.create_processor(realtime.VoxtralRealtime, context)
 
