@@ -10,7 +10,7 @@ from aioengine.core.plan import Limits
 from aioengine.errors import InvalidRequestError, MediaError, PromptTooLongError
 from tests.support.world import IMAGES, Image, World, expected_output, make_request
 
-A, B, C, D, E = IMAGES
+A, B, C, D, E = IMAGES[:5]
 LIMITS = Limits(
     max_num_seqs=4,
     max_num_batched_tokens=16,
