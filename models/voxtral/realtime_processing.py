@@ -45,15 +45,16 @@ class VoxtralRealtimeInfo(MistralAudioInfo):
         super().__init__(ctx)
         self.stream: StreamLayout = self.get_hf_processor()
         config = self.get_hf_config()
+        name = shown(self.model_id)
         frames = self.stream.token_samples / self.stream.feature_extractor.hop_length
         if frames != config.audio_length_per_tok:
             raise ModelLoadError(
-                f"the tekken.json of {shown(self.model_id)!r} has a token for {frames:g} frames of audio, "
+                f"the tekken.json of {name!r} has a token for {frames:g} frames of audio, "
                 f"its config for {config.audio_length_per_tok} (audio_length_per_tok)"
             )
         if self.stream.num_delay != config.default_num_delay_tokens:
             raise ModelLoadError(
-                f"the tekken.json of {shown(self.model_id)!r} delays the text by {self.stream.num_delay} "
+                f"the tekken.json of {name!r} delays the text by {self.stream.num_delay} "
                 f"tokens, its config by {config.default_num_delay_tokens}; give "
                 "transcription_delay_ms and default_num_delay_tokens the same delay"
             )
