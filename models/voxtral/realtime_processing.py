@@ -66,11 +66,15 @@ class VoxtralRealtimeInfo(MistralAudioInfo):
         if any(window < 2 for window in windows):
             raise ModelLoadError(f"a sliding_window of {min(windows)} sees nothing")
         longest = int(config.text_config.max_position_embeddings)
-        if self.stream.num_prompt >= longest or self.get_allowed_mm_limits()["audio"] == 0:
+        if self.stream.num_prompt >= longest:
             raise ModelLoadError(
-                f"the model takes nothing but audio, behind {self.stream.num_prompt} tokens of "
-                f"silence: limit_mm_per_prompt allows none, or they are all of its {longest} "
-                "positions"
+                f"the tekken.json of {name!r} begins with {self.stream.num_prompt} tokens of "
+                f"silence, which are all of its {longest} positions"
+            )
+        if self.get_allowed_mm_limits()["audio"] == 0:
+            raise ModelLoadError(
+                "the model takes nothing but audio, and limit_mm_per_prompt allows none; leave "
+                "'audio' out of it"
             )
         silence = [self.find_token("[STREAMING_PAD]")] * (self.stream.num_prompt - 1)
         self.prompt = [self.find_token("<s>"), *silence]
@@ -124,7 +128,7 @@ class VoxtralRealtimeInfo(MistralAudioInfo):
 
 
 class VoxtralRealtimeDummyInputs(BaseDummyInputsBuilder):
-    """Silence that the tower hears in two pieces: more takes no more memory, but for its rows."""
+    """Silence that the tower hears in pieces: more of them take no more memory, but for rows."""
 
     info: VoxtralRealtimeInfo
 

@@ -8,6 +8,7 @@ only; here the same tokens and features are made from a prompt like any other.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -162,9 +163,9 @@ class MistralAudioProcessor(BaseMultiModalProcessor):
             )
         return {}
 
+    @abstractmethod
     def _mel(self, samples: Any) -> Tensor:
-        """The features of one audio item."""
-        raise NotImplementedError
+        """Features, float32, of one audio item's samples [n] at the model's rate."""
 
     def _call_hf_processor(
         self, prompt: str, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]

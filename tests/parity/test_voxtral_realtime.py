@@ -54,9 +54,9 @@ STREAMED = {
 }
 
 
-def save(folder: Path, streamed: dict[str, Any] = STREAMED, **config: Any) -> Any:
+def save(folder: Path) -> Any:
     """A tiny random model in a folder as on the hub; windows that are shorter than prompts."""
-    write_tekken(folder / "tekken.json", {32: "[STREAMING_PAD]"}, audio=streamed)
+    write_tekken(folder / "tekken.json", {32: "[STREAMING_PAD]"}, audio=STREAMED)
     tokenizer = hf.AutoTokenizer.from_pretrained(folder, mistral_format=False)
     text = hf.AutoConfig.for_model(
         "voxtral_realtime_text", vocab_size=vocabulary(tokenizer), sliding_window=9, **TEXT
@@ -66,7 +66,7 @@ def save(folder: Path, streamed: dict[str, Any] = STREAMED, **config: Any) -> An
         num_mel_bins=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, head_dim=8, sliding_window=7, vocab_size=8,
     )  # fmt: skip
-    options = {"default_num_delay_tokens": DELAY, "tie_word_embeddings": False, **config}
+    options = {"default_num_delay_tokens": DELAY, "tie_word_embeddings": False}
     settings = hf.VoxtralRealtimeConfig(text_config=text, audio_config=audio, **options)
     with torch.random.fork_rng(devices=[]):
         model = hf.VoxtralRealtimeForConditionalGeneration(settings)
@@ -360,6 +360,17 @@ def test_a_tekken_of_too_many_tokens_is_refused(model: Model, tmp_path: Path, nu
     config = hf.AutoConfig.from_pretrained(folder)
     with pytest.raises(ModelLoadError, match="names 40 special tokens and says that there are"):
         load_context(folder, hf_config=config, info=realtime_processing.VoxtralRealtimeInfo)
+
+
+def test_a_limit_that_leaves_nothing_to_hear_is_refused(model: Model) -> None:
+    context = load_context(
+        model.folder,
+        hf_config=hf.AutoConfig.from_pretrained(model.folder),
+        info=realtime_processing.VoxtralRealtimeInfo,
+        limit_mm_per_prompt={"audio": 0},
+    )
+    with pytest.raises(ModelLoadError, match="limit_mm_per_prompt allows none"):
+        MULTIMODAL_REGISTRY.create_processor(realtime.VoxtralRealtime, context)
 
 
 @pytest.mark.parametrize("part", ["audio_config", "text_config"])
