@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import MediaConfig as MediaConfig
     from aioengine.engine.async_engine import AsyncEngine as AsyncEngine
+    from aioengine.engine.blocking import BlockingStream as BlockingStream
+    from aioengine.engine.blocking import Engine as Engine
     from aioengine.sampling_params import SamplingParams as SamplingParams
     from aioengine.sampling_params import StructuredOutputs as StructuredOutputs
     from aioengine.streams.tokens import TokenStream as TokenStream
@@ -52,6 +54,7 @@ _LAZY, __getattr__, __dir__ = lazy_exports(
     {
         "aioengine.config": "EngineConfig MediaConfig",
         "aioengine.engine.async_engine": "AsyncEngine",
+        "aioengine.engine.blocking": "BlockingStream Engine",
         "aioengine.errors": "errors",
         "aioengine.sampling_params": "SamplingParams StructuredOutputs",
         "aioengine.streams.tokens": "TokenStream",

@@ -33,6 +33,9 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+SHOWN = 400
+"""Characters of a text that a `repr` shows."""
+
 OUTCOMES = ("finished", "aborted", "rejected", "failed")
 """Of requests that have ended."""
 
@@ -250,7 +253,7 @@ class Timings:
     finished: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RequestOutput:
     """A finished request. `.text` and `.token_ids` are those of the first completion.
 
@@ -264,6 +267,16 @@ class RequestOutput:
     usage: Usage
     timings: Timings
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+
+    def __repr__(self) -> str:
+        """Show what a person looks for, and no thousands of token ids."""
+        first, usage = self.outputs[0], self.usage
+        text = first.text if len(first.text) <= SHOWN else f"{first.text[:SHOWN]}..."
+        more = f", {len(self.outputs)} completions" if len(self.outputs) > 1 else ""
+        return (
+            f"<RequestOutput {text!r} ({first.finish_reason}){more}, {usage.prompt_tokens} prompt "
+            f"tokens, {usage.completion_tokens} tokens out>"
+        )
 
     @property
     def text(self) -> str:

@@ -202,6 +202,13 @@ class TokenStream:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        box = self._sink
+        state = "open" if not box.has_ended else "closed" if box.is_closed else "finished"
+        state = "failed" if box.error is not None else state
+        counts = f"{box.num_received} deltas read"
+        return f"<{type(self).__name__} {self.request_id!r} is {state}: {counts}>"
+
     def __del__(self) -> None:
         if not self._sink.has_ended:
             warnings.warn(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from aioengine.config import EngineConfig
+from aioengine.engine.bulk import Outcome, ParamsLike, Window, map_prompts, new_window
 from aioengine.engine.devices import load_model, open_device
 from aioengine.engine.lifecycle import EngineLifecycle
 from aioengine.engine.prompts import PromptLike, check_arguments, read_prompt
@@ -50,8 +52,7 @@ class AsyncEngine:
         self._lifecycle = EngineLifecycle(config)
         self._closing: asyncio.Task[None] | None = None
         self._resources = AsyncExitStack()  # closed in the reverse order of their beginning
-        self._core: EngineCore | None = None  # while the engine runs
-        self._final: EngineStatistics | None = None  # once it is closed
+        self._core: EngineCore | None = None
 
     @classmethod
     def from_pretrained(
@@ -77,7 +78,8 @@ class AsyncEngine:
         first engine of a process calls `gc.freeze()` once its libraries are imported.
         """
         loop = self._lifecycle.start()
-        reporter = Reporter(None if progress is None else heard_on(loop, progress))
+        tell = None if progress is None else heard_on(loop, progress)
+        reporter = Reporter(tell, self._lifecycle.is_closed)
         reporter.report("libraries", 0, 1)
         try:
             core = await self._open(reporter)
@@ -126,21 +128,9 @@ class AsyncEngine:
             loaded, self.config, self.model, device, self.instruments, self._lifecycle
         )
         self._core = core
-        self._resources.push_async_callback(self._release)
+        self._resources.push_async_callback(_release, core, self._lifecycle)
         self._resources.push_async_callback(core.input_processor.aclose)
         return core
-
-    async def _release(self) -> None:
-        core, self._core = self._core, None
-        assert core is not None
-        if self._lifecycle.was_serving:
-            self._final = core.statistics()
-        let_go = core.release()
-        self._lifecycle.clear_frames()
-        dropping = core.device.release(let_go)
-        await asyncio.wait([dropping])
-        if not dropping.cancelled():
-            dropping.exception()  # is seen: a device that is broken may refuse this too
 
     @property
     def state(self) -> EngineState:
@@ -184,16 +174,8 @@ class AsyncEngine:
         finally:
             self._lifecycle.transition(EngineState.CLOSED)
             if self._closing is None:
-                self._closing = asyncio.create_task(self._close())
+                self._closing = asyncio.create_task(_close(self._core, self._resources))
         await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        try:
-            if self._core is not None:
-                closed = partial(RequestAbortedError, "the engine was closed")
-                await self._core.tracker.fail_all(closed)
-        finally:
-            await self._resources.aclose()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -252,6 +234,63 @@ class AsyncEngine:
         self._lifecycle.check_entry(core.tracker.num_live, params.n)
         return core.submit(name, read, params, priority)
 
+    @overload
+    def map(
+        self,
+        prompts: Iterable[PromptLike] | AsyncIterable[PromptLike],
+        params: ParamsLike = None,
+        *,
+        ordered: Literal[True] = True,
+        return_exceptions: Literal[False] = False,
+        max_in_flight: int | None = None,
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[PromptLike] | AsyncIterable[PromptLike],
+        params: ParamsLike = None,
+        *,
+        ordered: Literal[True] = True,
+        return_exceptions: bool,
+        max_in_flight: int | None = None,
+    ) -> AsyncIterator[Outcome]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[PromptLike] | AsyncIterable[PromptLike],
+        params: ParamsLike = None,
+        *,
+        ordered: Literal[False],
+        return_exceptions: bool = False,
+        max_in_flight: int | None = None,
+    ) -> AsyncIterator[tuple[int, Outcome]]: ...
+
+    def map(
+        self,
+        prompts: Iterable[PromptLike] | AsyncIterable[PromptLike],
+        params: ParamsLike = None,
+        *,
+        ordered: bool = True,
+        return_exceptions: bool = False,
+        max_in_flight: int | None = None,
+    ) -> AsyncIterator[Any]:
+        """Outputs for any number of prompts, drawn as there is room for them.
+
+        `params`: for all, or one for each prompt. In the prompts' order, or with `ordered=False` as
+        `(index, output)` as they are completed. The first error ends it, unless
+        `return_exceptions` puts those of single requests in their outputs' places. At most
+        `max_in_flight` are live at once (None: twice `max_num_seqs`), and a bounded number of
+        outputs waits for its turn. To stop early, use it within `contextlib.aclosing`.
+        """
+        window: Window[asyncio.Task[RequestOutput]] = new_window(
+            self.config, params, max_in_flight, is_ordered=ordered
+        )
+        return map_prompts(
+            self.generate, prompts, params, window, return_exceptions=return_exceptions
+        )
+
     def check_room(self, num_completions: int) -> None:
         """Raise what would keep so many completions out now.
 
@@ -273,8 +312,6 @@ class AsyncEngine:
         if not self._lifecycle.was_serving:
             raise EngineClosedError("the engine has not been started")
         self._lifecycle.check_loop()
-        if self._final is not None:
-            return self._final
         assert self._core is not None
         return self._core.statistics()
 
@@ -295,8 +332,49 @@ class AsyncEngine:
         """The model's `BaseMultiModalProcessor`, for use on the event loop's thread."""
         return self._serving_core().loaded.loop_processor
 
+    def __repr__(self) -> str:
+        core = self._core
+        live = ""
+        if core is not None and self._lifecycle.is_serving:
+            scheduler = core.scheduler
+            num_waiting = scheduler.num_waiting + core.tracker.num_preparing
+            live = f": {scheduler.num_running} requests run, {num_waiting} wait"
+        return f"<{type(self).__name__} {self.model_name} is {self.state}{live}>"
+
+    def __del__(self) -> None:
+        """Close an engine that nobody can call any more; nothing here leads to it in a circle."""
+        loop, core = self._lifecycle.loop, self._core
+        if loop is None or core is None or not self._lifecycle.is_serving or loop.is_closed():
+            return
+        message = f"{self!r} was dropped before its end; use 'async with' or aclose() it"
+        warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+        lifecycle, resources = self._lifecycle, self._resources
+
+        def close() -> None:
+            lifecycle.transition(EngineState.CLOSED)
+            core.closing = asyncio.create_task(_close(core, resources))
+
+        loop.call_soon_threadsafe(close)
+
     def _serving_core(self) -> EngineCore:
         """The core of an engine that runs; raises EngineError where it does not."""
         self._lifecycle.check_serving()
         assert self._core is not None
         return self._core
+
+
+async def _close(core: EngineCore | None, resources: AsyncExitStack) -> None:
+    try:
+        if core is not None and not core.is_released:
+            await core.tracker.fail_all(partial(RequestAbortedError, "the engine was closed"))
+    finally:
+        await resources.aclose()
+
+
+async def _release(core: EngineCore, lifecycle: EngineLifecycle) -> None:
+    let_go = core.release()
+    lifecycle.clear_frames()
+    dropping = core.device.release(let_go)
+    await asyncio.wait([dropping])
+    if not dropping.cancelled():
+        dropping.exception()  # is seen: a device that is broken may refuse this too

@@ -72,6 +72,8 @@ class EngineCore:
         self._instruments = instruments
         self._lifecycle = lifecycle
         self._main: Task | None = None
+        self._final: EngineStatistics | None = None  # once it is released
+        self.closing: Task | None = None  # of an engine that was dropped
 
     async def start(self) -> None:
         """Serve from now on, in a task of its own."""
@@ -85,11 +87,17 @@ class EngineCore:
             self._main.cancel()
             await asyncio.wait([self._main])
 
+    @property
+    def is_released(self) -> bool:
+        """Return whether it has let go of the model."""
+        return self._final is not None
+
     def release(self) -> Callable[[], None]:
         """Drop what leads back here, as a cycle with frozen objects is never freed.
 
         Returns what drops the last reference to the model, for the launch thread, as its last job.
         """
+        self._final = self.statistics()
         kept = [self.loaded]
 
         def let_go() -> None:
@@ -127,7 +135,9 @@ class EngineCore:
         await media.clear()
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot of all counters."""
+        """A snapshot of all counters; of one that is released, the last."""
+        if self._final is not None:
+            return self._final
         scheduler, tracker = self.scheduler, self.tracker
         counters, pool, media = scheduler.counters, scheduler.pool, scheduler.media
         processed = asdict(self.input_processor.media.cache.statistics())

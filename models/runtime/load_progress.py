@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from aioengine.errors import EngineClosedError
 from aioengine.types import LoadProgress
 
 __all__ = ["Reporter", "counted", "is_watched", "stage"]
@@ -20,15 +21,24 @@ Item = TypeVar("Item")
 
 
 class Reporter:
-    """One load's, for one thread at a time. `tell` is called with what is new; None: nobody is."""
+    """One load's, for one thread at a time. `tell` is called with what is new; None: nobody is.
 
-    def __init__(self, tell: Callable[[LoadProgress], object] | None) -> None:
-        self.is_heard = tell is not None
+    Once `is_stopped()` is true, the load ends where it next reports: a thread cannot be cancelled.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[LoadProgress], object] | None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._tell = tell
+        self._is_stopped = is_stopped
         self._last: LoadProgress | None = None
 
     def report(self, stage: str, done: int, total: int) -> None:
-        """Say how far a stage is."""
+        """Say how far a stage is. Raises EngineClosedError where the load is to end."""
+        if self._is_stopped():
+            raise EngineClosedError("the engine was closed while it was starting")
         progress = LoadProgress(stage, done, total)
         if self._tell is not None and progress != self._last:
             self._last = progress
@@ -55,8 +65,8 @@ _current: ContextVar[Reporter] = ContextVar("aioengine_load")
 
 
 def is_watched() -> bool:
-    """Return whether anybody wants to know of a load on this thread."""
-    return _current.get(_UNHEARD).is_heard
+    """Return whether this thread loads for an engine, which may want to know or to stop it."""
+    return _current.get(_UNHEARD) is not _UNHEARD
 
 
 @contextmanager

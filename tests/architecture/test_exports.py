@@ -28,6 +28,8 @@ FIXED = {
 """Names that do not go away."""
 
 ADDED = {
+    "BlockingStream",
+    "Engine",
     "EngineState",
     "LoadProgress",
     "Logprob",
@@ -123,8 +125,8 @@ def test_every_public_name_resolves(path: Path) -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
-        _ = aioengine.Engine
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        _ = aioengine.Motor
 
 
 def test_the_package_is_typed() -> None:

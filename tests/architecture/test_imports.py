@@ -88,7 +88,7 @@ def test_ground_floor_needs_the_standard_library_only() -> None:
     ("folder", "allowed"),
     [
         ("kernels", {"torch"}),
-        ("streams", {"torch", "cuda"}),
+        ("streams", {"torch", "cuda", "anyio"}),
         (
             "processors",
             {
@@ -101,7 +101,7 @@ def test_ground_floor_needs_the_standard_library_only() -> None:
             "aioengine",
             {
                 *("torch", "transformers", "anyio", "cachetools", "rich", "matplotlib", "uvloop"),
-                *("llguidance", "numpy"),
+                *("llguidance", "numpy", "tqdm"),
                 *("starlette", "uvicorn", "httptools", "prometheus_client", "opentelemetry", "ray"),
             },
         ),

@@ -62,8 +62,8 @@ def assert_at_rest(engine: AsyncEngine) -> None:
     """Nothing is running, waiting or held."""
     statistics = engine.statistics()
     assert is_at_rest(statistics), statistics
-    # A closed engine has let go of its core.
-    assert engine._core is None or engine._core.input_processor.media.held.num_bytes == 0
+    core = engine._core
+    assert core is None or core.is_released or core.input_processor.media.held.num_bytes == 0
 
 
 async def settled(engine: AsyncEngine) -> None:
