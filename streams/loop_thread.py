@@ -8,31 +8,40 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib.util import find_spec
+from inspect import isawaitable
 from typing import Any
-
-import anyio
-from anyio.from_thread import BlockingPortal
 
 from aioengine.errors import EngineError, WrongLoopError
 
-__all__ = ["LoopThread"]
+__all__ = ["LoopThread", "new_runner"]
 
 LAST_WAIT_S = 5.0
 """How long what nobody has closed may take to end, at the end of the process."""
 
 
+def new_runner() -> asyncio.Runner:
+    """A runner with uvloop's loop where it is installed, else asyncio's own."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:  # Windows
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=new_event_loop)
+
+
 class LoopThread:
-    """An event loop in a thread of its own, and the portal into it."""
+    """An event loop in a daemon thread.
+
+    Calls reach it with one wake-up, where anyio's blocking portal takes two and makes two tasks.
+    """
 
     def __init__(self) -> None:
-        opened: Future[BlockingPortal] = Future()
+        begun: Future[None] = Future()
         self._process = os.getpid()
         self._thread = threading.Thread(
-            target=self._run, args=(opened,), name="aioengine-loop", daemon=True
+            target=self._run, args=(begun,), name="aioengine-loop", daemon=True
         )
         self._thread.start()
-        self.portal = opened.result()
+        begun.result()
 
     def is_current(self) -> bool:
         """Return whether this is the thread that the loop runs in."""
@@ -45,15 +54,31 @@ class LoopThread:
         if self.is_current():
             raise WrongLoopError("an Engine cannot be called from callbacks on its own event loop")
 
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have the loop call `function(*args)` and await what it returns, if need be.
+
+        Cancelling the future cancels the call. Raises RuntimeError once the loop has ended.
+        """
+
+        async def call() -> Any:
+            result = function(*args)
+            return await result if isawaitable(result) else result
+
+        calling = call()
+        try:
+            return asyncio.run_coroutine_threadsafe(calling, self._loop)
+        except RuntimeError:
+            calling.close()
+            raise
+
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Have the loop run `function(*args)`, unless it has ended; never waits."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
-        """End the loop once its tasks have ended; from another thread than its own."""
-        with suppress(RuntimeError):  # it ends already
-            self.portal.start_task_soon(self.portal.stop)
+        """End the loop once its tasks have ended."""
+        self.call_soon(self._stopped.set)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the loop has ended."""
@@ -69,27 +94,27 @@ class LoopThread:
             try:
                 await close()
             finally:
-                await self.portal.stop()
-
-        def begin() -> None:
-            self._last = asyncio.create_task(close_and_stop())
+                self._stopped.set()
 
         if os.getpid() == self._process:
-            self.call_soon(begin)
+            with suppress(RuntimeError):
+                self.submit(close_and_stop)
             if not self.is_current():
                 self.join(LAST_WAIT_S)
 
-    def _run(self, opened: Future[BlockingPortal]) -> None:
+    def _run(self, begun: Future[None]) -> None:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
-            async with BlockingPortal() as portal:
-                opened.set_result(portal)
-                await portal.sleep_until_stopped()
+            self._stopped = asyncio.Event()
+            begun.set_result(None)
+            await self._stopped.wait()
+            while left := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(left)
 
         try:
-            options = {"use_uvloop": find_spec("uvloop") is not None}
-            anyio.run(serve, backend="asyncio", backend_options=options)
+            with new_runner() as runner:
+                runner.run(serve())
         except BaseException as error:
-            if opened.done():
+            if begun.done():
                 raise
-            opened.set_exception(error)
+            begun.set_exception(error)

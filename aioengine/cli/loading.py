@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aioengine import AsyncEngine, LoadProgress
 from aioengine.cli.options import engine_config
+from aioengine.streams.loop_thread import new_runner
 
 __all__ = ["new_engine", "new_runner", "say", "start", "started"]
 
@@ -30,15 +30,6 @@ def say(text: str) -> None:
     """Write it to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def new_runner() -> asyncio.Runner:
-    """A runner with uvloop's loop where it is installed, else asyncio's own."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:  # Windows
-        return asyncio.Runner()
-    return asyncio.Runner(loop_factory=new_event_loop)
 
 
 def new_engine(options: argparse.Namespace) -> AsyncEngine:

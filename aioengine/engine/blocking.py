@@ -1,6 +1,6 @@
 """The engine for code that does not await: scripts, notebooks and threads.
 
-The engine runs on an event loop of its own, in a thread of its own, behind anyio's blocking portal.
+The engine runs on an event loop of its own, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -255,13 +255,17 @@ class Engine:
         pairs = _until_failure(paired(prompts, params), failures)
         try:
             while True:
+                drawn: list[tuple[int, Pair]] = []
                 while window.has_room and (pair := next(pairs, None)) is not None:
-                    self._submit(run.answer, window.draw(), *pair)
+                    drawn.append((window.draw(), pair))
+                if drawn:
+                    self._submit(run.begin, drawn)
                 if not window.num_held:
                     break
-                window.finish(*run.finished.get())
-                if bar is not None:
-                    bar.update()
+                for _ in range(max(1, run.finished.qsize())):
+                    window.finish(*run.finished.get())
+                    if bar is not None:
+                        bar.update()
                 for index, result in window.take():
                     yield index, outcome_of(result, return_exceptions=return_exceptions)
             for failure in failures:
@@ -309,8 +313,8 @@ class Engine:
             if self._thread is None:
                 raise EngineClosedError("the engine is closed; make a new one")
             try:
-                return self._thread.portal.start_task_soon(function, *args)
-            except RuntimeError as error:  # the portal is closed, as the process ends
+                return self._thread.submit(function, *args)
+            except RuntimeError as error:  # the loop has ended, as the process does
                 raise EngineClosedError("the engine is closed; make a new one") from error
 
     def _call_soon(self, function: Callable[..., object], *args: Any) -> None:
@@ -390,19 +394,23 @@ class _Run:
     def __init__(self, engine: AsyncEngine) -> None:
         self.finished: SimpleQueue[tuple[int, RequestOutput | BaseException]] = SimpleQueue()
         self._engine = engine
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(self, index: int, prompt: PromptLike, params: SamplingParams | None) -> None:
-        """Answer one prompt."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def begin(self, drawn: list[tuple[int, Pair]]) -> None:
+        """Begin requests by their index."""
+        for index, pair in drawn:
+            task = asyncio.create_task(self._answer(index, *pair))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, index: int, prompt: PromptLike, params: SamplingParams | None) -> None:
         try:
             self.finished.put((index, await answer(self._engine.generate, prompt, params)))
         except Exception as error:
             self.finished.put((index, error))
-        finally:
-            self._tasks.discard(task)
+        except asyncio.CancelledError:
+            self.finished.put((index, EngineClosedError("the engine is closed; make a new one")))
+            raise
 
     async def end(self) -> None:
         """End those that are live."""

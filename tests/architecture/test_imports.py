@@ -88,7 +88,7 @@ def test_ground_floor_needs_the_standard_library_only() -> None:
     ("folder", "allowed"),
     [
         ("kernels", {"torch"}),
-        ("streams", {"torch", "cuda", "anyio"}),
+        ("streams", {"torch", "cuda", "uvloop"}),
         (
             "processors",
             {
