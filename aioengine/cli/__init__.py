@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from aioengine import __version__
-from aioengine.cli import bench, chat, demo, generate, serve
+from aioengine.cli import batch, bench, chat, demo, generate, serve
 from aioengine.cli.options import CommandParser
 from aioengine.errors import AioEngineError
 
@@ -65,6 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    for command in (serve, generate, chat, bench, demo):
+    for command in (serve, generate, chat, batch, bench, demo):
         command.add_parser(commands)
     return parser

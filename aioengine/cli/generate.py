@@ -11,13 +11,12 @@ from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.cli.loading import new_engine, new_runner, say, started
 from aioengine.cli.options import Commands, add_engine_flags, add_sampling_flags, given, new_parser
 from aioengine.cli.prompts import (
+    add_form_flags,
     add_media_flags,
-    chat_message,
     in_own_words,
-    plain_prompt,
+    prompt_of,
     sampling_params,
     summary,
-    takes_messages,
 )
 from aioengine.engine.prompts import PromptLike
 from aioengine.errors import InvalidRequestError
@@ -41,17 +40,7 @@ def add_parser(commands: Commands) -> None:
         help="text; without it, or as -, it is read from standard input, unless there are media",
     )
     add_media_flags(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat", action="store_true", default=None, help="as a chat message, in any case"
-    )
-    form.add_argument(
-        "--raw",
-        action="store_false",
-        dest="chat",
-        help="as plain text, in any case; placeholders that it lacks are put before it",
-    )
+    add_form_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the whole output, as JSON")
     parser.add_argument("--verbose", action="store_true", help="tokens and times, on stderr")
     add_sampling_flags(parser)
@@ -73,7 +62,8 @@ def run(options: argparse.Namespace) -> None:
 
 async def _generate(options: argparse.Namespace, text: str) -> None:
     async with started(new_engine(options)) as engine:
-        prompt, params = _prompt(engine, options, text), sampling_params(engine, options)
+        prompt = prompt_of(engine, options, text, options.items)
+        params = sampling_params(engine, options)
         try:
             if options.json:
                 output = await engine.generate(prompt, params)
@@ -84,16 +74,6 @@ async def _generate(options: argparse.Namespace, text: str) -> None:
             raise in_own_words(error, options.items, 1 if options.system else 0) from error
         if options.verbose:
             sys.stderr.write(summary(output) + "\n")
-
-
-def _prompt(engine: AsyncEngine, options: argparse.Namespace, text: str) -> PromptLike:
-    if takes_messages(engine) if options.chat is None else options.chat:
-        system = [{"role": "system", "content": options.system}] if options.system else []
-        return [*system, chat_message(text, options.items)]
-    if options.system:
-        message = "--system is for chat messages, which this model is not given"
-        raise InvalidRequestError(message, parameter="system")
-    return plain_prompt(engine, text, options.items)
 
 
 async def _stream(engine: AsyncEngine, prompt: PromptLike, params: SamplingParams) -> RequestOutput:

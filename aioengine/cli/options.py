@@ -117,11 +117,11 @@ def given(options: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     }
 
 
-def media_item(text: str) -> str | Path:
-    """A file, or a URL. Raises ArgumentTypeError where there is no such file."""
+def media_item(text: str, folder: Path = Path()) -> str | Path:
+    """A file, from a folder on, or a URL. Raises ArgumentTypeError where there is no such file."""
     if re.match(r"data:|[a-z][a-z0-9+.-]*://", text, re.IGNORECASE):
         return text
-    path = Path(text).expanduser()
+    path = folder / Path(text).expanduser()
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     return path

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioengine import Prompt, RequestOutput, SamplingParams
 from aioengine.cli.options import MAX_TOKENS, RECOMMENDED, RECOMMENDED_GREEDY, given, media_item
+from aioengine.engine.prompts import PromptLike
 from aioengine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "MODALITIES",
     "MediaItems",
+    "add_form_flags",
     "add_media_flags",
     "chat_message",
     "in_own_words",
     "plain_prompt",
+    "prompt_of",
     "sampling_params",
     "summary",
     "takes_messages",
@@ -45,6 +48,37 @@ def add_media_flags(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="a file, or a URL that the media flags allow; may be given again",
         )
+
+
+def add_form_flags(parser: argparse.ArgumentParser) -> None:
+    """--system, --chat and --raw: what becomes of a text."""
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true", default=None, help="as a chat message, in any case"
+    )
+    form.add_argument(
+        "--raw",
+        action="store_false",
+        dest="chat",
+        help="as plain text, in any case; placeholders that it lacks are put before it",
+    )
+
+
+def prompt_of(
+    engine: AsyncEngine, options: argparse.Namespace, text: str, items: MediaItems
+) -> PromptLike:
+    """The text and media in the form that the flags say, or that suits the model.
+
+    Raises InvalidRequestError.
+    """
+    if takes_messages(engine) if options.chat is None else options.chat:
+        system = [{"role": "system", "content": options.system}] if options.system else []
+        return [*system, chat_message(text, items)]
+    if options.system:
+        message = "--system is for chat messages, which this model is not given"
+        raise InvalidRequestError(message, parameter="system")
+    return plain_prompt(engine, text, items)
 
 
 def _tagged(modality: str, text: str) -> tuple[str, str | Path]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +29,7 @@ __all__ = [
     "ParamsLike",
     "Window",
     "answer",
+    "map_bounded",
     "map_prompts",
     "new_window",
     "outcome_of",
@@ -32,6 +43,7 @@ HELD = 8
 """Outputs that are kept for their turn, for each request that may be live."""
 ROOM_LOOK_S = 0.02
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Outcome = RequestOutput | AioEngineError
 """What became of one prompt."""
@@ -143,30 +155,27 @@ def outcome_of(result: RequestOutput | BaseException, *, return_exceptions: bool
     raise result
 
 
-async def map_prompts(
-    generate: Generate,
-    prompts: Iterable[PromptLike] | AsyncIterable[PromptLike],
-    params: ParamsLike,
-    window: Window[asyncio.Task[RequestOutput]],
-    *,
-    return_exceptions: bool,
-) -> AsyncIterator[Any]:
-    """Outcomes of prompts that are drawn as the window has room; see `AsyncEngine.map`."""
+async def map_bounded(
+    work: Callable[[Item], Coroutine[Any, Any, Result]],
+    items: Iterable[Item] | AsyncIterable[Item],
+    window: Window[asyncio.Task[Result]],
+) -> AsyncGenerator[tuple[int, asyncio.Task[Result]], None]:
+    """Index and ended task of each item's work, drawn and handed out as the window says."""
     news, room = asyncio.Event(), asyncio.Event()
     live: set[asyncio.Task[Any]] = set()
 
-    def note(index: int, task: asyncio.Task[RequestOutput]) -> None:
+    def note(index: int, task: asyncio.Task[Result]) -> None:
         live.discard(task)
         window.finish(index, task)
         news.set()
         room.set()
 
     async def feed() -> None:
-        async for prompt, each in _paired_async(prompts, params):
-            task = asyncio.create_task(answer(generate, prompt, each))
+        async for item in _drawn(items):
+            task = asyncio.create_task(work(item))
             live.add(task)
             task.add_done_callback(partial(note, window.draw()))
-            del prompt, task
+            del item, task
             await asyncio.sleep(0)
             while not window.has_room:
                 room.clear()
@@ -180,10 +189,8 @@ async def map_prompts(
             news.clear()
             for index, task in window.take():
                 room.set()
-                result = task.exception() or task.result()
-                outcome = outcome_of(result, return_exceptions=return_exceptions)
-                yield outcome if window.is_ordered else (index, outcome)
-        feeding.result()  # an error of the prompts' source, in its place behind the outputs
+                yield index, task
+        feeding.result()  # an error of the items' source, in its place behind the results
     finally:
         live.add(feeding)
         for task in live:
@@ -191,14 +198,36 @@ async def map_prompts(
         await asyncio.wait(live)
 
 
-async def _paired_async(
-    prompts: Iterable[PromptLike] | AsyncIterable[PromptLike], params: ParamsLike
+async def map_prompts(
+    generate: Generate,
+    prompts: Iterable[PromptLike] | AsyncIterable[PromptLike],
+    params: ParamsLike,
+    window: Window[asyncio.Task[RequestOutput]],
+    *,
+    return_exceptions: bool,
+) -> AsyncIterator[Any]:
+    """Outcomes of prompts that are drawn as the window has room; see `AsyncEngine.map`."""
+    pairs = paired(prompts, params) if isinstance(prompts, Iterable) else _paired(prompts, params)
+    results = map_bounded(lambda pair: answer(generate, *pair), pairs, window)
+    async with aclosing(results):
+        async for index, task in results:
+            result = task.exception() or task.result()
+            outcome = outcome_of(result, return_exceptions=return_exceptions)
+            yield outcome if window.is_ordered else (index, outcome)
+
+
+async def _drawn(items: Iterable[Item] | AsyncIterable[Item]) -> AsyncIterator[Item]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+async def _paired(
+    prompts: AsyncIterable[PromptLike], params: ParamsLike
 ) -> AsyncIterator[tuple[PromptLike, SamplingParams | None]]:
-    """Pair prompts that may come from an asynchronous source with their parameters."""
-    if not isinstance(prompts, AsyncIterable):
-        for pair in paired(prompts, params):
-            yield pair
-        return
     latest: deque[PromptLike] = deque()
     pairs = paired(iter(latest.popleft, None), params)
     async for prompt in prompts:
