@@ -107,7 +107,7 @@ class Work(NamedTuple):
     answered: dict[int, str]
 
     def lines(self) -> Iterator[Line]:
-        """Those that are left."""
+        """Iterate over those that are left."""
         return (line for line in _lines(self.source) if line.number not in self.answered)
 
 

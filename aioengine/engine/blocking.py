@@ -430,7 +430,7 @@ def _until_failure(pairs: Iterator[Pair], failures: list[Exception]) -> Iterator
 
 def _bar(prompts: Iterable[PromptLike]) -> Any:
     """A progress bar, over a known number of prompts or an unknown one."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # no thread of its own

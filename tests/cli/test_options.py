@@ -263,3 +263,12 @@ def test_interrupts_during_a_load_leave_at_once_and_quietly() -> None:
                 process.wait(0.05)
         assert process.stderr.read() == ""
     assert process.returncode == 130
+
+
+def test_without_rich_it_says_what_it_lacks() -> None:
+    script = "import sys; sys.modules['rich'] = None; from aioengine.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    message = 'aioengine: the command line needs rich: pip install "aioengine[cli]"\n'
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)

@@ -25,6 +25,7 @@ WANTED = [
     "hello",
     "many",
     "ray_serve",
+    "script",
     "stream",
     "structured",
     "transcribe",
@@ -73,6 +74,16 @@ def test_stream_and_hello_agree(tiny_assets: Path, capsys: pytest.CaptureFixture
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aioengine, "ASSETS", tiny_assets)
         assert run("hello", capsys) == run("stream", capsys)[:-2]
+
+
+def test_script_and_hello_agree(tiny_assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aioengine, "ASSETS", tiny_assets)
+        assert run("script", capsys)[0] == run("hello", capsys)[0]
+
+
+def test_script(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(run("script", capsys)) >= len(aioengine.demo_images())
 
 
 def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
