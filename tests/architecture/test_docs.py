@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import aioengine
 from aioengine import EngineConfig, MediaConfig, SamplingParams, StructuredOutputs
 from tests.architecture.source import ROOT, files
 
@@ -65,6 +66,14 @@ def test_the_list_of_options_is_what_its_script_writes() -> None:
     for options in (EngineConfig, MediaConfig, SamplingParams, StructuredOutputs):
         for field in dataclasses.fields(options):
             assert f"| `{field.name}` | " in text
+
+
+def test_the_reference_is_what_its_script_writes() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "list_api.py"))
+    text = script["PAGE"].read_text()
+    assert text == script["page"](), "run docs/list_api.py"
+    for name in aioengine.__all__:
+        assert name in ("errors", "__version__") or f"\n### {name}\n" in text, name
 
 
 def test_readme_is_one_screen() -> None:
