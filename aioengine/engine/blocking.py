@@ -10,7 +10,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -141,9 +141,9 @@ class Engine:
         prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
-        images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
-        audios: Sequence[Any] = (),
+        images: Any = (),
+        videos: Any = (),
+        audios: Any = (),
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -163,9 +163,9 @@ class Engine:
         prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
-        images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
-        audios: Sequence[Any] = (),
+        images: Any = (),
+        videos: Any = (),
+        audios: Any = (),
         request_id: str | None = None,
         priority: int = 0,
     ) -> BlockingStream:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine import AsyncEngine, Prompt, RequestOutput, SamplingParams
@@ -42,6 +42,7 @@ def lengths() -> list[SamplingParams]:
     return [greedy(2 + 3 * (index % 7 == 0)) for index in range(len(PROMPTS))]
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     max_live=st.integers(1, 5),
     is_ordered=st.booleans(),
