@@ -414,10 +414,10 @@ ENDINGS = {
 @pytest.mark.parametrize("how", ENDINGS)
 def test_a_process_ends_quietly(folder: Path, how: str) -> None:
     """An engine that nobody has closed, with requests or without, and what Ctrl-C leaves."""
+    # Python warns of a fork beside threads, rightly, from 3.12 on.
+    python = [sys.executable, "-W", "ignore::DeprecationWarning"]
     done = subprocess.run(
-        # Python warns of a fork beside threads, rightly, from 3.12 on.
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(SCRIPT)]
-        + [str(folder), how],
+        [*python, "-c", textwrap.dedent(SCRIPT), str(folder), how],
         capture_output=True,
         text=True,
         timeout=100,
