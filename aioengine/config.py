@@ -12,11 +12,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from aioengine.errors import Checks, ints, is_int, is_real, optional, require, require_fields
+from aioengine.errors import (
+    Checks,
+    ints,
+    is_int,
+    is_real,
+    optional,
+    require,
+    require_fields,
+    with_known_names,
+)
 
 __all__ = ["EngineConfig", "MediaConfig"]
 
 MIB = 1 << 20
+DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:[0-9]{1,4})?")
 HOST = re.compile(r"(\*|(\*\.)?[^\s*:/@\[\]\\]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?")
 
 
@@ -30,12 +40,14 @@ def _is_positive(value: Any) -> bool:
 
 
 CHECKS_BY_TYPE = {
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
     "int": (ints(1), "a positive integer"),
-    "int | None": (optional(ints(1)), "positive or None"),
+    "int | None": (optional(ints(1)), "a positive integer or None"),
     "float": (_is_positive, "a positive number of seconds"),
     "tuple[str, ...]": (_are_texts, "a tuple of texts"),
 }
 """What a field of such a type must be, where no other check is named for it."""
+BYTES = "a positive number of bytes, such as 4 << 30 (4 GiB),"
 MEDIA_CHECKS = {
     "video_num_frames": (optional(ints(1)), "a positive integer or None"),
     "video_fps": (optional(_is_positive), "a positive number or None"),
@@ -46,9 +58,13 @@ def _check_fields(config: Any, base: type[Any], own: Checks, prefix: str = "") -
     """Check the fields that `base` has; those of a subclass are its own business."""
     kinds = {each.name: each.type for each in fields(base)}
     checks = {name: CHECKS_BY_TYPE[kind] for name, kind in kinds.items() if kind in CHECKS_BY_TYPE}
+    for name in filter(lambda name: name.endswith("_bytes"), checks):
+        is_fit, rule = checks[name]
+        checks[name] = is_fit, rule.replace("a positive integer", BYTES).rstrip(",")
     require_fields(config, {**checks, **own}, prefix)
 
 
+@with_known_names("MediaConfig has no option {}", prefix="media.")
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
     """Limits on images, audio and videos, all checked before anything is decoded."""
@@ -115,27 +131,36 @@ def one_of(*names: str | None) -> Callable[[Any], bool]:
     return lambda value: (value is None or isinstance(value, str)) and value in names
 
 
+def _is_device(value: Any) -> bool:
+    return isinstance(value, str) and DEVICE.fullmatch(value) is not None
+
+
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
-YES_OR_NO = (lambda value: isinstance(value, bool)), "True or False"
 CHECKS = {
-    "device": (lambda value: isinstance(value, str), "auto, cpu or cuda[:N]"),
+    "device": (_is_device, '"auto", "cpu", "cuda" or "cuda:N"'),
     "dtype": (one_of(*DTYPES), f"one of {', '.join(DTYPES)}"),
-    "gpu_memory_utilization": (lambda value: is_real(value) and 0 < value <= 1, "in (0, 1]"),
-    "mm_processor_cache_bytes": (ints(0), "0 or more"),
-    "mm_processor_cache_dir_bytes": (ints(0), "0 or more"),
+    "gpu_memory_utilization": (
+        lambda value: is_real(value) and 0 < value <= 1,
+        "a number above 0 and at most 1",
+    ),
+    "media": (lambda value: isinstance(value, MediaConfig), "a MediaConfig"),
+    "mm_processor_cache_bytes": (ints(0), f"0 or {BYTES.rstrip(',')}"),
+    "mm_processor_cache_dir_bytes": (ints(0), f"0 or {BYTES.rstrip(',')}"),
     "attention_backend": (lambda value: isinstance(value, str), "a name, or auto"),
-    "packed_layers": YES_OR_NO,
     "model_impl": (one_of("auto", "native", "transformers"), '"auto", "native" or "transformers"'),
-    "check_model": YES_OR_NO,
-    "thread_niceness": (ints(0, 19), "from 0 to 19"),
+    "thread_niceness": (ints(0, 19), "an integer from 0 to 19"),
     "quantization": (one_of("int8", "int4", None), '"int8", "int4" or None'),
-    "quantize_activations": YES_OR_NO,
     "kv_cache_dtype": (one_of("auto", "int8"), '"auto" or "int8"'),
     "tensor_parallel_size": (lambda value: value == 1, "1 (nothing else is built)"),
     "mm_encoder_tp_mode": (lambda value: value == "tensor", '"tensor" (nothing else is built)'),
 }
 
 
+MEDIA_OPTIONS = {"MediaConfig: media=MediaConfig({}=...)": MediaConfig.__dataclass_fields__}
+"""Names that EngineConfig does not know, and where they go."""
+
+
+@with_known_names("EngineConfig has no option {}", MEDIA_OPTIONS)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Sizes left at None are resolved when the engine starts."""
@@ -214,7 +239,7 @@ class EngineConfig:
         _check_fields(self, EngineConfig, CHECKS)
         folder = self.mm_processor_cache_dir
         is_folder = isinstance(folder, str | Path | None)
-        require(is_folder, "mm_processor_cache_dir", type(folder).__name__, "a path or None")
+        require(is_folder, "mm_processor_cache_dir", type(folder), "a path or None")
         self._check_mm_limits()
         rule = '"thread:N" or "process:N" with N >= 1'
         require(self.num_processor_workers > 0, "processor_workers", self.processor_workers, rule)

@@ -25,9 +25,12 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import isclass, iscoroutinefunction, signature
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "AioEngineError",
@@ -48,9 +51,41 @@ __all__ = [
 
 
 MAX_TRACE_LINES = 40
+MAX_NAME_LENGTH = 60
+DID_YOU_MEAN = "; did you mean {!r}?"
 
 Predicate = Callable[[Any], bool]
 Checks = Mapping[str, tuple[Predicate, str]]
+Target = TypeVar("Target")
+
+SYNONYMS = {
+    "best_of": "n",
+    "context_length": "max_model_len",
+    "do_sample": "temperature",
+    "eos_token_id": "stop_token_ids",
+    "gpu_memory": "gpu_memory_utilization",
+    "guided_decoding": "structured_outputs",
+    "guided_json": "structured_outputs",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "logprob": "logprobs",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_seq_len": "max_model_len",
+    "max_seqs": "max_num_seqs",
+    "min_length": "min_tokens",
+    "min_new_tokens": "min_tokens",
+    "model_max_length": "max_model_len",
+    "n_ctx": "max_model_len",
+    "num_gpu_blocks": "kv_cache_bytes",
+    "num_return_sequences": "n",
+    "response_format": "structured_outputs",
+    "sampling_params": "params",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "torch_dtype": "dtype",
+}
+"""Other engines' names -> ours, where the spelling does not tell."""
 
 logger = logging.getLogger(__name__)
 
@@ -157,14 +192,88 @@ def typed(error: Exception) -> AioEngineError:
     return wrapped
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'max_num_seqs'?"` for the known name meant by `word`, or nothing."""
+    meant = _meant(word, known)
+    return DID_YOU_MEAN.format(meant) if meant else ""
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """The name that `word` is, or that another engine's word or a misspelt one stands for."""
+    names = list(known)
+    if word in SYNONYMS:
+        return SYNONYMS[word] if SYNONYMS[word] in names else ""
+    is_short = len(word) <= MAX_NAME_LENGTH
+    return next(iter(get_close_matches(word, names, 1) if is_short else ()), "")
+
+
+def refuse_names(
+    message: str,
+    given: Iterable[str],
+    known: Collection[str],
+    others: Mapping[str, Collection[str]] | None = None,
+    prefix: str = "",
+) -> None:
+    """Raise InvalidRequestError for the first name that is given and not known.
+
+    `message`: what is raised, with `{}` for the name; `others`: what else the name may belong to,
+    such as `"MediaConfig: media=MediaConfig({}=...)"`; `prefix`: of the error's parameter.
+    """
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is None:
+        return
+    owners = {f"; it belongs to {form}": names for form, names in (others or {}).items()}
+    owners = {DID_YOU_MEAN: known, **owners}
+    exact = [form.format(unknown) for form, names in owners.items() if unknown in names]
+    near = [(form, _meant(unknown, names)) for form, names in owners.items()]
+    way_out = next(iter(exact + [form.format(name) for form, name in near if name]), "")
+    text = message.format(shown(unknown, MAX_NAME_LENGTH))
+    raise InvalidRequestError(text + way_out, parameter=(prefix + unknown)[:MAX_NAME_LENGTH])
+
+
+def with_known_names(
+    message: str, others: Mapping[str, Collection[str]] | None = None, prefix: str = ""
+) -> Callable[[Target], Target]:
+    """Make a function, or a class's constructor, refuse unknown keywords as `refuse_names` does.
+
+    Without it that is a TypeError. Signatures stay as they are.
+    """
+
+    def decorate(function: Any) -> Any:
+        if isclass(function):
+            owner: Any = function
+            owner.__init__ = decorate(owner.__init__)
+            return function
+        known = signature(function).parameters
+
+        @wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            refuse_names(message, options, known, others, prefix)
+            return function(*arguments, **options)
+
+        @wraps(function)
+        async def checked_coroutine(*arguments: Any, **options: Any) -> Any:
+            return await checked(*arguments, **options)
+
+        return checked_coroutine if iscoroutinefunction(function) else checked
+
+    return decorate
+
+
 def require(condition: bool, parameter: str, value: object, rule: str) -> None:
-    """Raise InvalidRequestError, which says what `parameter` must be, unless `condition`."""
+    """Raise InvalidRequestError, which says what `parameter` must be, unless `condition`.
+
+    `value`: what it is, or the type of that, or its size.
+    """
     if condition:
         return
-    try:
-        text = shown(value)
-    except Exception:  # a number of thousands of digits, or an object that cannot show itself
-        text = value = type(value).__name__
+    if isinstance(value, type):
+        value = text = value.__name__
+    else:
+        try:
+            text = shown(value)
+        except Exception:  # a number of thousands of digits, or an object that cannot show itself
+            value = text = type(value).__name__
     raise InvalidRequestError(
         f"{parameter} must be {rule}, not {text}", parameter=parameter, value=value
     )
@@ -179,6 +288,19 @@ def require_fields(owner: object, checks: Checks, prefix: str = "") -> None:
     for name, (is_fit, rule) in checks.items():
         value = getattr(owner, name)
         require(is_fit(value), prefix + name, value, rule)
+
+
+def check_text(value: object, longest: int, parameter: str, what: str = "text") -> None:
+    """Raise InvalidRequestError unless it is Unicode text of 1 to `longest` characters.
+
+    `what`: what the parameter is, where the value is one of several.
+    """
+    require(isinstance(value, str), parameter, type(value), what)
+    length = len(str(value))
+    require(0 < length <= longest, parameter, length, f"{what} of 1 to {longest} characters")
+    if not is_text(value, longest):
+        message = f"{parameter} must be {what} in Unicode, without lone surrogates"
+        raise InvalidRequestError(message, parameter=parameter)
 
 
 def ints(least: int, most: float = math.inf) -> Predicate:

@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from aioengine.errors import ints, is_real, is_text, optional, reals, require, require_fields
+from aioengine.errors import (
+    InvalidRequestError,
+    check_text,
+    ints,
+    is_real,
+    is_text,
+    optional,
+    reals,
+    require,
+    require_fields,
+    with_known_names,
+)
 
 __all__ = ["SamplingParams", "StructuredOutputs"]
 
@@ -49,6 +60,7 @@ MERGED = {
 }
 
 
+@with_known_names("StructuredOutputs has no field {}", prefix="structured_outputs.")
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the output text. Exactly one of the fields is given."""
@@ -60,7 +72,7 @@ class StructuredOutputs:
     regex: str | None = None
     """A regular expression for the whole text."""
     choice: Sequence[str] | None = None
-    """The only texts that may come."""
+    """The only texts that are allowed."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation, as llguidance reads it; it begins at `start`. No
     `%json` or other directives that bring in a schema."""
@@ -68,10 +80,9 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if self._has(name)]
         given += ["json_object"] * bool(self.json_object)
-        require(len(given) == 1, "structured_outputs", given, "given by exactly one of its fields")
+        require(len(given) == 1, "structured_outputs", given, "exactly one of its fields")
         if self.regex is not None:
-            rule = f"text of 1 to {MAX_EXPRESSION_LENGTH} characters"
-            self._require(is_text(self.regex, MAX_EXPRESSION_LENGTH), "regex", rule)
+            check_text(self.regex, MAX_EXPRESSION_LENGTH, "structured_outputs.regex")
         if self.choice is not None:
             self._check_choice(self.choice)
         if self.grammar is not None:
@@ -82,48 +93,44 @@ class StructuredOutputs:
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
 
-    def _require(self, condition: bool, name: str, rule: str) -> None:
-        kind = type(getattr(self, name)).__name__
-        require(condition, f"structured_outputs.{name}", kind, rule)
-
     def _check_choice(self, choice: Any) -> None:
-        self._require(
-            isinstance(choice, list | tuple)
-            and 0 < len(choice) <= MAX_RULES
-            and all(is_text(text, MAX_EXPRESSION_LENGTH) for text in choice)
-            and sum(map(len, choice)) <= MAX_GRAMMAR_LENGTH,
-            "choice",
-            f"1 to {MAX_RULES} texts, each of 1 to {MAX_EXPRESSION_LENGTH} characters, of "
-            f"{MAX_GRAMMAR_LENGTH} in all",
-        )
+        name = "structured_outputs.choice"
+        require(isinstance(choice, list | tuple), name, type(choice), "a list of texts")
+        is_count = 0 < len(choice) <= MAX_RULES
+        require(is_count, name, len(choice), f"1 to {MAX_RULES} texts")
+        for text in choice:
+            check_text(text, MAX_EXPRESSION_LENGTH, name, "a list of texts")
+        length = sum(map(len, choice))
+        rule = f"at most {MAX_GRAMMAR_LENGTH} characters in all"
+        require(length <= MAX_GRAMMAR_LENGTH, name, length, rule)
 
     def _check_grammar(self, grammar: Any) -> None:
-        is_fit = is_text(grammar, MAX_GRAMMAR_LENGTH)
-        lines = grammar.splitlines() if is_fit else []
-        self._require(
-            is_fit
-            and len(lines) <= MAX_RULES
-            and all(len(line) <= MAX_EXPRESSION_LENGTH for line in lines),
-            "grammar",
-            f"text of 1 to {MAX_GRAMMAR_LENGTH} characters, in at most {MAX_RULES} lines of at "
-            f"most {MAX_EXPRESSION_LENGTH} characters",
-        )
+        name = "structured_outputs.grammar"
+        check_text(grammar, MAX_GRAMMAR_LENGTH, name)
+        lengths = [len(line) for line in grammar.splitlines()]
+        require(len(lengths) <= MAX_RULES, name, len(lengths), f"at most {MAX_RULES} lines")
+        longest = max(lengths, default=0)
+        rule = f"in lines of at most {MAX_EXPRESSION_LENGTH} characters"
+        require(longest <= MAX_EXPRESSION_LENGTH, name, longest, rule)
         # A schema in there would be compiled unseen.
-        is_plain = not any(word in grammar for word in ("%json", "%regex", "%lark"))
-        self._require(is_plain, "grammar", "free of %json, %regex and %lark")
+        found = next((word for word in ("%json", "%regex", "%lark") if word in grammar), None)
+        require(found is None, name, found, "free of %json, %regex and %lark")
 
     def _check_schema(self, schema: Any) -> None:
-        self._require(isinstance(schema, str | Mapping), "json", "a JSON schema")
-        size = f"of at most {MAX_GRAMMAR_LENGTH} characters"
-        self._require(len(schema) <= MAX_GRAMMAR_LENGTH, "json", size)
+        name, size = "structured_outputs.json", f"of at most {MAX_GRAMMAR_LENGTH} characters"
+        is_schema = isinstance(schema, str | Mapping)
+        require(is_schema, name, type(schema), "a JSON schema, as a mapping or as text")
+        require(len(schema) <= MAX_GRAMMAR_LENGTH, name, len(schema), size)
         text, fault = "", _fault_of_schema(schema)
         if not fault:
             try:
                 text = self.schema_text
             except (ValueError, TypeError, RecursionError):
                 fault = "JSON"
-        self._require(not fault, "json", fault)
-        self._require(is_text(text, MAX_GRAMMAR_LENGTH), "json", f"Unicode text, {size}")
+        if not fault and not is_text(text, MAX_GRAMMAR_LENGTH):
+            fault = f"Unicode text, {size}"
+        if fault:
+            raise InvalidRequestError(f"{name} must be {fault}", parameter=name)
 
     @property
     def schema_text(self) -> str:
@@ -227,22 +234,30 @@ def _significant(multiple: Any) -> int:
 
 
 YES_OR_NO = (lambda value: isinstance(value, bool)), "True or False"
+STRINGS = (
+    ("stop", "a string, a list of strings, or None", bytes),
+    ("bad_words", "a list of words, or None", str | bytes),
+)
+"""Fields of strings, what each must be, and the sequences that are no lists of them."""
 CHECKS = {
-    "temperature": (reals(0, 100), "in [0, 100]"),
-    "top_p": (lambda value: is_real(value) and 0 < value <= 1, "in (0, 1]"),
-    "min_p": (reals(0, 1), "in [0, 1]"),
-    "top_k": (ints(-1), "-1, 0 or positive"),
-    "seed": (optional(ints(-(2**63), 2**64 - 1)), "a 64-bit integer or None"),
-    "presence_penalty": (reals(-2, 2), "in [-2, 2]"),
-    "frequency_penalty": (reals(-2, 2), "in [-2, 2]"),
-    "repetition_penalty": (reals(0.01, 100), "in [0.01, 100]"),
-    "n": (ints(1, MAX_COMPLETIONS), f"1 to {MAX_COMPLETIONS}"),
-    "max_tokens": (optional(ints(1)), "positive or None"),
-    "min_tokens": (ints(0), "0 or more"),
-    "logprobs": (optional(ints(0, MAX_LOGPROBS)), f"0 to {MAX_LOGPROBS}, or None"),
+    "temperature": (reals(0, 100), "a number from 0 to 100"),
+    "top_p": (lambda value: is_real(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "min_p": (reals(0, 1), "a number from 0 to 1"),
+    "top_k": (ints(-1), "an integer: positive, or 0 or -1 for all tokens"),
+    "seed": (optional(ints(-(2**63), 2**64 - 1)), "an integer of 64 bits or None"),
+    "presence_penalty": (reals(-2, 2), "a number from -2 to 2"),
+    "frequency_penalty": (reals(-2, 2), "a number from -2 to 2"),
+    "repetition_penalty": (reals(0.01, 100), "a number from 0.01 to 100"),
+    "n": (ints(1, MAX_COMPLETIONS), f"an integer from 1 to {MAX_COMPLETIONS}"),
+    "max_tokens": (optional(ints(1)), "a positive integer or None"),
+    "min_tokens": (ints(0), "an integer, 0 or more"),
+    "logprobs": (
+        optional(ints(0, MAX_LOGPROBS)),
+        f"an integer from 0 to {MAX_LOGPROBS}, or None",
+    ),
     "prompt_logprobs": (
         optional(ints(0, MAX_PROMPT_LOGPROBS)),
-        f"0 to {MAX_PROMPT_LOGPROBS}, or None",
+        f"an integer from 0 to {MAX_PROMPT_LOGPROBS}, or None",
     ),
     "include_stop_str_in_output": YES_OR_NO,
     "ignore_eos": YES_OR_NO,
@@ -251,6 +266,15 @@ CHECKS = {
 }
 
 
+STRUCTURES = {
+    "StructuredOutputs: structured_outputs=StructuredOutputs({}=...)": (
+        StructuredOutputs.__dataclass_fields__
+    )
+}
+"""Names that SamplingParams does not know, and where they go."""
+
+
+@with_known_names("SamplingParams has no option {}", STRUCTURES)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping options of one request, with vLLM's names and defaults."""
@@ -280,11 +304,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Keep the stop string, or the stop token, in the output text."""
     bad_words: Sequence[str] | None = None
-    """Words that must not come, neither at the beginning of the output nor within it."""
+    """Words that must not appear, neither at the beginning of the output nor within it."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
     max_tokens: int | None = 16
-    """Output tokens at most; None: as many as the model's length allows."""
+    """The most output tokens; None: all that the model's length allows."""
     min_tokens: int = 0
     """Output tokens before end-of-sequence and stop tokens may be chosen."""
     logprobs: int | None = None
@@ -294,7 +318,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Token id -> what is added to its logit, -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
-    """The only token ids that may come."""
+    """The only token ids that may be chosen."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -312,24 +336,14 @@ class SamplingParams:
         self._check_structure()
 
     def _check_stops(self) -> None:
-        for name in ("stop", "bad_words"):
+        for name, rule, no_list in STRINGS:
             value = getattr(self, name)
-            strings = _strings(value)
-            require(
-                (value is None or isinstance(value, Sequence))
-                and len(strings) <= MAX_STRINGS
-                and all(is_text(string, MAX_STRING_LENGTH) for string in strings)
-                and sum(map(len, strings)) <= MAX_STRINGS_LENGTH,
-                name,
-                type(value).__name__,
-                f"up to {MAX_STRINGS} strings, each of 1 to {MAX_STRING_LENGTH} characters, of "
-                f"{MAX_STRINGS_LENGTH} in all",
-            )
-        is_list = self.bad_words is None or not isinstance(self.bad_words, str)
-        words = self.bad_words or ()
-        kind = type(self.bad_words).__name__
-        are_words = is_list and all(word.strip() for word in words)
-        require(are_words, "bad_words", kind, "a list of words, none of them blank")
+            is_list = isinstance(value, Sequence) and not isinstance(value, no_list)
+            require(value is None or is_list, name, type(value), rule)
+            _check_strings(name, _strings(value))
+        if not all(word.strip() for word in self.bad_words or ()):
+            message = "bad_words must be a list of words, and one of them is blank"
+            raise InvalidRequestError(message, parameter="bad_words")
         is_text_wanted = self.detokenize or not self.stop_strings
         require(is_text_wanted, "stop", "given", "absent when detokenize is False")
 
@@ -337,30 +351,26 @@ class SamplingParams:
         for name, most in MAX_TOKEN_IDS.items():
             value = getattr(self, name)
             kind = Mapping if name == "logit_bias" else Sequence
-            require(
-                value is None
-                or (
-                    isinstance(value, kind)
-                    and len(value) <= most
-                    # A list may be as long as the vocabulary: no Python code for each token.
-                    and set(map(type, value)) <= {int}
-                    and min(value, default=0) >= 0
-                ),
-                name,
-                type(value).__name__,
-                f"up to {most} token ids" + (" with numbers" if kind is Mapping else ""),
-            )
+            what = f"a {'mapping' if kind is Mapping else 'list'} of token ids"
+            require(value is None or isinstance(value, kind), name, type(value), f"{what}, or None")
+            length = len(value or ())
+            require(length <= most, name, length, f"at most {most} token ids")
+            # A list may be as long as the vocabulary: no Python code for each token.
+            others = set(map(type, value or ())) - {int}
+            require(not others, name, next(iter(others), int), f"{what}, which are integers")
+            least = min(value or (), default=0)
+            require(least >= 0, name, least, f"{what}, which are 0 or more")
         allowed = self.allowed_token_ids
         is_some = allowed is None or len(allowed) > 0
         require(is_some, "allowed_token_ids", "empty", "None or token ids")
         is_bias = reals(-100, 100)
         for token_id, bias in (self.logit_bias or {}).items():
-            require(is_bias(bias), f"logit_bias[{token_id}]", bias, "-100 to 100")
+            require(is_bias(bias), f"logit_bias[{token_id}]", bias, "a number from -100 to 100")
 
     def _check_structure(self) -> None:
-        structure, kind = self.structured_outputs, type(self.structured_outputs).__name__
+        structure = self.structured_outputs
         is_known = isinstance(structure, StructuredOutputs | None)
-        require(is_known, "structured_outputs", kind, "a StructuredOutputs")
+        require(is_known, "structured_outputs", type(structure), "a StructuredOutputs or None")
         rule = "left alone with structured_outputs, which say themselves where the text ends"
         for name in ("ignore_eos", "min_tokens"):
             value = getattr(self, name)
@@ -370,6 +380,15 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return _strings(self.stop)
+
+
+def _check_strings(name: str, strings: Sequence[Any]) -> None:
+    require(len(strings) <= MAX_STRINGS, name, len(strings), f"at most {MAX_STRINGS} strings")
+    for string in strings:
+        check_text(string, MAX_STRING_LENGTH, name, "a list of strings")
+    length = sum(map(len, strings))
+    rule = f"at most {MAX_STRINGS_LENGTH} characters in all"
+    require(length <= MAX_STRINGS_LENGTH, name, length, rule)
 
 
 def _strings(value: Any) -> tuple[Any, ...]:

@@ -251,6 +251,7 @@ class BaseProcessingInfo(ABC):
         allowed = self.get_allowed_mm_limits()
         for modality, count in counts.items():
             refused = partial(UnsupportedModalityError, parameter=f"{modality}s", value=count)
+            plural = "audio items" if modality == "audio" else f"{modality}s"
             if count and modality not in supported:
                 if modality == "video" and lacks_video(self.get_hf_processor()):
                     raise MediaError(
@@ -260,14 +261,16 @@ class BaseProcessingInfo(ABC):
                     )
                 known = ", ".join(sorted(supported))
                 takes = f", only {known}" if supported else ": it is for text only"
-                raise refused(f"the model takes no {modality} items{takes}")
+                raise refused(f"the model takes no {plural}{takes}")
             limit = allowed.get(modality)
             if limit is None or count <= limit:
                 continue
             most = supported[modality]
             raises_it = most is None or count <= most
-            way_out = f"; raise limit_mm_per_prompt[{modality!r}]" if raises_it else ""
-            raise refused(f"{count} {modality} items in one prompt are more than {limit}{way_out}")
+            name = f"limit_mm_per_prompt[{modality!r}]"
+            way_out = f"; raise {name}" if raises_it else ""
+            takes = f"at most {limit}" if limit else "no"
+            raise refused(f"one prompt may have {takes} {plural}, not {count}{way_out}")
 
 
 @dataclass(frozen=True, kw_only=True)

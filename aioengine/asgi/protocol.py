@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aioengine.errors import InvalidRequestError, shown
+from aioengine.errors import InvalidRequestError, refuse_names
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
 
@@ -45,6 +45,7 @@ MEDIA_PARTS = {f"{each}_url": each for each in ("image", "audio", "video")} | {
 }
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 """Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
+STRUCTURES = tuple(StructuredOutputs.__dataclass_fields__)
 TOKEN_ID = re.compile("[0-9]{1,10}")
 IGNORED = frozenset(
     {
@@ -52,7 +53,7 @@ IGNORED = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
     }
 )
-"""For OpenAI's own books."""
+"""For OpenAI's own accounts."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -166,16 +167,12 @@ def _wants_usage(given: Mapping[str, Any], is_streamed: bool) -> bool:
 def _known(body: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     """The fields that are given: null is as good as nothing. Refuses all that is not known."""
     given = {name: value for name, value in body.items() if value is not None}
-    for name, value in list(given.items()):
-        if name in names:
-            continue
+    for name, value in given.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise InvalidRequestError(f"{name} is not supported", parameter=name)
-        if name not in NEUTRAL and name not in IGNORED:
-            message = f"{shown(name, 60)} is no field of this request"
-            raise InvalidRequestError(message, parameter=name[:60])
-        del given[name]
-    return given
+    wanted = [name for name in given if name not in NEUTRAL and name not in IGNORED]
+    refuse_names("{} is not a field of this request", wanted, names)
+    return {name: value for name, value in given.items() if name in names}
 
 
 def _read_message(message: Any, index: int) -> Any:
@@ -252,8 +249,8 @@ def _read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
     if own is not None and wanted is not None:
         raise _wrong("structured_outputs", "absent where response_format is given")
     if own is not None:
-        if not isinstance(own, dict) or own.keys() - StructuredOutputs.__dataclass_fields__:
-            raise _wrong("structured_outputs", "an object with one of StructuredOutputs' fields")
+        if not isinstance(own, dict):
+            raise _wrong("structured_outputs", f"an object with one of {', '.join(STRUCTURES)}")
         return StructuredOutputs(**own)
     if wanted is None:
         return None

@@ -23,7 +23,7 @@ from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.service import Service
 from aioengine.config import MediaConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import InvalidRequestError, refuse_names
 from aioengine.processors.speech import SupportsTranscription, cut_windows
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.loop_bridge import run_apart
@@ -192,9 +192,7 @@ def _usage(seconds: float) -> dict[str, Any]:
 
 
 async def _read_form(form: FormData) -> Ask:
-    unknown = sorted(form.keys() - FIELDS)
-    if unknown:
-        raise InvalidRequestError(f"{unknown[0]!r:.60} is not supported", parameter=unknown[0])
+    refuse_names("{} is not supported", form, FIELDS)
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise InvalidRequestError("file must be an audio file", parameter="file")

@@ -22,20 +22,27 @@ from aioengine.engine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.errors import (
     EngineClosedError,
     EngineError,
-    InvalidRequestError,
     ModelLoadError,
     RequestAbortedError,
+    with_known_names,
 )
 from aioengine.instruments import Instruments, heard_on
 from aioengine.models.runtime.load_progress import Reporter
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.tokens import TokenStream
-from aioengine.types import EngineState, EngineStatistics, LoadProgress, RequestOutput
+from aioengine.types import EngineState, EngineStatistics, LoadProgress, Prompt, RequestOutput
 
 if TYPE_CHECKING:
     from aioengine.engine.engine_core import EngineCore
 
 __all__ = ["AsyncEngine"]
+
+OPTIONS = {
+    "SamplingParams: params=SamplingParams({}=...)": SamplingParams.__dataclass_fields__,
+    "Prompt: Prompt(..., {}=...)": Prompt.__dataclass_fields__,
+    "EngineConfig: AsyncEngine.from_pretrained(..., {}=...)": EngineConfig.__dataclass_fields__,
+}
+"""Names that a request's calls do not know, and where they go."""
 
 
 class AsyncEngine:
@@ -63,10 +70,6 @@ class AsyncEngine:
         `options` are fields of EngineConfig, in place of `config` or on top of it. Raises
         InvalidRequestError for options that are unknown or out of range.
         """
-        unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
-        if unknown:
-            message = f"EngineConfig has no option {unknown[0]!r:.60}"
-            raise InvalidRequestError(message, parameter=unknown[0])
         return cls(model, replace(config or EngineConfig(), **options))
 
     # ---- life
@@ -186,6 +189,7 @@ class AsyncEngine:
 
     # ---- requests
 
+    @with_known_names("generate() has no argument {}", OPTIONS)
     async def generate(
         self,
         prompt: PromptLike,
@@ -208,6 +212,7 @@ class AsyncEngine:
         with closing(stream):
             return await stream.result()
 
+    @with_known_names("stream() has no argument {}", OPTIONS)
     def stream(
         self,
         prompt: PromptLike,

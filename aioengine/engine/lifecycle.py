@@ -11,6 +11,7 @@ from aioengine.errors import (
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
+    WrongLoopError,
 )
 from aioengine.streams.loop_bridge import check_running
 from aioengine.types import EngineState
@@ -27,6 +28,15 @@ NEXT = {
 }
 """State -> those that may follow it."""
 SERVING = (EngineState.RUNNING, EngineState.DRAINING)
+NOT_SERVING = {
+    EngineState.NEW: "the engine has not been started; use it inside 'async with'",
+    EngineState.STARTING: "the engine is still starting; await start() before it is used",
+    EngineState.CLOSED: "the engine is closed, and is not started again; make a new one",
+}
+NO_LOOP = (
+    "an engine runs in an event loop of asyncio or uvloop, and there is none here; under trio, run "
+    "it in a thread, as the blocking `Engine` does"
+)
 
 
 class EngineLifecycle:
@@ -51,10 +61,16 @@ class EngineLifecycle:
             self.was_serving |= self.is_serving
 
     def start(self) -> asyncio.AbstractEventLoop:
-        """Bind the engine to the running loop. Raises EngineClosedError the second time."""
+        """Bind the engine to the running loop.
+
+        Raises EngineClosedError the second time, WrongLoopError where no loop of asyncio's runs.
+        """
         if self.state is not EngineState.NEW:
             raise EngineClosedError("an engine is started once; make a new one")
-        self.loop = asyncio.get_running_loop()
+        try:
+            self.loop = asyncio.get_running_loop()
+        except RuntimeError:  # a coroutine runs all the same: under trio, say
+            raise WrongLoopError(NO_LOOP) from None
         self.transition(EngineState.STARTING)
         return self.loop
 
@@ -87,7 +103,7 @@ class EngineLifecycle:
         if self.death is not None:
             raise EngineDeadError("the engine has died; start a new one") from self.death
         if not self.is_serving:
-            raise EngineClosedError("the engine is not running; use it inside 'async with'")
+            raise EngineClosedError(NOT_SERVING[self.state])
 
     def check_entry(self, num_live: int, num_new: int) -> None:
         """Raise what keeps `num_new` completions out, while `num_live` are live."""

@@ -11,6 +11,7 @@ engine loads: that holds the interpreter's lock for long.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import weakref
@@ -29,6 +30,19 @@ from aioengine.sampling_params import StructuredOutputs
 __all__ = ["Constraint", "Grammars"]
 
 PARAMETER = "structured_outputs"
+STOPPED = {
+    "NoExtension": "no finite text satisfies it",
+    "NoExtensionBias": "no finite text satisfies it",
+    "ParserTooComplex": "its grammar is too complex",
+    "LexerTooComplex": "its expressions are too complex",
+    "InternalError": "its grammar could not be built",
+}
+"""llguidance's names of what has stopped it, in words."""
+AROUND = re.compile(
+    r"^((at )?\d+\(\d+\): )?(invalid regex .* \(in regex\): )?"
+    r"|; \w+ in regex /.*$| \(at .*\)$|\. Enable .*$"
+)
+"""Its places and excerpts of an expression, around what is wrong there."""
 MAX_LIVE = 1024
 """Constraints of live completions."""
 MAX_COMPILE_S = 5.0
@@ -268,5 +282,14 @@ def _quote(text: str) -> str:
 
 def _refused(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{PARAMETER} cannot be followed: {reason.strip()!s:.200}", parameter=PARAMETER
+        f"{PARAMETER} cannot be followed: {_sentence(reason):.200}", parameter=PARAMETER
     )
+
+
+def _sentence(reason: str) -> str:
+    """What llguidance says, without positions, excerpts and names that only it knows."""
+    lines = reason.strip().splitlines() or [""]
+    if lines[0] in STOPPED:
+        return STOPPED[lines[0]]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return AROUND.sub("", (errors or lines)[0][:1000])
