@@ -199,12 +199,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
-    """The name that `word` is, or that another engine's word or a misspelt one stands for."""
-    names = list(known)
-    if word in SYNONYMS:
-        return SYNONYMS[word] if SYNONYMS[word] in names else ""
+    """The name that another engine's word or a misspelt one stands for; of flags too."""
+    names = {name.lstrip("-").replace("-", "_"): name for name in known}
+    plain = word.lstrip("-").replace("-", "_")
+    if plain in SYNONYMS:
+        return names.get(SYNONYMS[plain], "")
     is_short = len(word) <= MAX_NAME_LENGTH
-    return next(iter(get_close_matches(word, names, 1) if is_short else ()), "")
+    found = get_close_matches(plain, names, 1) if is_short else []
+    return names[found[0]] if found else ""
 
 
 def refuse_names(

@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     ):
         parser.add_argument(
             f"--{name}",
-            type=checked(decimal, partial(le, least), f"number of {least} or more"),
+            type=checked(decimal, partial(le, least), f"a number of {least} or more"),
             default=default,
             metavar="N",
             help=f"{meaning} (default: {default})",
@@ -60,7 +60,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--request-rate",
-        type=checked(float, lambda rate: rate > 0, "positive number"),
+        type=checked(float, lambda rate: rate > 0, "a positive number"),
         default=math.inf,
         metavar="X",
         help="requests a second, at random moments (Poisson); inf: all at once (default)",
@@ -74,7 +74,7 @@ def add_parser(commands: Commands) -> None:
 def _size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; say 640x480")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 640x480")
     return int(found[1]), int(found[2])
 
 

@@ -17,13 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from aioengine import AsyncEngine, RequestOutput, SamplingParams
+from aioengine import AsyncEngine, RequestOutput
+from aioengine.cli.checks import check_items, check_options, in_flags
 from aioengine.cli.loading import new_engine, new_runner, say, start
 from aioengine.cli.options import (
     Commands,
     add_engine_flags,
     add_sampling_flags,
-    given,
     media_item,
     new_parser,
 )
@@ -65,7 +65,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
+    check_options(options)
     engine = new_engine(options)
     with new_runner() as runner:
         try:
@@ -134,9 +134,12 @@ class Conversation:
 
     def _attach(self, modality: str, text: str) -> None:
         try:
-            self.items.append((modality, media_item(text)))
-        except argparse.ArgumentTypeError as error:
+            item = modality, media_item(text)
+            check_items([item], self._engine.config.media)
+        except (argparse.ArgumentTypeError, InvalidRequestError) as error:
             sys.stdout.write(f"{error}\n")
+        else:
+            self.items.append(item)
 
     def _clear(self, _: str) -> None:
         self._messages = [*self._system]
@@ -156,7 +159,7 @@ class Conversation:
         try:
             text, output = await self._stream(messages)
         except InvalidRequestError as error:
-            reason = in_own_words(error, items, len(self._messages))
+            reason = in_flags(in_own_words(error, items, len(self._messages)))
             sys.stdout.write(f"{reason}\nThe message is not part of the conversation.\n")
             return
         if text or output is not None:  # else it was stopped before it began

@@ -17,13 +17,14 @@ from rich.table import Table
 from aioengine import (
     AsyncEngine,
     EngineStatistics,
+    MediaConfig,
     RequestOutput,
     SamplingParams,
     demo_images,
-    demo_model,
 )
+from aioengine.cli.checks import check_items
 from aioengine.cli.loading import new_runner
-from aioengine.cli.options import Commands
+from aioengine.cli.options import DEMO, MODEL, Commands, checked, decimal, model_source
 from aioengine.cli.prompts import chat_message
 from aioengine.cli.timeline import draw_timeline
 from aioengine.instruments import StageSpan, TraceRecorder
@@ -58,15 +59,31 @@ class Row:
 def add_parser(commands: Commands) -> None:
     """The flags of the command."""
     parser = commands.add_parser("demo", help="describe images with the demo model, all at once")
-    parser.add_argument("images", nargs="*", type=Path, help="image files (default: the shipped)")
-    parser.add_argument("--model", type=Path, default=None, help="a model folder")
+    parser.add_argument(
+        "images", nargs="*", type=_image_file, help="image files (default: the shipped)"
+    )
+    parser.add_argument("--model", type=model_source, default=DEMO, help=MODEL)
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the timeline goes")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--max-tokens",
+        type=checked(decimal, bool, "a positive number"),
+        default=96,
+        metavar="N",
+        help="of each answer (default: 96)",
+    )
     parser.set_defaults(run=run)
+
+
+def _image_file(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return path
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
+    check_items([("image", path) for path in options.images], MediaConfig())
     with new_runner() as runner:
         runner.run(run_demo(options))
 
@@ -81,7 +98,7 @@ async def run_demo(options: argparse.Namespace) -> None:
     )
     trace = TraceRecorder()
     begin = time.perf_counter()
-    async with AsyncEngine.from_pretrained(options.model or demo_model()) as engine:
+    async with AsyncEngine.from_pretrained(options.model) as engine:
         console.print(f"loaded in {time.perf_counter() - begin:.2f} s")
         engine.instruments.listeners.append(trace)
         ask = partial(_round, engine, console, images, options.max_tokens)

@@ -8,8 +8,9 @@ import sys
 from dataclasses import asdict
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
+from aioengine.cli.checks import check_options
 from aioengine.cli.loading import new_engine, new_runner, say, started
-from aioengine.cli.options import Commands, add_engine_flags, add_sampling_flags, given, new_parser
+from aioengine.cli.options import Commands, add_engine_flags, add_sampling_flags, new_parser
 from aioengine.cli.prompts import (
     add_form_flags,
     add_media_flags,
@@ -50,7 +51,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
+    check_options(options)
     text = options.prompt
     if text == "-" or (text is None and not options.items):
         if sys.stdin.isatty():

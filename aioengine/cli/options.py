@@ -17,10 +17,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from aioengine import EngineConfig, MediaConfig, SamplingParams
+from aioengine import EngineConfig, MediaConfig, SamplingParams, demo_model
+from aioengine.errors import did_you_mean
 
 __all__ = [
+    "DEMO",
     "MAX_TOKENS",
+    "MODEL",
     "RECOMMENDED",
     "RECOMMENDED_GREEDY",
     "CommandParser",
@@ -32,6 +35,7 @@ __all__ = [
     "engine_config",
     "given",
     "media_item",
+    "model_source",
     "new_parser",
     "parse_bytes",
 ]
@@ -51,6 +55,12 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", *RECOMMENDED_GREEDY)
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+DEMO = "demo"
+"""The word for the model that is shipped, unless there is a folder of this name."""
+MODEL = f"a folder, a GGUF file, a hub id, or {DEMO} (the small model that is shipped)"
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
 class CommandParser(argparse.ArgumentParser):
     """Takes a command's arguments in any order, also when one of them may be left out."""
 
@@ -62,9 +72,15 @@ class CommandParser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._is_within = True
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            found, others = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._is_within = False
+        if others:  # else the parser of all commands would refuse them, with its own usage
+            flags = [text for action in self._actions for text in action.option_strings]
+            wrong = next((text for text in others if text.startswith("--")), "")
+            meant = did_you_mean(wrong.partition("=")[0], flags) if wrong else ""
+            self.error(f"unrecognized arguments: {' '.join(others)}{meant}")
+        return found, others
 
 
 def new_parser(
@@ -78,7 +94,7 @@ def new_parser(
         description=f"{summary[0].upper()}{summary[1:]}. {details}",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a hub id")
+    parser.add_argument("model", metavar="MODEL", type=model_source, help=MODEL)
     return parser
 
 
@@ -117,6 +133,20 @@ def given(options: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     }
 
 
+def model_source(text: str) -> str:
+    """A model as it is typed: `demo`, a folder, a file, or a hub id. Raises ArgumentTypeError."""
+    path = Path(text).expanduser()
+    if text and path.exists():
+        return str(path)
+    if text == DEMO:
+        return str(demo_model())
+    if HUB_ID.fullmatch(text):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"there is no folder or file {text!r}, and a hub id has the form OWNER/NAME"
+    )
+
+
 def media_item(text: str, folder: Path = Path()) -> str | Path:
     """A file, from a folder on, or a URL. Raises ArgumentTypeError where there is no such file."""
     if re.match(r"data:|[a-z][a-z0-9+.-]*://", text, re.IGNORECASE):
@@ -130,14 +160,14 @@ def media_item(text: str, folder: Path = Path()) -> str | Path:
 def checked(
     read: Callable[[str], Any], accepts: Callable[[Any], bool], what: str
 ) -> Callable[[str], Any]:
-    """Make a reader for argparse, of text that is `what`: that is read to what is accepted."""
+    """Make a reader for argparse of text that must be `what`: read to a value that is accepted."""
 
     def read_checked(text: str) -> Any:
         with suppress(ValueError):
             value = read(text)
             if accepts(value):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return read_checked
 
@@ -153,7 +183,7 @@ def parse_bytes(text: str) -> int:
     """A number of bytes: 4096, 512MB (of a million), 4GiB or 4G (of 2**30)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; say 4096, 512MB or 4GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 512MB or 4GiB")
     number, unit, suffix = found.groups(default="")
     base = 1000 if suffix.lower() == "b" else 1024
     return int(float(number) * base ** UNITS[unit.lower()])
@@ -189,7 +219,7 @@ def _settings(name: str, hint: Any) -> dict[str, Any] | None:
         element = _settings(name, get_args(hint)[0])
         return None if element is None else {**element, "action": "append"}
     if origin is Mapping:
-        what = 'JSON object, such as {"image": 4}'
+        what = 'a JSON object, such as {"image": 4}'
         read = checked(json.loads, lambda value: isinstance(value, dict), what)
         return {"type": read, "metavar": "JSON"}
     if hint is bool:

@@ -48,7 +48,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     parser.add_argument(
         "--port",
-        type=checked(decimal, lambda port: port <= 65535, "port"),
+        type=checked(decimal, lambda port: port <= 65535, "a port, 0 to 65535"),
         default=8000,
         metavar="N",
         help="0: a free one (default: 8000)",
@@ -96,7 +96,7 @@ def add_parser(commands: Commands) -> None:
     for name, default, what in times:
         parser.add_argument(
             f"--{name}",
-            type=checked(float, lambda seconds: 0 <= seconds < math.inf, "number of seconds"),
+            type=checked(float, lambda seconds: 0 <= seconds < math.inf, "a number of seconds"),
             default=default,
             metavar="SECONDS",
             help=f"{what} (default: {default:g})",
@@ -179,7 +179,9 @@ def _announce(host: str, bound: Any, is_open: bool) -> None:
     url = f"http://{shown}:{bound.getsockname()[1]}"
     say(f"API          {url}/v1\nstatus page  {url}/\n")
     if is_open:
-        sys.stderr.write(f"Whoever can reach this address can use it: {API_KEY} is not set.\n")
+        sys.stderr.write(
+            f"Anyone who can reach this address can use the model: {API_KEY} is not set.\n"
+        )
 
 
 async def _serve(engine: AsyncEngine, new_server: Callable[[], Any], bound: Any) -> None:

@@ -36,7 +36,7 @@ from anyio.abc import ByteStream
 from aioengine.config import MediaConfig
 from aioengine.errors import MediaError, MediaUnavailableError
 
-__all__ = ["fetch_url"]
+__all__ = ["check_url", "fetch_url"]
 
 MAX_REDIRECTS = 5
 # Of one host, dialled one after the other; each but the last has this long to answer.
@@ -147,11 +147,26 @@ async def fetch_url(
     raise kind(f"{parameter} could not be fetched: {reason}", parameter=parameter)
 
 
+def check_url(url: str, config: MediaConfig, *, parameter: str) -> None:
+    """Raise MediaError for a URL that `fetch_url` refuses before it asks anybody."""
+    try:
+        _check_allowed(_parse(url), config.allowed_hosts)
+    except _RefusedError as refusal:
+        reason = str(refusal)
+    else:
+        return
+    raise MediaError(f"{parameter} cannot be fetched: {reason}", parameter=parameter)
+
+
+def _check_allowed(target: _Target, allowed_hosts: Sequence[str]) -> None:
+    if not any(_allows(entry, target) for entry in allowed_hosts):
+        raise _RefusedError(_NOT_ALLOWED)
+
+
 async def _follow(text: str, allowed_hosts: Sequence[str], limit: _Limit) -> bytes:
     target = _parse(text)
     for _ in range(MAX_REDIRECTS + 1):
-        if not any(_allows(entry, target) for entry in allowed_hosts):
-            raise _RefusedError(_NOT_ALLOWED)
+        _check_allowed(target, allowed_hosts)
         stream = await _connect(target, await _public_addresses(target))
         try:
             answer = await _get(stream, target, limit)
