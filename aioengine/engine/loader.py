@@ -33,7 +33,7 @@ from aioengine.models.by_cache.model import ByCache
 from aioengine.models.quantization.gguf_weights import kinds_of
 from aioengine.models.quantization.grouped_layers import forget, keep_inputs, rounds_inputs
 from aioengine.models.quantization.rounding import Rounding
-from aioengine.models.runtime.checkpoint import check_files, read_config
+from aioengine.models.runtime.checkpoint import check_files, find_source, read_config
 from aioengine.models.runtime.gguf_folder import GgufFolder, open_gguf
 from aioengine.models.runtime.hf_loading import Held, bounded_builds
 from aioengine.models.runtime.interfaces import ReadsMedia, SupportsEncoderDecoder
@@ -105,7 +105,7 @@ def _load(
     """See `load`; `bound`: called with what the weights' files hold."""
     with stage("processor"):
         folder = open_gguf(path)
-        path = path if folder is None else folder.path
+        path = find_source(path, revision=config.revision) if folder is None else folder.path
         hf_config = read_config(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )

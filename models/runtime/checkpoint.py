@@ -18,6 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import transformers
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from transformers.utils import cached_file
 
 from aioengine.errors import ModelLoadError
@@ -27,7 +29,7 @@ from aioengine.models.runtime.hf_loading import Held, load_config
 from aioengine.models.runtime.registry import find_class, resolve
 from aioengine.processors.checkpoint_errors import read_settings, shown, without_folders
 
-__all__ = ["check_files", "read_config"]
+__all__ = ["check_files", "find_source", "read_config"]
 
 Source = str | os.PathLike[str]
 Find = Callable[[str], Path | None]
@@ -56,6 +58,26 @@ _MOST_LAYERS, _MOST_POSITIONS = 10_000, 1 << 24
 """Beyond what any model has, and harmless to a class that makes lists and tables of it."""
 _MOST_ENTRIES = 1 << 16
 """Of a list in a config; transformers compares, prints and searches them, some for each layer."""
+
+
+def find_source(source: Source, *, revision: str | None) -> Source:
+    """Where to read a model from: its folder in the local cache where the hub cannot be reached.
+
+    One question, asked once: transformers would ask for each file, and wait half a minute for each
+    answer. Raises ModelLoadError where there is neither.
+    """
+    if _is_here(source) or constants.HF_HUB_OFFLINE:  # there, transformers does not ask
+        return source
+    name = os.fspath(source)
+    try:
+        get_hf_file_metadata(hf_hub_url(name, _CONFIG, revision=revision))
+    except HfHubHTTPError:  # an answer, of which transformers makes what it is
+        return source
+    except Exception as error:  # whatever an HTTP client raises without a network
+        with suppress(Exception):  # as that of an id which cannot be one
+            return snapshot_download(name, revision=revision, local_files_only=True)
+        raise ModelLoadError(_unreachable(source)) from error
+    return source
 
 
 def read_config(source: Source, *, revision: str | None, trust_remote_code: bool) -> Any:
@@ -205,8 +227,8 @@ def _fault_of(path: str, name: str, value: int) -> str:
 def _unreachable(source: Source) -> str:
     return (
         f"there is no folder {shown(source)!r}, and as a hub id it could not be read: "
-        f"its {_CONFIG} is neither in the local cache nor could be fetched. Give a local folder, "
-        "or fetch the model once (`hf download`), where HF_HUB_OFFLINE is not set"
+        f"its {_CONFIG} is not in the local cache and could not be fetched. Give a local folder, "
+        "or fetch the model once (`hf download`), with a network and without HF_HUB_OFFLINE"
     )
 
 

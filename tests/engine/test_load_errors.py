@@ -357,6 +357,34 @@ async def test_what_is_no_folder(
         assert name in text and "local cache" in text and "hf download" in text
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+async def test_without_a_network_the_hub_is_asked_once(
+    saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_cached: bool
+) -> None:
+    asked = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(checkpoint, "get_hf_file_metadata", unreachable)
+    entry = tmp_path / "models--some-team--some-model"
+    if is_cached:
+        (entry / "refs").mkdir(parents=True)
+        (entry / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(saved["llama"], entry / "snapshots" / ("0" * 40))
+        async with AsyncEngine.from_pretrained("some-team/some-model", device="cpu") as engine:
+            output = await engine.generate("The quick", greedy())
+        async with AsyncEngine.from_pretrained(saved["llama"], device="cpu") as engine:
+            assert (await engine.generate("The quick", greedy())).token_ids == output.token_ids
+    else:
+        text = await refused("some-team/some-model")
+        assert "'some-team/some-model'" in text and "hf download" in text
+    assert len(asked) == 1 and asked[0].endswith("/some-team/some-model/resolve/main/config.json")
+
+
 def test_a_hub_id_is_checked_as_far_as_it_is_in_the_cache(
     monkeypatch: pytest.MonkeyPatch, damaged: Callable[[str, Damage], Path]
 ) -> None:
