@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 import uuid
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
@@ -30,7 +32,14 @@ from aioengine.instruments import Instruments, heard_on
 from aioengine.models.runtime.load_progress import Reporter
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.tokens import TokenStream
-from aioengine.types import EngineState, EngineStatistics, LoadProgress, Prompt, RequestOutput
+from aioengine.types import (
+    OUTCOMES,
+    EngineState,
+    EngineStatistics,
+    LoadProgress,
+    Prompt,
+    RequestOutput,
+)
 
 if TYPE_CHECKING:
     from aioengine.engine.engine_core import EngineCore
@@ -43,6 +52,8 @@ OPTIONS = {
     "EngineConfig: AsyncEngine.from_pretrained(..., {}=...)": EngineConfig.__dataclass_fields__,
 }
 """Names that a request's calls do not know, and where they go."""
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
@@ -81,6 +92,8 @@ class AsyncEngine:
         first engine of a process calls `gc.freeze()` once its libraries are imported.
         """
         loop = self._lifecycle.start()
+        begin = time.perf_counter()
+        logger.info("%s is being loaded", self.model_name)
         tell = None if progress is None else heard_on(loop, progress)
         reporter = Reporter(tell, self._lifecycle.is_closed)
         reporter.report("libraries", 0, 1)
@@ -107,6 +120,9 @@ class AsyncEngine:
             await self._resources.aclose()
             raise EngineClosedError("the engine was closed while it was starting")
         self._lifecycle.transition(EngineState.RUNNING)
+        if core is not None:
+            took = time.perf_counter() - begin
+            logger.info("%s is ready after %.1f s: %s", self.model_name, took, core.describe())
 
     async def _open(self, reporter: Reporter) -> EngineCore | None:
         """The engine around a loaded model; None if it is closed meanwhile."""
@@ -128,10 +144,10 @@ class AsyncEngine:
         # Not at the top of the file: it needs torch, which is imported at start.
         core_class = import_module("aioengine.engine.engine_core").EngineCore
         core: EngineCore = core_class(
-            loaded, self.config, self.model, device, self.instruments, self._lifecycle
+            loaded, self.config, device, self.instruments, self._lifecycle
         )
         self._core = core
-        self._resources.push_async_callback(_release, core, self._lifecycle)
+        self._resources.push_async_callback(_release, core, self._lifecycle, self.model_name)
         self._resources.push_async_callback(core.input_processor.aclose)
         return core
 
@@ -376,10 +392,14 @@ async def _close(core: EngineCore | None, resources: AsyncExitStack) -> None:
         await resources.aclose()
 
 
-async def _release(core: EngineCore, lifecycle: EngineLifecycle) -> None:
+async def _release(core: EngineCore, lifecycle: EngineLifecycle, name: str) -> None:
     let_go = core.release()
     lifecycle.clear_frames()
     dropping = core.device.release(let_go)
     await asyncio.wait([dropping])
     if not dropping.cancelled():
         dropping.exception()  # is seen: a device that is broken may refuse this too
+    if lifecycle.was_serving:
+        final = core.statistics()
+        counts = (f"{getattr(final, each)} {each}" for each in OUTCOMES)
+        logger.info("%s is closed; requests: %s", name, ", ".join(counts))

@@ -7,13 +7,14 @@ on the device's launch thread and on worker threads, and comes back through futu
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from aioengine.config import EngineConfig
+import torch
+
+from aioengine.config import MIB, EngineConfig
 from aioengine.core.plan import StepPlan, StepResult
 from aioengine.core.scheduler import Scheduler
 from aioengine.engine.encoder_jobs import EncoderJobs
@@ -45,7 +46,6 @@ class EngineCore:
         self,
         loaded: Loaded,
         config: EngineConfig,
-        model: str | os.PathLike[str],
         device: Device,
         instruments: Instruments,
         lifecycle: EngineLifecycle,
@@ -53,7 +53,7 @@ class EngineCore:
         self.loaded = loaded
         self.device = device
         self.scheduler = Scheduler(loaded.limits)
-        self.input_processor = InputProcessor(loaded, config, model, instruments)
+        self.input_processor = InputProcessor(loaded, config, loaded.source, instruments)
         self._changed = asyncio.Event()
         self.tracker = RequestTracker(
             self.scheduler, self.input_processor, instruments, changed=self._changed.set
@@ -69,6 +69,7 @@ class EngineCore:
             changed=self._changed.set,
         )
         self.tracker.released = self.encoder_jobs.forget
+        self._quantization = config.quantization or "as in the checkpoint"
         self._instruments = instruments
         self._lifecycle = lifecycle
         self._main: Task | None = None
@@ -133,6 +134,21 @@ class EngineCore:
         if evicted:
             await asyncio.wait([self.encoder_jobs.drop(evicted)])
         await media.clear()
+
+    def describe(self) -> str:
+        """Say in one line what the model runs as, on what, and with how much memory."""
+        loaded, limits, model = self.loaded, self.loaded.limits, self.loaded.runner.model
+        num_tokens = limits.num_blocks // max(1, limits.num_groups) * limits.block_size
+        parts = (
+            f"{type(model).__name__} ({loaded.model_impl})",
+            f"{model.device}, {torch.get_num_threads()} threads",
+            f"{model.dtype}".removeprefix("torch."),
+            f"quantization {self._quantization}",
+            f"KV cache {limits.num_blocks} blocks, {num_tokens} tokens, "
+            f"{loaded.runner.kv_cache_bytes / MIB:.0f} MiB",
+            f"encoder cache {limits.encoder_cache_bytes / MIB:.0f} MiB",
+        )
+        return "; ".join(parts)
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of all counters; of one that is released, the last."""

@@ -69,8 +69,8 @@ class Loaded:
     `suppress`, `begin_suppress`: tokens that the model must not say, always or at first;
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
-    compiles structured outputs for the model's vocabulary; `folder`: made for a GGUF file;
-    `model_impl`: "native" or "transformers", as `EngineConfig` means it.
+    compiles structured outputs for the vocabulary; `folder`: made for a GGUF file; `source`: what
+    all was read from; `model_impl`: "native" or "transformers", as `EngineConfig` means it.
     """
 
     runner: ModelRunner
@@ -86,6 +86,7 @@ class Loaded:
     longest_token: int
     grammars: Grammars
     folder: GgufFolder | None
+    source: str | os.PathLike[str]
     model_impl: str
 
 
@@ -124,7 +125,7 @@ def _load(
         specs, processor = _try_on_meta(model_class, context)
         taken = processor.info.get_allowed_mm_limits()
         load_readers([name for name, limit in taken.items() if limit != 0], config.media)
-        needs_threads = bool(taken) and not config.uses_processes
+        num_threads = config.num_processor_workers if taken and not config.uses_processes else 0
     dtype = _dtype(config.dtype, hf_config)
     if config.quantization is not None:
         _check_quantization(config.quantization, device, dtype)
@@ -152,10 +153,7 @@ def _load(
         limits=limits,
         layout_processor=processor,
         loop_processor=_clone(model_class, context),
-        processors=tuple(
-            _clone(model_class, context)
-            for _ in range(config.num_processor_workers if needs_threads else 0)
-        ),
+        processors=tuple(_clone(model_class, context) for _ in range(num_threads)),
         eos_token_ids=eos_token_ids,
         suppress=_suppressed(model, eos_token_ids),
         begin_suppress=_token_ids(model, "begin_suppress_tokens"),
@@ -164,6 +162,7 @@ def _load(
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
         grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
         folder=folder,
+        source=path,
         model_impl=model_impl,
     )
     end_load()  # what has been used since

@@ -67,6 +67,11 @@ class ModelRunner:
             self._states = StateMemory(model.states, limits.num_states, model.dtype, model.device)
         model.bind(self._pages, self._backend)
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the pool that all keys and values lie in."""
+        return max((keys.untyped_storage().nbytes() for keys, _ in self._pages), default=0)
+
     def find_decode_steps(self) -> None:
         """Try whether steps can do without Python. To be called before the first step."""
         self.decode_steps = find_decode_steps(
