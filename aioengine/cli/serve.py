@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -136,7 +137,7 @@ def run(options: argparse.Namespace) -> None:
             announce=partial(_announce, options.host, bound, is_open),
             bodies=app.state.bodies,
         )
-        runner.run(_serve(engine, new_server, bound))
+        runner.run(_serve(engine, new_server, bound, server.warnings_logged))
 
 
 def _import(name: str) -> Any:
@@ -184,8 +185,15 @@ def _announce(host: str, bound: Any, is_open: bool) -> None:
         )
 
 
-async def _serve(engine: AsyncEngine, new_server: Callable[[], Any], bound: Any) -> None:
+async def _serve(
+    engine: AsyncEngine,
+    new_server: Callable[[], Any],
+    bound: Any,
+    warnings_logged: Callable[[], AbstractContextManager[None]],
+) -> None:
+    server = new_server()  # which sets up the log
     async with started(engine):
-        await new_server().serve([bound])  # which sets up the log, once the engine is loaded
+        with warnings_logged():
+            await server.serve([bound])
         if engine.state is EngineState.DEAD:
             raise EngineDeadError("the engine has died; start the server anew")

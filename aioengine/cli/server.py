@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import math
+import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -24,7 +28,9 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import InvalidRequestError
 from aioengine.streams.loop_bridge import run_apart
 
-__all__ = ["DrainingServer", "bind"]
+__all__ = ["DrainingServer", "bind", "warnings_logged"]
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 5
 """After the drain, for answers that are complete and on their way to slow readers."""
@@ -111,9 +117,45 @@ class DrainingServer(uvicorn.Server):
         await asyncio.wait([closing])
 
 
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Writes to what `sys.stderr` is at the time: a progress bar puts lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """The stream of this moment."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: object) -> None:
+        raise AttributeError("it follows sys.stderr")
+
+
+@contextmanager
+def warnings_logged() -> Iterator[None]:
+    """Log what libraries warn of at the level DEBUG: a client's file may be the reason.
+
+    For a process of one's own, as it is in force for all threads.
+    """
+    before = warnings.showwarning
+
+    def log(message: Warning | str, category: type[Warning], *_: object) -> None:
+        logger.debug("%s: %.200s", category.__name__, message)
+
+    warnings.showwarning = log  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
 def _config(app: Any, drain_timeout_s: float, log_level: str, bounds: HttpBounds) -> uvicorn.Config:
-    logging = copy.deepcopy(LOGGING_CONFIG)
-    logging["loggers"]["aioengine"] = {**logging["loggers"]["uvicorn"], "level": log_level.upper()}
+    log_config = copy.deepcopy(LOGGING_CONFIG)
+    log_config["handlers"]["default"] = {"()": _StderrHandler, "formatter": "default"}
+    ours = {**log_config["loggers"]["uvicorn"], "level": log_level.upper()}
+    log_config["loggers"]["aioengine"] = ours
     return uvicorn.Config(
         app,
         loop="none",  # there is one already
@@ -121,7 +163,7 @@ def _config(app: Any, drain_timeout_s: float, log_level: str, bounds: HttpBounds
         ws="none",
         lifespan="on",
         interface="asgi3",
-        log_config=logging,
+        log_config=log_config,
         log_level=log_level,
         server_header=False,
         timeout_graceful_shutdown=math.ceil(drain_timeout_s) + GRACE_S,

@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from operator import attrgetter
 from queue import SimpleQueue
@@ -165,6 +166,8 @@ def main() -> None:
     threading.Thread(target=_listen, args=(receive, inbox), daemon=True).start()
     setup = inbox.get()
     step_back(setup["niceness"])
+    if not sys.warnoptions:  # what libraries warn of is a client's file, and nobody reads it here
+        warnings.simplefilter("ignore")
     try:
         worker = _Worker(setup, int(sys.argv[1]))
     except Exception as error:

@@ -136,7 +136,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "4X", "GiB", "-1", "1.2.3", "4 G B", "1e9", "nan"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size; write 4096"):
         parse_bytes(text)
 
 
@@ -154,24 +154,28 @@ def test_what_may_be_given_for_a_file(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "COMMAND"),
-        (["explain"], "invalid choice: 'explain'"),
+        (["explain"], "there is no command 'explain'; the commands are serve, generate, chat"),
+        (["generat", "m"], "there is no command 'generat'; did you mean 'generate'?"),
+        (["--verion"], "there is no command '--verion'; did you mean '--version'?"),
         (["generate"], "MODEL"),
         (["generate", "m", "one", "two"], "unrecognized arguments: two"),
-        (["generate", "m", "--kv-cache-bytes", "4X"], "'4X' is no size"),
+        (
+            ["generate", "m", "--kv-cache-bytes", "4X"],
+            "'4X' is not a size; write 4096",
+        ),
         (["generate", "m", "--max-num-seqs", "many"], "invalid int value: 'many'"),
-        (["generate", "m", "--max-num", "4"], "unrecognized arguments: --max-num"),
-        (["generate", "m", "--limit-mm-per-prompt", "3"], "'3' is no JSON object"),
+        (["generate", "m", "--max-num", "4"], "unrecognized arguments: --max-num 4"),
+        (["generate", "m", "--limit-mm-per-prompt", "3"], "'3' is not a JSON object"),
         (["generate", "m", "--image", "none.png"], "there is no file 'none.png'"),
         (["generate", "m", "--chat", "--raw"], "not allowed with"),
-        (["bench", "m", "--num-prompts", "0"], "'0' is no number of 1 or more"),
-        (["bench", "m", "--prefix-len", "-1"], "'-1' is no number of 0 or more"),
-        (["bench", "m", "--image-size", "640"], "'640' is no size; say 640x480"),
-        (["bench", "m", "--request-rate", "0"], "'0' is no positive number"),
-        (["bench", "m", "--request-rate", "fast"], "'fast' is no positive number"),
-        (["serve", "m", "--port", "70000"], "'70000' is no port"),
-        (["serve", "m", "--drain-timeout", "-1"], "'-1' is no number of seconds"),
-        (["serve", "m", "--drain-timeout", "long"], "'long' is no number of seconds"),
+        (["bench", "m", "--num-prompts", "0"], "'0' is not a number of 1 or more"),
+        (["bench", "m", "--prefix-len", "-1"], "'-1' is not a number of 0 or more"),
+        (["bench", "m", "--image-size", "640"], "'640' is not a size; write 640x480"),
+        (["bench", "m", "--request-rate", "0"], "'0' is not a positive number"),
+        (["bench", "m", "--request-rate", "fast"], "'fast' is not a positive number"),
+        (["serve", "m", "--port", "70000"], "'70000' is not a port, 0 to 65535"),
+        (["serve", "m", "--drain-timeout", "-1"], "'-1' is not a number of seconds"),
+        (["serve", "m", "--drain-timeout", "long"], "'long' is not a number of seconds"),
     ],
 )
 def test_usage_errors(command: Command, arguments: list[str], told: str) -> None:
@@ -188,7 +192,7 @@ def test_values_out_of_range_are_told_before_anything_is_loaded(
     monkeypatch.setattr(AsyncEngine, "start", None)
     done = command(name, "model", *(["hello"] if name == "generate" else []), "--dtype", "int4")
     assert (done.status, done.out) == (1, "")
-    assert done.err.startswith("aioengine: dtype must be one of auto, float64")
+    assert done.err.startswith("aioengine: --dtype must be one of auto, float64")
     assert len(done.err.splitlines()) == 1
 
 
@@ -199,7 +203,7 @@ def test_sampling_out_of_range_too(
     monkeypatch.setattr(AsyncEngine, "start", None)
     done = command(name, "model", "--temperature", "500")
     assert (done.status, done.out) == (1, "")
-    assert done.err == "aioengine: temperature must be in [0, 100], not 500.0\n"
+    assert done.err == "aioengine: --temperature must be a number from 0 to 100, not 500.0\n"
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "bench", "serve", "demo"])

@@ -56,7 +56,11 @@ def test_from_a_shell(folder: Path) -> None:
     assert process.returncode == 0
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["usage"]["completion_tokens"] == 300
-    assert errors.startswith("loaded in ")
+    told = errors.splitlines()
+    assert told[0] == f"INFO:     {folder.name} is being loaded"
+    assert any(line.startswith(f"INFO:     {folder.name} is ready after ") for line in told)
+    assert any(line.startswith("loaded in ") for line in told)
+    assert f"INFO:     {folder.name} is closed; requests: 1 finished, 0 aborted" in errors
     assert "secret" not in output + errors
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{api}/models")
