@@ -185,3 +185,25 @@ def test_a_hook_set_meanwhile_stays(folder: Path) -> None:
     finally:
         left = transformers_logging.set_tqdm_hook(None)
     assert left is other
+
+
+async def test_a_line_of_the_log_for_each_turn_of_its_life(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "aioengine.engine.async_engine")
+    name = "aioengine.engine.async_engine"
+    async with new_engine(folder, quantization="int8") as engine:
+        output = await engine.generate("The secret is here", greedy())
+        blocks = engine.statistics().kv_blocks_total
+    lines = [record.getMessage() for record in caplog.records if record.name == name]
+    loaded, ready, closed = lines
+    assert loaded == f"{folder.name} is being loaded"
+    assert ready.startswith(f"{folder.name} is ready after ")
+    assert f"; cpu, {torch.get_num_threads()} threads; float32; quantization int8; " in ready
+    assert f"KV cache {blocks} blocks, {blocks * engine.config.block_size} tokens, 1 MiB" in ready
+    assert "; encoder cache " in ready
+    counts = "1 finished, 0 aborted, 0 rejected, 0 failed"
+    assert closed == f"{folder.name} is closed; requests: {counts}"
+    told = "\n".join(lines)
+    assert "secret" not in told and output.text not in told
+    assert str(folder.parent) not in told

@@ -189,6 +189,15 @@ def test_limits(llava_folder: Path) -> None:
     with pytest.raises(UnsupportedModalityError, match="takes no audio") as caught:
         processor.info.validate_num_items({"audio": 1})
     assert caught.value.parameter == "audios"
+    assert str(caught.value) == "the model takes no audio items, only image"
+    for limit, text in ((0, "no images, not 2"), (1, "at most 1 images, not 2")):
+        context = context_of(llava_folder, limit_mm_per_prompt={"image": limit})
+        info = MULTIMODAL_REGISTRY.create_processor(Llava, context).info
+        with pytest.raises(UnsupportedModalityError) as caught:
+            info.validate_num_items({"image": 2})
+        assert str(caught.value) == (
+            f"one prompt may have {text}; raise limit_mm_per_prompt['image']"
+        )
 
 
 def test_embeddings_take_as_many_places_as_they_have_rows(llava: Any) -> None:

@@ -295,6 +295,29 @@ def test_schemas_that_are_combined_as_usual() -> None:
     StructuredOutputs(json={"allOf": [base, schema]})
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"json": {"$ref": "#"}}, "no finite text satisfies it"),
+        ({"grammar": "start: start"}, "no finite text satisfies it"),
+        (
+            {"regex": "(?=a)b"},
+            "look-around, including look-ahead and look-behind, is not supported",
+        ),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": r"\bfoo"}, "lookarounds not supported yet"),
+        ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"json": {"type": "nope"}}, "Invalid type: nope"),
+    ],
+)
+async def test_one_sentence_says_why(
+    engine: AsyncEngine, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await engine.generate("Write: ", params(StructuredOutputs(**options)))
+    assert str(caught.value) == f"structured_outputs cannot be followed: {reason}"
+
+
 async def test_an_ambiguous_grammar_is_ended_before_it_costs_much(engine: AsyncEngine) -> None:
     grammars = engine._core.loaded.grammars
     structure = StructuredOutputs(**HOSTILE["an ambiguous grammar"])
