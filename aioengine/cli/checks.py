@@ -40,27 +40,14 @@ def check_options(options: argparse.Namespace) -> None:
 
 def check_items(items: Iterable[tuple[str, str | Path]], config: MediaConfig) -> None:
     """Raise MediaError for a URL that may not be fetched, and a file that is not an image."""
+    from aioengine.processors.media.fetch import check_image_file  # takes a moment
+
     for modality, item in items:
         if isinstance(item, Path):
             if modality == "image":
-                _check_image(item, config)
+                check_image_file(item, config, parameter=f"{item!s:.80}")
         elif re.match("https?:", item, re.IGNORECASE):
             _check_url(item, config)
-
-
-def _check_image(path: Path, config: MediaConfig) -> None:
-    from PIL import Image  # takes a moment, which --help can do without
-
-    formats = [name.upper() for name in config.image_formats]
-    try:
-        Image.open(path, formats=formats).close()
-    except OSError as error:
-        reason = f"it is not one of {', '.join(formats)}" if error.errno is None else error.strerror
-    except Exception as error:  # whatever a reader meets in broken data
-        reason = f"its header is corrupt or cut short ({type(error).__name__})"
-    else:
-        return
-    raise MediaError(f"{str(path)!s:.80} is not a usable image: {reason}", parameter="image")
 
 
 def _check_url(url: str, config: MediaConfig) -> None:

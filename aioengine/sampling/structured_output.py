@@ -287,7 +287,7 @@ def _refused(reason: str) -> InvalidRequestError:
 
 
 def _sentence(reason: str) -> str:
-    """What llguidance says, without positions, excerpts and names that only it knows."""
+    """Return what llguidance says, without positions, excerpts and names that only it knows."""
     lines = reason.strip().splitlines() or [""]
     if lines[0] in STOPPED:
         return STOPPED[lines[0]]

@@ -18,9 +18,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import transformers
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from transformers.utils import cached_file
+from transformers.utils.hub import (
+    build_hf_headers,
+    constants,
+    get_session,
+    hf_hub_url,
+    snapshot_download,
+)
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.quantization.checkpoints import check_packed_names, is_quantized
@@ -61,21 +66,23 @@ _MOST_ENTRIES = 1 << 16
 
 
 def find_source(source: Source, *, revision: str | None) -> Source:
-    """Where to read a model from: its folder in the local cache where the hub cannot be reached.
+    """Return the source itself, or its folder in the local cache where the hub is out of reach.
 
-    One question, asked once: transformers would ask for each file, and wait half a minute for each
+    The hub is asked once: transformers would ask for each file, and wait half a minute for each
     answer. Raises ModelLoadError where there is neither.
     """
     if _is_here(source) or constants.HF_HUB_OFFLINE:  # there, transformers does not ask
         return source
     name = os.fspath(source)
     try:
-        get_hf_file_metadata(hf_hub_url(name, _CONFIG, revision=revision))
-    except HfHubHTTPError:  # an answer, of which transformers makes what it is
-        return source
+        url = hf_hub_url(name, _CONFIG, revision=revision)
+        timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+        # Whatever it answers: what that means is transformers' to say.
+        get_session().head(url, headers=build_hf_headers(), timeout=timeout_s)
     except Exception as error:  # whatever an HTTP client raises without a network
         with suppress(Exception):  # as that of an id which cannot be one
-            return snapshot_download(name, revision=revision, local_files_only=True)
+            found: str = snapshot_download(name, revision=revision, local_files_only=True)
+            return found
         raise ModelLoadError(_unreachable(source)) from error
     return source
 

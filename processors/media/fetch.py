@@ -257,3 +257,19 @@ async def _call_fetcher(
     order.check_bytes(memoryview(body).nbytes)
     # A copy of what may still change, made where it holds up nobody.
     return body if isinstance(body, bytes) else await order.run(bytes, body)
+
+
+def check_image_file(path: Path, config: MediaConfig, *, parameter: str) -> None:
+    """Raise MediaError for a file that by its header is no image; nothing is decoded."""
+    from PIL import Image  # not at the top: nothing else here needs it
+
+    formats = [name.upper() for name in config.image_formats]
+    try:
+        Image.open(path, formats=formats).close()
+    except OSError as error:
+        reason = f"it is not one of {', '.join(formats)}" if error.errno is None else error.strerror
+    except Exception as error:  # whatever a reader meets in broken data
+        reason = f"its header is corrupt or cut short ({type(error).__name__})"
+    else:
+        return
+    raise MediaError(f"{parameter} is not a usable image: {reason}", parameter=parameter)

@@ -152,10 +152,7 @@ def check_url(url: str, config: MediaConfig, *, parameter: str) -> None:
     try:
         _check_allowed(_parse(url), config.allowed_hosts)
     except _RefusedError as refusal:
-        reason = str(refusal)
-    else:
-        return
-    raise MediaError(f"{parameter} cannot be fetched: {reason}", parameter=parameter)
+        raise MediaError(f"{parameter} cannot be fetched: {refusal}", parameter=parameter) from None
 
 
 def _check_allowed(target: _Target, allowed_hosts: Sequence[str]) -> None:

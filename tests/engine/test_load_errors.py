@@ -363,13 +363,14 @@ async def test_without_a_network_the_hub_is_asked_once(
 ) -> None:
     asked = []
 
-    def unreachable(url: str) -> None:
-        asked.append(url)
-        raise ConnectionError("Name or service not known")
+    class Session:
+        def head(self, url: str, **_: object) -> None:
+            asked.append(url)
+            raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(checkpoint, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(checkpoint, "get_session", Session)
     entry = tmp_path / "models--some-team--some-model"
     if is_cached:
         (entry / "refs").mkdir(parents=True)
