@@ -17,8 +17,9 @@ from typing import BinaryIO, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from aioengine import AsyncEngine, SamplingParams
+from aioengine import AsyncEngine
 from aioengine.cli.batch_lines import LineForm, digest_of, form_of
+from aioengine.cli.checks import check_options
 from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import (
     Commands,
@@ -26,7 +27,6 @@ from aioengine.cli.options import (
     add_sampling_flags,
     checked,
     decimal,
-    given,
     new_parser,
 )
 from aioengine.cli.prompts import add_form_flags
@@ -70,7 +70,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    SamplingParams(**given(options, SamplingParams))  # what is wrong with them, before the load
+    check_options(options)
     source, target = options.source, options.target
     if not source.is_file():
         raise InvalidRequestError(f"there is no file {str(source)!r}", parameter="IN")

@@ -16,7 +16,7 @@ from aioengine.cli.options import media_item
 from aioengine.cli.prompts import MODALITIES, prompt_of, sampling_params
 from aioengine.engine.bulk import answer
 from aioengine.engine.prompts import PromptLike
-from aioengine.errors import AioEngineError, EngineError, InvalidRequestError
+from aioengine.errors import AioEngineError, EngineError, InvalidRequestError, refuse_names
 
 __all__ = ["LineForm", "OpenAILines", "PlainLines", "digest_of", "form_of"]
 
@@ -82,17 +82,10 @@ class PlainLines(LineForm):
 
     async def reply(self, given: Fields) -> dict[str, Any]:
         """See `LineForm`."""
-        unknown = sorted(given.keys() - SAMPLING - OWN)
-        if unknown:
-            message = f"a line has no field {unknown[0]!r:.60}"
-            raise InvalidRequestError(message, parameter=unknown[0][:60])
+        refuse_names("a line has no field {}", given, SAMPLING | OWN)
         sampling = {name: value for name, value in given.items() if name in SAMPLING}
         structure = sampling.get("structured_outputs")
         if isinstance(structure, dict):
-            known = {each.name for each in fields(StructuredOutputs)}
-            if structure.keys() - known:
-                message = f"structured_outputs has the fields {', '.join(sorted(known))}"
-                raise InvalidRequestError(message, parameter="structured_outputs")
             sampling["structured_outputs"] = StructuredOutputs(**structure)
         params = replace(self._params, **sampling)
         output = await answer(self.engine.generate, self._prompt(given), params)

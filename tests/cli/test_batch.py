@@ -186,14 +186,15 @@ def test_half_a_line_is_answered_again(command: Command, folder: Path, tmp_path:
 def test_answers_to_other_lines_are_left_alone(
     command: Command, folder: Path, tmp_path: Path
 ) -> None:
-    """Before the load: the model's folder does not even exist."""
+    """Before the load: the model's folder holds none."""
     source, target = write(tmp_path / "in.jsonl", ["a", "b"]), tmp_path / "out.jsonl"
     command("batch", folder, source, target, *SHORT)
     answers = target.read_bytes()
-    missing = tmp_path / "no-model"
+    empty = tmp_path / "no-model"
+    empty.mkdir()
 
     def refused(*paths: Path) -> str:
-        done = command("batch", missing, *paths)
+        done = command("batch", empty, *paths)
         assert done.status == 1 and done.out == "" and len(done.err.splitlines()) == 1
         return done.err
 

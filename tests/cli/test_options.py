@@ -215,7 +215,7 @@ def test_help(command: Command, name: str) -> None:
 
 def test_the_documents_name_flags_that_exist(command: Command) -> None:
     known = set[str]()
-    for name in ("generate", "chat", "bench", "serve", "demo"):
+    for name in ("generate", "chat", "batch", "bench", "serve", "demo"):
         known |= set(re.findall(r"--[a-z][a-z-]+", command(name, "--help").out))
     text = (ROOT / "docs" / "command_line.md").read_text()
     shell = (ROOT / "docs" / "getting_started.md").read_text().partition("## From a shell")[2]
