@@ -233,7 +233,7 @@ async def test_what_is_larger_than_the_sizes_that_are_given_is_served(folder: Pa
         expected = await tokens(engine, SOUND + FILM, **long)
     async with running_engine(folder, limit_mm_per_prompt=SIZED) as engine:
         assert await tokens(engine, SOUND + FILM, **long) == expected
-        with pytest.raises(UnsupportedModalityError, match="3 audio items"):
+        with pytest.raises(UnsupportedModalityError, match="at most 2 audio items, not 3"):
             await engine.generate(SOUND * 3, greedy(2), audios=[wav(samples(1))] * 3)
 
 
