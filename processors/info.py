@@ -270,7 +270,8 @@ class BaseProcessingInfo(ABC):
             name = f"limit_mm_per_prompt[{modality!r}]"
             way_out = f"; raise {name}" if raises_it else ""
             takes = f"at most {limit}" if limit else "no"
-            raise refused(f"one prompt may have {takes} {plural}, not {count}{way_out}")
+            noun = plural.removesuffix("s") if limit == 1 else plural
+            raise refused(f"one prompt may have {takes} {noun}, not {count}{way_out}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,12 +210,12 @@ def find_device(name: str) -> torch.device:
         raise ModelLoadError(f"device {name!r:.40} is not supported; use auto, cpu or cuda")
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= count:
-        if torch.version.cuda is None and torch.version.hip is None:
-            has = f"torch {torch.__version__} is built without CUDA; install a CUDA wheel of it"
-        elif count == 0:
-            has = "torch finds no CUDA device; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        else:
+        if count:
             has = f"torch finds {count} ({device.type}:0 to {device.type}:{count - 1})"
+        elif torch.version.cuda is None and torch.version.hip is None:
+            has = f"torch {torch.__version__} is built without CUDA; install a CUDA wheel of it"
+        else:
+            has = "torch finds no CUDA device; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
         raise ModelLoadError(f"device {name!r:.40} is not there: {has}, or use cpu")
     # `torch.cuda.set_device` takes none without a number.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -391,7 +391,7 @@ def test_an_hf_processor_for_one_item_a_prompt() -> None:
     processor = processor_for(context_for(hf_processors.audioflamingo3()))
     assert processor.info.get_supported_mm_limits() == {"audio": 1}
     clip = item_of("audio", (60, 0))
-    with pytest.raises(UnsupportedModalityError, match="more than 1"):
+    with pytest.raises(UnsupportedModalityError, match="at most 1 audio item, not 2"):
         processor.apply("<sound><sound>", group_of("audio", [clip, clip]))
     theirs = processor.info.get_hf_processor()(text="a<sound>", audio=[clip.samples])
     mine = processor.apply("a<sound>", group_of("audio", [clip]))

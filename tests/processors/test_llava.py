@@ -190,7 +190,7 @@ def test_limits(llava_folder: Path) -> None:
         processor.info.validate_num_items({"audio": 1})
     assert caught.value.parameter == "audios"
     assert str(caught.value) == "the model takes no audio items, only image"
-    for limit, text in ((0, "no images, not 2"), (1, "at most 1 images, not 2")):
+    for limit, text in ((0, "no images, not 2"), (1, "at most 1 image, not 2")):
         context = context_of(llava_folder, limit_mm_per_prompt={"image": limit})
         info = MULTIMODAL_REGISTRY.create_processor(Llava, context).info
         with pytest.raises(UnsupportedModalityError) as caught:
