@@ -153,19 +153,20 @@ class Embeddings:
 class Prompt:
     """Input of a request, spelt out. Exactly one of `text`, `token_ids`, `messages`.
 
-    `media`: modality -> items in the order of their placeholders. `uuids`: modality -> the caller's
-    own names for these items. `cache_salt`: nothing cached is shared across different salts.
+    `media`: modality -> one item, or any iterable of them, in the order of their placeholders.
+    `uuids`: modality -> the caller's own names for these items. `cache_salt`: nothing cached is
+    shared across different salts.
     """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
-    media: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    media: Mapping[str, Any] = field(default_factory=dict)
     encoder_text: str | None = None
     encoder_token_ids: Sequence[int] | None = None
     decoder_text: str | None = None
     decoder_token_ids: Sequence[int] | None = None
-    uuids: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    uuids: Mapping[str, str | Sequence[str | None]] = field(default_factory=dict)
     cache_salt: str | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 

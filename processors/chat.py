@@ -14,41 +14,30 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
-from aioengine.errors import InvalidRequestError, UnsupportedModalityError, shown
+from aioengine.errors import (
+    InvalidRequestError,
+    UnsupportedModalityError,
+    shown,
+)
 from aioengine.processors.processor import BaseMultiModalProcessor
+from aioengine.processors.prompt.chat_parts import (
+    PARTS,
+    ChatMedia,
+    fill_parts,
+    invalid,
+    part_text,
+    read_item,
+    wrong,
+)
 from aioengine.processors.prompt.updates import find
 
 __all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "find_template"]
 
-PARTS = {
-    "image": "image",
-    "image_url": "image",
-    "audio": "audio",
-    "audio_url": "audio",
-    "input_audio": "audio",
-    "video": "video",
-    "video_url": "video",
-}
-"""Type of a message's part -> modality."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Private-use characters: no tokenizer gives them a meaning, and they are taken out of user text.
 _START, _END = "\ue0f0", "\ue0f1"
 _MARKS = re.compile(f"[{_START}{_END}]")
 _PROBE = "aioengineprobe"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatMedia:
-    """One media item of a conversation, as the caller gave it.
-
-    `parameter` is its place in the caller's words; `trusted`: given as an object by the
-    application, not as a string that may have come from its users. `uuid`: the caller's own name.
-    """
-
-    item: Any
-    parameter: str
-    trusted: bool
-    uuid: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +64,17 @@ class ChatRenderer:
         self._literals, self._marked = self._find_literals()
         self._known: dict[str, list[int]] = {}
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        given: Mapping[str, Sequence[ChatMedia]] | None = None,
+    ) -> ChatPrompt:
         """The prompt that the model's chat template makes of `messages`, ready for an answer.
 
-        Raises InvalidRequestError or UnsupportedModalityError with the exact place as parameter
-        (`messages[0].content[1]`).
+        `given`: modality -> the items for parts without content, in their order. Raises
+        InvalidRequestError or UnsupportedModalityError with the exact place as parameter
+        (`messages[0].content[1]`), and PlaceholderMismatchError where there are more or fewer items
+        than such parts.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -88,14 +83,17 @@ class ChatRenderer:
                 parameter="messages",
             )
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-            raise _invalid("messages", "must be a list of mappings")
+            raise invalid("messages", "must be a list of mappings")
         if not messages:
-            raise _invalid("messages", "must not be empty")
+            raise invalid("messages", "must not be empty")
         media: dict[str, list[ChatMedia]] = {}
         conversation = [
             self._read_message(message, f"messages[{index}]", media)
             for index, message in enumerate(messages)
         ]
+        for modality in given or {}:
+            self._check_modality(modality, f"{modality}s")
+        fill_parts(media, given or {})
         rendered = self._render(self._separated(conversation))
         token_ids, literals = self._tokenize(rendered)
         return ChatPrompt(token_ids=token_ids, media=media, literals=literals)
@@ -106,22 +104,22 @@ class ChatRenderer:
         self, message: object, path: str, media: dict[str, list[ChatMedia]]
     ) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise _wrong(path, "a mapping with role and content", message)
+            raise wrong(path, "a mapping with role and content", message)
         role = message.get("role")
         if role not in ROLES:
-            raise _invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+            raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
         unknown = sorted(str(key) for key in message if key not in ("role", "content", "name"))
         if unknown:
-            raise _invalid(path, f"has keys that are not supported: {', '.join(unknown)[:80]}")
+            raise invalid(path, f"has keys that are not supported: {', '.join(unknown)[:80]}")
         read: dict[str, Any] = {"role": role}
         if "name" in message:
-            read["name"] = self._mark(_text(message["name"], f"{path}.name"))
+            read["name"] = self._mark(part_text(message["name"], f"{path}.name"))
         content = message.get("content")
         if isinstance(content, str):
-            read["content"] = self._mark(_text(content, f"{path}.content"))
+            read["content"] = self._mark(part_text(content, f"{path}.content"))
             return read
         if not isinstance(content, list | tuple):
-            raise _wrong(f"{path}.content", "text or a list of parts", content)
+            raise wrong(f"{path}.content", "text or a list of parts", content)
         read["content"] = [
             self._read_part(part, f"{path}.content[{index}]", media)
             for index, part in enumerate(content)
@@ -134,10 +132,10 @@ class ChatRenderer:
         if isinstance(part, str):
             part = {"type": "text", "text": part}
         if not isinstance(part, Mapping):
-            raise _wrong(path, "a mapping with a type", part)
+            raise wrong(path, "a mapping with a type", part)
         kind = part.get("type")
         if kind == "text":
-            return {"type": "text", "text": self._mark(_text(part.get("text"), f"{path}.text"))}
+            return {"type": "text", "text": self._mark(part_text(part.get("text"), f"{path}.text"))}
         modality = PARTS.get(kind) if isinstance(kind, str) else None
         if modality is None:
             named = kind if isinstance(kind, str) else type(kind).__name__
@@ -145,20 +143,22 @@ class ChatRenderer:
                 f"{path} has the type {shown(named, 40)}; supported: text, {', '.join(PARTS)}",
                 parameter=path,
             )
+        self._check_modality(modality, path)
+        item = read_item(part, modality, path)
+        uuid = part.get("uuid")
+        if uuid is not None:
+            uuid = part_text(uuid, f"{path}.uuid")
+        # A path object cannot come out of JSON or a table, as text can.
+        trusted = not (isinstance(item, str | Mapping | list | tuple) or hasattr(item, "as_py"))
+        found = ChatMedia(item=item, parameter=path, trusted=trusted, uuid=uuid)
+        media.setdefault(modality, []).append(found)
+        return {"type": modality}
+
+    def _check_modality(self, modality: str, path: str) -> None:
         if modality not in self._processor.info.get_supported_mm_limits():
             raise UnsupportedModalityError(
                 f"{path}: the model takes no {modality} items", parameter=path
             )
-        item = _item_of(part, modality, path)
-        uuid = part.get("uuid")
-        if uuid is not None:
-            uuid = _text(uuid, f"{path}.uuid")
-        if item is None and uuid is None:
-            raise _invalid(path, f"has neither content ({part['type']}) nor a uuid")
-        trusted = not isinstance(item, str)  # a path object cannot come out of JSON
-        found = ChatMedia(item=item, parameter=path, trusted=trusted, uuid=uuid)
-        media.setdefault(modality, []).append(found)
-        return {"type": modality}
 
     def _mark(self, text: str) -> str:
         text = _MARKS.sub("", text)
@@ -362,24 +362,6 @@ def _any_of(words: Iterable[str]) -> str:
     return write(root)
 
 
-def _item_of(part: Mapping[Any, Any], modality: str, path: str) -> Any:
-    """The media item of a part, in any of the forms that OpenAI's and HF's messages have."""
-    kind = part["type"]
-    if kind == modality:
-        return part.get(modality, part.get("url"))
-    item = part.get(kind)
-    if kind == "input_audio":
-        if not isinstance(item, Mapping):
-            raise _wrong(f"{path}.{kind}", "a mapping with data and format", item)
-        data = _text(item.get("data"), f"{path}.{kind}.data")
-        return f"data:audio/{_text(item.get('format', ''), f'{path}.{kind}.format')};base64,{data}"
-    if isinstance(item, Mapping):
-        item = item.get("url")
-    if item is not None and not isinstance(item, str):
-        raise _wrong(f"{path}.{kind}", "a mapping with a url", item)
-    return item
-
-
 def _texts(conversation: list[dict[str, Any]]) -> Iterator[str]:
     for message in conversation:
         content = message["content"]
@@ -387,22 +369,3 @@ def _texts(conversation: list[dict[str, Any]]) -> Iterator[str]:
             yield content
         else:
             yield from (part["text"] for part in content if "text" in part)
-
-
-def _text(value: object, path: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(path, "text", value)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _invalid(path, "is not valid Unicode (it has lone surrogates)") from None
-    return value
-
-
-def _wrong(path: str, wanted: str, value: object) -> InvalidRequestError:
-    kind = type(value).__name__
-    return _invalid(path, f"must be {wanted}, not {kind}", kind)
-
-
-def _invalid(path: str, reason: str, value: object = None) -> InvalidRequestError:
-    return InvalidRequestError(f"{path} {reason}", parameter=path, value=value)

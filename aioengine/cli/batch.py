@@ -58,7 +58,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--max-in-flight",
-        type=checked(decimal, lambda number: number > 0, "number of 1 or more"),
+        type=checked(decimal, lambda number: number > 0, "a number of 1 or more"),
         metavar="N",
         help="requests that are live at once (default: 2 x max_num_seqs)",
     )

@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -211,16 +211,18 @@ class AsyncEngine:
         prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
-        images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
-        audios: Sequence[Any] = (),
+        images: Any = (),
+        videos: Any = (),
+        audios: Any = (),
         request_id: str | None = None,
         priority: int = 0,
     ) -> RequestOutput:
         """The whole output for one prompt. Cancelling the awaiting task ends the request.
 
-        `prompt`: text, token ids, chat messages or a `Prompt`; `images` fill its placeholders in
-        order. A smaller `priority` goes first, always: a steady flow of these keeps others waiting.
+        `prompt`: text, token ids, chat messages, a `Prompt`, or a mapping as vLLM takes it.
+        `images`: one, or any iterable of them, for its placeholders or its messages' parts without
+        content, in order; so are `videos` and `audios`. A smaller `priority` goes first, always: a
+        steady flow of these keeps others waiting.
         Raises the errors of `aioengine.errors`.
         """
         media = {"images": images, "videos": videos, "audios": audios}
@@ -234,9 +236,9 @@ class AsyncEngine:
         prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
-        images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
-        audios: Sequence[Any] = (),
+        images: Any = (),
+        videos: Any = (),
+        audios: Any = (),
         request_id: str | None = None,
         priority: int = 0,
     ) -> TokenStream:

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
 from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.engine.loader import Loaded
+from aioengine.engine.media_arguments import FromPrompt
 from aioengine.engine.prompts import HALVES, count_least
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
@@ -37,7 +39,7 @@ from aioengine.media_pipeline.items import (
 from aioengine.media_pipeline.pipeline import MediaPipeline
 from aioengine.models.runtime.interfaces import PromptMedia, PromptMemory
 from aioengine.processors.cache.hasher import item_key
-from aioengine.processors.chat import ChatPrompt, ChatRenderer
+from aioengine.processors.chat import ChatMedia, ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves, half_name
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
@@ -187,7 +189,13 @@ class InputProcessor:
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
             self._renderer = ChatRenderer(self._loaded.layout_processor)
-        return self._renderer.render(list(prompt.messages or ()))
+        given: dict[str, list[ChatMedia]] = {}
+        for each in _list_media(prompt):
+            found = ChatMedia(
+                item=each.item, parameter=each.parameter, trusted=each.trusted, uuid=each.uuid
+            )
+            given.setdefault(each.modality, []).append(found)
+        return self._renderer.render(list(prompt.messages or ()), given)
 
     def _lay_out(
         self,
@@ -423,5 +431,9 @@ def _list_media(prompt: Prompt) -> list[MediaInput]:
             raise InvalidRequestError(message, parameter="uuids", value=len(uuids))
         for index, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
             name = f"{modality}s[{index}]"
-            media.append(MediaInput(modality, index, item, name, True, uuid))
+            trusted = True
+            if isinstance(item, FromPrompt):
+                item = item.item
+                trusted = isinstance(item, PurePath)
+            media.append(MediaInput(modality, index, item, name, trusted, uuid))
     return media

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aioengine.errors import InvalidRequestError, UnsupportedModalityError
+from aioengine.engine.media_arguments import FromPrompt, as_items
+from aioengine.errors import InvalidRequestError, UnsupportedModalityError, shown
 from aioengine.processors.mm_kwargs import copy_options
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt
@@ -29,30 +30,41 @@ FIELDS: tuple[tuple[Sequence[str], Any, str], ...] = (
 )
 """Fields of a prompt, their type, and the same in words."""
 
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
+HALF_PROMPTS = ("encoder_prompt", "decoder_prompt")
+KEYS = {
+    "prompt": "text",
+    "prompt_token_ids": "token_ids",
+    "multi_modal_data": "media",
+    "multi_modal_uuids": "uuids",
+    "mm_processor_kwargs": "mm_processor_kwargs",
+    "cache_salt": "cache_salt",
+}
+"""Keys of a prompt in vLLM's form, and the fields of `Prompt` that they fill."""
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Prompt
 
 
-def read_prompt(prompt: PromptLike, media: Mapping[str, Sequence[Any]]) -> Prompt:
-    """Any accepted form of a prompt as a `Prompt`, with `media` added to its own.
+def read_prompt(prompt: PromptLike, media: Mapping[str, Any]) -> Prompt:
+    """Any accepted form of a prompt as a `Prompt`, with `media` added to its own, each a list.
 
     Raises InvalidRequestError.
     """
     read = _as_prompt(prompt)
     _check_fields(read)
+    merged = _merge(read.media, media)
+    uuids = {name: [each] if isinstance(each, str) else each for name, each in read.uuids.items()}
     given = [name for name in FORMS if getattr(read, name) is not None]
     halves = [name for name in HALVES if getattr(read, name) is not None]
-    if len(given) > 1 or not (given or halves or any(read.media.values()) or any(media.values())):
+    if len(given) > 1 or not (given or halves or merged):
         message = f"a prompt has exactly one of text, token_ids and messages, not {len(given)}"
         raise InvalidRequestError(message, parameter="prompt", value=len(given))
     for half in ("encoder", "decoder"):
         if f"{half}_text" in halves and f"{half}_token_ids" in halves:
             message = f"give {half}_text or {half}_token_ids, not both"
             raise InvalidRequestError(message, parameter=f"{half}_text")
-    merged = _merge(read.media, media)
-    if merged and read.messages is not None:
-        message = "chat messages carry their media in their parts; give none beside them"
-        raise InvalidRequestError(message, parameter=f"{next(iter(merged))}s")
-    return replace(read, media=merged, mm_processor_kwargs=copy_options(read.mm_processor_kwargs))
+    return replace(
+        read, media=merged, uuids=uuids, mm_processor_kwargs=copy_options(read.mm_processor_kwargs)
+    )
 
 
 def count_least(prompt: Prompt) -> tuple[int, int]:
@@ -64,7 +76,9 @@ def count_least(prompt: Prompt) -> tuple[int, int]:
     texts = prompt.text, prompt.encoder_text, prompt.decoder_text
     characters = max(len(text or "") for text in texts)
     token_ids = prompt.token_ids, prompt.encoder_token_ids, prompt.decoder_token_ids
-    others = max(len(ids or ()) for ids in token_ids) + sum(map(len, prompt.media.values()))
+    others = max(len(ids or ()) for ids in token_ids)
+    if prompt.messages is None:  # whose parts are counted
+        others += sum(map(len, prompt.media.values()))
     for message in prompt.messages or ():
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else ()
@@ -94,11 +108,56 @@ def _as_prompt(prompt: Any) -> Prompt:
         return Prompt(text=prompt)
     if _is_array(prompt):
         return Prompt(token_ids=prompt.tolist())
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt)
     if isinstance(prompt, list | tuple):
-        if prompt and isinstance(prompt[0], Mapping):
+        first = prompt[0] if prompt else None
+        if isinstance(first, Mapping) and not first.keys() & {*KEYS, *HALF_PROMPTS}:
             return Prompt(messages=prompt)
+        if isinstance(first, str | list | tuple | Mapping | Prompt):
+            message = (
+                "prompt is a list of prompts, but a call takes one: use engine.map(prompts), or "
+                "asyncio.gather(*(engine.generate(each) for each in prompts))"
+            )
+            raise InvalidRequestError(message, parameter="prompt", value=type(first).__name__)
         return Prompt(token_ids=prompt)
     raise _wrong("prompt", "text, token ids, chat messages or a Prompt", prompt)
+
+
+def _from_mapping(given: Mapping[str, Any]) -> Prompt:
+    """A prompt in vLLM's form: TextPrompt, TokensPrompt, or the two of an encoder and a decoder.
+
+    Token ids win over a text beside them. Text in its media is no path: it may be users' JSON.
+    """
+    if "role" in given:
+        message = "prompt is one chat message; give a list of messages"
+        raise InvalidRequestError(message, parameter="prompt")
+    unknown = [key for key in given if key not in KEYS and key not in HALF_PROMPTS]
+    if unknown:
+        known = ", ".join((*KEYS, *HALF_PROMPTS))
+        message = f"prompt has the key {shown(unknown[0], 40)}, which is none of {known}"
+        raise InvalidRequestError(message, parameter="prompt")
+    fields = {KEYS[key]: value for key, value in given.items() if key in KEYS and value is not None}
+    if "token_ids" in fields:
+        fields.pop("text", None)
+    if isinstance(media := fields.get("media"), Mapping):
+        fields["media"] = {
+            modality: [FromPrompt(item) for item in as_items(modality, items)]
+            for modality, items in media.items()
+        }
+    for key in HALF_PROMPTS:
+        half = given.get(key)
+        if half is None:
+            continue
+        read = _as_prompt(half)
+        name = key.removesuffix("_prompt")
+        fields[f"{name}_text"], fields[f"{name}_token_ids"] = read.text, read.token_ids
+        for field in ("media", "uuids", "mm_processor_kwargs", "cache_salt"):
+            if value := getattr(read, field):
+                fields[field] = value
+        if read.messages is not None:
+            raise _wrong(key, "text, token ids, or a mapping with them", half)
+    return _as_prompt(Prompt(**fields))
 
 
 def _is_array(value: object) -> bool:
@@ -116,11 +175,13 @@ def _check_fields(prompt: Prompt) -> None:
             if kind == Sequence | None and isinstance(value, str | bytes):
                 raise _wrong(parameter, f"made of a sequence as {name}", value)
     for modality, uuids in prompt.uuids.items():
+        if isinstance(uuids, str):
+            continue
         if not isinstance(uuids, list | tuple) or not all(isinstance(u, str | None) for u in uuids):
             raise _wrong("uuids", f"a list of text or None for {modality!r:.40}", uuids)
 
 
-def _merge(*sources: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+def _merge(*sources: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
     """Modality -> items of all sources; modalities without items are left out."""
     merged: dict[str, list[Any]] = {}
     for source in sources:
@@ -128,9 +189,7 @@ def _merge(*sources: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
             if not isinstance(modality, str) or len(modality) > MAX_MODALITY_CHARACTERS:
                 message = f"media has a key that is no modality: {modality!r:.40}"
                 raise UnsupportedModalityError(message, parameter="media")
-            if not isinstance(items, list | tuple):
-                raise _wrong(f"{modality}s", "a list", items)
-            merged.setdefault(modality, []).extend(items)
+            merged.setdefault(modality, []).extend(as_items(modality, items))
     return {modality: items for modality, items in merged.items() if items}
 
 

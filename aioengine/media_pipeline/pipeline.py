@@ -36,6 +36,7 @@ from aioengine.processors.embeddings import EmbeddingItems
 from aioengine.processors.inputs import MultiModalKwargsItem
 from aioengine.processors.item_work import Promise, WorkItem
 from aioengine.processors.media.fetch import fetch
+from aioengine.processors.media.objects import is_wrapped
 from aioengine.processors.media.open import open_media
 from aioengine.processors.mm_kwargs import check_cost
 from aioengine.processors.processor import (
@@ -289,10 +290,15 @@ class MediaPipeline:
             async with self._fetching:
                 return await get()
 
-        if not _is_url(media.item):
+        if _is_url(media.item):
+            job = self._fetches.join(f"{media.modality} {media.item}", get_in_turn)
+        elif is_wrapped(media.item):
+            # A file that is given twice: two threads that read it would get a part each.
+            job = self._fetches.join(f"{id(media.item)} {media.trusted}", get)
+        else:
             return await get()
         try:
-            return await self._fetches.join(f"{media.modality} {media.item}", get_in_turn)
+            return await job
         except MediaError as error:
             raise error.for_parameter(media.parameter) from error
 

@@ -6,9 +6,12 @@ import asyncio
 import base64
 import binascii
 import os
+import re
 import stat
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,7 +21,8 @@ import anyio
 import anyio.to_thread
 
 from aioengine.config import MediaConfig
-from aioengine.errors import MediaError, MediaUnavailableError
+from aioengine.errors import MediaError, MediaUnavailableError, shown
+from aioengine.processors.media.objects import ObjectError, TooLargeError, is_wrapped, unwrap
 
 __all__ = ["fetch"]
 
@@ -28,6 +32,13 @@ Result = TypeVar("Result")
 _ESCAPES = (("%2B", "+"), ("%2b", "+"), ("%2F", "/"), ("%2f", "/"), ("%3D", "="), ("%3d", "="))
 INLINE_CHARACTERS = 1 << 16
 MAX_DATA_HEAD = 256
+MAX_SHOWN_PATH = 200
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{60,}={0,2}")
+_HINT = "looks like base64; write data:<type>;base64, before it, or give its bytes"
+_UNTRUSTED = (
+    "must be a data:, file: or http(s) URL; local paths are taken from the application only "
+    "(as Path objects, or in images=...), not from chat messages"
+)
 
 
 @dataclass(frozen=True)
@@ -76,13 +87,17 @@ async def fetch(
     """The item's encoded bytes, or the item itself where it is an object with the data in it.
 
     Strings are `data:`, `file:` or http(s) URLs, or, if `trusted` (given by the application, not
-    found in a chat message), local paths. http(s) needs `config.fetcher` or, for the engine's own
-    client, `config.allowed_hosts`. Nothing is decoded here, and no more than
-    `config.max_bytes(modality)` is read. `threads`: how many may be used at once. Every failure is
-    a MediaError naming `parameter`, and a MediaUnavailableError where the same fetch may succeed
-    later; cancellation passes through.
+    found in a chat message), local paths; so are those in mappings, while a path object in one is
+    the application's own. What `unwrap` knows is read in a worker thread. http(s) needs
+    `config.fetcher` or, for the engine's own client, `config.allowed_hosts`. Nothing is decoded
+    here, and no more than `config.max_bytes(modality)` is read. `threads`: how many may be used at
+    once. Every failure is a MediaError naming `parameter`, and a MediaUnavailableError where the
+    same fetch may succeed later; cancellation passes through.
     """
     order = _Order(config, parameter, modality, threads)
+    if is_wrapped(item):
+        item = await _unwrap(item, order)
+        trusted = trusted or isinstance(item, PurePath)
     if isinstance(item, PurePath):
         return await _read_path(item, order, trusted=trusted)
     if not isinstance(item, str):
@@ -97,13 +112,62 @@ async def fetch(
     return await _read_path(item, order, trusted=trusted)
 
 
+async def _unwrap(item: object, order: _Order) -> object:
+    """The item in an object of another library's. A read that never returns holds up nobody."""
+    left = threading.Event()
+    limiter = order.threads or anyio.CapacityLimiter(1)
+    call = partial(unwrap, item, order.max_bytes, left.is_set)
+    try:
+        found = await anyio.to_thread.run_sync(call, limiter=limiter, abandon_on_cancel=True)
+    except TooLargeError:
+        limit = f"{order.limit_name} ({order.max_bytes})"
+        raise order.error(f"has more bytes than {limit}") from None
+    except ObjectError as error:
+        raise order.error(str(error)) from None
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # Whatever else the object's methods raise is this one item's failure.
+    except BaseException as error:
+        raise order.error(f"could not be read: {type(error).__name__}") from error
+    finally:
+        left.set()
+    return found
+
+
 async def _read_path(path: str | PurePath, order: _Order, *, trusted: bool) -> bytes:
     if not trusted:
-        raise order.error(
-            "must be a data:, file: or http(s) URL; local paths are taken from the application "
-            "only, not from chat messages"
-        )
-    return await order.run(_read_file, Path(path), order)
+        raise order.error(_HINT if _is_base64(path) else _UNTRUSTED)
+    return await order.run(_read_named, path, order)
+
+
+def _is_base64(path: str | PurePath) -> bool:
+    """Return whether it begins as somebody's base64 without its head does, and as no path does."""
+    return _BASE64.fullmatch(str(path)[:MAX_DATA_HEAD]) is not None
+
+
+def _read_named(path: str | PurePath, order: _Order) -> bytes:
+    """The file at a path that the application gave, by which its errors name it."""
+    try:
+        return _read_file(Path(path), order)
+    except MediaError as error:
+        if error.__cause__ is None:
+            raise
+        name, cause = shown(str(path), MAX_SHOWN_PATH), error.__cause__
+    if _is_base64(path):
+        raise order.error(_HINT) from cause
+    if isinstance(path, str) and "://" in path[:32]:
+        raise order.error("must be a path, or a data:, file: or http(s) URL") from cause
+    match cause:
+        case IsADirectoryError():
+            reason = f"{name} is a folder, not a file"
+        case FileNotFoundError() | NotADirectoryError():
+            reason = f"there is no file {name}"
+        case PermissionError():
+            reason = f"the file {name} may not be read (permission denied)"
+        case _:
+            reason = f"the file {name} could not be read: {type(cause).__name__}"
+    text = f"{order.parameter}: {reason}"
+    raise MediaError(text, parameter=order.parameter) from cause
 
 
 async def _fetch_data(url: str, order: _Order) -> bytes:
@@ -182,7 +246,8 @@ def _read_file(path: Path, order: _Order, flags: int = 0) -> bytes:
         with open(os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise FileNotFoundError("not a regular file")
+                is_folder = stat.S_ISDIR(status.st_mode)
+                raise (IsADirectoryError if is_folder else OSError)("not a regular file")
             order.check_bytes(status.st_size)
             data = file.read(order.max_bytes + 1)
     except (OSError, ValueError) as error:

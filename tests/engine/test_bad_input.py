@@ -7,6 +7,7 @@ import base64
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ async def check(
     )
     assert good.token_ids == expected
     await settled(engine)
+
+
+async def aiter_of(*items: Any) -> AsyncIterator[Any]:
+    for item in items:
+        yield item
 
 
 # ---- images
@@ -272,9 +278,14 @@ async def test_too_many_images_and_other_modalities(
     )
 
 
-@pytest.mark.parametrize("images", [tiny_image(1), PNG, "a.png", {"a": 1}, 3, None])
-async def test_images_have_to_be_a_list(engine: AsyncEngine, images: Any) -> None:
+@pytest.mark.parametrize("images", [{PNG}, aiter_of(PNG), repeat(PNG)])
+async def test_images_have_to_be_in_order_and_to_end(engine: AsyncEngine, images: Any) -> None:
     await refused(engine, "<image>", InvalidRequestError, "images", images=images)
+
+
+@pytest.mark.parametrize("image", [b"no image", "a.png", {"a": 1}, 3, np.float64(3)])
+async def test_one_bad_image_without_a_list(engine: AsyncEngine, image: Any) -> None:
+    await refused(engine, "<image>", MediaError, "images[0]", images=image)
 
 
 # ---- prompts

@@ -86,7 +86,9 @@ async def test_paths(tmp_path: Path) -> None:
     for item in (tmp_path / "none", str(tmp_path / "none"), tmp_path, "\0", Path("\0")):
         error = await refuse(item)
         assert error.__cause__ is not None
-        assert str(tmp_path) not in str(error)
+        assert repr(str(item)) in str(error)
+    assert "is a folder" in str(await refuse(tmp_path))
+    assert "there is no file 'none.png'" in str(await refuse("none.png"))
     assert "max_image_bytes" in str(await refuse(file, MediaConfig(max_image_bytes=3)))
 
 
