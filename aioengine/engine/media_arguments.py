@@ -64,4 +64,12 @@ def _is_one(modality: str, given: Any) -> bool:
         return False
     is_file = any(callable(getattr(given, name, None)) for name in ("read", "as_py"))
     is_upload = callable(getattr(getattr(given, "file", None), "read", None))
-    return is_file or is_upload or not isinstance(given, Iterable)
+    return is_file or is_upload or not isinstance(given, Iterable) or _shares_bytes(given)
+
+
+def _shares_bytes(given: Any) -> bool:
+    """Return whether it is a buffer, as an `mmap` or Arrow's."""
+    try:
+        return memoryview(given).itemsize == 1
+    except TypeError:
+        return False

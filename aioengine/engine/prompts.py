@@ -151,7 +151,9 @@ def _from_mapping(given: Mapping[str, Any]) -> Prompt:
             continue
         read = _as_prompt(half)
         name = key.removesuffix("_prompt")
-        fields[f"{name}_text"], fields[f"{name}_token_ids"] = read.text, read.token_ids
+        # Beside the media of an encoder that reads nothing else stands an empty text.
+        fields[f"{name}_text"] = None if read.media and not read.text else read.text
+        fields[f"{name}_token_ids"] = read.token_ids
         for field in ("media", "uuids", "mm_processor_kwargs", "cache_salt"):
             if value := getattr(read, field):
                 fields[field] = value

@@ -50,8 +50,9 @@ def unwrap(item: Any, max_bytes: int, is_unwanted: Callable[[], bool]) -> object
     if isinstance(item, np.ndarray):
         item = item.tobytes() if item.dtype.kind == "S" else item.item()
     if callable(getattr(item, "as_py", None)):
-        is_binary = "binary" in str(getattr(item, "type", "")).partition("[")[0]
-        item = item.as_buffer() if is_binary else item.as_py()
+        is_text = "string" in str(getattr(item, "type", ""))
+        has_buffer = callable(getattr(item, "as_buffer", None)) and not is_text
+        item = item.as_buffer() if has_buffer else item.as_py()
     if isinstance(item, Mapping):
         item = _in_mapping(item)
     file = getattr(item, "file", None)  # an upload's, of Starlette, Django, Litestar or aiohttp
