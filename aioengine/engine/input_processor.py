@@ -155,13 +155,13 @@ class InputProcessor:
                 message = "an encoder-decoder model takes no chat messages; give text"
                 raise InvalidRequestError(message, parameter="prompt")
             return
-        if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
-            message = "a prompt has one of text, token_ids and messages; media alone say nothing"
-            raise InvalidRequestError(message, parameter="prompt")
         for name in HALVES:
             if getattr(prompt, name) is not None:
                 message = f"{name} is for encoder-decoder models; give text"
                 raise InvalidRequestError(message, parameter=name)
+        if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
+            message = "a prompt has one of text, token_ids and messages; media alone say nothing"
+            raise InvalidRequestError(message, parameter="prompt")
 
     async def _compile(self, params: SamplingParams) -> Sequence[Constraint]:
         if params.structured_outputs is None:
