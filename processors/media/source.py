@@ -157,5 +157,5 @@ def to_numpy(array: Array | torch.Tensor) -> Array:
     if isinstance(array, torch.Tensor):
         if array.is_floating_point() and array.itemsize < 4 and array.dtype != torch.float16:
             array = array.float()
-        array = array.numpy(force=True)
+        array = array.detach().cpu().resolve_conj().resolve_neg().numpy()
     return array

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from aioengine.sampling.sampler import Sampler, Sampling
 from tests.simulated.device import DEVICE, LAUNCH_THREAD, MixedDevicesError, SimulatedMode
 from tests.simulated.queues import DeviceFailedError
 from tests.support.engines import running_engine
-from tests.support.tiny import save_tiny_llava
+from tests.support.tiny import save_tiny_llava, tiny_image
 
 CUDA = torch.device("cuda", 0)
 
@@ -204,3 +205,17 @@ async def test_a_step_is_one_copy_in_and_one_out(
     assert len(copies) >= 6
     for found in copies:
         assert found == {"to the device": 1, "to the host": 1}, copies
+
+
+async def test_pixels_in_the_memory_of_the_device(tmp_path: Path) -> None:
+    """They are copied to the host for the processor, beside the steps of others."""
+    save_tiny_llava(tmp_path)
+    text, params = "USER: <image>\nWhat is it?", SamplingParams(temperature=0, max_tokens=6)
+    with SimulatedMode(), DEVICE.waiting_allowed():
+        there = torch.from_numpy(np.array(tiny_image(3))).movedim(-1, 0).to(CUDA)
+    async with running_engine(tmp_path, device="cuda", dtype="float32") as engine:
+        wanted = await engine.generate(text, params, images=[tiny_image(3)])
+        for images in (there, [there]):
+            await engine.reset_caches()
+            found = await engine.generate(text, params, images=images)
+            assert found.token_ids == wanted.token_ids
