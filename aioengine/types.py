@@ -151,7 +151,10 @@ class Embeddings:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Input of a request, spelt out. Exactly one of `text`, `token_ids`, `messages`.
+    """Input of a request, spelt out. Exactly one of `text`, `token_ids`, `messages`, `embeds`.
+
+    `embeds`: a dense, finite float tensor or array `[tokens, width]`, in place of the rows that
+    token ids have in the embedding table; what transformers takes as `inputs_embeds`.
 
     `media`: modality -> one item, or any iterable of them, in the order of their placeholders.
     `uuids`: modality -> the caller's own names for these items. `cache_salt`: nothing cached is
@@ -169,6 +172,7 @@ class Prompt:
     uuids: Mapping[str, str | Sequence[str | None]] = field(default_factory=dict)
     cache_salt: str | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    embeds: Any = None
 
 
 class FinishReason(enum.StrEnum):

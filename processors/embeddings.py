@@ -20,7 +20,7 @@ from aioengine.processors.items import (
 )
 from aioengine.types import Embeddings
 
-__all__ = ["EmbeddingItems", "make_items", "repeat_token"]
+__all__ = ["EmbeddingItems", "check_rows", "make_items", "repeat_token"]
 
 MAX_EXTRA_NUMBERS = 1 << 20
 """In one of an item's extra fields."""
@@ -44,7 +44,7 @@ class EmbeddingItems(ModalityDataItems[torch.Tensor]):
     ) -> None:
         names = parameters or [f"{modality}s[{index}]" for index in range(len(embeddings))]
         rows = [
-            _checked_rows(item.rows, hidden_size, max_rows, name)
+            check_rows(item.rows, hidden_size, name, max_rows=max_rows)
             for item, name in zip(embeddings, names, strict=True)
         ]
         super().__init__(rows, modality)
@@ -117,9 +117,18 @@ def _modality_items(
     return MixedItems(parts, modality)
 
 
-def _checked_rows(
-    value: Any, hidden_size: int, max_rows: int | None, parameter: str
+def check_rows(
+    value: Any,
+    hidden_size: int,
+    parameter: str,
+    *,
+    max_rows: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
+    """Rows `[rows, hidden_size]` on the CPU in `dtype`, finite in it too.
+
+    Raises MediaError for anything but such a dense array or tensor of floating-point numbers.
+    """
     _check_array(value, parameter)
     # Before any number is looked at: strides may repeat a few of them for ever.
     shape = tuple(value.shape)
@@ -129,10 +138,11 @@ def _checked_rows(
         raise _wrong(parameter, f"has {shape[0]} rows, more than max_model_len ({max_rows})", shape)
     rows = _to_tensor(value, parameter)
     if not rows.is_floating_point():
-        dtype = str(rows.dtype)
-        raise _wrong(parameter, f"must be floating point, not {dtype}", dtype)
+        kind = str(rows.dtype)
+        raise _wrong(parameter, f"must be floating point, not {kind}", kind)
+    rows = rows.to(dtype)
     _check_finite(rows, parameter)
-    return rows.to(torch.float32)
+    return rows
 
 
 def _checked_extra(value: Any, parameter: str) -> torch.Tensor:

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -24,8 +23,9 @@ from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
 from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.engine.loader import Loaded
-from aioengine.engine.media_arguments import FromPrompt
-from aioengine.engine.prompts import HALVES, count_least
+from aioengine.engine.media_arguments import fillings, list_media
+from aioengine.engine.prompt_embeds import read_embeds
+from aioengine.engine.prompts import FORMS, HALVES, count_least
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
@@ -37,9 +37,9 @@ from aioengine.media_pipeline.items import (
     ProcessorOptions,
 )
 from aioengine.media_pipeline.pipeline import MediaPipeline
-from aioengine.models.runtime.interfaces import PromptMedia, PromptMemory
+from aioengine.models.runtime.interfaces import PromptInputs, PromptMedia, PromptMemory
 from aioengine.processors.cache.hasher import item_key
-from aioengine.processors.chat import ChatMedia, ChatPrompt, ChatRenderer
+from aioengine.processors.chat import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves, half_name
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
@@ -102,6 +102,9 @@ class InputProcessor:
     async def prepare(self, state: RequestState, prompt: Prompt) -> list[CompletionState]:
         """Everything before admission. Raises the request's error."""
         self._check_halves(prompt)
+        if prompt.embeds is not None:
+            constraints = await self._compile(state.params)
+            return await run_in(self._thread, self._lay_out_embeds, state, prompt, constraints)
         halves = Halves(
             prompt=prompt.token_ids if prompt.text is None else prompt.text,
             encoder=_either(prompt.encoder_text, prompt.encoder_token_ids),
@@ -110,7 +113,7 @@ class InputProcessor:
         literals: Literals = ()
         if prompt.messages is None:
             self._refuse_hopeless(prompt)
-            media = _list_media(prompt)
+            media = list_media(prompt)
         else:
             chat = await run_in(self._thread, self._render, prompt)
             halves, literals = Halves(prompt=chat.token_ids), chat.literals
@@ -159,8 +162,8 @@ class InputProcessor:
             if getattr(prompt, name) is not None:
                 message = f"{name} is for encoder-decoder models; give text"
                 raise InvalidRequestError(message, parameter=name)
-        if prompt.text is None and prompt.token_ids is None and prompt.messages is None:
-            message = "a prompt has one of text, token_ids and messages; media alone say nothing"
+        if all(getattr(prompt, name) is None for name in FORMS):
+            message = f"a prompt has one of {', '.join(FORMS)}; media alone say nothing"
             raise InvalidRequestError(message, parameter="prompt")
 
     async def _compile(self, params: SamplingParams) -> Sequence[Constraint]:
@@ -189,13 +192,7 @@ class InputProcessor:
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
             self._renderer = ChatRenderer(self._loaded.layout_processor)
-        given: dict[str, list[ChatMedia]] = {}
-        for each in _list_media(prompt):
-            found = ChatMedia(
-                item=each.item, parameter=each.parameter, trusted=each.trusted, uuid=each.uuid
-            )
-            given.setdefault(each.modality, []).append(found)
-        return self._renderer.render(list(prompt.messages or ()), given)
+        return self._renderer.render(list(prompt.messages or ()), fillings(prompt))
 
     def _lay_out(
         self,
@@ -243,23 +240,50 @@ class InputProcessor:
             places = _places(prompt_token_ids, core_items)
             encoder = self._memory_item(state, inputs.memory, places, options, cache_salt)
             core_items = []
-        known = {
-            "prompt_token_ids": prompt_token_ids,
-            "items": tuple(core_items),
-            "encoder": encoder,
+        known = self._known(prompt_token_ids, core_items, inputs, cache_salt) | {"encoder": encoder}
+        return self._completions(state, known, constraints)
+
+    def _lay_out_embeds(
+        self, state: RequestState, prompt: Prompt, constraints: Sequence[Constraint]
+    ) -> list[CompletionState]:
+        """Do the same for a prompt of embeddings."""
+        token_ids, items, state.media = read_embeds(prompt.embeds, self._loaded, prompt.cache_salt)
+        inputs = self._loaded.runner.model.prompt_inputs(token_ids)
+        known = self._known(token_ids, items, inputs, prompt.cache_salt)
+        return self._completions(state, known, constraints, repeats=())
+
+    def _known(
+        self,
+        token_ids: tuple[int, ...],
+        items: Sequence[Item],
+        inputs: PromptInputs | None,
+        cache_salt: str | None,
+    ) -> dict[str, Any]:
+        """Build what all completions of a prompt have in common."""
+        return {
+            "prompt_token_ids": token_ids,
+            "items": tuple(items),
             "inputs": inputs,
             "bidirectional": () if inputs is None else inputs.bidirectional,
             "starts_outside": self._starts_outside,
             "cache_salt": cache_salt,
         }
-        return self._completions(state, known, constraints)
 
     def _completions(
-        self, state: RequestState, known: Mapping[str, Any], constraints: Sequence[Constraint]
+        self,
+        state: RequestState,
+        known: Mapping[str, Any],
+        constraints: Sequence[Constraint],
+        repeats: tuple[int, ...] | None = None,
     ) -> list[CompletionState]:
-        """A request to the core for each completion; `known`: what they have in common."""
+        """A request to the core for each completion; `known`: what they have in common.
+
+        `repeats`: the prompt's tokens that are penalised where they come again; None: all.
+        """
         params = state.params
-        samplings = self._sampling.samplings(params, known["prompt_token_ids"], constraints)
+        samplings = self._sampling.samplings(
+            params, known["prompt_token_ids"] if repeats is None else repeats, constraints
+        )
         caching = self._config.enable_prefix_caching
         private_salt = secrets.token_bytes(16) if params.n > 1 and not caching else None
         leader: Request | None = None
@@ -420,20 +444,3 @@ def _too_long(num_tokens: int, most: int) -> PromptTooLongError:
 
 def _either(text: str | None, token_ids: Sequence[int] | None) -> TextOrTokens | None:
     return token_ids if text is None else text
-
-
-def _list_media(prompt: Prompt) -> list[MediaInput]:
-    media = []
-    for modality, items in prompt.media.items():
-        uuids: Sequence[str | None] = prompt.uuids.get(modality) or [None] * len(items)
-        if len(uuids) != len(items):
-            message = f"uuids[{modality!r}] has {len(uuids)} entries for {len(items)} items"
-            raise InvalidRequestError(message, parameter="uuids", value=len(uuids))
-        for index, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
-            name = f"{modality}s[{index}]"
-            trusted = True
-            if isinstance(item, FromPrompt):
-                item = item.item
-                trusted = isinstance(item, PurePath)
-            media.append(MediaInput(modality, index, item, name, trusted, uuid))
-    return media

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import PurePath
 from typing import Any
 
 from aioengine.errors import InvalidRequestError, is_real
+from aioengine.media_pipeline.items import MediaInput
+from aioengine.processors.prompt.chat_parts import ChatMedia
+from aioengine.types import Prompt
 
-__all__ = ["FromPrompt", "as_items"]
+__all__ = ["FromPrompt", "as_items", "fillings", "list_media"]
 
 BATCH_DIMENSIONS = {"image": 4, "video": 5}
 """Of an array that holds several items, along its first axis."""
@@ -73,3 +77,32 @@ def _shares_bytes(given: Any) -> bool:
         return memoryview(given).itemsize == 1
     except TypeError:
         return False
+
+
+def list_media(prompt: Prompt) -> list[MediaInput]:
+    """Return the items of a prompt whose media are lists. Raises InvalidRequestError."""
+    media = []
+    for modality, items in prompt.media.items():
+        uuids: Sequence[str | None] = prompt.uuids.get(modality) or [None] * len(items)
+        if len(uuids) != len(items):
+            message = f"uuids[{modality!r}] has {len(uuids)} entries for {len(items)} items"
+            raise InvalidRequestError(message, parameter="uuids", value=len(uuids))
+        for index, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
+            name = f"{modality}s[{index}]"
+            trusted = True
+            if isinstance(item, FromPrompt):
+                item = item.item
+                trusted = isinstance(item, PurePath)
+            media.append(MediaInput(modality, index, item, name, trusted, uuid))
+    return media
+
+
+def fillings(prompt: Prompt) -> dict[str, list[ChatMedia]]:
+    """Modality -> the items for a conversation's parts without content."""
+    given: dict[str, list[ChatMedia]] = {}
+    for each in list_media(prompt):
+        found = ChatMedia(
+            item=each.item, parameter=each.parameter, trusted=each.trusted, uuid=each.uuid
+        )
+        given.setdefault(each.modality, []).append(found)
+    return given

@@ -16,7 +16,7 @@ __all__ = ["PromptLike", "check_arguments", "count_least", "read_prompt"]
 
 MAX_MODALITY_CHARACTERS = 40
 
-FORMS = ("text", "token_ids", "messages")
+FORMS = ("text", "token_ids", "messages", "embeds")
 """What a prompt has exactly one of."""
 HALVES = ("encoder_text", "encoder_token_ids", "decoder_text", "decoder_token_ids")
 """What of a prompt is for encoder-decoder models."""
@@ -34,6 +34,7 @@ HALF_PROMPTS = ("encoder_prompt", "decoder_prompt")
 KEYS = {
     "prompt": "text",
     "prompt_token_ids": "token_ids",
+    "prompt_embeds": "embeds",
     "multi_modal_data": "media",
     "multi_modal_uuids": "uuids",
     "mm_processor_kwargs": "mm_processor_kwargs",
@@ -56,8 +57,11 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Any]) -> Prompt:
     given = [name for name in FORMS if getattr(read, name) is not None]
     halves = [name for name in HALVES if getattr(read, name) is not None]
     if len(given) > 1 or not (given or halves or merged):
-        message = f"a prompt has exactly one of text, token_ids and messages, not {len(given)}"
+        message = f"a prompt has exactly one of {', '.join(FORMS)}, not {len(given)}"
         raise InvalidRequestError(message, parameter="prompt", value=len(given))
+    if read.embeds is not None and merged:
+        message = "a prompt of embeddings has its media among them; give none beside it"
+        raise InvalidRequestError(message, parameter=f"{next(iter(merged))}s")
     for half in ("encoder", "decoder"):
         if f"{half}_text" in halves and f"{half}_token_ids" in halves:
             message = f"give {half}_text or {half}_token_ids, not both"
@@ -138,8 +142,9 @@ def _from_mapping(given: Mapping[str, Any]) -> Prompt:
         message = f"prompt has the key {shown(unknown[0], 40)}, which is none of {known}"
         raise InvalidRequestError(message, parameter="prompt")
     fields = {KEYS[key]: value for key, value in given.items() if key in KEYS and value is not None}
-    if "token_ids" in fields:
-        fields.pop("text", None)
+    for form in ("embeds", "token_ids"):
+        if form in fields:
+            fields.pop("text", None)
     if isinstance(media := fields.get("media"), Mapping):
         fields["media"] = {
             modality: [FromPrompt(item) for item in as_items(modality, items)]

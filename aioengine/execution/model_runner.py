@@ -23,14 +23,17 @@ from aioengine.execution.state_steps import stage_states
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
 from aioengine.kernels.staging import Staged, StepBuffer
-from aioengine.kernels.transfer import to_host
+from aioengine.kernels.transfer import to_device, to_host
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.state.memory import StateMemory
 from aioengine.sampling.logprobs import ScoreColumns, Scores, score
 from aioengine.sampling.sampler import Sampled, Sampler
 from aioengine.types import Launched, TokenLogprobs
 
-__all__ = ["ModelRunner"]
+__all__ = ["PROMPT_ROWS", "ModelRunner"]
+
+PROMPT_ROWS = "prompt"
+"""Modality of embeddings that a prompt is made of: nothing encodes them."""
 
 Features = Mapping[str, Tensor]
 _PromptScores = list[tuple[SequencePlan, list[Scores]]]
@@ -205,7 +208,7 @@ class ModelRunner:
         """
         self.drop(plan.evicted)
         try:
-            encoded: list[Tensor | Exception] = list(self.model.encode(plan.modality, features))
+            encoded: list[Tensor | Exception] = list(self._encode(plan.modality, features))
             assert len(encoded) == len(features)
         except Exception:
             encoded = [self._encode_alone(plan.modality, item) for item in features]
@@ -228,10 +231,15 @@ class ModelRunner:
         for key in keys:
             self._rows.pop(key, None)
 
+    def _encode(self, modality: str, features: Sequence[Features]) -> Sequence[Tensor]:
+        if modality == PROMPT_ROWS:
+            return [to_device(item["rows"], self.model.device) for item in features]
+        return self.model.encode(modality, features)
+
     def _encode_alone(self, modality: str, item: Features) -> Tensor | Exception:
         """One item of a batch that failed: the fault has to be separated from its neighbours."""
         try:
-            (rows,) = self.model.encode(modality, [item])
+            (rows,) = self._encode(modality, [item])
             return rows
         except Exception as error:
             return error
