@@ -12,7 +12,7 @@ import logging
 import time
 from asyncio import CancelledError
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -59,9 +59,10 @@ class RequestEvent:
     """A moment in a request's life, at `time` in seconds of `time.perf_counter()`.
 
     "submitted" comes on the caller's task, inside `stream()`; "admitted" when the request is laid
-    out and queued; "token" for each token of completion `index`; the last of a request is
-    "finished" with its `output`, or "aborted", "rejected" (the caller's mistake) or "failed" with
-    its `error`.
+    out and queued, with its `prompt_tokens` and the number of its `media` by modality; "token" for
+    each token of completion `index`, with the prompt tokens that were found in the prefix cache;
+    the last of a request is "finished" with its `output`, or "aborted", "rejected" (the caller's
+    mistake) or "failed" with its `error`.
     """
 
     kind: Kind
@@ -70,6 +71,9 @@ class RequestEvent:
     index: int = 0
     output: RequestOutput | None = None
     error: BaseException | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    media: Mapping[str, int] | None = None
 
 
 def timed(function: Callable[..., Any], *args: Any) -> Launched[tuple[Any, float, float]]:

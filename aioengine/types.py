@@ -332,10 +332,12 @@ class EngineStatistics:
     the caller's mistake, `failed` with the engine's. What is refused before its stream is made is
     not counted. `encoder_cache_waits` counts items for which there was no room at first.
     `model_impl`: "native" where the architecture has a class here, "transformers" where it is run
-    as any other of its kind.
+    as any other of its kind. `device` and `dtype` are the model's, as "cpu" and "bfloat16".
     """
 
     model_impl: str
+    device: str = ""
+    dtype: str = ""
     running: int
     waiting: int
     finished: int

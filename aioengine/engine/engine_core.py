@@ -156,9 +156,12 @@ class EngineCore:
             return self._final
         scheduler, tracker = self.scheduler, self.tracker
         counters, pool, media = scheduler.counters, scheduler.pool, scheduler.media
+        model = self.loaded.runner.model
         processed = asdict(self.input_processor.media.cache.statistics())
         return EngineStatistics(
             model_impl=self.loaded.model_impl,
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + tracker.num_preparing,
             **{outcome: tracker.counters[outcome] for outcome in OUTCOMES},

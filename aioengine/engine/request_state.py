@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -109,6 +110,17 @@ class RequestState:
         self._submitted = time.perf_counter()
         self._times: dict[str, float] = {}
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of an admitted request, those that an encoder reads among them."""
+        request = next(iter(self.completions.values())).request
+        return len(request.prompt_token_ids) + self.num_encoder_tokens
+
+    @property
+    def num_media(self) -> Counter[str]:
+        """Return how many items it has of each modality."""
+        return Counter(media.modality for media in self.media)
+
     def stamp(self, stage: str) -> None:
         """Note that the stage is complete, as far as one knows now."""
         self._times[stage] = time.perf_counter() - self._submitted
@@ -154,7 +166,7 @@ class RequestState:
         request = completions[0].request
         num_items = len(request.all_items)
         usage = Usage(
-            prompt_tokens=len(request.prompt_token_ids) + self.num_encoder_tokens,
+            prompt_tokens=self.num_prompt_tokens,
             completion_tokens=sum(len(c.request.output_token_ids) for c in completions),
             cached_tokens=request.num_cached_tokens,
             encoder_items=num_items,

@@ -102,7 +102,7 @@ class RequestTracker:
             return
         self._preparing.discard(state.request_id)
         state.admit()
-        self._note("admitted", state)
+        self._note("admitted", state, prompt_tokens=state.num_prompt_tokens, media=state.num_media)
         self._changed()
 
     def deliver(self, plan: StepPlan, result: StepResult) -> None:
@@ -128,7 +128,9 @@ class RequestTracker:
             elif has_ended:
                 self._drop(name)
             # Last, as a watcher may end requests.
-            self._note("token", state, index=state.completions[name].index)
+            completion = state.completions[name]
+            cached = completion.request.num_cached_tokens
+            self._note("token", state, index=completion.index, cached_tokens=cached)
             if state.output is not None:
                 self._note("finished", state, output=state.output)
 
