@@ -20,6 +20,8 @@ ApiKeys = str | Sequence[str] | Mapping[str, str] | None
 """One key, several, or several by the names of their owners; None: no key is asked for."""
 CacheSalt = Callable[[Scope], str | None]
 """The salt of an ASGI scope's requests; None: as for a request without one."""
+CHALLENGES = {"www-authenticate": 'Basic realm="aioengine"', "WWW-Authenticate": "Bearer"}
+"""Two header lines, by the case of the letters: Chromium knows only the first of a line."""
 KEY_NAME = "aioengine.key_name"
 """Where the scope of a request has the name of its key; "" for one without a name."""
 
@@ -43,6 +45,11 @@ class Keys:
         require(given is None or len(named) > 0, "api_key", "no key", "at least one, or None")
         self._cache_salt = cache_salt
 
+    @property
+    def are_asked_for(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._names)
+
     def check(self, scope: Scope) -> None:
         """Raise ApiError without a key: as a bearer token, or as the password of a browser's user.
 
@@ -59,7 +66,7 @@ class Keys:
                 "the API key is missing or wrong",
                 "authentication_error",
                 code="invalid_api_key",
-                headers={"www-authenticate": 'Bearer, Basic realm="aioengine"'},
+                headers=CHALLENGES,
             )
         scope[KEY_NAME] = found[0]
 
