@@ -54,7 +54,8 @@ def openai_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starle
 
 
 def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
-    """Build the app of `python -m aioengine serve`: the same below /v1, beside a status page at /.
+    """Build the app of `python -m aioengine serve`: the same below /v1, beside a status page at /
+    and a page at /try where a person asks the model.
 
     Arguments as in `openai_app`. A browser that has no key asks its user: any name, and the key as
     the password.
@@ -113,7 +114,12 @@ async def _http_error(_request: Request, error: Exception) -> Response:
 
 
 def _service_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
-    page = StatusPage(service.engine, service.model_names[0])
+    page = StatusPage(
+        service.engine,
+        service.model_names[0],
+        max_body_bytes=service.max_body_bytes,
+        needs_key=service.keys.are_asked_for,
+    )
     return [
         *(_endpoint(service, route.path, route.app) for route in page.routes()),
         *_probes(service, metrics),

@@ -70,7 +70,7 @@ class Service:
         for name, size in (("body", max_body_bytes), ("bodies", max_bodies_bytes)):
             require(is_int(size) and size > 0, f"max_{name}_bytes", size, "positive")
         self.budget = BodyBudget(max(max_body_bytes, max_bodies_bytes))
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
 
     @cached_property
@@ -81,7 +81,7 @@ class Service:
     def bounded(self, scope: Scope, receive: Receive) -> BoundedBody:
         """`receive` with the limits on request bodies."""
         budget = self.budget if scope["method"] == "POST" else None
-        return BoundedBody(scope, receive, self._max_body_bytes, self._body_timeout_s, budget)
+        return BoundedBody(scope, receive, self.max_body_bytes, self._body_timeout_s, budget)
 
     def check_model(self, name: str | None) -> str:
         """The name under which to answer. Raises ApiError for a model that is not here."""

@@ -1,4 +1,4 @@
-"""A page at `/` that shows what the engine is doing, live over server-sent events.
+"""Pages of one engine: what it is doing at `/`, live over server-sent events, and trials at `/try`.
 
 Nothing of a payload is shown. The figures are shaped only while somebody looks, once a tick for
 all who do.
@@ -7,21 +7,24 @@ all who do.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from aioengine.asgi.model_facts import model_facts
+from aioengine.asgi.pages import Page
 from aioengine.asgi.status_model import StatusBoard
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import EngineError
@@ -32,7 +35,7 @@ from aioengine.types import EngineState, EngineStatistics
 
 __all__ = ["StatusPage"]
 
-PAGE = Path(__file__).with_name("status.html")
+MEMORY = Path("/proc/self/statm")
 TICK_S = 0.25
 MAX_SPANS_PER_EVENT = 400
 MAX_BACKLOG_SPANS = 2000
@@ -43,38 +46,45 @@ LASTING = {EngineState.NEW, EngineState.STARTING, EngineState.RUNNING}
 """In any other state somebody may be stopping the server: a response is one event."""
 RETRY_MS, IDLE_RETRY_MS = 200, 1000
 """After which the browser comes back, also from a response of one event."""
+NOT_STORED = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class StatusPage:
     """The routes of one engine's status page. Make it before the engine starts, to miss nothing."""
 
-    def __init__(self, engine: AsyncEngine, model: str = "") -> None:
-        """`model`: the name to show; by default the hub id, or the folder's name."""
+    def __init__(self, engine: AsyncEngine, model: str = "", **service: Any) -> None:
+        """`model`: the name to show; by default the hub id, or the folder's name. `service`: what
+        else the page for trials has to know of the service."""
+        self._engine = engine
+        self._service = {"model": model or engine.model_name, **service}
         self._board = StatusBoard(model or engine.model_name, time.perf_counter())
         self._feed = _Feed(engine, self._board)
-        self._page = PAGE.read_text("utf-8")
-        self._policy = _content_security_policy(self._page)
         engine.instruments.follow(self._board.note_event, self._board.note_span)
 
     def routes(self) -> list[Route]:
-        """The page, its feed, and the latest spans as a Chrome trace."""
+        """The pages, what they ask for, and the latest spans as a Chrome trace."""
         return [
-            Route("/", self._show),
+            Route("/", Page("status.html").show),
+            Route("/try", Page("try.html", shows_media=True).show),
             Route("/status/events", self._events),
+            Route("/status/model", self._model),
+            Route("/status/requests/{name}", self._request),
             Route("/status/trace", self._trace),
         ]
 
-    async def _show(self, _request: Request) -> Response:
-        return HTMLResponse(
-            self._page,
-            headers={
-                "Content-Security-Policy": self._policy,
-                "X-Content-Type-Options": "nosniff",
-                "Referrer-Policy": "no-referrer",
-                "Cache-Control": "no-cache",
-            },
-        )
+    async def _model(self, _request: Request) -> Response:
+        facts = {**self._service, **model_facts(self._engine)}
+        return JSONResponse(facts, headers=NOT_STORED)
+
+    async def _request(self, request: Request) -> Response:
+        """One request's own spans, which no other viewer is shown: its name is hard to guess."""
+        name = request.path_params["name"]
+        known = self._board.find(name)
+        if known is None:
+            raise HTTPException(404, "no such request is live, or among the last to end")
+        spans = tuple(self._board.recorder.spans)
+        return JSONResponse(await run_apart(known.report, name, spans), headers=NOT_STORED)
 
     async def _events(self, request: Request) -> Response:
         if request.method == "HEAD":
@@ -89,8 +99,7 @@ class StatusPage:
             media_type="application/json",
             headers={
                 "Content-Disposition": 'attachment; filename="aioengine-trace.json"',
-                "X-Content-Type-Options": "nosniff",
-                "Cache-Control": "no-store",
+                **NOT_STORED,
             },
         )
 
@@ -164,7 +173,7 @@ class _Feed:
         end = self._board.num_spans
         first = max(self._tick.end if self._tick else end, end - MAX_SPANS_PER_EVENT)
         is_last = state not in LASTING
-        status = self._board.snapshot(now, state, self._statistics())
+        status = self._board.snapshot(now, state, self._statistics(), _resident_bytes())
         message = {"now_ms": self._board.clock(now), "status": status}
         data = _event(
             message | self._board.spans(first, end), end, IDLE_RETRY_MS if is_last else RETRY_MS
@@ -214,18 +223,12 @@ def _last_seen(request: Request) -> int:
     return int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
 
 
-def _content_security_policy(page: str) -> str:
-    """Nothing but the page's own style and script, and requests to where it came from."""
-    style, script = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for tag in ("style", "script")
-        for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    )
-    return (
-        f"default-src 'none'; style-src 'sha256-{style}'; script-src 'sha256-{script}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
+def _resident_bytes() -> int | None:
+    """What the process has in memory; None where the system does not say so in Linux's way."""
+    try:
+        return int(MEMORY.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _trace_json(recorder: TraceRecorder) -> str:

@@ -8,29 +8,78 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 from aioengine.instruments import STAGES, RequestEvent, StageSpan, TraceRecorder
 from aioengine.types import OUTCOMES, EngineState, EngineStatistics, StageStatistics
 
-__all__ = ["Latencies", "StatusBoard", "TokenRate"]
+__all__ = ["KnownRequest", "Latencies", "Peaks", "StatusBoard", "TokenRate"]
 
 MAX_SPANS = 4096
 MAX_SHOWN_REQUESTS = 6
+MAX_ENDED_REQUESTS = 64
+PREFILL = len(STAGES)
+"""The number of a step that computes a part of a prompt, among the stages' numbers."""
 MAX_SHOWN_CHARACTERS = 64
 RATE_SECONDS = 3
 
 
 @dataclass(slots=True)
-class _Live:
-    """A live request. `last_tokens`: completion index -> the time of its last token."""
+class KnownRequest:
+    """A live request, or one that has just ended: `stage` is its outcome then.
+
+    `last_tokens`: completion index -> the time of its last token.
+    """
 
     submitted: float
     stage: str = "intake"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    media: Mapping[str, int] = field(default_factory=dict)
     num_tokens: int = 0
+    admitted: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
     last_tokens: dict[int, float] = field(default_factory=dict)
+
+    def report(self, name: str, spans: Iterable[StageSpan]) -> dict[str, object]:
+        """Its life as JSON's objects, in milliseconds since its submission.
+
+        The steps that computed its prompt are "prefill"; those behind its first token are left out.
+        """
+
+        def since(time: float | None) -> float | None:
+            return None if time is None else _ms(time - self.submitted)
+
+        last = math.inf if self.first_token is None else self.first_token
+        return {
+            **self.summary(),
+            "admitted_ms": since(self.admitted),
+            "first_token_ms": since(self.first_token),
+            "ended_ms": since(self.ended),
+            "spans": [
+                [
+                    "prefill" if span.stage == "step" else span.stage,
+                    since(span.start),
+                    _ms(span.end - span.start),
+                    span.detail,
+                ]
+                for span in spans
+                if name in span.requests and (span.stage != "step" or span.end <= last)
+            ],
+        }
+
+    def summary(self) -> dict[str, object]:
+        """What it is at, and its counts."""
+        return {
+            "stage": self.stage,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "media": dict(self.media),
+            "tokens": self.num_tokens,
+        }
 
 
 class TokenRate:
@@ -55,6 +104,34 @@ class TokenRate:
         begin = int(now) - RATE_SECONDS + 1
         latest = (count for second, count in self._counts.items() if second >= begin)
         return sum(latest) / (now - begin)
+
+
+class Peaks:
+    """The highest value of each second of the last minute."""
+
+    def __init__(self, num_seconds: int = 60) -> None:
+        self._num_seconds = num_seconds
+        self._seconds: dict[int, tuple[float, float]] = {}  # second -> its highest and last value
+
+    def note(self, time: float, value: float) -> None:
+        """The value is another one from now on."""
+        second = int(time)
+        last = next(reversed(self._seconds.values()))[1] if self._seconds else value
+        highest = self._seconds.get(second, (last, last))[0]
+        self._seconds[second] = max(highest, value), value
+        if len(self._seconds) > self._num_seconds + 1:
+            del self._seconds[next(iter(self._seconds))]
+
+    def history(self, now: float) -> list[float | None]:
+        """The peaks of the seconds, oldest first, up to the current one; None before the first."""
+        begin = int(now) - self._num_seconds + 1
+        before = (last for at, (_, last) in reversed(self._seconds.items()) if at < begin)
+        value = next(before, None)
+        found: list[float | None] = []
+        for second in range(begin, int(now) + 1):
+            highest, value = self._seconds.get(second, (value, value))
+            found.append(highest)
+        return found
 
 
 class Latencies:
@@ -93,7 +170,12 @@ class StatusBoard:
         self.num_spans = 0
         self._model = printable(model)
         self._begin = begin
-        self._live: dict[str, _Live] = {}  # in the order of their submission
+        self._live: dict[str, KnownRequest] = {}  # in the order of their submission
+        self._ended: dict[str, KnownRequest] = {}  # the last of them, in the order of their end
+        self._are_prefill: deque[bool] = deque(maxlen=max_spans)  # as long as the recorder
+        self._num_live = Peaks()
+        self._memory = Peaks()
+        self._kv_share = Peaks()
         self._num_at: Counter[str] = Counter()  # live requests by what they are at
         self._rate = TokenRate()
         self._first_token = Latencies()
@@ -104,7 +186,10 @@ class StatusBoard:
 
     def note_span(self, span: StageSpan) -> None:
         """Hear of a finished piece of work."""
+        # It comes before the tokens of its step.
+        has_prompt = span.stage == "step" and any(map(self._is_prefilled, span.requests))
         self.recorder(span)
+        self._are_prefill.append(has_prompt)
         self.num_spans += 1
 
     def note_event(self, event: RequestEvent) -> None:
@@ -112,15 +197,36 @@ class StatusBoard:
         if event.kind == "token":
             self._note_token(event)
         elif event.kind == "submitted":
-            self._live[event.request_id] = _Live(event.time)
+            self._live[event.request_id] = KnownRequest(event.time)
             self._num_at["intake"] += 1
+            self._num_live.note(event.time, len(self._live))
         elif event.kind == "admitted":
             if (live := self._live.get(event.request_id)) is not None:
                 self._move(live, "prefill")
+                live.admitted = event.time
+                live.prompt_tokens, live.media = event.prompt_tokens, event.media or {}
         elif (live := self._live.pop(event.request_id, None)) is not None:
-            self._num_at[live.stage] -= 1
+            self._end(live, event)
 
-    def _move(self, live: _Live, stage: str) -> None:
+    def find(self, name: str) -> KnownRequest | None:
+        """Return a request that is live, or among the last to end."""
+        return self._live.get(name) or self._ended.get(name)
+
+    def _is_prefilled(self, name: str) -> bool:
+        live = self._live.get(name)
+        return live is not None and live.stage == "prefill"
+
+    def _end(self, live: KnownRequest, event: RequestEvent) -> None:
+        self._num_at[live.stage] -= 1
+        self._num_live.note(event.time, len(self._live))
+        live.stage, live.ended = event.kind, event.time
+        live.last_tokens.clear()
+        self._ended.pop(event.request_id, None)
+        self._ended[event.request_id] = live
+        if len(self._ended) > MAX_ENDED_REQUESTS:
+            del self._ended[next(iter(self._ended))]
+
+    def _move(self, live: KnownRequest, stage: str) -> None:
         self._num_at[live.stage] -= 1
         live.stage = stage
         self._num_at[stage] += 1
@@ -137,6 +243,7 @@ class StatusBoard:
         if not live.num_tokens:
             self._first_token.add(event.time, event.time - live.submitted)
             self._move(live, "decode")
+            live.first_token, live.cached_tokens = event.time, event.cached_tokens
         live.num_tokens += 1
         before = live.last_tokens.get(event.index)
         if before is not None:
@@ -146,9 +253,21 @@ class StatusBoard:
     # ---- what it shows
 
     def snapshot(
-        self, now: float, state: EngineState, statistics: EngineStatistics | None
+        self,
+        now: float,
+        state: EngineState,
+        statistics: EngineStatistics | None,
+        memory_bytes: int | None = None,
     ) -> dict[str, object]:
-        """All figures at `now`, as JSON's objects; `statistics` are None before the first start."""
+        """All figures at `now`, as JSON's objects; `statistics` are None before the first start.
+
+        `memory_bytes`: what the process has in memory. Its history, and the KV cache's, are of the
+        snapshots: of while somebody looks.
+        """
+        if memory_bytes is not None:
+            self._memory.note(now, memory_bytes)
+        if statistics is not None and statistics.kv_blocks_total:
+            self._kv_share.note(now, 1 - statistics.kv_blocks_free / statistics.kv_blocks_total)
         return {
             "state": state.value,
             "model": self._model,
@@ -159,6 +278,12 @@ class StatusBoard:
             "oldest": self._oldest(now),
             "tokens_per_s": round(self._rate.per_second(now), 1),
             "tokens_by_second": self._rate.history(now),
+            "live_by_second": self._num_live.history(now),
+            "memory_bytes": memory_bytes,
+            "memory_by_second": self._memory.history(now),
+            "kv_by_second": [
+                None if share is None else round(share, 3) for share in self._kv_share.history(now)
+            ],
             "first_token_ms": self._first_token.percentiles(now),
             "inter_token_ms": self._inter_token.percentiles(now),
             "loop_lag_ms": self._loop_lag.percentiles(now),
@@ -169,22 +294,23 @@ class StatusBoard:
     def spans(self, first: int, end: int) -> dict[str, object]:
         """The spans numbered [first, end) that are still held, as JSON's objects.
 
-        Each is the stage's number, begin and duration in milliseconds, the number of requests it
-        was for, and what it was.
+        Each is the stage's number (PREFILL for a step that computes a prompt), begin and duration
+        in milliseconds, the number of requests it was for, and what it was.
         """
         oldest = self.num_spans - len(self.recorder.spans)
         first, end = max(first, oldest), max(end, oldest)
+        held = zip(self.recorder.spans, self._are_prefill, strict=True)
         return {
             "first": first,
             "spans": [
                 [
-                    STAGES.index(span.stage) if span.stage in STAGES else -1,
+                    _number(span.stage, has_prompt),
                     _ms(span.start - self._begin),
                     _ms(span.end - span.start),
                     len(span.requests),
                     span.detail,
                 ]
-                for span in islice(self.recorder.spans, first - oldest, end - oldest)
+                for span, has_prompt in islice(held, first - oldest, end - oldest)
             ],
         }
 
@@ -210,9 +336,8 @@ class StatusBoard:
         return [
             {
                 "id": printable(name),
-                "stage": live.stage,
                 "age_s": round(now - live.submitted, 1),
-                "tokens": live.num_tokens,
+                **live.summary(),
             }
             for name, live in islice(self._live.items(), MAX_SHOWN_REQUESTS)
         ]
@@ -222,6 +347,12 @@ def printable(text: str) -> str:
     """A caller's name for something, short and without what a terminal or page might obey."""
     shown = "".join(c if c.isprintable() else "\ufffd" for c in text[:MAX_SHOWN_CHARACTERS])
     return shown if len(text) <= MAX_SHOWN_CHARACTERS else shown + "…"
+
+
+def _number(stage: str, has_prompt: bool) -> int:
+    if has_prompt:
+        return PREFILL
+    return STAGES.index(stage) if stage in STAGES else -1
 
 
 def _requests(statistics: EngineStatistics) -> dict[str, int]:

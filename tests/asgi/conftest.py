@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from selenium import webdriver
 
 from aioengine import AsyncEngine
+from tests.asgi.browsing import SIZES, Browser, chromium
 from tests.support.engines import running_engine
 from tests.support.tiny import save_tiny_llava
 
@@ -35,3 +37,18 @@ async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
     """Running; when the test is over nothing may be left in it."""
     async with running_engine(folder) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[webdriver.Chrome]:
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+async def browser(driver: webdriver.Chrome) -> AsyncIterator[Browser]:
+    browser = Browser(driver)
+    await browser.show(*SIZES[0])
+    yield browser
+    await browser.open("about:blank")
+    browser.complaints()  # so that the next test begins with none

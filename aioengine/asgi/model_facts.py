@@ -1,0 +1,84 @@
+"""Facts about the model that is served, as its pages show them: what it takes, and how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib import import_module, metadata
+from typing import Any
+
+from aioengine.config import EngineConfig, MediaConfig
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.processors.speech import SupportsTranscription
+
+__all__ = ["model_facts"]
+
+GREEDY = ("repetition_penalty",)
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", *GREEDY)
+"""What a checkpoint's makers may recommend, where they sample."""
+NAMES = frozenset(
+    {*("dtype", "device", "processor_workers", "attention_backend", "model_impl")}
+    | {*("quantization", "kv_cache_dtype", "mm_encoder_tp_mode")}
+)
+"""Options whose text is a name that the engine knows: of others it may be a path or a host."""
+
+
+def model_facts(engine: AsyncEngine) -> dict[str, Any]:
+    """Facts about a running engine, as JSON's objects. Raises EngineError where it does not run.
+
+    `answers`: "chat", "completion" where the model has no chat template, or "transcription" where
+    it only writes down speech. `media`: modality -> items that one prompt may have, None for any
+    number; `max_bytes`: of one item.
+    """
+    statistics, media = engine.statistics(), engine.processor.info.get_allowed_mm_limits()
+    return {
+        "answers": _answers(engine.processor),
+        "media": media,
+        "max_bytes": {modality: engine.config.media.max_bytes(modality) for modality in media},
+        "sampling": _recommended(engine.processor.info.ctx.generation_config),
+        "device": statistics.device,
+        "dtype": statistics.dtype,
+        "version": _version(),
+        "options": _changed(engine.config, EngineConfig())
+        | _changed(engine.config.media, MediaConfig(), "media."),
+    }
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("aioengine")
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return None
+
+
+def _answers(processor: Any) -> str:
+    # Not at the top of the file: they need torch, which is there once the engine runs.
+    find_template = import_module("aioengine.processors.chat").find_template
+    encdec = import_module("aioengine.processors.encdec").EncDecMultiModalProcessor
+    if not isinstance(processor, encdec) and find_template(processor) is not None:
+        return "chat"
+    return "transcription" if isinstance(processor, SupportsTranscription) else "completion"
+
+
+def _recommended(settings: Any) -> dict[str, Any]:
+    """What to sample with, by the checkpoint's generation config; greedy by default."""
+    samples = bool(getattr(settings, "do_sample", None))
+    found = {name: getattr(settings, name, None) for name in (SAMPLED if samples else GREEDY)}
+    recommended = {name: value for name, value in found.items() if value is not None}
+    return {"temperature": 1.0 if samples else 0.0, **recommended}
+
+
+def _changed(config: Any, default: Any, prefix: str = "") -> dict[str, Any]:
+    """The options that are not the default ones; "set" for what may be somebody's own."""
+    return {
+        prefix + each.name: _shown(each.name, getattr(config, each.name))
+        for each in fields(default)
+        if each.name != "media" and getattr(config, each.name) != getattr(default, each.name)
+    }
+
+
+def _shown(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, int | float) or name in NAMES:
+        return value
+    is_limits = name == "limit_mm_per_prompt" and isinstance(value, Mapping)
+    return {key: _shown(name, limit) for key, limit in value.items()} if is_limits else "set"

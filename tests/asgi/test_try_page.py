@@ -1,0 +1,533 @@
+"""The page where a person asks the model, in headless Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
+from aioengine.asgi import service_app
+from tests.asgi.browsing import SIZES, TEXT_COLOURS, Browser, contrast
+from tests.asgi.serving import serving
+from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
+from tests.support.engines import DEADLINE_S, encoded, running_engine, until
+from tests.support.tiny import save_tiny_llava, tiny_image
+
+DESCRIBE = "Describe the picture."
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+KEY = "the 'secret' of $HOME"
+GREEDY = SamplingParams(temperature=0, max_tokens=512)
+
+FILE = """
+    const bytes = Uint8Array.from(atob(arguments[0]), letter => letter.charCodeAt(0));
+    const dataTransfer = new DataTransfer();
+    dataTransfer.items.add(new File([bytes], arguments[1], { type: arguments[2] }));
+    const options = { bubbles: true, cancelable: true };
+"""
+DROP = FILE + "document.dispatchEvent(new DragEvent('drop', { dataTransfer, ...options }));"
+PASTE = FILE + (
+    "document.dispatchEvent("
+    "new ClipboardEvent('paste', { clipboardData: dataTransfer, ...options }));"
+)
+OVERLAPS = """
+    const shown = [...document.querySelectorAll(
+        "h1, nav *, article p, article img, figcaption, article button, article small, summary, "
+        + ".spans *, textarea, #composer .row > *")].filter(node => node.getClientRects().length);
+    const main = document.getElementById("main").getBoundingClientRect();
+    const box = node => {
+        const { left, right, top, bottom } = node.getBoundingClientRect();
+        const isInside = document.getElementById("main").contains(node);
+        return { left, right, top: isInside ? Math.max(top, main.top) : top,
+            bottom: isInside ? Math.min(bottom, main.bottom) : bottom };
+    };
+    return shown.flatMap((one, index) => shown.slice(index + 1).filter(other => {
+        const [a, b] = [box(one), box(other)];
+        return !one.contains(other) && !other.contains(one)
+            && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+            && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+    }).map(other => [one.outerHTML.slice(0, 60), other.outerHTML.slice(0, 60)]));
+"""
+"""Pairs of elements that lie upon each other."""
+
+
+class TryPage:
+    """What a person does with the page, and sees on it."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        self.browser = browser
+        self.url = url
+        self._driver = browser.driver
+
+    async def open(self) -> None:
+        await self.browser.open(f"{self.url}/try")
+        await self.browser.until("return facts !== null")
+
+    async def drop(self, data: bytes, name: str = "a.png", kind: str = "image/png") -> None:
+        await self._bring(DROP, data, name, kind)
+
+    async def paste(self, data: bytes, name: str = "a.png", kind: str = "image/png") -> None:
+        await self._bring(PASTE, data, name, kind)
+
+    async def _bring(self, how: str, data: bytes, name: str, kind: str) -> None:
+        before = await self.browser.run("return attached.length")
+        await self.browser.run(how, base64.b64encode(data).decode(), name, kind)
+        done = "return attached.length > arguments[0] || !element('refusal').hidden"
+        await self.browser.until(done, before)
+
+    async def choose(self, *paths: Path) -> None:
+        field = self._driver.find_element("id", "files")
+        await asyncio.to_thread(field.send_keys, "\n".join(map(str, paths)))
+        await self.browser.until("return attached.length === arguments[0]", len(paths))
+
+    async def type(self, *keys: str, held: str = Keys.NULL) -> None:
+        """Into what has the focus, as a keyboard does."""
+        chain = ActionChains(self._driver).key_down(held).send_keys(*keys).key_up(held)
+        await asyncio.to_thread(chain.perform)
+
+    async def click(self, name: str) -> None:
+        await asyncio.to_thread(self._driver.find_element("id", name).click)
+
+    async def ask(self, text: str) -> None:
+        """Type a question and press Enter."""
+        await self.browser.run("element('text').focus()")
+        await self.type(text, Keys.ENTER)
+
+    async def answer(self) -> dict[str, Any]:
+        """The last answer, once it is complete."""
+        await self.browser.until(
+            "const last = [...document.querySelectorAll('article.answer')].at(-1);"
+            "return last?.ariaBusy === 'false';"
+        )
+        return await self.browser.run(
+            "const last = [...document.querySelectorAll('article.answer')].at(-1);"
+            "return { text: last.firstElementChild.innerText,"
+            "  figures: last.querySelector('small')?.innerText,"
+            "  error: last.querySelector('.error')?.innerText,"
+            "  spans: [...last.querySelectorAll('.spans span')].map(each => each.innerText),"
+            "  summary: last.querySelector('summary')?.innerText };"
+        )
+
+    async def copied(self, title: str) -> str:
+        """What a button of the last answer puts on the clipboard."""
+        await self.browser.run(
+            "const titled = node => node.textContent === arguments[0];"
+            "[...document.querySelectorAll('article button')].filter(titled).at(-1).click();",
+            title,
+        )
+        done = (
+            "return [...document.querySelectorAll('button')].some(b => b.textContent === 'Copied')"
+        )
+        await self.browser.until(done)
+        origin = {"origin": self.url, "permissions": ["clipboardReadWrite"]}
+        await self.browser.command("Browser.grantPermissions", **origin)
+        read = (
+            "navigator.clipboard.readText().then(arguments[0], error => arguments[0](`${error}`))"
+        )
+        return await asyncio.to_thread(self._driver.execute_async_script, read)
+
+
+@asynccontextmanager
+async def opened(app: ASGIApp, browser: Browser) -> AsyncIterator[TryPage]:
+    async with serving(app) as url:
+        page = TryPage(browser, url)
+        await page.open()
+        yield page
+        await browser.open("about:blank")
+
+
+@pytest.fixture
+async def demo() -> AsyncIterator[AsyncEngine]:
+    async with running_engine(demo_model(), dtype="auto", max_model_len=2048) as engine:
+        yield engine
+
+
+async def described(engine: AsyncEngine, data: bytes, text: str = DESCRIBE) -> Any:
+    """What the API says of an image."""
+    content = [{"type": "image", "image": data}, {"type": "text", "text": text}]
+    return await engine.generate([{"role": "user", "content": content}], GREEDY)
+
+
+# ---- asking
+
+
+async def test_images_however_they_come(demo: AsyncEngine, browser: Browser) -> None:
+    """Dropped, pasted and chosen; the answer and its tokens are the API's."""
+    paths = list(demo_images())[:3]
+    async with opened(service_app(demo), browser) as page:
+        for path, how in zip(paths, ("drop", "paste", "choose"), strict=True):
+            data = path.read_bytes()
+            kind = f"image/{path.suffix[1:].replace('jpg', 'jpeg')}"
+            if how == "choose":
+                await page.choose(path)
+            else:
+                await (page.drop if how == "drop" else page.paste)(data, path.name, kind)
+            await browser.until("return document.querySelector('#attached img').naturalWidth > 0")
+            await page.ask(DESCRIBE)
+            found, expected = await page.answer(), await described(demo, data)
+            assert found["text"] == expected.text.strip() and len(expected.text) > 20
+            assert found["figures"].startswith(f"{expected.usage.completion_tokens} tokens · ")
+            assert "first token after" in found["figures"] and "tokens/s" in found["figures"]
+            assert f"{expected.usage.prompt_tokens} prompt tokens" in found["figures"]
+            assert found["spans"][-3:] == ["Encode", "Prefill", "Generate"]
+            assert found["error"] is None
+            await page.click("new")
+        assert browser.complaints() == []
+
+
+async def test_a_chat_goes_on(demo: AsyncEngine, browser: Browser) -> None:
+    async with opened(service_app(demo), browser) as page:
+        path = next(iter(demo_images()))
+        await page.choose(path)
+        await page.ask(DESCRIBE)
+        first = await page.answer()
+        await page.ask("How many objects are there?")
+        second = await page.answer()
+        message = {"type": "image", "image": path.read_bytes()}, {"type": "text", "text": DESCRIBE}
+        expected = await demo.generate(
+            [
+                {"role": "user", "content": [*message]},
+                {"role": "assistant", "content": first["text"]},
+                {"role": "user", "content": "How many objects are there?"},
+            ],
+            GREEDY,
+        )
+        assert second["text"] == expected.text.strip()
+        assert "cached)" in second["figures"], "the first turn was not computed again"
+        await page.click("new")
+        await page.ask("How many objects are there?")
+        alone = [{"role": "user", "content": "How many objects are there?"}]
+        output = await demo.generate(alone, GREEDY)
+        assert f"{output.usage.prompt_tokens} prompt tokens" in (await page.answer())["figures"]
+
+
+async def test_settings_and_keys(engine: AsyncEngine, browser: Browser) -> None:
+    async with opened(service_app(engine), browser) as page:
+        assert await browser.run("return document.activeElement.id") == "text"
+        await page.type("one")
+        await page.type(Keys.ENTER, held=Keys.SHIFT)
+        await page.type("two")
+        assert await browser.run("return element('text').value") == "one\ntwo"
+        for name in ("files", "send"):
+            await page.type(Keys.TAB)
+            assert await browser.run("return document.activeElement.id") == name
+        await page.type(Keys.TAB)
+        assert await browser.run("return document.activeElement.tagName") == "SUMMARY"
+        await page.type(Keys.ENTER, Keys.TAB)
+        assert await browser.run("return document.activeElement.id") == "temperature"
+        await browser.run(
+            "element('temperature').value = '0'; element('max_tokens').value = '3';"
+            "element('system').value = ' Be brief. '; facts.sampling.ignore_eos = true;"
+        )
+        await page.ask("")
+        found = await page.answer()
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "one\ntwo"},
+        ]
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        expected = await engine.generate(messages, params)
+        assert await browser.run("return history.at(-1).content") == expected.text
+        assert found["figures"].startswith("3 tokens · ")
+        assert found["figures"].endswith("ended at the most tokens allowed")
+        assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("how", ["button", "escape", "new chat", "leaving"])
+async def test_a_stopped_answer_ends_its_request(browser: Browser, how: str) -> None:
+    async with (
+        running_engine(demo_model(), max_model_len=4096, kv_cache_bytes=64 << 20) as engine,
+        opened(service_app(engine), browser) as page,
+    ):
+        await browser.run("facts.sampling.ignore_eos = true; element('max_tokens').value = '3900'")
+        await page.ask("Hello?")
+        await browser.until("return document.querySelector('article.answer p')")
+        assert engine.statistics().running == 1
+        if how == "escape":
+            await page.type(Keys.ESCAPE)
+        elif how == "leaving":
+            await browser.open("about:blank")
+        else:
+            await page.click("stop" if how == "button" else "new")
+        await until(lambda: engine.statistics().aborted == 1)
+        assert engine.statistics().running == 0
+        if how in ("button", "escape"):
+            found = await page.answer()
+            assert found["figures"] == "stopped" and found["error"] is None
+            assert await browser.run("return history.length") == 2
+        if how == "new chat":
+            assert await browser.run("return history.length") == 0
+            assert await browser.run("return !element('intro').hidden")
+            await browser.until("return element('stop').hidden")
+
+
+async def test_errors_stand_at_their_message(engine: AsyncEngine, browser: Browser) -> None:
+    async with opened(service_app(engine, max_body_bytes=1 << 20), browser) as page:
+        await page.drop(b"no image", "broken.png")
+        await page.ask("What is this?")
+        found = await page.answer()
+        assert found["error"].startswith("broken.png is not a usable image: ")
+        assert found["text"] == ""
+        assert await browser.run("return element('text').value") == "What is this?"
+        assert await browser.run("return [attached.length, history.length]") == [1, 0]
+        await page.click("new")
+        for name, kind, data, words in (
+            ("a.wav", "audio/wav", b"a", "a.wav: the model takes only image files."),
+            ("a", "", b"a", "a: the model takes only image files."),
+            ("large.png", "image/png", bytes(1 << 20), "does not fit into a request of 1.0 MiB"),
+        ):
+            await page.drop(data, name, kind)
+            assert words in await browser.text("refusal")
+            assert await browser.run("return attached.length") == 0
+        await page.drop(encoded(tiny_image(0)))
+        assert await browser.text("refusal") == ""
+    await page.browser.open("about:blank")
+
+
+async def test_an_engine_that_does_not_run_yet(folder: Path, browser: Browser) -> None:
+    engine = AsyncEngine.from_pretrained(folder, device="cpu", max_model_len=512)
+    app = service_app(engine)
+    app.router.lifespan_context = asynccontextmanager(_no_lifespan)
+    async with serving(app) as url:
+        await browser.open(f"{url}/try")
+        await browser.until("return element('takes').innerText.includes('Trying again')")
+        assert "not been started" in await browser.text("takes")
+        async with engine:
+            await browser.until("return facts !== null")
+            assert "Drop, paste or choose images" in await browser.text("takes")
+            await browser.open("about:blank")
+
+
+async def _no_lifespan(_app: Any) -> AsyncIterator[None]:
+    yield
+
+
+# ---- what is shown
+
+
+class Impostor:
+    """A server in front of the engine's, whose model says `text`."""
+
+    def __init__(self, app: ASGIApp, text: str) -> None:
+        self._app = app
+        self._text = text
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != "/v1/chat/completions":
+            await self._app(scope, receive, send)
+            return
+        chunks = [{"choices": [{"delta": {"content": part}}]} for part in self._text]
+        events = [*map(json.dumps, chunks), "[DONE]"]
+        body = "".join(f"data: {event}\n\n" for event in events)
+        await Response(body, media_type="text/event-stream")(scope, receive, send)
+
+
+async def test_what_comes_from_outside_is_text(engine: AsyncEngine, browser: Browser) -> None:
+    said = f"{HOSTILE}\n```html\n{HOSTILE}\n  two\n```\nthe **end** 🎈"
+    count = "return document.querySelectorAll('img, script, b, strong').length"
+    async with opened(Impostor(service_app(engine), said), browser) as page:
+        before = await browser.run(count)
+        await page.drop(encoded(tiny_image(0)), f"{HOSTILE}.png")
+        assert HOSTILE in await browser.text("attached")
+        await page.drop(b"", f"{HOSTILE}.txt", "text/plain")
+        assert HOSTILE in await browser.text("refusal")
+        await page.ask(HOSTILE)
+        found = await page.answer()
+        assert await browser.run("return document.querySelector('article.user p').innerText") == (
+            HOSTILE
+        )
+        assert await browser.run("return document.querySelector('pre').innerText") == (
+            f"{HOSTILE}\n  two"
+        )
+        assert HOSTILE in found["text"] and "the **end** 🎈" in found["text"]
+        assert await browser.run(count) == before + 1, "the image that was dropped"
+        assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_screen_fits(engine: AsyncEngine, browser: Browser, scheme: str) -> None:
+    name = "a-rather-long-name-" * 10 + ".png"
+    async with opened(service_app(engine), browser) as page:
+        for width, height in SIZES:
+            await browser.show(width, height, scheme)
+            await browser.until("return innerWidth === arguments[0]", width)
+            assert await browser.run(OVERLAPS) == []
+            await browser.run("element('settings').open = true; facts.sampling.ignore_eos = true")
+            await page.drop(encoded(tiny_image(0, 300, 200)), name)
+            await browser.until("return document.querySelector('#attached img').naturalWidth > 0")
+            await page.ask("longer-than-a-line " + "x" * 300)
+            await page.answer()
+            assert await browser.run(OVERLAPS) == []
+            wide = "return [document.documentElement, element('main')].map(n => n.scrollWidth)"
+            assert max(await browser.run(wide)) <= width, f"{width} x {height} scrolls sideways"
+            high = await browser.run("return document.documentElement.scrollHeight")
+            assert high <= height, "the page itself does not scroll"
+            await page.click("new")
+        assert browser.complaints() == []
+
+
+async def test_contrast_is_enough(engine: AsyncEngine, browser: Browser) -> None:
+    """4.5 to 1 for all text, as WCAG 2 asks for at level AA; what is disabled is let off."""
+    async with opened(service_app(engine), browser) as page:
+        await page.drop(b"no image", "a.png")
+        await page.ask("What is this?")
+        await page.answer()
+        await browser.run(
+            "element('settings').open = true; refuse('No.');"
+            "document.querySelectorAll('[disabled]').forEach(node => { node.disabled = false; });"
+        )
+        for scheme in ("light", "dark"):
+            await browser.show(*SIZES[0], scheme)
+            pairs = await browser.run(TEXT_COLOURS)
+            assert len(pairs) > 12
+            found = [(text, contrast(ink, ground)) for text, ink, ground in pairs]
+            assert [pair for pair in found if pair[1] < 4.5] == [], scheme
+
+
+# ---- elsewhere
+
+
+async def run(words: list[str], text: str, folder: Path) -> str:
+    """What a program prints that is given `text`, in a folder of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        text,
+        cwd=folder,
+        env={**os.environ, "AIOENGINE_API_KEY": KEY, "PYTHONSAFEPATH": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+@pytest.mark.parametrize("has_key", [False, True], ids=["open", "key"])
+async def test_what_is_copied_runs(
+    demo: AsyncEngine, browser: Browser, tmp_path: Path, has_key: bool
+) -> None:
+    """A question in text that a shell or Python might take for its own, and images small and
+    large."""
+    large = encoded(Image.effect_noise((1300, 1300), 90))
+    assert len(large) > 1 << 20
+    name = 'it\'s "large" $HOME.png'
+    (tmp_path / name).write_bytes(large)
+    async with serving(service_app(demo, api_key=KEY if has_key else None)) as url:
+        page = TryPage(browser, url)
+        if has_key:
+            secret = KEY.replace(" ", "%20")
+            await browser.open(f"{url.replace('://', f'://me:{secret}@')}/try")
+        await page.open()
+        for data, file, text in (
+            (None, "", "Say 'hello' to \"$HOME\" \\n `true` \u2028 🎈"),
+            (next(iter(demo_images())).read_bytes(), "a.jpg", DESCRIBE),
+            (large, name, DESCRIBE),
+        ):
+            await page.click("new")
+            if data is not None:
+                await page.drop(data, file, f"image/{'jpeg' if file == 'a.jpg' else 'png'}")
+            await browser.run("element('text').value = arguments[0]; showSend(); submit()", text)
+            await page.answer()
+            answer = await browser.run("return history.at(-1).content")
+            code = await page.copied("Copy as Python")
+            assert KEY not in code and len(code) < 1 << 17
+            assert await run([sys.executable, "-c"], code, tmp_path) == answer + "\n"
+            if data is large:
+                assert await browser.run("return document.querySelector('article button').disabled")
+                continue
+            command = await page.copied("Copy as curl")
+            assert KEY not in command
+            (tmp_path / "command.sh").write_text(command)
+            out = await run(["sh"], "command.sh", tmp_path)
+            assert json.loads(out)["choices"][0]["message"]["content"] == answer
+        assert browser.complaints() == []
+        await browser.open("about:blank")
+
+
+async def test_without_a_chat_template_it_goes_on_with_a_text(
+    tmp_path: Path, browser: Browser
+) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    save_tiny_llava(folder)
+    for path in folder.glob("*.jinja"):
+        path.unlink()
+    async with running_engine(folder) as engine, opened(service_app(engine), browser) as page:
+        assert await browser.run("return facts.answers") == "completion"
+        assert "no chat template" in await browser.text("takes")
+        await browser.run("facts.sampling.ignore_eos = true; element('max_tokens').value = '9'")
+        await page.ask("The quick brown fox")
+        await page.answer()
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        expected = await engine.generate("The quick brown fox", params)
+        assert await browser.run("return history.at(-1).content") == expected.text
+        code = await page.copied("Copy as Python")
+        assert (await run([sys.executable, "-c"], code, tmp_path)) == expected.text + "\n"
+        assert browser.complaints() == []
+
+
+# ---- speech
+
+
+async def test_a_wav_file_is_made_of_samples(engine: AsyncEngine, browser: Browser) -> None:
+    samples = np.random.default_rng(0).uniform(-1.2, 1.2, (2, 400)).astype(np.float32)
+    async with opened(service_app(engine), browser):
+        made = await browser.run(
+            "const shape = { length: 400, numberOfChannels: 2, sampleRate: 16000 };"
+            "const sound = new AudioBuffer(shape);"
+            "arguments[0].forEach((row, n) => sound.copyToChannel(Float32Array.from(row), n));"
+            "return [...new Uint8Array(wav(sound).buffer)];",
+            samples.tolist(),
+        )
+    heard, rate = soundfile.read(io.BytesIO(bytes(made)))
+    assert rate == 16000 and heard.shape == (400,)
+    assert np.allclose(heard, np.clip(samples.mean(0), -1, 1), atol=1e-4)
+
+
+async def test_what_is_said_into_the_microphone(tmp_path: Path, browser: Browser) -> None:
+    """Chromium's own one, which beeps, and a model that only writes down speech."""
+    folder = tmp_path / "listener"
+    save_listener("whisper", folder, tokenizer_for("whisper", (*WORDS, "<|startofprev|>")))
+    async with (
+        running_engine(folder, max_model_len=None) as engine,
+        opened(service_app(engine), browser) as page,
+    ):
+        assert await browser.run("return facts.answers") == "transcription"
+        assert await browser.run("return element('text').hidden && element('settings').hidden")
+        await page.click("record")
+        await browser.until("return recording?.state === 'recording'")
+        await browser.run("window.began = performance.now()")
+        await browser.until("return performance.now() - began > 1200")
+        await page.click("record")
+        await browser.until("return attached.length === 1")
+        data = base64.b64decode((await browser.run("return attached[0].url")).split(",")[1])
+        samples, rate = soundfile.read(io.BytesIO(data))
+        assert rate == 16000 and samples.ndim == 1 and len(samples) > rate / 2
+        assert np.abs(samples).max() > 0.01, "the beep"
+        await page.click("send")
+        found = await page.answer()
+        assert found["error"] is None and found["text"]
+        assert found["figures"].startswith(f"{len(samples) / rate:.1f} s of audio in ")
+        (tmp_path / "recording.wav").write_bytes(data)
+        code = await page.copied("Copy as Python")
+        assert (await run([sys.executable, "-c"], code, tmp_path)).split() == found["text"].split()
+        (tmp_path / "command.sh").write_text(await page.copied("Copy as curl"))
+        out = await run(["sh"], "command.sh", tmp_path)
+        assert json.loads(out)["text"].split() == found["text"].split()
+        assert browser.complaints() == []
