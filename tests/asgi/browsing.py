@@ -55,6 +55,24 @@ TEXT_COLOURS = """
 """Every visible text with its colour and that of the ground it is on."""
 
 
+OVERLAPS = """
+    const main = document.querySelector("main").getBoundingClientRect();
+    const box = node => {
+        const { left, right, top, bottom } = node.getBoundingClientRect();
+        if (!document.querySelector("main").contains(node)) return { left, right, top, bottom };
+        return { left, right, top: Math.max(top, main.top), bottom: Math.min(bottom, main.bottom) };
+    };
+    const shown = [...document.querySelectorAll(arguments[0])]
+        .filter(node => node.getClientRects().length).map(node => [node, box(node)]);
+    return shown.flatMap(([one, a], index) => shown.slice(index + 1)
+        .filter(([other, b]) => !one.contains(other) && !other.contains(one)
+            && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+            && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
+        .map(([other]) => [one.outerHTML.slice(0, 60), other.outerHTML.slice(0, 60)]));
+"""
+"""Pairs of elements, of those that a selector finds, that lie upon each other."""
+
+
 class Browser:
     """Chromium, to be asked from the event loop."""
 

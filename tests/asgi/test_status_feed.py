@@ -92,7 +92,8 @@ def test_requests_by_stage() -> None:
     assert [request["id"] for request in shown["oldest"]] == [
         *("in intake", "waits", "computes", "generates"),
     ]
-    assert shown["oldest"][2] == {"id": "computes", "stage": "prefill", "age_s": 9.0, "tokens": 0}
+    nothing: dict[str, Any] = {"prompt_tokens": 0, "cached_tokens": 0, "media": {}, "tokens": 0}
+    assert shown["oldest"][2] == {"id": "computes", "stage": "prefill", "age_s": 9.0, **nothing}
     assert shown["oldest"][3]["tokens"] == 2
     assert shown["uptime_s"] == 20.0
     ended = snapshot(board, 110.0, rejected=3, failed=1)["requests"]
@@ -270,7 +271,8 @@ async def test_feed_follows_the_engine(engine: AsyncEngine, client: httpx.AsyncC
                 if len(found) == page._board.num_spans:
                     break
         last = event["status"]
-        assert {STAGES[stage] for stage, *_ in found} >= {"decode", "process", "encode", "step"}
+        kinds = {[*STAGES, "prefill"][stage] for stage, *_ in found}
+        assert kinds >= {"decode", "process", "encode", "prefill", "step"}
         assert event["now_ms"] > first["now_ms"]
         assert all(start + length <= event["now_ms"] for _, start, length, *_ in found)
         assert last["requests"]["finished"] == 1 and last["tokens_per_s"] > 0

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from PIL import Image, ImageDraw
 from selenium.webdriver.common.keys import Keys
@@ -24,12 +25,13 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine import AsyncEngine, SamplingParams, demo_model
+from aioengine.asgi import service_app
 from aioengine.asgi.status import StatusPage
 from aioengine.errors import MediaError
 from aioengine.instruments import STAGES
-from tests.asgi.browsing import SIZES, TEXT_COLOURS, Browser, contrast
+from tests.asgi.browsing import OVERLAPS, PIXELS, SIZES, TEXT_COLOURS, Browser, contrast
 from tests.asgi.serving import serving
-from tests.support.engines import greedy
+from tests.support.engines import greedy, running_engine
 from tests.support.tiny import tiny_image
 
 SHOOTS = os.environ.get("AIOENGINE_SCREENSHOT") == "1"
@@ -39,6 +41,11 @@ IMAGE_SIZE = (1600, 1200) if SHOOTS else (800, 600)
 NUM_IMAGES = 200 if SHOOTS else 24
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 ARRIVALS_S = 0.16
+PARTS = (
+    "h1, header p, nav a, .grid dt, .grid dd > span, .grid svg, .grid .muted, h2, #idle *, "
+    ".stages > *, th, td, .cache p, .cache .push, #facts *, #lanes li, canvas, .timeline small"
+)
+"""Elements that may not lie upon each other."""
 
 
 @pytest.fixture
@@ -130,7 +137,8 @@ async def test_page_under_load(demo_engine: AsyncEngine, browser: Browser, tmp_p
         await browser.until_lanes()
         await browser.until_text("overlap", "two or more stages at once in ")
         assert (await browser.text("lanes")).count("×") == len(STAGES)
-        assert "full" in await browser.text("caches")
+        assert "KV blocks kept for reuse" in await browser.text("caches")
+        assert (await browser.run(PIXELS, ["prefill"]))["prefill"]["count"] > 20
         if SHOOTS:
             await shoot(browser)
         assert (await browser.figures())["lag"] != "–"
@@ -191,12 +199,13 @@ async def test_names_are_text(engine: AsyncEngine, browser: Browser) -> None:
         await browser.until_text("state", "Running")
         elements = await browser.run(count)
         asking = asyncio.create_task(ask())
-        cell = "document.querySelector('#oldest td')?.innerText"
-        await browser.until(f"return {cell} === arguments[0]", HOSTILE)
+        cell = "document.querySelector('#oldest td')"
+        await browser.until(f"return {cell}?.title === arguments[0]", HOSTILE)
+        assert await browser.run(f"return {cell}.innerText") == "<img src=x oner…ript>"
         assert await browser.run(count) == elements
         asking.cancel()
         await asyncio.wait([asking])
-        await browser.until(f"return {cell} === ''")
+        await browser.until(f"return {cell}.title === ''")
         assert browser.complaints() == []
 
 
@@ -214,12 +223,66 @@ async def test_every_screen_fits(engine: AsyncEngine, browser: Browser, scheme: 
             await browser.show(width, height, scheme)
             await browser.until("return innerWidth === arguments[0]", width)
             await browser.until("return document.querySelector('#oldest td')?.innerText")
-            wide = await browser.run("return document.documentElement.scrollWidth")
+            wide, high = await browser.run(
+                "const { scrollWidth, scrollHeight } = document.documentElement;"
+                "return [scrollWidth, scrollHeight];"
+            )
             assert wide <= width, f"{width} x {height} scrolls sideways"
+            assert high <= height or width < 1200, f"{width} x {height} is cut below"
+            assert await browser.run(OVERLAPS, PARTS) == []
         ground = await browser.run("return getComputedStyle(document.body).backgroundColor")
         assert (int(re.findall(r"\d+", ground)[0]) < 128) == (scheme == "dark")
         asking.cancel()
         await asyncio.wait([asking])
+
+
+async def test_a_request_in_its_row(browser: Browser, tmp_path: Path) -> None:
+    image_file = tmp_path / "image.png"
+    tiny_image(0).save(image_file)
+    async with (
+        running_engine(demo_model(), max_model_len=4096, kv_cache_bytes=64 << 20) as engine,
+        shown(engine, browser),
+    ):
+        await browser.until("return !document.getElementById('idle').hidden")
+        assert await browser.text("idle") == "No request is live.\nTry the model"
+        prompt, images = "<image>" + " word" * 40, [image_file] * 2
+        first = await engine.generate(prompt.replace("<", "<image><"), greedy(2), images=images)
+        task = asyncio.create_task(
+            engine.generate(prompt.replace("<", "<image><"), greedy(3900), images=images)
+        )
+        row = "return [...document.querySelectorAll('#oldest tr')[0].cells].map(c => c.innerText)"
+        await browser.until(f"return (() => {{ {row} }})()[1] === 'generating'")
+        assert await browser.run("return document.getElementById('idle').hidden")
+        name, stage, _, num_prompt, num_cached, media, num_output = await browser.run(row)
+        assert len(name) == 21 and stage == "generating" and media == "2 images"
+        assert int(num_prompt) == first.usage.prompt_tokens
+        assert 0 < int(num_cached) < int(num_prompt)
+        assert int(num_output.replace(",", "")) > 0
+        task.cancel()
+        await asyncio.wait([task])
+        assert browser.complaints() == []
+
+
+async def test_the_engine_in_its_box_and_what_is_near(
+    engine: AsyncEngine, browser: Browser
+) -> None:
+    async with serving(service_app(engine)) as url:
+        await browser.open(f"{url}/")
+        await browser.until("return document.getElementById('facts').innerText.includes('Options')")
+        facts = await browser.text("facts")
+        for words in ("cpu, float64", "the model's own class", "text, image"):
+            assert words in facts
+        assert "max_model_len 512" in facts and "kv_cache_bytes 8.0 MiB" in facts
+        assert (await browser.figures())["memory"].endswith("iB")
+        links = await browser.run("return [...document.querySelectorAll('nav a')].map(a => a.href)")
+        assert links == [
+            f"{url}/{path}" for path in ("try", "v1/models", "metrics", "status/trace")
+        ]
+        async with httpx.AsyncClient() as client:
+            for link in links:
+                assert (await client.get(link)).status_code == 200
+        assert browser.complaints() == []
+        await browser.open("about:blank")
 
 
 async def test_contrast_is_enough(engine: AsyncEngine, browser: Browser) -> None:
