@@ -61,7 +61,7 @@ def _answers(processor: Any) -> str:
 
 
 def _recommended(settings: Any) -> dict[str, Any]:
-    """What to sample with, by the checkpoint's generation config; greedy by default."""
+    """Sampling parameters of the checkpoint's generation config; greedy by default."""
     samples = bool(getattr(settings, "do_sample", None))
     found = {name: getattr(settings, name, None) for name in (SAMPLED if samples else GREEDY)}
     recommended = {name: value for name, value in found.items() if value is not None}

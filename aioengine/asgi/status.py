@@ -224,7 +224,7 @@ def _last_seen(request: Request) -> int:
 
 
 def _resident_bytes() -> int | None:
-    """What the process has in memory; None where the system does not say so in Linux's way."""
+    """Resident memory of the process; None where the system does not report it as Linux does."""
     try:
         return int(MEMORY.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

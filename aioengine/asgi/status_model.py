@@ -72,7 +72,7 @@ class KnownRequest:
         }
 
     def summary(self) -> dict[str, object]:
-        """What it is at, and its counts."""
+        """Stage and counts as JSON objects."""
         return {
             "stage": self.stage,
             "prompt_tokens": self.prompt_tokens,

@@ -43,8 +43,8 @@ def add_parser(commands: Commands) -> None:
         commands,
         "serve",
         "serve a model over HTTP",
-        "OpenAI's API is below /v1, a status page at /. SIGTERM or Ctrl-C lets requests finish; a "
-        "second one does not.",
+        "OpenAI's API is below /v1, a status page at /, a page to try the model at /try. SIGTERM "
+        "or Ctrl-C lets requests finish; a second one does not.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     parser.add_argument(
@@ -178,7 +178,7 @@ def _api_keys(options: argparse.Namespace) -> dict[str, str] | None:
 def _announce(host: str, bound: Any, is_open: bool) -> None:
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{bound.getsockname()[1]}"
-    say(f"API          {url}/v1\nstatus page  {url}/\n")
+    say(f"API          {url}/v1\nstatus page  {url}/\ntry it       {url}/try\n")
     if is_open:
         sys.stderr.write(
             f"Anyone who can reach this address can use the model: {API_KEY} is not set.\n"

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 from aioengine.instruments import STAGES
 from tests.support.engines import DEADLINE_S
 
+SHOOTS = os.environ.get("AIOENGINE_SCREENSHOT") == "1"
+"""Whether the images in docs/ are made anew, which takes longer."""
+DOCS = Path(__file__).parents[2] / "docs"
+MAX_SHOT_BYTES = 150_000
 SIZES = ((1440, 900), (390, 844), (320, 568), (1280, 900), (1920, 1080))
 
 PIXELS = """
@@ -123,10 +131,10 @@ class Browser:
         await self.until(begins, name, text)
 
     async def until_lanes(self) -> dict[str, Any]:
-        """Wait until every lane of the timeline shows something; PIXELS."""
+        """Wait until every lane of the timeline shows something, prefill too; PIXELS."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                found = await self.run(PIXELS, STAGES)
+                found = await self.run(PIXELS, [*STAGES, "prefill"])
                 if all(lane["count"] > 20 for lane in found.values()):
                     return found
                 await asyncio.sleep(0.05)
@@ -144,6 +152,14 @@ class Browser:
         )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.command("Emulation.setEmulatedMedia", features=features)
+
+    async def shoot(self, name: str) -> None:
+        """Make an image of the docs, in few enough bytes for a repository."""
+        png = await asyncio.to_thread(self.driver.get_screenshot_as_png)
+        path = DOCS / name
+        with Image.open(io.BytesIO(png)) as image:
+            image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+        assert path.stat().st_size < MAX_SHOT_BYTES
 
     def complaints(self) -> list[str]:
         """What the console says: errors, and what the content security policy refused."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,125 +15,28 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image
-from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 from aioengine.asgi import service_app
-from tests.asgi.browsing import OVERLAPS, SIZES, TEXT_COLOURS, Browser, contrast
+from tests.asgi.browsing import OVERLAPS, SHOOTS, SIZES, TEXT_COLOURS, Browser, contrast
 from tests.asgi.serving import serving
+from tests.asgi.trying import KEY, TryPage, opened, run
 from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
-from tests.support.engines import DEADLINE_S, encoded, running_engine, until
+from tests.support.engines import encoded, running_engine, until
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 DESCRIBE = "Describe the picture."
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-KEY = "the 'secret' of $HOME"
 GREEDY = SamplingParams(temperature=0, max_tokens=512)
 
-FILE = """
-    const bytes = Uint8Array.from(atob(arguments[0]), letter => letter.charCodeAt(0));
-    const dataTransfer = new DataTransfer();
-    dataTransfer.items.add(new File([bytes], arguments[1], { type: arguments[2] }));
-    const options = { bubbles: true, cancelable: true };
-"""
-DROP = FILE + "document.dispatchEvent(new DragEvent('drop', { dataTransfer, ...options }));"
-PASTE = FILE + (
-    "document.dispatchEvent("
-    "new ClipboardEvent('paste', { clipboardData: dataTransfer, ...options }));"
-)
 PARTS = (
     "h1, nav *, article p, article img, figcaption, article button, article small, summary, "
     ".spans *, textarea, #composer .row > *"
 )
 """Elements that may not lie upon each other."""
-
-
-class TryPage:
-    """What a person does with the page, and sees on it."""
-
-    def __init__(self, browser: Browser, url: str) -> None:
-        self.browser = browser
-        self.url = url
-        self._driver = browser.driver
-
-    async def open(self) -> None:
-        await self.browser.open(f"{self.url}/try")
-        await self.browser.until("return facts !== null")
-
-    async def drop(self, data: bytes, name: str = "a.png", kind: str = "image/png") -> None:
-        await self._bring(DROP, data, name, kind)
-
-    async def paste(self, data: bytes, name: str = "a.png", kind: str = "image/png") -> None:
-        await self._bring(PASTE, data, name, kind)
-
-    async def _bring(self, how: str, data: bytes, name: str, kind: str) -> None:
-        before = await self.browser.run("return attached.length")
-        await self.browser.run(how, base64.b64encode(data).decode(), name, kind)
-        done = "return attached.length > arguments[0] || !element('refusal').hidden"
-        await self.browser.until(done, before)
-
-    async def choose(self, *paths: Path) -> None:
-        field = self._driver.find_element("id", "files")
-        await asyncio.to_thread(field.send_keys, "\n".join(map(str, paths)))
-        await self.browser.until("return attached.length === arguments[0]", len(paths))
-
-    async def type(self, *keys: str, held: str = Keys.NULL) -> None:
-        """Into what has the focus, as a keyboard does."""
-        chain = ActionChains(self._driver).key_down(held).send_keys(*keys).key_up(held)
-        await asyncio.to_thread(chain.perform)
-
-    async def click(self, name: str) -> None:
-        await asyncio.to_thread(self._driver.find_element("id", name).click)
-
-    async def ask(self, text: str) -> None:
-        """Type a question and press Enter."""
-        await self.browser.run("element('text').focus()")
-        await self.type(text, Keys.ENTER)
-
-    async def answer(self) -> dict[str, Any]:
-        """The last answer, once it is complete."""
-        await self.browser.until(
-            "const last = [...document.querySelectorAll('article.answer')].at(-1);"
-            "return last?.ariaBusy === 'false';"
-        )
-        return await self.browser.run(
-            "const last = [...document.querySelectorAll('article.answer')].at(-1);"
-            "return { text: last.firstElementChild.innerText,"
-            "  figures: last.querySelector('small')?.innerText,"
-            "  error: last.querySelector('.error')?.innerText,"
-            "  spans: [...last.querySelectorAll('.spans span')].map(each => each.innerText),"
-            "  summary: last.querySelector('summary')?.innerText };"
-        )
-
-    async def copied(self, title: str) -> str:
-        """What a button of the last answer puts on the clipboard."""
-        await self.browser.run(
-            "const titled = node => node.textContent === arguments[0];"
-            "[...document.querySelectorAll('article button')].filter(titled).at(-1).click();",
-            title,
-        )
-        done = (
-            "return [...document.querySelectorAll('button')].some(b => b.textContent === 'Copied')"
-        )
-        await self.browser.until(done)
-        origin = {"origin": self.url, "permissions": ["clipboardReadWrite"]}
-        await self.browser.command("Browser.grantPermissions", **origin)
-        read = (
-            "navigator.clipboard.readText().then(arguments[0], error => arguments[0](`${error}`))"
-        )
-        return await asyncio.to_thread(self._driver.execute_async_script, read)
-
-
-@asynccontextmanager
-async def opened(app: ASGIApp, browser: Browser) -> AsyncIterator[TryPage]:
-    async with serving(app) as url:
-        page = TryPage(browser, url)
-        await page.open()
-        yield page
-        await browser.open("about:blank")
 
 
 @pytest.fixture
@@ -179,12 +80,14 @@ async def test_images_however_they_come(demo: AsyncEngine, browser: Browser) -> 
 
 async def test_a_chat_goes_on(demo: AsyncEngine, browser: Browser) -> None:
     async with opened(service_app(demo), browser) as page:
-        path = next(iter(demo_images()))
+        path = list(demo_images())[1]
         await page.choose(path)
         await page.ask(DESCRIBE)
         first = await page.answer()
         await page.ask("How many objects are there?")
         second = await page.answer()
+        if SHOOTS:
+            await shoot(page)
         message = {"type": "image", "image": path.read_bytes()}, {"type": "text", "text": DESCRIBE}
         expected = await demo.generate(
             [
@@ -201,6 +104,19 @@ async def test_a_chat_goes_on(demo: AsyncEngine, browser: Browser) -> None:
         alone = [{"role": "user", "content": "How many objects are there?"}]
         output = await demo.generate(alone, GREEDY)
         assert f"{output.usage.prompt_tokens} prompt tokens" in (await page.answer())["figures"]
+
+
+async def shoot(page: TryPage) -> None:
+    """Make the images in docs/."""
+    browser = page.browser
+    for name, size in (
+        ("try_page.png", (1440, 900, "light")),
+        ("try_page_phone.png", (390, 844, "dark", 2)),
+    ):
+        await browser.show(*size)
+        await browser.until("return innerWidth === arguments[0]", size[0])
+        await browser.run("scroll(true)")
+        await browser.shoot(name)
 
 
 async def test_settings_and_keys(engine: AsyncEngine, browser: Browser) -> None:
@@ -387,21 +303,6 @@ async def test_contrast_is_enough(engine: AsyncEngine, browser: Browser) -> None
 
 
 # ---- elsewhere
-
-
-async def run(words: list[str], text: str, folder: Path) -> str:
-    """What a program prints that is given `text`, in a folder of its own."""
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        text,
-        cwd=folder,
-        env={**os.environ, "AIOENGINE_API_KEY": KEY, "PYTHONSAFEPATH": "1"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(process.communicate(), DEADLINE_S)
-    assert process.returncode == 0, err.decode()
-    return out.decode()
 
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["open", "key"])

@@ -234,11 +234,12 @@ def test_what_it_says(
         monkeypatch.setenv("AIOENGINE_API_KEY", key)
     done = command("serve", folder, "--host", host, "--port", "0", "--log-level", "error", *SIZES)
     assert done.status == 0, done.err
-    api, page = done.out.splitlines()
+    api, page, trial = done.out.splitlines()
     url = api.removeprefix("API          ").removesuffix("/v1")
     assert url.startswith(shown)
     assert not url.endswith(":0")
     assert page == f"status page  {url}/"
+    assert trial == f"try it       {url}/try"
     loaded, *warnings = done.err.splitlines()
     assert loaded.startswith("loaded in ")
     assert len(warnings) == (host == "0.0.0.0" and key is None)
