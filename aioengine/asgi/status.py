@@ -78,7 +78,7 @@ class StatusPage:
         return JSONResponse(facts, headers=NOT_STORED)
 
     async def _request(self, request: Request) -> Response:
-        """One request's own spans, which no other viewer is shown: its name is hard to guess."""
+        """One request's life, without anything of its payload."""
         name = request.path_params["name"]
         known = self._board.find(name)
         if known is None:

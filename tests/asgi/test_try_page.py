@@ -16,16 +16,16 @@ import pytest
 import soundfile
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine import AsyncEngine, SamplingParams, demo_images, demo_model
 from aioengine.asgi import service_app
 from tests.asgi.browsing import OVERLAPS, SHOOTS, SIZES, TEXT_COLOURS, Browser, contrast
 from tests.asgi.serving import serving
-from tests.asgi.trying import KEY, TryPage, opened, run
+from tests.asgi.test_media_parts import TEMPLATE
+from tests.asgi.trying import KEY, Impostor, TryPage, opened, run
+from tests.engine.test_modalities import frames, mkv, samples, save_media_family, wav
 from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
-from tests.support.engines import encoded, running_engine, until
+from tests.support.engines import encoded, greedy, running_engine, until
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 DESCRIBE = "Describe the picture."
@@ -104,6 +104,39 @@ async def test_a_chat_goes_on(demo: AsyncEngine, browser: Browser) -> None:
         alone = [{"role": "user", "content": "How many objects are there?"}]
         output = await demo.generate(alone, GREEDY)
         assert f"{output.usage.prompt_tokens} prompt tokens" in (await page.answer())["figures"]
+
+
+async def test_audio_and_videos_beside_images(tmp_path: Path, browser: Browser) -> None:
+    folder = tmp_path / "media"
+    folder.mkdir()
+    save_media_family(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    image, sound, film = encoded(tiny_image(1)), wav(samples(1)), mkv(frames(2))
+    async with running_engine(folder) as engine, opened(service_app(engine), browser) as page:
+        for words in ("images", "audio", "videos"):
+            assert words in await browser.text("takes")
+        assert await browser.run("return !element('record').hidden")
+        await page.drop(image)
+        await page.drop(sound, "a.wav", "audio/wav")
+        await page.paste(film, "a.mkv", "video/x-matroska")
+        views = "return [...document.querySelectorAll('#attached figure > :first-child')]"
+        shown = await browser.run(f"{views}.map(view => view.localName)")
+        assert shown == ["img", "audio", "video"]
+        await browser.run("facts.sampling.ignore_eos = true; element('max_tokens').value = '10'")
+        await page.ask("What is this?")
+        await page.answer()
+        parts = {"image": image, "audio": sound, "video": film}
+        content: list[Any] = [{"type": kind, kind: data} for kind, data in parts.items()]
+        content.append({"type": "text", "text": "What is this?"})
+        expected = await engine.generate([{"role": "user", "content": content}], greedy(10))
+        assert await browser.run("return history.at(-1).content") == expected.text
+        assert expected.usage.encoder_items == 3
+        remove = page.browser.driver.find_elements("css selector", "#attached button")
+        assert remove == [], "what was sent is no longer attached"
+        await page.drop(image, "b.png")
+        await browser.run("document.querySelector('#attached button').click()")
+        assert await browser.run("return attached.length") == 0
+        assert browser.complaints() == []
 
 
 async def shoot(page: TryPage) -> None:
@@ -221,23 +254,6 @@ async def _no_lifespan(_app: Any) -> AsyncIterator[None]:
 
 
 # ---- what is shown
-
-
-class Impostor:
-    """A server in front of the engine's, whose model says `text`."""
-
-    def __init__(self, app: ASGIApp, text: str) -> None:
-        self._app = app
-        self._text = text
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("path") != "/v1/chat/completions":
-            await self._app(scope, receive, send)
-            return
-        chunks = [{"choices": [{"delta": {"content": part}}]} for part in self._text]
-        events = [*map(json.dumps, chunks), "[DONE]"]
-        body = "".join(f"data: {event}\n\n" for event in events)
-        await Response(body, media_type="text/event-stream")(scope, receive, send)
 
 
 async def test_what_comes_from_outside_is_text(engine: AsyncEngine, browser: Browser) -> None:

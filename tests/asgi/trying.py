@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,8 @@ from typing import Any
 
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.asgi.browsing import Browser
 from tests.asgi.serving import serving
@@ -107,6 +109,23 @@ class TryPage:
             "navigator.clipboard.readText().then(arguments[0], error => arguments[0](`${error}`))"
         )
         return await asyncio.to_thread(self._driver.execute_async_script, read)
+
+
+class Impostor:
+    """A server in front of the engine's, whose model says `text`."""
+
+    def __init__(self, app: ASGIApp, text: str) -> None:
+        self._app = app
+        self._text = text
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != "/v1/chat/completions":
+            await self._app(scope, receive, send)
+            return
+        chunks = [{"choices": [{"delta": {"content": part}}]} for part in self._text]
+        events = [*map(json.dumps, chunks), "[DONE]"]
+        body = "".join(f"data: {event}\n\n" for event in events)
+        await Response(body, media_type="text/event-stream")(scope, receive, send)
 
 
 @asynccontextmanager
