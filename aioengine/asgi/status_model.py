@@ -45,7 +45,7 @@ class KnownRequest:
     last_tokens: dict[int, float] = field(default_factory=dict)
 
     def report(self, name: str, spans: Iterable[StageSpan]) -> dict[str, object]:
-        """Its life as JSON's objects, in milliseconds since its submission.
+        """Moments and spans as JSON's objects, in milliseconds since its submission.
 
         The steps that computed its prompt are "prefill"; those behind its first token are left out.
         """
@@ -67,7 +67,9 @@ class KnownRequest:
                     span.detail,
                 ]
                 for span in spans
-                if name in span.requests and (span.stage != "step" or span.end <= last)
+                if name in span.requests
+                and span.end > self.submitted  # names may be given again
+                and (span.stage != "step" or span.end <= last)
             ],
         }
 
@@ -186,8 +188,11 @@ class StatusBoard:
 
     def note_span(self, span: StageSpan) -> None:
         """Hear of a finished piece of work."""
-        # It comes before the tokens of its step.
-        has_prompt = span.stage == "step" and any(map(self._is_prefilled, span.requests))
+        has_prompt = (  # it comes before the tokens of its step
+            span.stage == "step"
+            and self._num_at["prefill"] > 0
+            and any(map(self._is_prefilled, span.requests))
+        )
         self.recorder(span)
         self._are_prefill.append(has_prompt)
         self.num_spans += 1

@@ -41,6 +41,7 @@ def event(board: StatusBoard, kind: Any, time: float, name: str = "a", **facts: 
 
 def test_a_request_s_own_report() -> None:
     board = StatusBoard("model", begin=0.0)
+    board.note_span(StageSpan("step", 9.0, 9.1, ("a",), "of another one of this name"))
     event(board, "submitted", 10.0)
     board.note_span(StageSpan("decode", 10.0, 10.1, ("a", "b"), "24 x 16"))
     event(board, "admitted", 10.2, prompt_tokens=70, media={"image": 1})
@@ -49,7 +50,7 @@ def test_a_request_s_own_report() -> None:
     event(board, "token", 10.61, cached_tokens=16)
     board.note_span(StageSpan("step", 10.7, 10.8, ("a", "b"), "2 tokens"))
     event(board, "token", 10.81, cached_tokens=16)
-    numbers = [row[0] for row in board.spans(0, 9)["spans"]]  # type: ignore[attr-defined]
+    numbers = [row[0] for row in board.spans(1, 9)["spans"]]  # type: ignore[attr-defined]
     step = STAGES.index("step")
     assert numbers == [STAGES.index("decode"), step, PREFILL, step]
     live = board.find("a")
