@@ -359,6 +359,9 @@ async def test_what_is_copied_runs(
             (tmp_path / "command.sh").write_text(command)
             out = await run(["sh"], "command.sh", tmp_path)
             assert json.loads(out)["choices"][0]["message"]["content"] == answer
+        await browser.open(f"{url}/")
+        await browser.until_text("state", "Running")  # its feed comes with the password, too
+        await browser.until("return facts !== null")
         assert browser.complaints() == []
         await browser.open("about:blank")
 
