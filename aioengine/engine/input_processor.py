@@ -23,9 +23,8 @@ from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
 from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
 from aioengine.engine.loader import Loaded
-from aioengine.engine.media_arguments import fillings, list_media
 from aioengine.engine.prompt_embeds import read_embeds
-from aioengine.engine.prompts import FORMS, HALVES, count_least
+from aioengine.engine.prompts import FORMS, HALVES, count_least, fillings, list_media
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
