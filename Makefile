@@ -1,4 +1,5 @@
-# Everything a person needs: `make demo`, `make test`, `make lint`. Each makes the environment first.
+# Everything a person needs: `make serve`, `make chat`, `make demo`, `make test`, `make lint`. Each makes
+# the environment first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,14 @@ export HF_HUB_OFFLINE := 1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-.PHONY: demo test quick plain-test torchvision-test simulated real-test versions lint wheel clean
+.PHONY: serve chat demo test quick plain-test torchvision-test simulated real-test versions lint wheel clean
+
+# The demo model in a browser, on a terminal, and on eight images at once.
+serve: $(STAMP)
+	$(BIN)/python -m aioengine serve demo
+
+chat: $(STAMP)
+	$(BIN)/python -m aioengine chat demo
 
 demo: $(STAMP)
 	$(BIN)/python -m aioengine demo

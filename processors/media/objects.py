@@ -5,6 +5,8 @@ They are known by what they can do, so that none of the libraries that make them
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -64,6 +66,8 @@ def unwrap(item: Any, max_bytes: int, is_unwanted: Callable[[], bool]) -> object
     if callable(getattr(item, "get_all_samples", None)):  # torchcodec's and datasets' decoder
         samples = item.get_all_samples()
         return samples.data, samples.sample_rate
+    if is_wrapped(item) and (picture := _displayed(item, max_bytes)) is not None:
+        return picture
     return item
 
 
@@ -113,6 +117,23 @@ def _read(file: Any, max_bytes: int, is_unwanted: Callable[[], bool]) -> bytes:
             pieces.append(bytes(piece))
             piece.clear()
     return b"".join([*pieces, bytes(piece)])
+
+
+def _displayed(item: Any, max_bytes: int) -> bytes | None:
+    """The image file that a notebook's cell would show of an object; None where it shows none."""
+    for name in ("_repr_png_", "_repr_jpeg_"):
+        shows = getattr(item, name, None)
+        found = shows() if callable(shows) else None
+        found = found[0] if isinstance(found, tuple) else found  # with its metadata
+        if isinstance(found, bytes | str):
+            if len(found) > 2 * max_bytes:
+                raise TooLargeError(f"has more than {max_bytes} bytes")
+            return found if isinstance(found, bytes) else base64.b64decode(found)
+    if callable(getattr(item, "savefig", None)):  # matplotlib's figures
+        drawn = io.BytesIO()
+        item.savefig(drawn, format="png")
+        return drawn.getvalue()
+    return None
 
 
 def _in_mapping(item: Mapping[Any, Any]) -> Any:

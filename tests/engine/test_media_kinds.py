@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import django.conf
+import IPython.display
 import litestar.datastructures
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import pytest_asyncio
 import starlette.datastructures
 import torch
 from aiohttp.web import FileField
+from matplotlib.figure import Figure
 from multidict import CIMultiDict, CIMultiDictProxy
 from PIL import Image
 
@@ -166,6 +168,8 @@ FILES: dict[str, Make] = {
 """Of images, audio and videos."""
 
 IMAGES: dict[str, Make] = {
+    "notebook's image": lambda path: IPython.display.Image(data=path.read_bytes()),
+    "notebook's image of a file": lambda path: IPython.display.Image(filename=str(path)),
     "Pillow": lambda path: PICTURE,
     "Pillow, not read yet": Image.open,
     "Pillow, a subclass": lambda path: subclass(),
@@ -290,6 +294,15 @@ async def test_media_of_a_prompt(
     item = keep(FILES[name](folders["a.png"]))
     prompt = Prompt(text=TEXT, media={"image": item}, uuids={"image": "mine"})
     assert await tokens(llava, prompt) == await tokens(llava, TEXT, images=[PICTURE])
+
+
+async def test_a_figure_is_as_a_notebook_shows_it(llava: AsyncEngine) -> None:
+    figure = Figure(figsize=(1, 1))
+    figure.add_subplot().plot([1, 3, 2])
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    expected = await tokens(llava, TEXT, images=[drawn.getvalue()])
+    assert await tokens(llava, TEXT, images=figure) == expected
 
 
 async def test_a_batch_is_as_many_images(llava: AsyncEngine) -> None:
