@@ -72,6 +72,7 @@ SYNONYMS = {
     "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_seq_len": "max_model_len",
+    "json_schema": "json",
     "max_seqs": "max_num_seqs",
     "min_length": "min_tokens",
     "min_new_tokens": "min_tokens",
@@ -192,6 +193,16 @@ def typed(error: Exception) -> AioEngineError:
     return wrapped
 
 
+def clear_frames(error: BaseException) -> None:
+    """Drop local variables of the frames that an error and its causes have passed, and ended."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'max_num_seqs'?"` for the known name meant by `word`, or nothing."""
     meant = _meant(word, known)
@@ -205,7 +216,9 @@ def _meant(word: str, known: Iterable[str]) -> str:
     if plain in SYNONYMS:
         return names.get(SYNONYMS[plain], "")
     is_short = len(word) <= MAX_NAME_LENGTH
-    found = get_close_matches(plain, names, 1) if is_short else []
+    # Two letters that changed places are much of a short name; a long one half alike misleads.
+    cutoff = 0.6 if len(plain) <= 6 else 0.75
+    found = get_close_matches(plain, names, 1, cutoff) if is_short else []
     return names[found[0]] if found else ""
 
 

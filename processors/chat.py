@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
+from pathlib import PurePath
 from typing import Any
 
 from aioengine.errors import (
@@ -148,8 +149,7 @@ class ChatRenderer:
         uuid = part.get("uuid")
         if uuid is not None:
             uuid = part_text(uuid, f"{path}.uuid")
-        # A path object cannot come out of JSON or a table, as text can.
-        trusted = not (isinstance(item, str | Mapping | list | tuple) or hasattr(item, "as_py"))
+        trusted = isinstance(item, PurePath)  # it cannot come out of JSON or a table, as text can
         found = ChatMedia(item=item, parameter=path, trusted=trusted, uuid=uuid)
         media.setdefault(modality, []).append(found)
         return {"type": modality}

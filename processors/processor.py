@@ -386,8 +386,8 @@ class BaseMultiModalProcessor(ABC):
             outputs = self._call_hf_processor(text, mm_data, mm_kwargs)
             config = self._get_mm_fields_config(outputs, mm_kwargs)
             tensors = to_tensors(outputs, config)
-            if mm_kwargs and not are_finite(tensors.values()):
-                raise ValueError("the options make no numbers of it")
+            if not are_finite(tensors.values()):
+                raise ValueError("what comes of it are not numbers")
             built = MultiModalKwargs.build(tensors, config)
         except InvalidRequestError:
             raise

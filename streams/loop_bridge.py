@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from aioengine.errors import EngineError, WrongLoopError
+from aioengine.errors import EngineClosedError, EngineError, WrongLoopError
 
 __all__ = ["LoopBridge", "check_running", "run_apart", "run_in"]
 
@@ -106,7 +106,11 @@ async def run_in(pool: ThreadPoolExecutor, function: Callable[..., Result], *arg
     EngineError in place of what the loop would take for its own: a cancellation that nobody asked
     for, the end of the process, or of a generator. Foreign code in a thread may raise any of them.
     """
-    return await asyncio.get_running_loop().run_in_executor(pool, _contained, function, args)
+    try:
+        work = pool.submit(_contained, function, args)
+    except RuntimeError as error:  # Python ends its pools before the threads that wait for them
+        raise EngineClosedError("the process is ending, or the engine is closed") from error
+    return await asyncio.wrap_future(work)
 
 
 def _contained(function: Callable[..., Result], args: tuple[Any, ...]) -> Result:

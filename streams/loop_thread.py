@@ -71,10 +71,13 @@ class LoopThread:
             calling.close()
             raise
 
-    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop run `function(*args)`, unless it has ended; never waits."""
-        with suppress(RuntimeError):
+    def call_soon(self, function: Callable[..., object], *args: Any) -> bool:
+        """Have the loop run `function(*args)`; False if it has ended. Never waits."""
+        try:
             self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return False
+        return True
 
     def stop(self) -> None:
         """End the loop once its tasks have ended."""

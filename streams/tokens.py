@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Self
 
-from aioengine.errors import RequestAbortedError
+from aioengine.errors import RequestAbortedError, clear_frames
 from aioengine.streams.loop_bridge import check_running
 from aioengine.types import Delta, RequestOutput
 
@@ -168,7 +168,11 @@ class TokenStream:
         if box.output is not None:
             return box.output
         if box.error is not None:
-            raise box.error
+            clear_frames(box.error)  # those that have dealt with the request, and lead back to it
+            try:
+                raise box.error
+            finally:
+                del self, box  # as this one does
         raise RequestAbortedError(f"the stream of request {self.request_id!r} was closed")
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from aioengine import AsyncEngine
-from aioengine.cli.batch_lines import LineForm, digest_of, form_of
+from aioengine.cli.batch_lines import MAX_LINE_BYTES, LineForm, digest_of, form_of
 from aioengine.cli.checks import check_options
 from aioengine.cli.loading import new_engine, new_runner, started
 from aioengine.cli.options import (
@@ -35,7 +35,8 @@ from aioengine.errors import InvalidRequestError
 
 __all__ = ["add_parser", "run"]
 
-MAX_LINE_BYTES = 64 << 20
+ANSWER_HEAD = b'{"id": "line-'
+"""How an answer begins, by which half of one is told from somebody's notes."""
 LINE_ID = re.compile(r"line-(\d{1,18})-([0-9a-f]+)")
 
 
@@ -76,10 +77,10 @@ def run(options: argparse.Namespace) -> None:
         raise InvalidRequestError(f"there is no file {str(source)!r}", parameter="IN")
     if target.exists() and target.samefile(source):
         raise InvalidRequestError("OUT is the file of the requests", parameter="OUT")
-    options.local_roots = [*getattr(options, "local_roots", ()), str(source.resolve().parent)]
+    options.local_roots = [*getattr(options, "local_roots", ()), str(source.parent.resolve())]
     engine = new_engine(options)
     with ExitStack() as stack:
-        answers = Answers(stack.enter_context(_opened(target)))
+        answers = Answers(stack.enter_context(_opened(target)), target)
         work = answers.match(source)
         if not work.num_left:
             sys.stderr.write(f"all {work.num_lines} lines are answered\n")
@@ -114,12 +115,13 @@ class Work(NamedTuple):
 class Answers:
     """The file of the answers: whole lines, of which no other process writes any meanwhile."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
+        self._path = path
 
     def match(self, source: Path) -> Work:
         """Find what is left to be done. Raises InvalidRequestError for answers of another file."""
-        answered = self._read()
+        answered, end = self._read()
         unmatched = dict(answered)
         num_lines, form = 0, None
         for line in _lines(source):
@@ -136,33 +138,38 @@ class Answers:
             raise InvalidRequestError(message, parameter="OUT")
         if form is None:
             raise InvalidRequestError("IN has no requests", parameter="IN")
+        self._file.truncate(end)
         return Work(source, num_lines, num_lines - len(answered), form, answered)
 
     def write(self, line: bytes) -> None:
-        """Add an answer; it is in the file when this returns."""
-        self._file.write(line)
+        """Add an answer; it is in the file when this returns. Raises InvalidRequestError."""
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise _not_written(self._path, error) from error
 
-    def _read(self) -> dict[int, str]:
-        """Number -> digest of the lines that are answered; half an answer is cut off."""
+    def _read(self) -> tuple[dict[int, str], int]:
+        """Number -> digest of the lines that are answered, and where half an answer begins."""
         answered: dict[int, str] = {}
         end = 0
-        self._file.seek(0)
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            name = None
-            with suppress(ValueError, TypeError, KeyError):
-                name = LINE_ID.fullmatch(json.loads(line)["id"])
-            if name is None:
-                message = (
-                    "OUT holds other lines than answers of this command; name another file, or "
-                    "remove it"
-                )
-                raise InvalidRequestError(message, parameter="OUT")
-            answered[int(name[1])] = name[2]
-            end += len(line)
-        self._file.truncate(end)
-        return answered
+        with open(self._path, "rb") as file:
+            for line in file:
+                name = None
+                if not line.endswith(b"\n") and _begins_alike(line, ANSWER_HEAD):
+                    break
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
+                    name = LINE_ID.fullmatch(json.loads(line)["id"])
+                if name is None:
+                    message = (
+                        "OUT holds other lines than answers of this command; name another file, or "
+                        "remove it"
+                    )
+                    raise InvalidRequestError(message, parameter="OUT")
+                answered[int(name[1])] = name[2]
+                end += len(line)
+        return answered, end
 
 
 async def _answer(
@@ -204,12 +211,14 @@ async def _answer(
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file, to be read and added to without a buffer, by one process at a time."""
+    """The file, to be added to without a buffer, by one process at a time."""
+    if path.exists() and not path.is_file():
+        message = f"OUT must be a file, which {str(path)!r} is not"
+        raise InvalidRequestError(message, parameter="OUT")
     try:
-        file = open(path, "a+b", buffering=0)  # noqa: SIM115 - the caller closes it
+        file = open(path, "ab", buffering=0)  # noqa: SIM115 - the caller closes it
     except OSError as error:
-        message = f"{str(path)!r} cannot be written: {error.strerror}"
-        raise InvalidRequestError(message, parameter="OUT") from error
+        raise _not_written(path, error) from error
     with suppress(ModuleNotFoundError):  # Windows
         fcntl = import_module("fcntl")
         try:
@@ -219,6 +228,17 @@ def _opened(path: Path) -> BinaryIO:
             message = f"another process writes answers to {str(path)!r}"
             raise InvalidRequestError(message, parameter="OUT") from error
     return file
+
+
+def _not_written(path: Path, error: OSError) -> InvalidRequestError:
+    message = f"{str(path)!r} cannot be written: {error.strerror}"
+    return InvalidRequestError(message, parameter="OUT")
+
+
+def _begins_alike(one: bytes, other: bytes) -> bool:
+    """Return whether the shorter is how the longer begins."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -232,3 +252,4 @@ def _lines(path: Path) -> Iterator[Line]:
                 rest = file.readline(MAX_LINE_BYTES + 1)
             if text.strip():
                 yield Line(number, text)
+            del text, rest

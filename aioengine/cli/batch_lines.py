@@ -18,9 +18,11 @@ from aioengine.engine.bulk import answer
 from aioengine.engine.prompts import PromptLike
 from aioengine.errors import AioEngineError, EngineError, InvalidRequestError, refuse_names
 
-__all__ = ["LineForm", "OpenAILines", "PlainLines", "digest_of", "form_of"]
+__all__ = ["MAX_LINE_BYTES", "LineForm", "OpenAILines", "PlainLines", "digest_of", "form_of"]
 
 DIGEST_CHARACTERS = 12
+MAX_LINE_BYTES = 4 << 20
+"""Of a line; of a longer one so much is read. Images go into files beside it."""
 NOT_TAKEN = {"n", "logprobs", "prompt_logprobs", "detokenize"}
 """Fields of SamplingParams that an answer of one text has no use for."""
 SAMPLING = {each.name for each in fields(SamplingParams)} - NOT_TAKEN
@@ -84,6 +86,11 @@ class PlainLines(LineForm):
         """See `LineForm`."""
         refuse_names("a line has no field {}", given, SAMPLING | OWN)
         sampling = {name: value for name, value in given.items() if name in SAMPLING}
+        bias = sampling.get("logit_bias")
+        if isinstance(bias, dict):  # JSON's keys are text
+            sampling["logit_bias"] = {
+                int(key) if key.isdecimal() else key: value for key, value in bias.items()
+            }
         structure = sampling.get("structured_outputs")
         if isinstance(structure, dict):
             sampling["structured_outputs"] = StructuredOutputs(**structure)
@@ -200,6 +207,9 @@ def form_of(line: bytes) -> type[LineForm]:
 
 def read_fields(line: bytes) -> Fields:
     """The object of a line, or the one that a string stands for. Raises InvalidRequestError."""
+    if len(line) > MAX_LINE_BYTES:
+        message = f"the line has more than {MAX_LINE_BYTES >> 20} MiB; put media into files"
+        raise InvalidRequestError(message, parameter="line")
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,9 @@ FLAGS = {
     for kind in (EngineConfig, MediaConfig, SamplingParams)
     for field in fields(kind)
 }
+SERVERS = ("max_body_bytes", "max_bodies_bytes", "trusted_hosts", "allowed_origins")
+FLAGS |= {name: "--" + name.replace("_", "-") for name in SERVERS}
+FLAGS["model_name"] = FLAGS["model_names"] = "--served-model-name"
 IN_PYTHON = (
     (r", or pass (MediaConfig\(fetcher=\.\.\.\)|media\.fetcher)[^;]*", ""),
     (r"media=MediaConfig\((\w+)=\.\.\.\)", r"media.\1"),
@@ -48,6 +51,9 @@ def check_items(items: Iterable[tuple[str, str | Path]], config: MediaConfig) ->
                 check_image_file(item, config, parameter=f"{item!s:.80}")
         elif re.match("https?:", item, re.IGNORECASE):
             _check_url(item, config)
+        elif not re.match("data:|file:", item, re.IGNORECASE):
+            message = f"{item:.80} must be a file, or a data:, file: or http(s) URL"
+            raise MediaError(message, parameter=modality)
 
 
 def _check_url(url: str, config: MediaConfig) -> None:

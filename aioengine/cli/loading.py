@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aioengine import AsyncEngine, LoadProgress
 from aioengine.cli.options import engine_config
+from aioengine.errors import InvalidRequestError
 from aioengine.streams.loop_thread import new_runner
 
 __all__ = ["new_engine", "new_runner", "say", "start", "started"]
@@ -27,9 +29,16 @@ STAGES = {
 
 
 def say(text: str) -> None:
-    """Write it to standard output at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Write it to standard output at once. Raises InvalidRequestError where that is full."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left would fail at the end again
+        message = f"standard output cannot be written: {error.strerror}"
+        raise InvalidRequestError(message, parameter="stdout") from error
 
 
 def new_engine(options: argparse.Namespace) -> AsyncEngine:

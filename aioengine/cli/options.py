@@ -151,10 +151,13 @@ def media_item(text: str, folder: Path = Path()) -> str | Path:
     """A file, from a folder on, or a URL. Raises ArgumentTypeError where there is no such file."""
     if re.match(r"data:|[a-z][a-z0-9+.-]*://", text, re.IGNORECASE):
         return text
-    path = folder / Path(text).expanduser()
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
-    return path
+    with suppress(OSError, RuntimeError, ValueError):  # no name of a file, or no such home
+        path = folder / Path(text).expanduser()
+        if path.is_file():
+            return path
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r:.200} is a folder, not a file")
+    raise argparse.ArgumentTypeError(f"there is no file {text!r:.200}")
 
 
 def checked(

@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from aioengine.config import EngineConfig
-from aioengine.engine.bulk import Outcome, ParamsLike, Window, map_prompts, new_window
+from aioengine.engine.bulk import (
+    Outcome,
+    ParamsLike,
+    Window,
+    check_many,
+    map_prompts,
+    new_window,
+)
 from aioengine.engine.devices import load_model, open_device
 from aioengine.engine.lifecycle import EngineLifecycle
 from aioengine.engine.prompts import PromptLike, check_arguments, read_prompt
@@ -227,8 +234,11 @@ class AsyncEngine:
         """
         media = {"images": images, "videos": videos, "audios": audios}
         stream = self.stream(prompt, params, request_id=request_id, priority=priority, **media)
-        with closing(stream):
+        try:
             return await stream.result()
+        finally:
+            stream.close()
+            del stream  # it holds the error, whose traceback holds this frame
 
     @with_known_names("stream() has no argument {}", OPTIONS)
     def stream(
@@ -248,13 +258,13 @@ class AsyncEngine:
         is entered; all else when it is read.
         """
         core = self._serving_core()
-        media = {"image": images, "video": videos, "audio": audios}
-        read = read_prompt(prompt, media)
         check_arguments(params, request_id, priority)
         name = request_id if request_id is not None else uuid.uuid4().hex
         core.tracker.check_name(name)
         params = params or SamplingParams()
         self._lifecycle.check_entry(core.tracker.num_live, params.n)
+        # Last, as it runs through iterators: whoever finds no room may come again.
+        read = read_prompt(prompt, {"image": images, "video": videos, "audio": audios})
         return core.submit(name, read, params, priority)
 
     @overload
@@ -307,6 +317,7 @@ class AsyncEngine:
         `max_in_flight` are live at once (None: twice `max_num_seqs`), and a bounded number of
         outputs waits for its turn. To stop early, use it within `contextlib.aclosing`.
         """
+        check_many(prompts, params)
         window: Window[asyncio.Task[RequestOutput]] = new_window(
             self.config, params, max_in_flight, is_ordered=ordered
         )
@@ -366,7 +377,8 @@ class AsyncEngine:
 
     def __del__(self) -> None:
         """Close an engine that nobody can call any more; nothing here leads to it in a circle."""
-        loop, core = self._lifecycle.loop, self._core
+        core: EngineCore | None = getattr(self, "_core", None)  # not where __init__ has failed
+        loop = None if core is None else self._lifecycle.loop
         if loop is None or core is None or not self._lifecycle.is_serving or loop.is_closed():
             return
         message = f"{self!r} was dropped before its end; use 'async with' or aclose() it"

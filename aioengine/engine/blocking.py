@@ -10,9 +10,9 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, Literal, Self, overload
@@ -21,15 +21,19 @@ from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.bulk import (
     Outcome,
+    Pair,
     ParamsLike,
     Window,
     answer,
+    check_many,
     new_window,
     outcome_of,
     paired,
+    progress_bar,
+    until_failure,
 )
 from aioengine.engine.prompts import PromptLike
-from aioengine.errors import EngineClosedError
+from aioengine.errors import EngineClosedError, EngineError
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.loop_thread import LoopThread
 from aioengine.streams.tokens import StreamStatistics, TokenStream
@@ -37,7 +41,7 @@ from aioengine.types import Delta, EngineState, EngineStatistics, LoadProgress, 
 
 __all__ = ["BlockingStream", "Engine"]
 
-Pair = tuple[PromptLike, SamplingParams | None]
+CLOSED = "the engine is closed; make a new one"
 
 
 class Engine:
@@ -235,6 +239,7 @@ class Engine:
         outputs waits for its turn. `progress` shows a bar (tqdm). To stop early, close the iterator
         or drop it.
         """
+        check_many(prompts, params)
         window: Window[RequestOutput | BaseException] = new_window(
             self.config, params, max_in_flight, is_ordered=ordered
         )
@@ -250,16 +255,16 @@ class Engine:
         progress: bool,
     ) -> Iterator[tuple[int, Outcome]]:
         run = _Run(self._serving())
-        bar = _bar(prompts) if progress else None
+        bar = progress_bar(prompts) if progress else None
         failures: list[Exception] = []
-        pairs = _until_failure(paired(prompts, params), failures)
+        pairs = until_failure(paired(prompts, params), failures)
+        result: Any = None
         try:
             while True:
-                drawn: list[tuple[int, Pair]] = []
-                while window.has_room and (pair := next(pairs, None)) is not None:
-                    drawn.append((window.draw(), pair))
-                if drawn:
-                    self._submit(run.begin, drawn)
+                while window.has_room and run.finished.empty():
+                    if (pair := next(pairs, None)) is None:
+                        break
+                    self._post(run.begin, window.draw(), pair)
                 if not window.num_held:
                     break
                 for _ in range(max(1, run.finished.qsize())):
@@ -268,12 +273,13 @@ class Engine:
                         bar.update()
                 for index, result in window.take():
                     yield index, outcome_of(result, return_exceptions=return_exceptions)
-            for failure in failures:
-                raise failure  # in its place behind the outputs
+            if failures:
+                raise failures.pop()  # in its place behind the outputs
         finally:
+            del result  # an error's traceback holds this frame
             if bar is not None:
                 bar.close()
-            with suppress(EngineClosedError):
+            with suppress(EngineError):  # also where garbage is collected on the loop's thread
                 self._call(run.end)
 
     def abort(self, request_id: str) -> None:
@@ -304,18 +310,30 @@ class Engine:
                     self.start()
         return self._engine
 
-    def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have `function(*args)` run on the engine's loop."""
+    @contextmanager
+    def _open_thread(self) -> Iterator[LoopThread]:
+        """The loop's thread, which does not end meanwhile."""
         thread = self._thread
         if thread is not None:
             thread.check_caller()
         with self._lock:
             if self._thread is None:
-                raise EngineClosedError("the engine is closed; make a new one")
+                raise EngineClosedError(CLOSED)
+            yield self._thread
+
+    def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have `function(*args)` run on the engine's loop, and awaited if need be."""
+        with self._open_thread() as thread:
             try:
-                return self._thread.submit(function, *args)
+                return thread.submit(function, *args)
             except RuntimeError as error:  # the loop has ended, as the process does
-                raise EngineClosedError("the engine is closed; make a new one") from error
+                raise EngineClosedError(CLOSED) from error
+
+    def _post(self, function: Callable[..., object], *args: Any) -> None:
+        """Have `function(*args)` run on the engine's loop, without an answer."""
+        with self._open_thread() as thread:
+            if not thread.call_soon(function, *args):
+                raise EngineClosedError(CLOSED)
 
     def _call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Have `function(*args)` run on the engine's loop, if it still does; never waits."""
@@ -396,12 +414,11 @@ class _Run:
         self._engine = engine
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, drawn: list[tuple[int, Pair]]) -> None:
-        """Begin requests by their index."""
-        for index, pair in drawn:
-            task = asyncio.create_task(self._answer(index, *pair))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def begin(self, index: int, pair: Pair) -> None:
+        """Begin a request."""
+        task = asyncio.create_task(self._answer(index, *pair))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, index: int, prompt: PromptLike, params: SamplingParams | None) -> None:
         try:
@@ -409,7 +426,7 @@ class _Run:
         except Exception as error:
             self.finished.put((index, error))
         except asyncio.CancelledError:
-            self.finished.put((index, EngineClosedError("the engine is closed; make a new one")))
+            self.finished.put((index, EngineClosedError(CLOSED)))
             raise
 
     async def end(self) -> None:
@@ -418,22 +435,3 @@ class _Run:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-
-
-def _until_failure(pairs: Iterator[Pair], failures: list[Exception]) -> Iterator[Pair]:
-    """Yield pairs up to an error of their source, which is kept for later."""
-    try:
-        yield from pairs
-    except Exception as error:
-        failures.append(error)
-
-
-def _bar(prompts: Iterable[PromptLike]) -> Any:
-    """A progress bar, over a known number of prompts or an unknown one."""
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread of its own
-
-    total = len(prompts) if isinstance(prompts, Sized) else None
-    return Bar(total=total, unit="prompt", dynamic_ncols=True)

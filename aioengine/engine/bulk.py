@@ -13,6 +13,8 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
+    Mapping,
+    Sized,
 )
 from contextlib import aclosing
 from functools import partial
@@ -22,18 +24,22 @@ from aioengine.config import EngineConfig
 from aioengine.engine.prompts import PromptLike
 from aioengine.errors import AioEngineError, EngineError, InvalidRequestError, OverloadedError
 from aioengine.sampling_params import SamplingParams
-from aioengine.types import RequestOutput
+from aioengine.types import Prompt, RequestOutput
 
 __all__ = [
     "Outcome",
+    "Pair",
     "ParamsLike",
     "Window",
     "answer",
+    "check_many",
     "map_bounded",
     "map_prompts",
     "new_window",
     "outcome_of",
     "paired",
+    "progress_bar",
+    "until_failure",
 ]
 
 AHEAD = 2
@@ -45,6 +51,7 @@ ROOM_LOOK_S = 0.02
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Pair = tuple[PromptLike, SamplingParams | None]
 Outcome = RequestOutput | AioEngineError
 """What became of one prompt."""
 Generate = Callable[[PromptLike, SamplingParams | None], Awaitable[RequestOutput]]
@@ -102,8 +109,25 @@ class Window(Generic[Result]):
             yield index, self._finished.pop(index)
 
 
+def check_many(prompts: Any, params: Any) -> None:
+    """Raise InvalidRequestError for what are not many prompts, or not their parameters."""
+    is_one = isinstance(prompts, str | bytes | Mapping | Prompt)
+    if is_one or not isinstance(prompts, Iterable | AsyncIterable):
+        kind = type(prompts).__name__
+        message = f"prompts must be an iterable of prompts, not {kind}; generate() takes one"
+        raise InvalidRequestError(message, parameter="prompts", value=kind)
+    if not isinstance(params, SamplingParams | Iterable | None):
+        kind = type(params).__name__
+        message = f"params must be SamplingParams, or one for each prompt, not {kind}"
+        raise InvalidRequestError(message, parameter="params", value=kind)
+
+
 def new_window(
-    config: EngineConfig, params: ParamsLike, max_in_flight: int | None, *, is_ordered: bool
+    config: EngineConfig,
+    params: ParamsLike,
+    max_in_flight: int | None,
+    *,
+    is_ordered: bool,
 ) -> Window[Any]:
     """A window as wide as is asked for, or as keeps every step of the engine full."""
     if max_in_flight is None:
@@ -116,9 +140,7 @@ def new_window(
     return Window(max_in_flight, is_ordered=is_ordered)
 
 
-def paired(
-    prompts: Iterable[PromptLike], params: ParamsLike
-) -> Iterator[tuple[PromptLike, SamplingParams | None]]:
+def paired(prompts: Iterable[PromptLike], params: ParamsLike) -> Iterator[Pair]:
     """Each prompt with its parameters. Raises InvalidRequestError where these run out first."""
     if isinstance(params, SamplingParams | None):
         for prompt in prompts:
@@ -131,6 +153,25 @@ def paired(
         except StopIteration:
             message = f"params has {index} entries, fewer than there are prompts"
             raise InvalidRequestError(message, parameter="params", value=index) from None
+
+
+def until_failure(pairs: Iterator[Pair], failures: list[Exception]) -> Iterator[Pair]:
+    """Yield pairs up to an error of their source, which is kept for later."""
+    try:
+        yield from pairs
+    except Exception as error:
+        failures.append(error)
+
+
+def progress_bar(prompts: Iterable[PromptLike]) -> Any:
+    """A progress bar, over a known number of prompts or an unknown one."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread of its own
+
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return Bar(total=total, unit="prompt", dynamic_ncols=True)
 
 
 async def answer(
@@ -152,7 +193,10 @@ def outcome_of(result: RequestOutput | BaseException, *, return_exceptions: bool
     if return_exceptions and is_own:
         assert isinstance(result, AioEngineError)
         return result
-    raise result
+    try:
+        raise result
+    finally:
+        del result  # else its traceback leads back to it
 
 
 async def map_bounded(
@@ -211,8 +255,12 @@ async def map_prompts(
     results = map_bounded(lambda pair: answer(generate, *pair), pairs, window)
     async with aclosing(results):
         async for index, task in results:
-            result = task.exception() or task.result()
-            outcome = outcome_of(result, return_exceptions=return_exceptions)
+            try:
+                outcome = outcome_of(
+                    task.exception() or task.result(), return_exceptions=return_exceptions
+                )
+            finally:
+                del task  # which holds the error
             yield outcome if window.is_ordered else (index, outcome)
 
 
@@ -225,11 +273,14 @@ async def _drawn(items: Iterable[Item] | AsyncIterable[Item]) -> AsyncIterator[I
             yield item
 
 
-async def _paired(
-    prompts: AsyncIterable[PromptLike], params: ParamsLike
-) -> AsyncIterator[tuple[PromptLike, SamplingParams | None]]:
+async def _paired(prompts: AsyncIterable[PromptLike], params: ParamsLike) -> AsyncIterator[Pair]:
     latest: deque[PromptLike] = deque()
-    pairs = paired(iter(latest.popleft, None), params)
+
+    def drawn() -> Iterator[PromptLike]:
+        while True:
+            yield latest.popleft()
+
+    pairs = paired(drawn(), params)
     async for prompt in prompts:
         latest.append(prompt)
         yield next(pairs)

@@ -278,6 +278,57 @@ async def test_what_comes_from_outside_is_text(engine: AsyncEngine, browser: Bro
         assert browser.complaints() == []
 
 
+async def test_a_question_waits_for_its_files(engine: AsyncEngine, browser: Browser) -> None:
+    """Sent while a file is read, it would go without; what cannot be read hides nothing."""
+    slow = (
+        "const blob = new Blob([new Uint8Array(1 << 24)]); element('text').value = 'a';"
+        "window.reads = attach([new File([blob], 'big.png', { type: 'image/png' })]);"
+        "submit(); return [document.querySelectorAll('article').length, element('send').disabled]"
+    )
+    async with opened(service_app(engine), browser) as page:
+        assert await browser.run(slow) == [0, True]
+        await browser.until("return !element('send').disabled && attached.length === 1")
+        await page.click("new")
+        await browser.run(
+            "const read = FileReader.prototype.readAsDataURL;"
+            "FileReader.prototype.readAsDataURL = function (file) {"
+            "  if (file.name === 'gone.png') this.onerror(); else read.call(this, file); };"
+            "attach(['gone.png', 'here.png'].map(n => new File(['x'], n, { type: 'image/png' })))"
+        )
+        await browser.until("return !element('refusal').hidden")
+        assert await browser.text("refusal") == "gone.png: it cannot be read."
+        shown = (
+            "return [...document.querySelectorAll('#attached figcaption')].map(n => n.innerText)"
+        )
+        assert await browser.run(shown) == ["here.png"]
+
+
+async def test_code_and_text_are_kept_whole(engine: AsyncEngine, browser: Browser) -> None:
+    cases = {
+        "```print(1)```\nrest": [["P", "```print(1)```\nrest"]],
+        "````\na\n```\nb\n````\nend": [["PRE", "a\n```\nb"], ["P", "end"]],
+        "- x\n  ```py\n  y\n  ```\nz": [["P", "- x"], ["PRE", "  y"], ["P", "z"]],
+        "a\n```x\nopen": [["P", "a"], ["PRE", "open"]],
+    }
+    script = "return blocks(arguments[0]).map(node => [node.tagName, node.textContent])"
+    async with opened(service_app(engine), browser):
+        for text, expected in cases.items():
+            assert await browser.run(script, text) == expected
+
+
+async def test_many_files_leave_room(engine: AsyncEngine, browser: Browser) -> None:
+    name = "a photograph of the family at the beach in summer 2024 (copy 2).png"
+    async with opened(service_app(engine), browser) as page:
+        for width, height in ((320, 568), (390, 844), (768, 900)):
+            await browser.show(width, height, "light")
+            for number in range(12):
+                await page.drop(encoded(tiny_image(number, 300, 200)), name)
+            await browser.until("return attached.length === 12")
+            assert await browser.run("return document.documentElement.scrollWidth") <= width
+            assert await browser.run("return element('main').clientHeight") > 80
+            await page.click("new")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_every_screen_fits(engine: AsyncEngine, browser: Browser, scheme: str) -> None:
     name = "a-rather-long-name-" * 10 + ".png"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aioengine import SamplingParams
-from aioengine.cli import batch
+from aioengine.cli import batch, batch_lines
 from tests.cli.conftest import SIZES, Command, Expect
 
 SHORT = (*SIZES, "--max-tokens", "6", "--ignore-eos")
@@ -94,6 +94,10 @@ def test_what_cannot_be_answered_has_its_error(
         {"prompt": "a", "images": [str(image_files[0])]},
         {"prompt": "a", "images": ["link.png"]},
         {"prompt": "a", "images": [5]},
+        {"prompt": "a", "images": ["x" * 5000]},
+        {"prompt": "a", "images": ["~nouser/x.png"]},
+        {"prompt": "a", "images": ["a\0b"]},
+        {"prompt": "a", "logit_bias": {"x": 1}},
         {"prompt": "a", "messages": []},
         {"custom_id": "x"},
         {"prompt": "a", "structured_outputs": {"yaml": 1}},
@@ -104,15 +108,15 @@ def test_what_cannot_be_answered_has_its_error(
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     source.write_bytes(source.read_bytes() + b"\n  \n{half\n\xff\n" + b"[" * 100_000 + b"\n")
     done = command("batch", folder, source, target, *SHORT)
-    assert done.status == 0 and "15 lines in " in done.err and "14 with an error" in done.err
+    assert done.status == 0 and "19 lines in " in done.err and "18 with an error" in done.err
     answers = read(target)
     assert [answer.get("error", {}).get("parameter") for answer in answers] == [
-        *("temprature", "temperature", "images[0]", "images[0]", "images[0]", "images[0]"),
-        *("prompt", "prompt", "structured_outputs", "line", "messages[0].content[0]", None),
+        *("temprature", "temperature", *["images[0]"] * 7, "logit_bias"),
+        *("prompt", "prompt", "structured_outputs.yaml", "line", "messages[0].content[0]", None),
         *("line", "line", "line"),
     ]
     numbers = [int(answer["id"].split("-")[1]) for answer in answers]
-    assert numbers == [*range(1, 13), 15, 16, 17]  # as an editor counts them
+    assert numbers == [*range(1, 17), 19, 20, 21]  # as an editor counts them
     assert "missing.png" in answers[2]["error"]["message"]
     assert "--local-roots" in answers[3]["error"]["message"]
     allowed = command(
@@ -121,7 +125,7 @@ def test_what_cannot_be_answered_has_its_error(
     )
     assert allowed.status == 0
     second = read(tmp_path / "second.jsonl")
-    assert second[3]["text"] == second[4]["text"] != answers[11]["text"]
+    assert second[3]["text"] == second[4]["text"] != answers[15]["text"]
 
 
 def test_lines_of_openai(
@@ -201,6 +205,14 @@ def test_answers_to_other_lines_are_left_alone(
     assert "another line 2" in refused(write(tmp_path / "other.jsonl", ["a", "x"]), target)
     assert "another line 2" in refused(write(tmp_path / "short.jsonl", ["a"]), target)
     assert "other lines" in refused(source, write(tmp_path / "mine.jsonl", [{"id": 5}]))
+    for text in ("notes", '{"id": 5}', '{"id": ["line-1-ab"]}', "[" * 100_000 + "\n"):
+        (tmp_path / "notes.txt").write_text(text)
+        assert "other lines" in refused(source, tmp_path / "notes.txt")
+        assert (tmp_path / "notes.txt").read_text() == text
+    (tmp_path / "half.jsonl").write_text('{"id": "li')
+    assert "no requests" in refused(write(tmp_path / "b", []), tmp_path / "half.jsonl")
+    assert (tmp_path / "half.jsonl").read_text() == '{"id": "li'
+    assert "must be a file" in refused(source, Path(os.devnull))
     assert "is the file of the requests" in refused(source, source)
     assert "there is no file" in refused(tmp_path / "none.jsonl", target)
     assert "no requests" in refused(write(tmp_path / "empty.jsonl", []), tmp_path / "new.jsonl")
@@ -211,15 +223,38 @@ def test_answers_to_other_lines_are_left_alone(
     assert read(tmp_path / "mine.jsonl") == [{"id": 5}]
 
 
+def test_what_cannot_be_written_is_said(command: Command, folder: Path, tmp_path: Path) -> None:
+    """A file that may not grow takes half a line, which is not taken for the whole."""
+    source, target = write(tmp_path / "in.jsonl", ["a", "b", "c"]), tmp_path / "out.jsonl"
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); "
+        "from aioengine.__main__ import main; main()"
+    )
+    arguments = ["batch", str(folder), str(source), str(target), *SHORT]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "cannot be written: File too large" in done.stderr.splitlines()[-1]
+    assert command(*arguments).status == 0
+    assert len(read(target)) == 3
+
+
 def test_a_line_that_is_too_long(
     command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 64)
     source = write(tmp_path / "in.jsonl", ["a", "b" * 400, "c"])
     command("batch", folder, source, tmp_path / "out.jsonl", *SHORT)
     first, long, last = read(tmp_path / "out.jsonl")
     assert first["text"] and last["text"] and last["id"].startswith("line-3-")
-    assert long["error"]["parameter"] == "line"
+    assert long["error"]["parameter"] == "line" and "more than" in long["error"]["message"]
 
 
 def test_killed_and_gone_on_with(command: Command, folder: Path, tmp_path: Path) -> None:

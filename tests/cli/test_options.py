@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +278,17 @@ def test_without_rich_it_says_what_it_lacks() -> None:
     )
     message = 'aioengine: the command line needs rich: pip install "aioengine[cli]"\n'
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
+
+
+@pytest.mark.parametrize("how", [">/dev/full", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_full_or_closed(plain_folder: Path, how: str) -> None:
+    """One line of words or none, and a status; not the end of a process in native code."""
+    arguments = ["-m", "aioengine", "generate", str(plain_folder), "a", "--max-tokens", "2"]
+    command = " ".join(map(shlex.quote, [sys.executable, *arguments, "--device", "cpu"]))
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {how}"], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == (1 if how == ">/dev/full" else 0)
+    assert "Traceback" not in done.stderr and "Assertion" not in done.stderr
+    if how == ">/dev/full":
+        assert "standard output cannot be written: No space left" in done.stderr

@@ -11,8 +11,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,48 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_a_prompt_does_not_wait_for_the_next(engine: Engine) -> None:
+    def source() -> Iterator[str]:
+        yield PROMPTS[0]
+        wait_until(lambda: engine.statistics().finished == 1)
+        yield PROMPTS[1]
+
+    assert len(list(engine.map(source(), greedy()))) == 2
+
+
+BAD = Prompt(text="<image> a", media={"image": [b"no image"]})
+
+
+def broken() -> Iterator[str]:
+    yield "a"
+    raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.generate(BAD, greedy()),
+        lambda engine: list(engine.map([BAD], greedy())),
+        lambda engine: list(engine.map([BAD, BAD], greedy(), return_exceptions=True)),
+        lambda engine: list(engine.map(broken(), greedy())),
+    ],
+    ids=["generate", "map", "errors in a map", "a source that fails"],
+)
+def test_an_error_keeps_nothing_alive(folder: Path, call: Callable[[Engine], object]) -> None:
+    """Without a collection of cycles: media are large, and an engine is larger."""
+    engine = Engine.from_pretrained(folder, **SIZES)
+    engine.start()
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(InvalidRequestError, OSError):
+            call(engine)
+        del engine
+        wait_until(lambda: engine_threads() == [])
+    finally:
+        gc.enable()
+
+
 def test_a_progress_bar(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     list(engine.map(PROMPTS, greedy()))
     assert capsys.readouterr().err == ""
@@ -386,6 +429,15 @@ SCRIPT = """
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         other.close()
+    elif how == "outlived":
+        from aioengine.errors import EngineClosedError
+        def work():
+            try:
+                for _ in range(100_000):
+                    engine.generate("a", SamplingParams(max_tokens=1))
+            except EngineClosedError as error:
+                print("closed", flush=True)
+        threading.Thread(target=work).start()
     elif how == "forked":
         from aioengine.errors import EngineError
         child = os.fork()
@@ -407,6 +459,7 @@ ENDINGS = {
     "interrupted": "interrupted 0 0\nend\n",
     "waiting": "interrupted 0 0\ninterrupted\nend\n",
     "loading": "interrupted\nend\n",
+    "outlived": "end\nclosed\n",
     "forked": "an engine does not follow a fork; make one in the new process\n0\nend\n",
 }
 

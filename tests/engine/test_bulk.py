@@ -8,11 +8,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioengine import AsyncEngine, Prompt, RequestOutput, SamplingParams
+from aioengine import AsyncEngine, Engine, Prompt, RequestOutput, SamplingParams
 from aioengine.engine.bulk import HELD, Window
 from aioengine.errors import (
     EngineClosedError,
@@ -220,6 +221,32 @@ async def test_it_waits_for_room_beside_others(folder: Path) -> None:
     async with running_engine(folder, max_num_seqs=2, max_queued_requests=1) as engine:
         others = [asyncio.create_task(engine.generate("x", greedy(60))) for _ in range(3)]
         await asyncio.sleep(0)
-        outputs = [output async for output in engine.map(PROMPTS[:5], greedy(2))]
-        assert len(outputs) == 5
+        prompts = [
+            Prompt(text="<image> a", media={"image": iter([tiny_image(seed)])}) for seed in range(5)
+        ]
+        outputs = [output async for output in engine.map(prompts, greedy(2))]
+        assert [output.usage.encoder_items for output in outputs] == [1] * 5
         await asyncio.gather(*others)
+
+
+async def test_any_prompt_from_an_asynchronous_source(folder: Path) -> None:
+    async def source() -> AsyncIterator[Any]:
+        for prompt in (np.array([5, 6, 7]), None, "text"):
+            yield prompt
+
+    async with running_engine(folder) as engine:
+        outcomes = [each async for each in engine.map(source(), greedy(), return_exceptions=True)]
+        expected = await engine.generate([5, 6, 7], greedy())
+        first, second, third = outcomes
+        assert isinstance(first, RequestOutput) and first.token_ids == expected.token_ids
+        assert isinstance(second, InvalidRequestError) and isinstance(third, RequestOutput)
+
+
+@pytest.mark.parametrize("wrong", ["text", {"prompt": "text"}, Prompt(text="a"), None, 5])
+def test_one_prompt_is_not_many(folder: Path, wrong: Any) -> None:
+    for kind in (AsyncEngine, Engine):
+        with pytest.raises(InvalidRequestError, match=r"generate\(\) takes one") as caught:
+            kind.from_pretrained(folder).map(wrong)
+        assert caught.value.parameter == "prompts"
+        with pytest.raises(InvalidRequestError, match="params must be"):
+            kind.from_pretrained(folder).map(["a"], 5)

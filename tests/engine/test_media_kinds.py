@@ -26,6 +26,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from PIL import Image
 
 from aioengine import AsyncEngine, Prompt
+from aioengine.errors import MediaError
 from tests.engine.test_modalities import FILM, frames, mkv, samples, save_media_family
 from tests.parity.audio_families import RATE, sound, wav
 from tests.parity.listener_families import save_listener, tokenizer_for
@@ -276,6 +277,12 @@ async def test_audio_of_an_encoder_decoder(
     expected = await tokens(whisper, "", audios=[WAV])
     assert await tokens(whisper, "", audios=item) == expected
     assert await tokens(whisper, "", audios=[wav(sound(4, 0.7))]) != expected
+
+
+async def test_audio_that_makes_no_numbers(whisper: AsyncEngine) -> None:
+    """Samples that are numbers, whose squares are none."""
+    with pytest.raises(MediaError, match="could not be processed"):
+        await whisper.generate("", greedy(2), audios=[(SOUND.astype(np.float32) * 1e25, RATE)])
 
 
 @pytest.mark.parametrize("name", [*FILES, *VIDEOS])

@@ -257,6 +257,19 @@ async def test_arrow_in_messages_is_text_too(engine: AsyncEngine, folder: Path) 
         assert isinstance(await outcome(engine, "<image>", images=[scalar]), RequestOutput)
 
 
+async def test_numpy_in_messages_is_text_too(engine: AsyncEngine, folder: Path) -> None:
+    path = folder / "a.png"
+    tiny_image(0).save(path)
+    for item in (
+        np.array(str(path)),
+        np.array(str(path), dtype=object),
+        np.array({"bytes": None, "path": str(path)}, dtype=object),
+    ):
+        content = [{"type": "image", "image": item}, {"type": "text", "text": "a"}]
+        with pytest.raises(MediaError, match="local paths"):
+            await engine.generate([{"role": "user", "content": content}], greedy())
+
+
 async def test_a_path_over_http_is_never_read(engine: AsyncEngine, folder: Path) -> None:
     app = Starlette(routes=[Mount("/v1", openai_app(engine))])
     answers = []
