@@ -193,16 +193,6 @@ def typed(error: Exception) -> AioEngineError:
     return wrapped
 
 
-def clear_frames(error: BaseException) -> None:
-    """Drop local variables of the frames that an error and its causes have passed, and ended."""
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        traceback.clear_frames(found.__traceback__)
-        found = found.__cause__ or found.__context__
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'max_num_seqs'?"` for the known name meant by `word`, or nothing."""
     meant = _meant(word, known)

@@ -110,7 +110,10 @@ async def run_in(pool: ThreadPoolExecutor, function: Callable[..., Result], *arg
         work = pool.submit(_contained, function, args)
     except RuntimeError as error:  # Python ends its pools before the threads that wait for them
         raise EngineClosedError("the process is ending, or the engine is closed") from error
-    return await asyncio.wrap_future(work)
+    try:
+        return await asyncio.wrap_future(work)
+    finally:
+        del work  # which holds an error, whose traceback holds this frame
 
 
 def _contained(function: Callable[..., Result], args: tuple[Any, ...]) -> Result:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Self
 
-from aioengine.errors import RequestAbortedError, clear_frames
+from aioengine.errors import RequestAbortedError
 from aioengine.streams.loop_bridge import check_running
 from aioengine.types import Delta, RequestOutput
 
@@ -44,6 +44,7 @@ class TokenSink:
         self.pending: dict[int, list[Delta]] = {}  # by completion
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
+        self.has_failed = False
         self.is_admitted = False
         self.is_closed = False
         self.num_pushed = 0
@@ -54,7 +55,7 @@ class TokenSink:
     @property
     def has_ended(self) -> bool:
         """Return whether nothing more comes."""
-        return self.is_closed or self.output is not None or self.error is not None
+        return self.is_closed or self.output is not None or self.has_failed
 
     def push(self, delta: Delta) -> None:
         """Hand over new text and tokens."""
@@ -78,6 +79,7 @@ class TokenSink:
         """The request has ended with an error."""
         if not self.has_ended:
             self.error = error
+            self.has_failed = True
             self.end()
 
     def end(self) -> None:
@@ -112,6 +114,7 @@ class TokenStream:
     def __init__(self, request_id: str, sink: TokenSink) -> None:
         self.request_id = request_id
         self._sink = sink
+        self._error: BaseException | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -131,8 +134,9 @@ class TokenStream:
         box.check_loop()
         while not (box.is_admitted or box.has_ended):
             await _wait(box.result_waiters)
-        if box.error is not None and not box.is_admitted:
-            raise box.error
+        failure = self._failure()
+        if failure is not None and not box.is_admitted:
+            raise failure
 
     async def receive(self) -> Delta | None:
         """The next delta, or None at the end. Raises the request's error, once all tokens are out.
@@ -152,9 +156,16 @@ class TokenStream:
         if box.pending and not box.is_closed:
             box.num_received += 1
             return _merge(box.pending.pop(next(iter(box.pending))))
-        if box.error is not None:
-            raise box.error
+        if (failure := self._failure()) is not None:
+            raise failure
         return None
+
+    def _failure(self) -> BaseException | None:
+        """The request's error. This end keeps it, as its traceback leads to the other end."""
+        box = self._sink
+        if box.error is not None:
+            self._error, box.error = box.error, None
+        return self._error
 
     async def result(self) -> RequestOutput:
         """Wait for the end and return the whole output; deltas need not have been read.
@@ -167,12 +178,11 @@ class TokenStream:
             await _wait(box.result_waiters)
         if box.output is not None:
             return box.output
-        if box.error is not None:
-            clear_frames(box.error)  # those that have dealt with the request, and lead back to it
+        if (failure := self._failure()) is not None:
             try:
-                raise box.error
+                raise failure
             finally:
-                del self, box  # as this one does
+                del self, box, failure  # else its traceback leads back to it
         raise RequestAbortedError(f"the stream of request {self.request_id!r} was closed")
 
     def close(self) -> None:
@@ -209,7 +219,7 @@ class TokenStream:
     def __repr__(self) -> str:
         box = self._sink
         state = "open" if not box.has_ended else "closed" if box.is_closed else "finished"
-        state = "failed" if box.error is not None else state
+        state = "failed" if box.has_failed else state
         counts = f"{box.num_received} deltas read"
         return f"<{type(self).__name__} {self.request_id!r} is {state}: {counts}>"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 
 from aioengine.config import EngineConfig
 from aioengine.errors import (
@@ -11,7 +12,6 @@ from aioengine.errors import (
     InvalidRequestError,
     OverloadedError,
     WrongLoopError,
-    clear_frames,
 )
 from aioengine.streams.loop_bridge import check_running
 from aioengine.types import EngineState
@@ -124,5 +124,7 @@ class EngineLifecycle:
 
     def clear_frames(self) -> None:
         """Drop the local variables that the death's traceback holds: the model is among them."""
-        if self.death is not None:
-            clear_frames(self.death)
+        error = self.death
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
