@@ -14,7 +14,14 @@ import pytest
 import torch
 import trio
 
-from aioengine import AsyncEngine, EngineConfig, MediaConfig, SamplingParams, StructuredOutputs
+from aioengine import (
+    AsyncEngine,
+    Engine,
+    EngineConfig,
+    MediaConfig,
+    SamplingParams,
+    StructuredOutputs,
+)
 from aioengine.engine.lifecycle import EngineLifecycle
 from aioengine.errors import (
     EngineClosedError,
@@ -227,3 +234,11 @@ def test_a_device_that_is_not_there(
     with pytest.raises(ModelLoadError) as caught:
         find_device("cuda:7")
     assert str(caught.value) == f"device 'cuda:7' is not there: {text}, or use cpu"
+
+
+@pytest.mark.parametrize("model", [None, 3, "", b"folder"])
+@pytest.mark.parametrize("kind", [AsyncEngine, Engine])
+def test_what_is_no_model(kind: Any, model: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="a folder or a hub id") as caught:
+        kind.from_pretrained(model)
+    assert caught.value.parameter == "model"

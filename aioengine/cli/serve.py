@@ -11,11 +11,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from aioengine import AsyncEngine, EngineConfig, EngineState
+from aioengine import AsyncEngine, EngineConfig, EngineState, demo_model
 from aioengine.cli.loading import new_engine, new_runner, say, started
 from aioengine.cli.options import (
+    DEMO,
     Commands,
     add_engine_flags,
     checked,
@@ -119,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     trusted = options.trusted_hosts and ["loopback", *options.trusted_hosts]
     app = asgi.service_app(  # before the engine starts: its status page shows all there was
         engine,
-        model_names=options.served_model_name,
+        model_names=options.served_model_name or _own_names(engine),
         api_key=api_keys,
         max_body_bytes=options.max_body_bytes,
         max_bodies_bytes=options.max_bodies_bytes,
@@ -138,6 +140,12 @@ def run(options: argparse.Namespace) -> None:
             bodies=app.state.bodies,
         )
         runner.run(_serve(engine, new_server, bound, server.warnings_logged))
+
+
+def _own_names(engine: AsyncEngine) -> list[str]:
+    """The model's name; the word that stands for the shipped one will do for it too."""
+    is_shipped = Path(engine.model) == demo_model()
+    return [engine.model_name, *([DEMO] if is_shipped else [])]
 
 
 def _import(name: str) -> Any:

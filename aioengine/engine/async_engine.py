@@ -31,6 +31,7 @@ from aioengine.engine.prompts import PromptLike, check_arguments, read_prompt
 from aioengine.errors import (
     EngineClosedError,
     EngineError,
+    InvalidRequestError,
     ModelLoadError,
     RequestAbortedError,
     with_known_names,
@@ -88,6 +89,10 @@ class AsyncEngine:
         `options` are fields of EngineConfig, in place of `config` or on top of it. Raises
         InvalidRequestError for options that are unknown or out of range.
         """
+        is_name = isinstance(model, str | os.PathLike) and isinstance(os.fspath(model), str)
+        if not is_name or not os.fspath(model):
+            message = f"model must be a folder or a hub id, not {type(model).__name__}"
+            raise InvalidRequestError(message, parameter="model", value=type(model).__name__)
         return cls(model, replace(config or EngineConfig(), **options))
 
     # ---- life

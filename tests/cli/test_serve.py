@@ -20,8 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from aioengine import AsyncEngine, EngineState, MediaConfig
+from aioengine import AsyncEngine, EngineState, MediaConfig, demo_model
 from aioengine.asgi import service_app
+from aioengine.cli import serve
 from aioengine.cli.http_protocol import HttpBounds
 from aioengine.cli.server import DrainingServer, bind
 from aioengine.errors import EngineClosedError, InvalidRequestError
@@ -407,3 +408,9 @@ def test_an_empty_key_is_not_no_key(
     done = command("serve", folder, *given)
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("aioengine: the API key is empty")
+
+
+def test_the_word_demo_is_a_name_of_the_shipped_model(folder: Path) -> None:
+    shipped, other = AsyncEngine.from_pretrained(demo_model()), AsyncEngine.from_pretrained(folder)
+    assert serve._own_names(shipped) == ["demo_llava", "demo"]
+    assert serve._own_names(other) == [folder.name]
