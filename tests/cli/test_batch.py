@@ -274,7 +274,7 @@ def test_killed_and_gone_on_with(command: Command, folder: Path, tmp_path: Path)
         while process.poll() is None:
             if target.exists() and target.read_bytes().count(b"\n") >= goal:
                 kills += 1
-                process.send_signal(signal.SIGINT if goal == 31 else signal.SIGKILL)
+                process.send_signal(signal.SIGTERM if goal == 31 else signal.SIGKILL)
                 break
             time.sleep(0.001)
         process.wait()

@@ -148,9 +148,11 @@ def test_what_may_be_given_for_a_file(tmp_path: Any) -> None:
     assert media_item(str(file)) == file
     for url in ("https://a.example/b.png", "data:image/png;base64,AA==", "file:///srv/a.png"):
         assert media_item(url) == url
-    for missing in (str(tmp_path), str(tmp_path / "none.png"), "c:picture"):
+    for missing in (str(tmp_path / "none.png"), "c:picture"):
         with pytest.raises(argparse.ArgumentTypeError, match="there is no file"):
             media_item(missing)
+    with pytest.raises(argparse.ArgumentTypeError, match="is a folder, not a file"):
+        media_item(str(tmp_path))
 
 
 @pytest.mark.parametrize(

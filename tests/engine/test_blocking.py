@@ -381,6 +381,7 @@ async def test_an_asynchronous_one_that_is_dropped_is_closed(folder: Path) -> No
 SCRIPT = """
     import os, signal, sys, threading
     from aioengine import Engine, SamplingParams
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where this was begun without it
     folder, how = sys.argv[1:]
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     engine = Engine.from_pretrained(folder, device="cpu", max_model_len=512, kv_cache_bytes=8 << 20)
@@ -484,6 +485,7 @@ def test_an_interrupt_ends_a_script(folder: Path) -> None:
     script = """
         import os, signal, sys, threading
         from aioengine import Engine, SamplingParams
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         engine = Engine.from_pretrained(sys.argv[1], device="cpu", max_model_len=512)
         engine.start()
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -34,7 +34,9 @@ from tests.support.engines import encoded, greedy, running_engine
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 if not django.conf.settings.configured:
-    django.conf.settings.configure()
+    django.conf.settings.configure(
+        ALLOWED_HOSTS=["*"], ROOT_URLCONF="tests.asgi.test_http", SECRET_KEY="tests only"
+    )
 from django.core.files.uploadedfile import SimpleUploadedFile, TemporaryUploadedFile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

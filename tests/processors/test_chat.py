@@ -116,8 +116,8 @@ def test_media_in_part_order(renderer: Any) -> None:
     found = renderer.render(messages).media["image"]
     assert [(media.parameter, media.trusted, media.uuid) for media in found] == [
         ("messages[1].content[0]", False, None),
-        ("messages[1].content[2]", True, "mine"),
-        ("messages[3].content[0]", True, "known"),
+        ("messages[1].content[2]", False, "mine"),
+        ("messages[3].content[0]", False, "known"),
         ("messages[4].content[0]", True, None),
     ]
     assert found[0].item == url
@@ -187,7 +187,7 @@ def test_parts_of_every_modality(
     renderer._template, renderer._takes = template, (False, True)
     prompt = renderer.render([{"role": "user", "content": [part]}])
     (found,) = prompt.media[modality]
-    assert found.item == item and found.trusted is not isinstance(item, str)
+    assert found.item == item and found.trusted is isinstance(item, Path)
     assert prompt.token_ids == llava.tokenize(modality)
 
 

@@ -389,7 +389,7 @@ def test_a_header_that_lied(fuyu: Any) -> None:
 
 def test_prompts_that_are_refused(fuyu: Any) -> None:
     pil_image = image_of((25, 15))
-    with pytest.raises(UnsupportedModalityError, match="2 image items"):
+    with pytest.raises(UnsupportedModalityError, match="at most 1 image, not 2"):
         fuyu.apply("a", items_of(pil_image, pil_image))
     with pytest.raises(PlaceholderMismatchError, match="1 image was given"):
         fuyu.layout([70, 71], items_of(pil_image), {})  # Without |ENDOFTEXT| at its start.
