@@ -176,7 +176,6 @@ class Engine:
         """The same as an iterator of deltas, once the request is laid out and queued."""
         options: dict[str, Any] = {"request_id": request_id, "priority": priority}
         options |= {"images": images, "videos": videos, "audios": audios}
-
         engine = self._serving()
 
         async def begin() -> TokenStream:

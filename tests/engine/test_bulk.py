@@ -67,7 +67,8 @@ def test_a_window_bounds_what_lives_and_what_is_held(
                 taken.append(index)
         assert len(live) == window.num_live <= max_live
         assert window.num_held <= max_live * HELD
-        assert not live or window.has_room or len(live) == max_live or window.num_held
+        is_full = len(live) == max_live or window.num_held == max_live * HELD
+        assert window.has_room is not is_full
     while live:
         window.finish(live[0], f"result {live.pop(0)}")
     taken += [index for index, _ in window.take()]
