@@ -378,7 +378,10 @@ async def test_before_its_host_has_started_the_engine(folder: Path) -> None:
 
 async def test_mounted_in_litestar(engine: AsyncEngine) -> None:
     mount = litestar.asgi("/v1", is_mount=True, copy_scope=True)
-    app = litestar.Litestar(route_handlers=[mount(openai_app(engine))])
+    app = litestar.Litestar(
+        route_handlers=[mount(openai_app(engine))],
+        logging_config=None,  # the default one would set this process's root logger to INFO
+    )
     async with client_of(app) as client:
         assert (await client.post(CHAT, json=ASK)).status_code == 200
 

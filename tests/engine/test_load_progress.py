@@ -125,7 +125,7 @@ async def test_a_callback_that_raises_is_dropped(
     assert (await engine.generate("a", greedy(2))).token_ids
     await engine.aclose()
     assert calls == [LoadProgress("libraries", 0, 1)]
-    (record,) = caplog.records
+    (record,) = (each for each in caplog.records if each.levelno >= logging.ERROR)
     assert "no room to draw" in caplog.text
     assert record.name == "aioengine.instruments"
 
