@@ -80,7 +80,10 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if self._has(name)]
         given += ["json_object"] * bool(self.json_object)
-        require(len(given) == 1, "structured_outputs", given, "exactly one of its fields")
+        if len(given) != 1:
+            rule = "exactly one of json, json_object, regex, choice and grammar"
+            message = f"structured_outputs must be {rule}, not {' and '.join(given) or 'none'}"
+            raise InvalidRequestError(message, parameter="structured_outputs")
         if self.regex is not None:
             check_text(self.regex, MAX_EXPRESSION_LENGTH, "structured_outputs.regex")
         if self.choice is not None:
@@ -279,6 +282,9 @@ STRUCTURES = {
 class SamplingParams:
     """Sampling and stopping options of one request, with vLLM's names and defaults."""
 
+    RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    """Options that a checkpoint's generation config may recommend."""
+
     n: int = 1
     """Completions of one prompt. They share its media, its encoder rows and its prefix."""
     temperature: float = 1.0
@@ -375,6 +381,18 @@ class SamplingParams:
         for name in ("ignore_eos", "min_tokens"):
             value = getattr(self, name)
             require(structure is None or not value, name, value, rule)
+
+    @classmethod
+    def recommended(cls, generation_config: Any) -> dict[str, Any]:
+        """Options that a checkpoint's makers recommend in its config; greedy, unless they sample.
+
+        `generation_config`: transformers', or None.
+        """
+        samples = bool(getattr(generation_config, "do_sample", None))
+        names = cls.RECOMMENDED if samples else cls.RECOMMENDED[-1:]
+        found = {name: getattr(generation_config, name, None) for name in names}
+        said = {name: value for name, value in found.items() if value is not None}
+        return {"temperature": 1.0 if samples else 0.0, **said}
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

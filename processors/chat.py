@@ -20,6 +20,7 @@ from aioengine.errors import (
     UnsupportedModalityError,
     shown,
 )
+from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.prompt.chat_parts import (
     PARTS,
@@ -32,7 +33,7 @@ from aioengine.processors.prompt.chat_parts import (
 )
 from aioengine.processors.prompt.updates import find
 
-__all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "find_template"]
+__all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "takes_messages"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Private-use characters: no tokenizer gives them a meaning, and they are taken out of user text.
@@ -60,7 +61,7 @@ class ChatRenderer:
         self._processor = processor
         self._tokenizer = processor.info.get_tokenizer()
         self._is_multimodal = bool(processor.info.get_supported_mm_limits())
-        self._template = find_template(processor)
+        self._template = _find_template(processor)
         self._takes: tuple[bool, bool] | None = None
         self._literals, self._marked = self._find_literals()
         self._known: dict[str, list[int]] = {}
@@ -328,7 +329,13 @@ class ChatRenderer:
         return ([], []) if start < 0 else (full[:start], full[start + len(bare) :])
 
 
-def find_template(processor: BaseMultiModalProcessor) -> str | None:
+def takes_messages(processor: BaseMultiModalProcessor) -> bool:
+    """Return whether the model is spoken to in chat messages, as one with a template is."""
+    is_encdec = isinstance(processor, EncDecMultiModalProcessor)
+    return not is_encdec and _find_template(processor) is not None
+
+
+def _find_template(processor: BaseMultiModalProcessor) -> str | None:
     """The model's chat template, its HF processor's or its tokenizer's; None: it has none."""
     template = None
     if processor.info.get_supported_mm_limits():

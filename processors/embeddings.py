@@ -20,7 +20,7 @@ from aioengine.processors.items import (
 )
 from aioengine.types import Embeddings
 
-__all__ = ["EmbeddingItems", "check_rows", "make_items", "repeat_token"]
+__all__ = ["EmbeddingItems", "check_array", "check_rows", "make_items", "repeat_token"]
 
 MAX_EXTRA_NUMBERS = 1 << 20
 """In one of an item's extra fields."""
@@ -129,7 +129,7 @@ def check_rows(
 
     Raises MediaError for anything but such a dense array or tensor of floating-point numbers.
     """
-    _check_array(value, parameter)
+    check_array(value, parameter)
     # Before any number is looked at: strides may repeat a few of them for ever.
     shape = tuple(value.shape)
     if len(shape) != 2 or shape[0] == 0 or shape[1] != hidden_size:
@@ -151,7 +151,7 @@ def _checked_extra(value: Any, parameter: str) -> torch.Tensor:
             value = torch.tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise _wrong(parameter, "must be a tensor or nested lists of numbers") from None
-    _check_array(value, parameter)
+    check_array(value, parameter)
     if math.prod(value.shape) > MAX_EXTRA_NUMBERS:
         raise _wrong(parameter, f"has more than {MAX_EXTRA_NUMBERS} numbers")
     tensor = _to_tensor(value, parameter)
@@ -160,7 +160,7 @@ def _checked_extra(value: Any, parameter: str) -> torch.Tensor:
     return tensor
 
 
-def _check_array(value: Any, parameter: str) -> None:
+def check_array(value: Any, parameter: str) -> None:
     if not isinstance(value, torch.Tensor | np.ndarray):
         kind = type(value).__name__
         raise _wrong(parameter, f"must be a torch tensor or a numpy array, not {kind}", kind)

@@ -111,6 +111,12 @@ WRONG: list[Row] = [
      "structured_outputs must be a StructuredOutputs or None, not dict"),
     (StructuredOutputs, {"regex": "a" * 2049}, "structured_outputs.regex",
      "structured_outputs.regex must be text of 1 to 2048 characters, not 2049"),
+    (StructuredOutputs, {}, "structured_outputs",
+     "structured_outputs must be exactly one of json, json_object, regex, choice and grammar, "
+     "not none"),
+    (StructuredOutputs, {"regex": "a", "json_object": True}, "structured_outputs",
+     "structured_outputs must be exactly one of json, json_object, regex, choice and grammar, "
+     "not regex and json_object"),
     (StructuredOutputs, {"regex": 3}, "structured_outputs.regex",
      "structured_outputs.regex must be text, not int"),
     (StructuredOutputs, {"regex": "\ud800"}, "structured_outputs.regex",

@@ -10,12 +10,10 @@ from typing import Any
 from aioengine.config import EngineConfig, MediaConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.processors.speech import SupportsTranscription
+from aioengine.sampling_params import SamplingParams
 
 __all__ = ["model_facts"]
 
-GREEDY = ("repetition_penalty",)
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", *GREEDY)
-"""What a checkpoint's makers may recommend, where they sample."""
 NAMES = frozenset(
     {*("dtype", "device", "processor_workers", "attention_backend", "model_impl")}
     | {*("quantization", "kv_cache_dtype", "mm_encoder_tp_mode")}
@@ -35,7 +33,7 @@ def model_facts(engine: AsyncEngine) -> dict[str, Any]:
         "answers": _answers(engine.processor),
         "media": media,
         "max_bytes": {modality: engine.config.media.max_bytes(modality) for modality in media},
-        "sampling": _recommended(engine.processor.info.ctx.generation_config),
+        "sampling": SamplingParams.recommended(engine.processor.info.ctx.generation_config),
         "device": statistics.device,
         "dtype": statistics.dtype,
         "version": _version(),
@@ -52,20 +50,10 @@ def _version() -> str | None:
 
 
 def _answers(processor: Any) -> str:
-    # Not at the top of the file: they need torch, which is there once the engine runs.
-    find_template = import_module("aioengine.processors.chat").find_template
-    encdec = import_module("aioengine.processors.encdec").EncDecMultiModalProcessor
-    if not isinstance(processor, encdec) and find_template(processor) is not None:
+    # Not at the top of the file: it needs torch, which is there once the engine runs.
+    if import_module("aioengine.processors.chat").takes_messages(processor):
         return "chat"
     return "transcription" if isinstance(processor, SupportsTranscription) else "completion"
-
-
-def _recommended(settings: Any) -> dict[str, Any]:
-    """Sampling parameters of the checkpoint's generation config; greedy by default."""
-    samples = bool(getattr(settings, "do_sample", None))
-    found = {name: getattr(settings, name, None) for name in (SAMPLED if samples else GREEDY)}
-    recommended = {name: value for name, value in found.items() if value is not None}
-    return {"temperature": 1.0 if samples else 0.0, **recommended}
 
 
 def _changed(config: Any, default: Any, prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ by side, and joined in order.
 from __future__ import annotations
 
 import re
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,8 +93,9 @@ class Transcription:
         windows, seconds = await run_apart(
             _windows, ask.data, engine.config.media, *processor.get_audio_window()
         )
-        events = EventStream(send)
         hearing = _Hearing(engine, prompt, ask.params, windows)
+        headers = [(name.encode(), value.encode()) for name, value in hearing.headers.items()]
+        events = EventStream(send, headers)
         async with failures_in(events, _about_the_file), hearing:
             if ask.is_streamed:
                 await _stream_text(hearing, events, seconds)
@@ -108,6 +110,9 @@ class _Hearing:
     def __init__(
         self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams, windows: Sequence[Any]
     ) -> None:
+        # Several windows are as many requests, whose names the engine makes.
+        self._name = f"transcript-{uuid.uuid4().hex}" if len(windows) == 1 else None
+        self.headers = {"x-request-id": self._name} if self._name else {}
         self._engine = engine
         self._prompt = prompt
         self._params = params
@@ -126,9 +131,9 @@ class _Hearing:
         """One for each window; what is asked for is read to its end."""
         while self._windows or self._streams:
             while self._windows and len(self._streams) < self._num_at_once:
-                window = self._windows.popleft()
-                prompt = replace(self._prompt, media={"audio": [window]})
-                self._streams.append(self._engine.stream(prompt, self._params))
+                prompt = replace(self._prompt, media={"audio": [self._windows.popleft()]})
+                stream = self._engine.stream(prompt, self._params, request_id=self._name)
+                self._streams.append(stream)
             yield self._streams[0]
             self._streams.popleft().close()
 
@@ -136,8 +141,8 @@ class _Hearing:
 async def _whole(ask: Ask, hearing: _Hearing, seconds: float) -> Response:
     text = _joined([(await stream.result()).text async for stream in hearing.streams()])
     if ask.response_format == "text":
-        return PlainTextResponse(text + "\n")
-    return JSONResponse({"text": text, "usage": _usage(seconds)})
+        return PlainTextResponse(text + "\n", headers=hearing.headers)
+    return JSONResponse({"text": text, "usage": _usage(seconds)}, headers=hearing.headers)
 
 
 async def _stream_text(hearing: _Hearing, events: EventStream, seconds: float) -> None:

@@ -133,6 +133,9 @@ class Conversation:
         return True
 
     def _attach(self, modality: str, text: str) -> None:
+        if not text:
+            sys.stdout.write(f"name a file or a URL: /{modality} FILE\n")
+            return
         try:
             item = modality, media_item(text)
             check_items([item], self._engine.config.media)

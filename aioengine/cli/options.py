@@ -24,8 +24,6 @@ __all__ = [
     "DEMO",
     "MAX_TOKENS",
     "MODEL",
-    "RECOMMENDED",
-    "RECOMMENDED_GREEDY",
     "CommandParser",
     "Commands",
     "add_engine_flags",
@@ -49,9 +47,6 @@ UNSAID = {
 }
 """What of SamplingParams a command that shows one text has no use for."""
 MAX_TOKENS = 1024
-RECOMMENDED_GREEDY = ("repetition_penalty",)
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", *RECOMMENDED_GREEDY)
-"""What a checkpoint's generation_config.json may say in place of SamplingParams' defaults."""
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -116,7 +111,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "What has no default here is as the checkpoint's generation_config.json recommends; where "
         "that does not say to sample, the answer is greedy.",
     )
-    defaults = {**dict.fromkeys(RECOMMENDED), "max_tokens": MAX_TOKENS}
+    defaults = {**dict.fromkeys(SamplingParams.RECOMMENDED), "max_tokens": MAX_TOKENS}
     _add_fields(group, SamplingParams, UNSAID, defaults)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioengine import Prompt, RequestOutput, SamplingParams
-from aioengine.cli.options import MAX_TOKENS, RECOMMENDED, RECOMMENDED_GREEDY, given, media_item
+from aioengine.cli.options import MAX_TOKENS, given, media_item
 from aioengine.engine.prompts import PromptLike
 from aioengine.errors import InvalidRequestError
 
@@ -86,14 +86,11 @@ def _tagged(modality: str, text: str) -> tuple[str, str | Path]:
 
 
 def takes_messages(engine: AsyncEngine) -> bool:
-    """Return whether the model is spoken to in chat messages: whether it has a template for
-    them."""
-    # torch is there by now; at the top, these would make `--help` take seconds.
-    from aioengine.processors.chat import find_template
-    from aioengine.processors.encdec import EncDecMultiModalProcessor
+    """Return whether the model is spoken to in chat messages."""
+    # torch is there by now; at the top, this would make `--help` take seconds.
+    from aioengine.processors import chat
 
-    is_encdec = isinstance(engine.processor, EncDecMultiModalProcessor)
-    return not is_encdec and find_template(engine.processor) is not None
+    return chat.takes_messages(engine.processor)
 
 
 def chat_message(text: str, items: MediaItems) -> dict[str, Any]:
@@ -139,13 +136,9 @@ def sampling_params(engine: AsyncEngine, options: argparse.Namespace) -> Samplin
 
     Raises InvalidRequestError.
     """
-    settings = engine.processor.info.ctx.generation_config
-    samples = bool(getattr(settings, "do_sample", None))
-    names = RECOMMENDED if samples else RECOMMENDED_GREEDY
-    found = {name: getattr(settings, name, None) for name in names}
-    recommended = {name: value for name, value in found.items() if value is not None}
-    usual = {"max_tokens": MAX_TOKENS, "temperature": 1.0 if samples else 0.0}
-    return SamplingParams(**{**usual, **recommended, **given(options, SamplingParams)})
+    recommended = SamplingParams.recommended(engine.processor.info.ctx.generation_config)
+    usual = {"max_tokens": MAX_TOKENS, **recommended}
+    return SamplingParams(**{**usual, **given(options, SamplingParams)})
 
 
 def summary(output: RequestOutput) -> str:

@@ -71,8 +71,15 @@ class AsyncEngine:
     that started it and is started once.
     """
 
-    def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
-        self.config = config
+    def __init__(
+        self, model: str | os.PathLike[str], config: EngineConfig | None = None, **options: Any
+    ) -> None:
+        """See `from_pretrained`."""
+        is_name = isinstance(model, str | os.PathLike) and isinstance(os.fspath(model), str)
+        if not is_name or not os.fspath(model):
+            message = f"model must be a folder or a hub id, not {type(model).__name__}"
+            raise InvalidRequestError(message, parameter="model", value=type(model).__name__)
+        self.config = config = replace(config or EngineConfig(), **options)
         self.instruments = Instruments()
         self.model = model
         self._lifecycle = EngineLifecycle(config)
@@ -89,11 +96,7 @@ class AsyncEngine:
         `options` are fields of EngineConfig, in place of `config` or on top of it. Raises
         InvalidRequestError for options that are unknown or out of range.
         """
-        is_name = isinstance(model, str | os.PathLike) and isinstance(os.fspath(model), str)
-        if not is_name or not os.fspath(model):
-            message = f"model must be a folder or a hub id, not {type(model).__name__}"
-            raise InvalidRequestError(message, parameter="model", value=type(model).__name__)
-        return cls(model, replace(config or EngineConfig(), **options))
+        return cls(model, config, **options)
 
     # ---- life
 

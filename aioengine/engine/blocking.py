@@ -53,8 +53,11 @@ class Engine:
     its request.
     """
 
-    def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
-        self._engine = AsyncEngine(model, config)
+    def __init__(
+        self, model: str | os.PathLike[str], config: EngineConfig | None = None, **options: Any
+    ) -> None:
+        """See `AsyncEngine.from_pretrained`."""
+        self._engine = AsyncEngine(model, config, **options)
         self._starting = threading.RLock()  # held by who loads the model
         self._lock = threading.RLock()  # held for moments, so that no call meets a loop that ends
         self._thread: LoopThread | None = None
@@ -65,8 +68,7 @@ class Engine:
         cls, model: str | os.PathLike[str], *, config: EngineConfig | None = None, **options: Any
     ) -> Self:
         """An engine for a local folder or hub id; see `AsyncEngine.from_pretrained`."""
-        read = AsyncEngine.from_pretrained(model, config=config, **options)
-        return cls(read.model, read.config)
+        return cls(model, config, **options)
 
     # ---- life
 

@@ -17,7 +17,7 @@ from aioengine.execution.model_runner import PROMPT_ROWS
 from aioengine.media_pipeline.items import EncoderInput, IdentifiedMedia, ProcessorOptions
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.cache.hasher import ContentHasher, item_key
-from aioengine.processors.embeddings import check_rows
+from aioengine.processors.embeddings import check_array, check_rows
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.types import Span
 
@@ -36,10 +36,10 @@ def read_embeds(
     """
     _check_model(loaded)
     model, most = loaded.runner.model, loaded.limits.max_model_len
-    shape = tuple(getattr(given, "shape", ()))
-    if len(shape) == 2 and shape[0] > most:
-        message = f"prompt has {shape[0]} embeddings, more than max_model_len ({most})"
-        raise PromptTooLongError(message, parameter="prompt", value=shape[0])
+    check_array(given, "prompt")
+    if given.ndim == 2 and len(given) > most:
+        message = f"prompt has {len(given)} embeddings, more than max_model_len ({most})"
+        raise PromptTooLongError(message, parameter="prompt", value=len(given))
     rows = check_rows(given, model.row_size, "prompt", dtype=model.dtype).clone()
     items: list[Item] = []
     media: list[IdentifiedMedia] = []

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
-from aioengine.errors import InvalidRequestError, UnsupportedModalityError, is_real, shown
+from aioengine.errors import InvalidRequestError, UnsupportedModalityError, is_real, refuse_names
 from aioengine.media_pipeline.items import MediaInput
 from aioengine.processors.mm_kwargs import copy_options
 from aioengine.processors.prompt.chat_parts import ChatMedia
@@ -159,11 +159,9 @@ def _from_mapping(given: Mapping[str, Any]) -> Prompt:
     if "role" in given:
         message = "prompt is one chat message; give a list of messages"
         raise InvalidRequestError(message, parameter="prompt")
-    unknown = [key for key in given if key not in KEYS and key not in HALF_PROMPTS]
-    if unknown:
-        known = ", ".join((*KEYS, *HALF_PROMPTS))
-        message = f"prompt has the key {shown(unknown[0], 40)}, which is none of {known}"
-        raise InvalidRequestError(message, parameter="prompt")
+    known = (*KEYS, *HALF_PROMPTS)
+    text = f"prompt has the key {{}}, which is none of {', '.join(known)}"
+    refuse_names(text, map(str, given), known)
     fields = {KEYS[key]: value for key, value in given.items() if key in KEYS and value is not None}
     for form in ("embeds", "token_ids"):
         if form in fields:
@@ -178,15 +176,18 @@ def _from_mapping(given: Mapping[str, Any]) -> Prompt:
         if half is None:
             continue
         read = _as_prompt(half)
+        if read.messages is not None or read.embeds is not None:
+            message = f"{key} must be text or token ids; it has neither messages nor embeddings"
+            raise InvalidRequestError(message, parameter=key)
         name = key.removesuffix("_prompt")
         # Beside the media of an encoder that reads nothing else stands an empty text.
         fields[f"{name}_text"] = None if read.media and not read.text else read.text
         fields[f"{name}_token_ids"] = read.token_ids
         for field in ("media", "uuids", "mm_processor_kwargs", "cache_salt"):
-            if value := getattr(read, field):
-                fields[field] = value
-        if read.messages is not None:
-            raise _wrong(key, "text, token ids, or a mapping with them", half)
+            value = getattr(read, field)
+            if value and fields.setdefault(field, value) is not value:
+                message = f"prompt has {field} twice; give it in {key}, or beside it"
+                raise InvalidRequestError(message, parameter="prompt")
     return _as_prompt(Prompt(**fields))
 
 
@@ -239,7 +240,12 @@ def as_items(modality: str, given: Any) -> list[Any]:
     name = f"{modality}s"
     if given is None:
         return []
-    if _is_one(modality, given):
+    try:
+        is_one = _is_one(modality, given)
+    # The object's own attributes raise; its reader will meet them, and tell of it.
+    except Exception:
+        is_one = True
+    if is_one:
         return [given]
     if isinstance(given, list):
         return given

@@ -223,8 +223,10 @@ class _ArrayAudio(AudioSource):
         self, samples: Any, rate: Any, config: MediaConfig, parameter: str, sample_rate: int
     ) -> None:
         super().__init__(config, parameter, sample_rate)
-        is_int = isinstance(rate, int | np.integer) and not isinstance(rate, bool)
-        if not is_int and not (isinstance(rate, float | np.floating) and rate.is_integer()):
+        if getattr(rate, "ndim", None) == 0:  # a number of numpy's or torch's
+            rate = rate.item()
+        is_int = isinstance(rate, int) and not isinstance(rate, bool)
+        if not is_int and not (isinstance(rate, float) and rate.is_integer()):
             raise self._error("its sample rate is not a whole number of Hz")
         self._given_rate = min(max(int(rate), 0), 1 << 32)
         array = self._as_numpy(samples)

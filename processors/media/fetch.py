@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import io
 import os
 import re
 import stat
@@ -160,6 +161,8 @@ def _read_named(path: str | PurePath, order: _Order) -> bytes:
     match cause:
         case IsADirectoryError():
             reason = f"{name} is a folder, not a file"
+        case io.UnsupportedOperation():
+            reason = f"{name} is a device or a pipe, not a file"
         case FileNotFoundError() | NotADirectoryError():
             reason = f"there is no file {name}"
         case PermissionError():
@@ -247,7 +250,7 @@ def _read_file(path: Path, order: _Order, flags: int = 0) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 is_folder = stat.S_ISDIR(status.st_mode)
-                raise (IsADirectoryError if is_folder else OSError)("not a regular file")
+                raise (IsADirectoryError if is_folder else io.UnsupportedOperation)
             order.check_bytes(status.st_size)
             data = file.read(order.max_bytes + 1)
     except (OSError, ValueError) as error:

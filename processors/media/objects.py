@@ -108,7 +108,7 @@ def _read(file: Any, max_bytes: int, is_unwanted: Callable[[], bool]) -> bytes:
             raise ObjectError(f"is a file whose read() returned {kind}, not bytes")
         if not len(part):
             break
-        num_bytes += len(part)
+        num_bytes += memoryview(part).nbytes
         if num_bytes > max_bytes:
             raise TooLargeError(f"has more than {max_bytes} bytes")
         piece += part

@@ -474,17 +474,21 @@ async def test_what_is_said_into_the_microphone(tmp_path: Path, browser: Browser
         await page.click("record")
         await browser.until("return attached.length === 1")
         data = base64.b64decode((await browser.run("return attached[0].url")).split(",")[1])
-        samples, rate = soundfile.read(io.BytesIO(data))
-        assert rate == 16000 and samples.ndim == 1 and len(samples) > rate / 2
-        assert np.abs(samples).max() > 0.01, "the beep"
+        recorded, rate = soundfile.read(io.BytesIO(data))
+        assert rate == 16000 and recorded.ndim == 1 and len(recorded) > rate / 2
+        assert np.abs(recorded).max() > 0.01, "the beep"
         await page.click("send")
         found = await page.answer()
         assert found["error"] is None and found["text"]
-        assert found["figures"].startswith(f"{len(samples) / rate:.1f} s of audio in ")
+        assert found["figures"].startswith(f"{len(recorded) / rate:.1f} s of audio in ")
         (tmp_path / "recording.wav").write_bytes(data)
         code = await page.copied("Copy as Python")
         assert (await run([sys.executable, "-c"], code, tmp_path)).split() == found["text"].split()
         (tmp_path / "command.sh").write_text(await page.copied("Copy as curl"))
         out = await run(["sh"], "command.sh", tmp_path)
         assert json.loads(out)["text"].split() == found["text"].split()
+        await page.drop(wav(recorded[: rate // 2], rate), "short.wav", "audio/wav")
+        await page.click("send")
+        found = await page.answer()
+        assert {"Decode", "Encode", "Generate"} <= {*found["spans"]}, "one request has a timeline"
         assert browser.complaints() == []

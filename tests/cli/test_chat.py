@@ -75,18 +75,19 @@ def test_what_cannot_be_done_is_told_and_forgotten(
     bad, file = tmp_path / "bad.png", tmp_path / "said.json"
     bad.write_bytes(b"no image")
     lines = typed(
-        "/nothing", "/image none.png", f"/save {tmp_path}", "/help",
+        "/nothing", "/image none.png", "/image ", f"/save {tmp_path}", "/help",
         f"/image {bad}", f"/audio {image_files[0]}", FIRST, f"/save {file}",
     )  # fmt: skip
     done = command("chat", folder, *SHORT, stdin=lines)
     assert done.status == 0
     told = done.out.splitlines()
-    assert told[:2] == [
+    assert told[:3] == [
         "there is no /nothing; /help lists the commands",
         "there is no file 'none.png'",
+        "name a file or a URL: /image FILE",
     ]
-    assert told[2].startswith(f"'{tmp_path}' cannot be written: ")
-    assert told[3:-3] == chat.HELP.splitlines()
+    assert told[3].startswith(f"'{tmp_path}' cannot be written: ")
+    assert told[4:-3] == chat.HELP.splitlines()
     assert told[-3].startswith(f"{str(bad)[:80]} is not a usable image")
     assert told[-2].endswith(": the model takes no audio items")
     assert told[-1] == "The message is not part of the conversation."

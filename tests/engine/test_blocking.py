@@ -125,6 +125,9 @@ def test_it_starts_with_the_first_call_and_once(
 def test_errors_are_those_of_the_asynchronous_engine(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="max_seqs"):
         Engine.from_pretrained(tmp_path, max_seqs=4)
+    with pytest.raises(InvalidRequestError, match="max_seqs"):
+        Engine(tmp_path, max_seqs=4)
+    assert Engine(tmp_path, max_num_seqs=4).config == AsyncEngine(tmp_path, max_num_seqs=4).config
     with pytest.raises(PlaceholderMismatchError):
         engine.generate("<image> without one")
     with pytest.raises(PlaceholderMismatchError):  # where it is called, not where it is read

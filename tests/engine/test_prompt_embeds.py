@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from torch.nested import nested_tensor
 
 from aioengine import Prompt, SamplingParams
 from aioengine.errors import InvalidRequestError, PromptTooLongError
@@ -145,6 +146,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "integers": (torch.zeros(3, 48, dtype=torch.int64), "floating"),
     "not a number": (torch.full((3, 48), torch.nan), "finite"),
     "too large for the dtype": (np.full((3, 48), 1e300), "finite"),
+    "nested": (nested_tensor([torch.zeros(3, 48)], layout=torch.jagged), "dense"),
     "sparse": (torch.zeros(3, 48).to_sparse(), "dense"),
 }
 

@@ -141,6 +141,7 @@ async def test_objects_without_an_image(engine: AsyncEngine, expected: Tokens, n
     attacks = [
         Attack("<image>", MediaError, "images[0]", {"images": [make()]}),
         Attack("<image><image>", MediaError, "images[1]", {"images": [PNG, make()]}),
+        Attack("<image>", MediaError, "images[0]", {"images": make()}),
     ]
     for error in await repel(engine, expected, attacks):
         assert words in str(error) and BASE64[:30] not in str(error)
@@ -315,13 +316,22 @@ async def test_one_call_takes_one_prompt(engine: AsyncEngine, prompt: Any) -> No
     [
         ({"role": "user", "content": "hi"}, "a list of messages"),
         ({"text": "a"}, "'text', which is none of prompt"),
+        ({"promt": "a"}, "did you mean 'prompt'?"),
         ({5: "a"}, "which is none of prompt"),
         ({"prompt": 5}, "made of text"),
         ({}, "exactly one"),
         ({"prompt": "a", "multi_modal_data": 5}, "mapping"),
         ({"prompt": "a", "multi_modal_data": {5: b"x"}}, "no modality"),
         ({"encoder_prompt": "a", "decoder_prompt": "b"}, "encoder-decoder"),
-        ({"encoder_prompt": [{"role": "user", "content": "a"}]}, "encoder_prompt"),
+        ({"encoder_prompt": [{"role": "user", "content": "a"}]}, "encoder_prompt must be text"),
+        ({"encoder_prompt": {"prompt_embeds": [[0.0]]}}, "neither messages nor embeddings"),
+        (
+            {
+                "encoder_prompt": {"prompt": "a", "cache_salt": "x"},
+                "decoder_prompt": {"prompt": "b", "cache_salt": "y"},
+            },
+            "cache_salt twice",
+        ),
     ],
 )
 async def test_mappings_that_are_no_prompt(engine: AsyncEngine, prompt: Any, words: str) -> None:

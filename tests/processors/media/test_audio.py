@@ -169,6 +169,7 @@ def test_dtypes() -> None:
         expected = (whole.astype(np.float64) - shift) / scale
         assert np.allclose(decode((whole, RATE)), expected, atol=1e-7)
         assert np.array_equal(decode((torch.from_numpy(whole), RATE)), decode((whole, RATE)))
+        assert np.array_equal(decode((whole, np.array(RATE))), decode((whole, torch.tensor(RATE))))
         swapped = whole.astype(whole.dtype.newbyteorder())
         assert np.array_equal(decode((swapped, RATE)), decode((whole, RATE)))
         assert open_((swapped, RATE)).identity() == open_((whole, RATE)).identity()
