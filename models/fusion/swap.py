@@ -51,8 +51,9 @@ def route(modules: Iterable[Any], name: str, field: str = "_attn_implementation_
 
 
 def subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A class like `kind`, of its name and its kin, but for its `forward`."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    """A class like `kind`, of its name, its kin and its source, but for its `forward`."""
+    kept = ("__module__", "__qualname__", "__firstlineno__")  # the last since Python 3.13
+    names = {name: vars(kind)[name] for name in kept if name in vars(kind)}
     return type(kind.__name__, (kind,), {**names, "forward": forward})
 
 

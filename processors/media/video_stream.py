@@ -108,6 +108,8 @@ class OpenVideo:
 
     def _open(self, av: Any, kind: str) -> InputContainer:
         reason = "its header is corrupt or cut short"
+        # PyAV 19 reads names that are no text so without being asked, and takes no such argument.
+        names = {} if int(av.__version__.partition(".")[0]) > 18 else {"metadata_errors": "replace"}
         try:
             container: InputContainer = av.open(
                 self._reader,
@@ -121,9 +123,9 @@ class OpenVideo:
                     "max_streams": "64",
                     "fflags": _READER_FLAGS + ("+ignidx" if kind == "mp4" else ""),
                 },
-                metadata_errors="replace",
                 buffer_size=_BUFFER_BYTES,
                 io_open=_open_nothing,
+                **names,
             )
             self._reader.allow_contents()
             return container
