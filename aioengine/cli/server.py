@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 5
 """After the drain, for answers that are complete and on their way to slow readers."""
+TICK_S = 0.1
 
 
 def bind(host: str, port: int) -> Any:
@@ -110,11 +111,24 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
         """Close the port and the engine, side by side: responses end as their requests do."""
         closing = asyncio.create_task(self._engine.aclose(self._drain_timeout_s))
+        forcing = asyncio.create_task(self._force(closing))
         await super().shutdown(sockets)
         if self.force_exit:
             closing.cancel()
             await self.lifespan.shutdown()  # which uvicorn leaves out
         await asyncio.wait([closing])
+        forcing.cancel()
+
+    async def _force(self, closing: asyncio.Task[None]) -> None:
+        """End what is left at a second signal: since Python 3.12, uvicorn waits for connections."""
+        while not self.force_exit:  # noqa: ASYNC110 - a signal's handler sets it
+            await asyncio.sleep(TICK_S)
+        closing.cancel()
+        await asyncio.wait([closing])
+        await asyncio.sleep(TICK_S)  # answers that say so are on their way
+        for connection in list(self.server_state.connections):
+            if isinstance(connection.transport, asyncio.WriteTransport):
+                connection.transport.abort()
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
