@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 IMAGES := .cache/pillow-images
 REAL := .cache/real
 EXTRAS := .cache/extras
+TRITON := .cache/triton
 VERSIONS := .cache/versions
 
 export PYTHONSAFEPATH := 1
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-.PHONY: serve chat demo test quick plain-test torchvision-test simulated real-test versions lint wheel clean
+.PHONY: serve chat demo test quick plain-test torchvision-test triton-test simulated real-test versions lint wheel clean
 
 # The demo model in a browser, on a terminal, and on eight images at once.
 serve: $(STAMP)
@@ -30,7 +31,7 @@ demo: $(STAMP)
 test: $(STAMP) $(IMAGES)
 	@command -v chromedriver >/dev/null || echo "NO CHROMIUM: THE STATUS PAGE IS NOT TESTED" >&2
 	$(PYTEST)
-	$(MAKE) torchvision-test
+	$(MAKE) torchvision-test triton-test
 
 quick: $(STAMP)
 	$(PYTEST) -m "not slow"
@@ -46,6 +47,14 @@ torchvision-test: $(STAMP)
 	PYTHONPATH=$(EXTRAS) $(PYTEST) tests/parity/test_with_torchvision.py \
 		tests/parity/test_gemma4_videos.py tests/parity/test_voxtral_realtime.py \
 		tests/processors/test_video_processors.py
+
+# Kernels for GPUs on none: run by Triton's interpreter, and compiled for three kinds of chips. Triton, 700 MB,
+# comes through the package registry, once; without it the tests are skipped, and say so.
+triton-test: $(STAMP)
+	-test -d $(TRITON)/triton || $(BIN)/python -m pip install -q --no-deps --target $(TRITON) triton==3.7.1
+	@test -d $(TRITON)/triton || echo "NO TRITON: THE KERNELS FOR GPUS ARE NOT TESTED" >&2
+	test ! -d $(TRITON)/triton || TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(PYTEST) tests/triton
+	test ! -d $(TRITON)/triton || PYTHONPATH=$(TRITON) $(PYTEST) tests/triton
 
 # Every test of a GPU that asks for no time, on the simulated one, and parts of them in 20 orders of its
 # queues: up to an hour. `make test` runs a chosen part.

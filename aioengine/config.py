@@ -213,7 +213,8 @@ class EngineConfig:
     max_queued_requests: int | None = None
     """Completions that may be live beyond `max_num_seqs`; more raise OverloadedError."""
     attention_backend: str = "auto"
-    """"auto" (the fastest here), "cpu" (C++), "gather" (plain PyTorch), "reference" or your own."""
+    """"auto" (the fastest here), "cpu" (C++), "triton" (for GPUs), "gather" (plain PyTorch),
+    "reference" or your own."""
     packed_layers: bool = True
     """Lay weights out for the CPU's kernels, and drop encoder layers that nothing reads."""
     model_impl: str = "auto"

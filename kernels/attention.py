@@ -412,6 +412,7 @@ _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "cpu": partial(_create, "aioengine.kernels.cpu.backend", "CpuBackend"),
     "gather": partial(_create, "aioengine.kernels.gather", "GatherBackend"),
     "reference": partial(_create, "aioengine.kernels.reference", "ReferenceBackend"),
+    "triton": partial(_create, "aioengine.kernels.triton", "new_backend"),
 }
 
 

@@ -117,6 +117,8 @@ def test_extension_points(package: str) -> None:
 def test_every_public_name_resolves(path: Path) -> None:
     if path.stem == "__main__":
         return
+    if path.parent.name == "triton":
+        pytest.importorskip("triton")
     module = import_module(module_name(path))
     names = getattr(module, "__all__", ())
     assert len(set(names)) == len(names)

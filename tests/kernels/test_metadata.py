@@ -96,7 +96,7 @@ def test_backends_are_chosen_by_name() -> None:
     assert isinstance(select_backend("gather"), GatherBackend)
     assert isinstance(select_backend("reference", "cpu"), ReferenceBackend)
     assert select_backend() is not select_backend()
-    assert list_backends() == ("cpu", "gather", "reference")
+    assert list_backends() == ("cpu", "gather", "reference", "triton")
 
 
 def test_without_a_compiler_pytorch_does_it(
@@ -119,7 +119,7 @@ def test_without_a_compiler_pytorch_does_it(
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="cpu, gather, reference, not 'quick'"):
+    with pytest.raises(ValueError, match="cpu, gather, reference, triton, not 'quick'"):
         select_backend("quick")
 
 

@@ -1,0 +1,97 @@
+"""Kernels compiled ahead for three kinds of chips: what programs take, and are made of."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.triton.backend import TritonBackend
+from tests.kernels.paging import make_batch
+from tests.triton.compiling import CHIPS, Launch, compiled, launches_of
+
+MAX_SHARED_BYTES = 99 << 10
+"""What a program may have on cards for consumers too."""
+SHAPES = {
+    "Qwen2 0.5B": (14, 2, 64),
+    "Qwen2 7B": (28, 4, 128),
+    "Llama 8B": (32, 8, 128),
+    "Phi 2": (32, 32, 80),
+    "Phi 3": (32, 32, 96),
+    "Falcon": (71, 1, 64),
+    "DeepSeek VL2": (16, 16, 192),
+    "Gemma 3": (8, 4, 256),
+}
+"""Query heads, key heads, numbers in a head."""
+STEPS = {"decode": [(299, 300)] * 8, "prefill": [(100, 200), (0, 50)]}
+
+
+def launches(
+    heads: tuple[int, int, int], step: str, dtype: torch.dtype, **options: object
+) -> list[Launch]:
+    batch = make_batch(
+        STEPS[step],
+        backend=GatherBackend(),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        key_dim=heads[2],
+        value_dim=heads[2],
+        block_size=32,
+        dtype=dtype,
+    )
+    found = launches_of(partial(batch.attend, TritonBackend(), **options))
+    assert [each.name for each in found] == ["attend", "combine"][: 2 if step == "decode" else 1]
+    return found
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_fits(shape: str, step: str) -> None:
+    for launch in launches(SHAPES[shape], step, torch.bfloat16):
+        for chip in CHIPS:
+            program = compiled(launch, chip)
+            assert program.registers <= 255 and program.shared_bytes <= MAX_SHARED_BYTES
+            if SHAPES[shape][2] <= 128:
+                assert program.spilled == 0, (launch.name, chip)
+            if launch.name == "attend":
+                assert "LDGSTS" in program.code, "keys are copied while others are computed with"
+                assert "MMA" in program.code, "by tensor cores"
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_fit(step: str, dtype: torch.dtype) -> None:
+    for shape in ("Qwen2 0.5B", "Llama 8B"):
+        for launch in launches(SHAPES[shape], step, dtype):
+            program = compiled(launch, 90)
+            assert program.spilled == 0 and program.shared_bytes <= MAX_SHARED_BYTES
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_masks_fit(step: str) -> None:
+    bias, sinks = torch.zeros(32, 128), torch.zeros(32)
+    for options in (
+        {"window": 100, "softcap": 30.0},
+        {"window": 128, "sinks": sinks},
+        {"distance_bias": bias},
+    ):
+        for launch in launches(SHAPES["Llama 8B"], step, torch.bfloat16, **options):
+            program = compiled(launch, 90)
+            assert program.spilled == 0 and program.shared_bytes <= MAX_SHARED_BYTES
+
+
+def test_steps_of_all_sizes_are_few_programs() -> None:
+    """What varies from step to step is no constant of theirs: all can be made at the start."""
+    programs = set()
+    for count in (1, 2, 3, 7, 16, 64):
+        for lengths in (20, 300, 513):
+            chunks = [(lengths + i, lengths + i + 1) for i in range(count)]
+            for more in ([], [(0, 17)], [(30, 30 + 16)], [(0, 5), (9, 90)]):
+                batch = make_batch(chunks + more, backend=GatherBackend(), dtype=torch.float16)
+                for launch in launches_of(partial(batch.attend, TritonBackend(), window=40)):
+                    programs.add(launch.specialised()[-1])
+    kinds = [name for name, *_ in programs]
+    assert kinds.count("attend") <= 3, "decode, decode in splits, and prompts"
+    assert kinds.count("combine") <= 8, "one for each power of two of splits"
