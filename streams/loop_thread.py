@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -11,9 +12,9 @@ from contextlib import suppress
 from inspect import isawaitable
 from typing import Any
 
-from aioengine.errors import EngineError, WrongLoopError
+from aioengine.errors import EngineError, WrongLoopError, is_real, require
 
-__all__ = ["LoopThread", "new_runner"]
+__all__ = ["LoopThread", "new_runner", "seconds_to_wait"]
 
 LAST_WAIT_S = 5.0
 """How long what nobody has closed may take to end, at the end of the process."""
@@ -47,10 +48,14 @@ class LoopThread:
         """Return whether this is the thread that the loop runs in."""
         return threading.get_ident() == self._thread.ident
 
-    def check_caller(self) -> None:
-        """Raise an EngineError where a call would wait for itself, or for what a fork left out."""
+    def check_process(self) -> None:
+        """Raise an EngineError where a call would wait for what a fork left out."""
         if os.getpid() != self._process:
             raise EngineError("an engine does not follow a fork; make one in the new process")
+
+    def check_caller(self) -> None:
+        """Raise an EngineError there too, and where a call would wait for itself."""
+        self.check_process()
         if self.is_current():
             raise WrongLoopError("an Engine cannot be called from callbacks on its own event loop")
 
@@ -121,3 +126,11 @@ class LoopThread:
             if begun.done():
                 raise
             begun.set_exception(error)
+
+
+def seconds_to_wait(timeout: Any) -> float | None:
+    """A limit that threads can wait for; None where it is none. Raises InvalidRequestError."""
+    if timeout is None or timeout == math.inf:
+        return None
+    require(is_real(timeout), "timeout", timeout, "a number of seconds, or None for no limit")
+    return None if timeout > threading.TIMEOUT_MAX else float(timeout)

@@ -73,6 +73,10 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     check_options(options)
     source, target = options.source, options.target
+    for name, path in (("IN", source), ("OUT", target)):
+        if str(path) == "-":
+            message = f"{name} must be a file: a command that is stopped goes on where it was"
+            raise InvalidRequestError(message, parameter=name)
     if not source.is_file():
         raise InvalidRequestError(f"there is no file {str(source)!r}", parameter="IN")
     if target.exists() and target.samefile(source):

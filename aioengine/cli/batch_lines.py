@@ -12,11 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from aioengine import AsyncEngine, Prompt, RequestOutput, SamplingParams, StructuredOutputs
+from aioengine.cli.checks import in_flags
 from aioengine.cli.options import media_item
-from aioengine.cli.prompts import MODALITIES, prompt_of, sampling_params
+from aioengine.cli.prompts import (
+    MODALITIES,
+    MediaItems,
+    in_own_words,
+    prompt_of,
+    sampling_params,
+)
 from aioengine.engine.bulk import answer
 from aioengine.engine.prompts import PromptLike
-from aioengine.errors import AioEngineError, EngineError, InvalidRequestError, refuse_names
+from aioengine.errors import (
+    AioEngineError,
+    EngineError,
+    InvalidRequestError,
+    MediaError,
+    refuse_names,
+)
 
 __all__ = ["MAX_LINE_BYTES", "LineForm", "OpenAILines", "PlainLines", "digest_of", "form_of"]
 
@@ -50,18 +63,25 @@ class LineForm(ABC):
 
         Raises EngineError.
         """
-        found = {"id": f"line-{number}-{digest_of(line)}"}
+        found: dict[str, Any] = {"id": f"line-{number}-{digest_of(line)}"}
         given: Fields = {}
         try:
             given = read_fields(line)
-            found |= {name: given[name] for name in ("custom_id",) if name in given}
+            name = given.get("custom_id")
+            if not isinstance(name, str | int | None):
+                message = f"custom_id must be text or an integer, not {type(name).__name__}"
+                raise InvalidRequestError(message, parameter="custom_id")
+            found |= {} if name is None else {"custom_id": name}
             found |= await self.reply(given)
         except EngineError:
             raise
         except AioEngineError as error:
             self.num_failed += 1
             found |= self.failure(error)
-        return json.dumps(found, ensure_ascii=False).encode(errors="replace") + b"\n"
+        try:
+            return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError:  # half a character, as an escape alone can say it
+            return json.dumps(found).encode() + b"\n"
 
     @abstractmethod
     async def reply(self, given: Fields) -> dict[str, Any]:
@@ -95,7 +115,14 @@ class PlainLines(LineForm):
         if isinstance(structure, dict):
             sampling["structured_outputs"] = StructuredOutputs(**structure)
         params = replace(self._params, **sampling)
-        output = await answer(self.engine.generate, self._prompt(given), params)
+        media = self._media(given)
+        prompt = self._prompt(given, [(kind, item) for _, kind, item in media])
+        try:
+            output = await answer(self.engine.generate, prompt, params)
+        except InvalidRequestError as error:
+            places = [(kind, place) for place, kind, _ in media]
+            message = len(prompt) - 1 if isinstance(prompt, list) else 0
+            raise in_own_words(error, places, message) from error
         usage = {k: v for k, v in asdict(output.usage).items() if k.endswith("_tokens")}
         reason = output.outputs[0].finish_reason
         return {"text": output.text, "finish_reason": reason, "usage": usage}
@@ -104,15 +131,20 @@ class PlainLines(LineForm):
         """See `LineForm`."""
         parameter = getattr(error, "parameter", None)
         kind = type(error).__name__
-        return {"error": {"type": kind, "parameter": parameter, "message": str(error)}}
+        text = in_flags(error) if isinstance(error, MediaError) else str(error)
+        return {"error": {"type": kind, "parameter": parameter, "message": text}}
 
-    def _prompt(self, given: Fields) -> PromptLike:
-        prompt, messages = given.get("prompt"), given.get("messages")
-        media = [
-            (modality, self._item(item, f"{modality}s[{index}]"))
+    def _media(self, given: Fields) -> list[tuple[str, str, str | Path]]:
+        """The items of a line: where each stands, its modality and what it is."""
+        places = [
+            (f"{modality}s[{index}]", modality, item)
             for modality in MODALITIES
             for index, item in enumerate(_listed(given, f"{modality}s"))
         ]
+        return [(place, modality, self._item(item, place)) for place, modality, item in places]
+
+    def _prompt(self, given: Fields, media: MediaItems) -> PromptLike:
+        prompt, messages = given.get("prompt"), given.get("messages")
         if (prompt is None) == (messages is None):
             message = "a line has one of prompt and messages"
             raise InvalidRequestError(message, parameter="prompt")
@@ -121,6 +153,9 @@ class PlainLines(LineForm):
         by_modality: dict[str, list[Any]] = {}
         for modality, item in media:
             by_modality.setdefault(modality, []).append(item)
+        if messages is not None and not isinstance(messages, list):
+            message = f"messages must be a list of messages, not {type(messages).__name__}"
+            raise InvalidRequestError(message, parameter="messages")
         return Prompt(token_ids=prompt, messages=messages, media=by_modality)
 
     def _item(self, item: object, parameter: str) -> str | Path:
@@ -211,7 +246,7 @@ def read_fields(line: bytes) -> Fields:
         message = f"the line has more than {MAX_LINE_BYTES >> 20} MiB; put media into files"
         raise InvalidRequestError(message, parameter="line")
     try:
-        found = json.loads(line)
+        found = json.loads(line.rstrip(b"\r\n"))
     except (ValueError, RecursionError) as error:
         message = f"the line is not JSON: {error!s:.100}"
         raise InvalidRequestError(message, parameter="line") from None

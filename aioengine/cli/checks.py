@@ -27,6 +27,7 @@ IN_PYTHON = (
     (r"media=MediaConfig\((\w+)=\.\.\.\)", r"media.\1"),
     (r"\b(\w+)\[['\"]\w+['\"]\]", r"\1"),
     (r"4 << 30 \(4 GiB\)", "4GiB"),
+    (r"\b(image|video|audio)s=\[\.\.\.\]", r"--\1 FILE"),
 )
 """What messages say of Python that has no place among flags, and what is put for it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 import uuid
 import warnings
@@ -60,6 +61,8 @@ OPTIONS = {
     "EngineConfig: AsyncEngine.from_pretrained(..., {}=...)": EngineConfig.__dataclass_fields__,
 }
 """Names that a request's calls do not know, and where they go."""
+
+ENDING = "the process is ending; join the threads that use an engine before the main thread ends"
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +157,8 @@ class AsyncEngine:
         except EngineError:
             raise
         except Exception as error:  # whatever torch, a driver or a checkpoint can raise
+            if not threading.main_thread().is_alive():
+                raise EngineClosedError(ENDING) from error
             message = f"the model could not be loaded ({type(error).__name__}: {error!s:.300})"
             raise ModelLoadError(message) from error
         # Not at the top of the file: it needs torch, which is imported at start.
@@ -194,9 +199,10 @@ class AsyncEngine:
 
         Requests that are still live get RequestAbortedError. Idempotent: whoever calls it while it
         is under way waits for the same end. Cancelling it while it drains makes it close at once.
-        An engine that was never started is left as it is.
+        An engine that was never started is closed too, and is not started again.
         """
         if self._lifecycle.loop is None:
+            self._close_unstarted()
             return
         self._lifecycle.check_loop()
         try:
@@ -210,6 +216,9 @@ class AsyncEngine:
             if self._closing is None:
                 self._closing = asyncio.create_task(_close(self._core, self._resources))
         await asyncio.shield(self._closing)
+
+    def _close_unstarted(self) -> None:
+        self._lifecycle.transition(EngineState.CLOSED)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -308,6 +317,7 @@ class AsyncEngine:
         max_in_flight: int | None = None,
     ) -> AsyncIterator[tuple[int, Outcome]]: ...
 
+    @with_known_names("map() has no argument {}", OPTIONS)
     def map(
         self,
         prompts: Iterable[PromptLike] | AsyncIterable[PromptLike],

@@ -5,26 +5,23 @@ The engine runs on an event loop of its own, in a thread of its own.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
-from queue import SimpleQueue
 from typing import Any, Literal, Self, overload
 
 from aioengine.config import EngineConfig
-from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.async_engine import OPTIONS, AsyncEngine
 from aioengine.engine.bulk import (
     Outcome,
-    Pair,
     ParamsLike,
+    Run,
     Window,
-    answer,
     check_many,
     new_window,
     outcome_of,
@@ -33,9 +30,14 @@ from aioengine.engine.bulk import (
     until_failure,
 )
 from aioengine.engine.prompts import PromptLike
-from aioengine.errors import EngineClosedError, EngineError
+from aioengine.errors import (
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    with_known_names,
+)
 from aioengine.sampling_params import SamplingParams
-from aioengine.streams.loop_thread import LoopThread
+from aioengine.streams.loop_thread import LoopThread, seconds_to_wait
 from aioengine.streams.tokens import StreamStatistics, TokenStream
 from aioengine.types import Delta, EngineState, EngineStatistics, LoadProgress, RequestOutput
 
@@ -77,10 +79,12 @@ class Engine:
 
         `progress` is called from the engine's thread as the load goes on.
         """
+        self._check_process()
         with self._starting:
-            if self._engine.state is EngineState.NEW and self._thread is None:
-                self._thread = LoopThread()
-                self._finalizer = weakref.finalize(self, self._thread.end, self._engine.aclose)
+            with self._lock:
+                if self._engine.state is EngineState.NEW and self._thread is None:
+                    self._thread = LoopThread()
+                    self._finalizer = weakref.finalize(self, self._thread.end, self._engine.aclose)
             try:
                 self._call(partial(self._engine.start, progress=progress))
             except BaseException as error:
@@ -95,9 +99,13 @@ class Engine:
         Requests that are still live raise RequestAbortedError where they are waited for.
         Idempotent.
         """
+        timeout = seconds_to_wait(timeout)
         with suppress(EngineClosedError):
             self._call(self._engine.aclose, timeout)
             self._final = self._call(self._engine.statistics)
+        with self._lock:
+            if self._thread is None:
+                self._engine._close_unstarted()
         self._leave(wait=True)
 
     def _leave(self, *, wait: bool) -> None:
@@ -111,7 +119,8 @@ class Engine:
 
     def __enter__(self) -> Self:
         self._serving()
-        return self
+        with self._open_thread():
+            return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -142,6 +151,7 @@ class Engine:
 
     # ---- requests
 
+    @with_known_names("generate() has no argument {}", OPTIONS)
     def generate(
         self,
         prompt: PromptLike,
@@ -164,6 +174,7 @@ class Engine:
         output: RequestOutput = self._call(ask, limit=timeout)
         return output
 
+    @with_known_names("stream() has no argument {}", OPTIONS)
     def stream(
         self,
         prompt: PromptLike,
@@ -221,6 +232,7 @@ class Engine:
         progress: bool = False,
     ) -> Iterator[tuple[int, Outcome]]: ...
 
+    @with_known_names("map() has no argument {}", OPTIONS)
     def map(
         self,
         prompts: Iterable[PromptLike],
@@ -240,6 +252,9 @@ class Engine:
         outputs waits for its turn. `progress` shows a bar (tqdm). To stop early, close the iterator
         or drop it.
         """
+        if isinstance(prompts, AsyncIterable):
+            message = "prompts must be an iterable; AsyncEngine.map takes asynchronous ones"
+            raise InvalidRequestError(message, parameter="prompts", value=type(prompts).__name__)
         check_many(prompts, params)
         window: Window[RequestOutput | BaseException] = new_window(
             self.config, params, max_in_flight, is_ordered=ordered
@@ -255,7 +270,7 @@ class Engine:
         return_exceptions: bool,
         progress: bool,
     ) -> Iterator[tuple[int, Outcome]]:
-        run = _Run(self._serving())
+        run = Run(self._serving().generate)
         bar = progress_bar(prompts) if progress else None
         failures: list[Exception] = []
         pairs = until_failure(paired(prompts, params), failures)
@@ -304,12 +319,18 @@ class Engine:
 
     def _serving(self) -> AsyncEngine:
         """The engine, started where it is new; calls wait while another thread starts it."""
+        self._check_process()
         thread = self._thread
         if thread is None or not thread.is_current():
             with self._starting:
                 if self._engine.state is EngineState.NEW:
                     self.start()
         return self._engine
+
+    def _check_process(self) -> None:
+        """Raise EngineError in a process that was forked from the one which has started it."""
+        if (thread := self._thread) is not None:
+            thread.check_process()
 
     @contextmanager
     def _open_thread(self) -> Iterator[LoopThread]:
@@ -344,9 +365,14 @@ class Engine:
 
     def _call(self, function: Callable[..., Any], *args: Any, limit: float | None = None) -> Any:
         """Return or raise what `function(*args)` on the loop does, awaited if need be."""
+        limit = seconds_to_wait(limit)
         future = self._submit(function, *args)
         try:
             return future.result(limit)
+        except TimeoutError as error:
+            if future.done():  # of the call's own
+                raise
+            raise TimeoutError(f"no result within {limit} seconds (timeout=)") from error
         except CancelledError:
             raise EngineClosedError("the engine was closed") from None
         finally:
@@ -405,34 +431,3 @@ class BlockingStream:
 
     def __repr__(self) -> str:
         return repr(self._stream).replace(TokenStream.__name__, type(self).__name__, 1)
-
-
-class _Run:
-    """Requests of one `Engine.map`, on the engine's loop, and what has become of them."""
-
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.finished: SimpleQueue[tuple[int, RequestOutput | BaseException]] = SimpleQueue()
-        self._engine = engine
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def begin(self, index: int, pair: Pair) -> None:
-        """Begin a request."""
-        task = asyncio.create_task(self._answer(index, *pair))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, index: int, prompt: PromptLike, params: SamplingParams | None) -> None:
-        try:
-            self.finished.put((index, await answer(self._engine.generate, prompt, params)))
-        except Exception as error:
-            self.finished.put((index, error))
-        except asyncio.CancelledError:
-            self.finished.put((index, EngineClosedError(CLOSED)))
-            raise
-
-    async def end(self) -> None:
-        """End those that are live."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)

@@ -18,11 +18,18 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.engine.prompts import PromptLike
-from aioengine.errors import AioEngineError, EngineError, InvalidRequestError, OverloadedError
+from aioengine.errors import (
+    AioEngineError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt, RequestOutput
 
@@ -30,6 +37,7 @@ __all__ = [
     "Outcome",
     "Pair",
     "ParamsLike",
+    "Run",
     "Window",
     "answer",
     "check_many",
@@ -197,6 +205,37 @@ def outcome_of(result: RequestOutput | BaseException, *, return_exceptions: bool
         raise result
     finally:
         del result  # else its traceback leads back to it
+
+
+class Run:
+    """Requests of one call of `Engine.map`, on the engine's loop, and what has become of them."""
+
+    def __init__(self, generate: Generate) -> None:
+        self.finished: SimpleQueue[tuple[int, RequestOutput | BaseException]] = SimpleQueue()
+        self._generate = generate
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, index: int, pair: Pair) -> None:
+        """Begin a request."""
+        task = asyncio.create_task(self._answer(index, *pair))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, index: int, prompt: PromptLike, params: SamplingParams | None) -> None:
+        try:
+            self.finished.put((index, await answer(self._generate, prompt, params)))
+        except Exception as error:
+            self.finished.put((index, error))
+        except asyncio.CancelledError:
+            self.finished.put((index, EngineClosedError("the engine is closed; make a new one")))
+            raise
+
+    async def end(self) -> None:
+        """End those that are live."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
 
 async def map_bounded(

@@ -19,7 +19,7 @@ from aioengine.types import EngineState
 __all__ = ["EngineLifecycle"]
 
 NEXT = {
-    EngineState.NEW: {EngineState.STARTING},
+    EngineState.NEW: {EngineState.STARTING, EngineState.CLOSED},
     EngineState.STARTING: {EngineState.RUNNING, EngineState.CLOSED, EngineState.DEAD},
     EngineState.RUNNING: {EngineState.DRAINING, EngineState.CLOSED, EngineState.DEAD},
     EngineState.DRAINING: {EngineState.RUNNING, EngineState.CLOSED, EngineState.DEAD},

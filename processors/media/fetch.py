@@ -38,7 +38,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{60,}={0,2}")
 _HINT = "looks like base64; write data:<type>;base64, before it, or give its bytes"
 _UNTRUSTED = (
     "must be a data:, file: or http(s) URL; local paths are taken from the application only "
-    "(as Path objects, or in images=...), not from chat messages"
+    "(as Path objects, or in images=...), not from messages or prompts in JSON's form"
 )
 
 

@@ -83,6 +83,16 @@ def test_each_line_has_its_answer(
     assert read(target) == answers
 
 
+@pytest.mark.parametrize("place", ["IN", "OUT"])
+def test_it_reads_and_writes_files(
+    command: Command, folder: Path, tmp_path: Path, place: str
+) -> None:
+    source = write(tmp_path / "in.jsonl", ["a"])
+    names = ("-", tmp_path / "out.jsonl") if place == "IN" else (source, "-")
+    done = command("batch", folder, *names)
+    assert done.status == 1 and f"{place} must be a file" in done.err and "goes on" in done.err
+
+
 def test_what_cannot_be_answered_has_its_error(
     command: Command, folder: Path, tmp_path: Path, image_files: list[Path]
 ) -> None:
@@ -101,6 +111,9 @@ def test_what_cannot_be_answered_has_its_error(
         {"prompt": "a", "messages": []},
         {"custom_id": "x"},
         {"prompt": "a", "structured_outputs": {"yaml": 1}},
+        {"prompt": "a", "images": ["http://a.example/x.png"], "custom_id": "\ud800"},
+        {"messages": "a", "custom_id": None},
+        {"prompt": "a", "custom_id": [1]},
         [1, 2],
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/hosts"}]}]},
         {"prompt": "a"},
@@ -108,24 +121,27 @@ def test_what_cannot_be_answered_has_its_error(
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     source.write_bytes(source.read_bytes() + b"\n  \n{half\n\xff\n" + b"[" * 100_000 + b"\n")
     done = command("batch", folder, source, target, *SHORT)
-    assert done.status == 0 and "19 lines in " in done.err and "18 with an error" in done.err
+    assert done.status == 0 and "22 lines in " in done.err and "21 with an error" in done.err
     answers = read(target)
     assert [answer.get("error", {}).get("parameter") for answer in answers] == [
         *("temprature", "temperature", *["images[0]"] * 7, "logit_bias"),
-        *("prompt", "prompt", "structured_outputs.yaml", "line", "messages[0].content[0]", None),
-        *("line", "line", "line"),
+        *("prompt", "prompt", "structured_outputs.yaml", "images[0]", "messages", "custom_id"),
+        *("line", "messages[0].content[0]", None, "line", "line", "line"),
     ]
     numbers = [int(answer["id"].split("-")[1]) for answer in answers]
-    assert numbers == [*range(1, 17), 19, 20, 21]  # as an editor counts them
+    assert numbers == [*range(1, 20), 22, 23, 24]  # as an editor counts them
     assert "missing.png" in answers[2]["error"]["message"]
     assert "--local-roots" in answers[3]["error"]["message"]
+    assert "--allowed-hosts" in answers[13]["error"]["message"]
+    assert answers[13]["custom_id"] == "\ud800" and "custom_id" not in answers[15]
+    assert "line 1 column" in answers[19]["error"]["message"]
     allowed = command(
         *("batch", folder, source, tmp_path / "second.jsonl", *SHORT),
         *("--local-roots", image_files[0].parent),
     )
     assert allowed.status == 0
     second = read(tmp_path / "second.jsonl")
-    assert second[3]["text"] == second[4]["text"] != answers[15]["text"]
+    assert second[3]["text"] == second[4]["text"] != answers[18]["text"]
 
 
 def test_lines_of_openai(

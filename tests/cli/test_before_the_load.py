@@ -119,6 +119,7 @@ def test_the_word_for_the_shipped_model(tmp_path: Path, monkeypatch: pytest.Monk
         ("x; raise limit_mm_per_prompt['image']", "images", "x; raise --limit-mm-per-prompt"),
         ("or set check_model=False to use it", None, "or set --no-check-model to use it"),
         ("the model does not know seed or dtype", None, "the model does not know seed or dtype"),
+        ("give it audio: audios=[...]", None, "give it audio: --audio FILE"),
         ("num_hidden_layers is 3", None, "num_hidden_layers is 3"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -105,7 +106,6 @@ def test_it_starts_with_the_first_call_and_once(
     assert engine.state is EngineState.NEW and engine_threads() == []
     with pytest.raises(EngineClosedError, match="not been started"):
         engine.statistics()
-    engine.close()  # there is nothing to close
     with ThreadPoolExecutor(8) as threads:
         outputs = list(threads.map(lambda prompt: engine.generate(prompt, greedy()), PROMPTS))
     assert [output.token_ids for output in outputs] == expected[:-1]
@@ -120,6 +120,38 @@ def test_it_starts_with_the_first_call_and_once(
             call()
     with pytest.raises(EngineClosedError):
         next(engine.map(["a"]))
+    with pytest.raises(EngineClosedError), engine:
+        pass
+
+
+def test_one_that_is_closed_before_its_first_call_stays_closed(folder: Path) -> None:
+    engine = Engine(folder)
+    engine.close()
+    assert engine.state is EngineState.CLOSED and engine_threads() == []
+    for call in (lambda: engine.generate("a"), engine.__enter__, engine.start):
+        with pytest.raises(EngineClosedError, match="make a new one"):
+            call()
+
+
+def test_arguments_that_are_none(engine: Engine) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: engine.generate("a", timeout="5"),  # type: ignore[arg-type]
+        lambda: engine.generate("a", timeout=math.nan),
+        lambda: engine.stream("a").result("x"),  # type: ignore[arg-type]
+        lambda: engine.map(prompts_of_a_loop()),  # type: ignore[call-overload]
+        lambda: engine.generate("a", image=b""),  # type: ignore[call-arg]
+        lambda: engine.stream("a", max_tokens=3),  # type: ignore[call-arg]
+        lambda: engine.map("a", return_exception=True),  # type: ignore[call-overload]
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequestError):
+            call()
+    for timeout in (math.inf, 1e12):
+        assert engine.generate("a", greedy(2), timeout=timeout).token_ids
+
+
+async def prompts_of_a_loop() -> AsyncIterator[str]:
+    yield "a"
 
 
 def test_errors_are_those_of_the_asynchronous_engine(engine: Engine, tmp_path: Path) -> None:
@@ -132,7 +164,7 @@ def test_errors_are_those_of_the_asynchronous_engine(engine: Engine, tmp_path: P
         engine.generate("<image> without one")
     with pytest.raises(PlaceholderMismatchError):  # where it is called, not where it is read
         engine.stream("<image> without one")
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidRequestError, match="temperature="):
         engine.generate("a", greedy(), temprature=0)  # type: ignore[call-arg]
     empty = Engine.from_pretrained(tmp_path)
     with pytest.raises(ModelLoadError):
@@ -453,6 +485,26 @@ SCRIPT = """
             sys.exit(0)
         print(os.waitpid(child, 0)[1])
         engine.generate("a", SamplingParams(max_tokens=1))
+    elif how == "forked in a load":
+        from aioengine.errors import EngineError
+        other = Engine(folder, device="cpu")
+        begun, forked = threading.Event(), threading.Event()
+        def hold(_):
+            begun.set()
+            forked.wait()
+        loading = threading.Thread(target=other.start, kwargs={"progress": hold})
+        loading.start()
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                other.generate("a")
+            except EngineError as error:
+                print(error, flush=True)
+            os._exit(0)
+        print(os.waitpid(child, 0)[1])
+        forked.set()
+        loading.join()
     print("end")
 """
 
@@ -465,6 +517,7 @@ ENDINGS = {
     "loading": "interrupted\nend\n",
     "outlived": "end\nclosed\n",
     "forked": "an engine does not follow a fork; make one in the new process\n0\nend\n",
+    "forked in a load": "an engine does not follow a fork; make one in the new process\n0\nend\n",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from aioengine import AsyncEngine, MediaConfig, RequestOutput
+from aioengine import AsyncEngine, EngineState, MediaConfig, RequestOutput
 from aioengine.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -392,11 +392,19 @@ async def test_calls_before_the_start_and_after_the_end(folder: Path) -> None:
     await check()
     with pytest.raises(EngineClosedError):
         engine.statistics()
-    await engine.aclose()  # nothing to close, and no reason to complain
     async with engine:
         assert engine.statistics().running == 0
     await check()
     assert engine.statistics().running == 0
+    with pytest.raises(EngineClosedError):
+        await engine.start()
+
+
+async def test_one_that_is_closed_before_its_start_stays_closed(folder: Path) -> None:
+    engine = AsyncEngine.from_pretrained(folder)
+    await engine.aclose()
+    await engine.aclose()
+    assert engine.state is EngineState.CLOSED
     with pytest.raises(EngineClosedError):
         await engine.start()
 
