@@ -1,6 +1,6 @@
 """Host time of a decode step on a CUDA device of which every operator does nothing.
 
-    python benchmarks/null_device.py [--models qwen2-0.5b,...] [--requests 32] [--steps 40]
+    python benchmarks/null_device.py [--models qwen2-0.5b,...] [--requests 32] [--triton]
 
 Without a GPU, and without CUDA: null_device.cpp gives a build of PyTorch for CPUs a device "cuda"
 with real dispatch and no arithmetic. So models have their real shapes and take no memory, and what
@@ -9,7 +9,8 @@ operator, which is about what the launch of a kernel takes. A step is a decode s
 from the plan to the tokens read back, of requests with 300 tokens or so each.
 
 Measured alone, and beside a thread that runs pure Python all the time, with which every operator
-competes for the interpreter's lock. Last line: JSON.
+competes for the interpreter's lock. With `--triton`, where Triton is installed, the engine's own
+kernels are counted as operators; what Triton's launcher takes of the host is not. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def install() -> None:
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
         "get_device_capability": lambda _device=None: (9, 0),
+        "get_device_properties": lambda _device=None: SimpleNamespace(multi_processor_count=132),
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
@@ -131,6 +133,23 @@ def install() -> None:
 
     torch.empty = not_pinned
     Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
+
+
+LAUNCHES = [0]
+"""Of kernels in Triton, so far."""
+
+
+def install_triton() -> None:
+    """Have the engine launch its kernels in Triton, which are counted and not run."""
+    from triton.runtime.jit import JITFunction
+
+    from aioengine.kernels import triton
+
+    def run(*_: Any, **__: Any) -> None:
+        LAUNCHES[0] += 1
+
+    JITFunction.run = run
+    triton.are_right_on = lambda _: True  # type: ignore[assignment]
 
 
 def runner_of(name: str, num_requests: int) -> ModelRunner:
@@ -224,9 +243,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
     for kind, sampling in samplings.items():
         plan = plan_of(runner, options.requests, sampling)
+        before = LAUNCHES[0]
         with Counted() as counted:
             runner.step(plan).read()
-        found[f"{kind}_operators"] = counted.count
+        found[f"{kind}_operators"] = counted.count + LAUNCHES[0] - before
+        found[f"{kind}_triton"] = LAUNCHES[0] - before
         for _ in range(5):
             runner.step(plan).read()
         found[f"{kind}_ms"] = milliseconds(
@@ -245,8 +266,11 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--triton", action="store_true")
     options = parser.parse_args()
     install()
+    if options.triton:
+        install_triton()
     results = []
     print("milliseconds a decode step on the host; operators launched")
     print(

@@ -436,13 +436,14 @@ def select_backend(
     chosen = _fastest(device) if name == "auto" else name
     factory = _FACTORIES.get(chosen)
     if factory is None:
-        raise ValueError(
-            f"attention backend must be auto, {', '.join(list_backends())}, not {name!r}"
-        )
+        names = ", ".join(list_backends())
+        raise ValueError(f"attention backend must be auto, {names}, not {name!r}")
     return factory()
 
 
 def _fastest(device: torch.device | str | None) -> str:
-    on_cpu = device is None or torch.device(device).type == "cpu"
-    library = import_module("aioengine.kernels.cpu.library") if on_cpu else None
-    return "cpu" if library is not None and library.is_available() else "gather"
+    if device is None or torch.device(device).type == "cpu":
+        library = import_module("aioengine.kernels.cpu.library")
+        return "cpu" if library.is_available() else "gather"
+    kernels = import_module("aioengine.kernels.triton")
+    return "triton" if kernels.are_right_on(torch.device(device)) else "gather"

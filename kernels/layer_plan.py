@@ -162,12 +162,10 @@ class Operators(Protocol):
     """
 
     def prepare(self, angles: Sequence[Angles]) -> Sequence[Tensor]:
-        """Make of a step's angles what `project` takes, once for all layers."""
+        """Make of a step's angles what `attend` takes, once for all layers."""
 
-    def project(
-        self, index: int, x: Tensor, angles: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [T, Hq, D], key and value [T, Hkv, D], as they are attended with."""
+    def attend(self, index: int, x: Tensor, angles: Sequence[Tensor], slot: Slot) -> Tensor:
+        """Attention of the layer [T, Hq * D]; its keys and values go to the `slot`."""
 
     def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """`x` plus the output matmul of `attended` [T, Hq * D]."""
@@ -243,8 +241,7 @@ def run_layer(
 
     `slots` gives the next slot of each attention; `memory` [R, dim] is for cross-attention.
     """
-    query, key, value = operators.project(index, x, angles)
-    attended = next(slots).attend(query, key, value, layer.attention).flatten(-2)
+    attended = operators.attend(index, x, angles, next(slots))
     add = operators.add_attended
     if layer.cross is not None:
         assert memory is not None, "cross-attention needs an encoder's rows"

@@ -22,7 +22,7 @@ from aioengine.kernels.layer_plan import (
     add_module,
     normalize,
 )
-from aioengine.kernels.layer_slot import StepContext
+from aioengine.kernels.layer_slot import Slot, StepContext
 from aioengine.kernels.matmul import Matmul, TorchLinear
 
 __all__ = ["TorchOperators"]
@@ -47,9 +47,9 @@ class TorchOperators:
     def project(
         self, index: int, x: Tensor, angles: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Operators`."""
+        """Query [T, Hq, D], key and value [T, Hkv, D], as they are attended with."""
         layer = self._layers[index]
-        normed = x if layer.norm is None else normalize(x, layer.norm)
+        normed = x if layer.norm is None else self.normalize(x, layer.norm)
         whole = layer.qkv(normed).view(x.shape[0], -1, layer.head_dim)
         num_turned = layer.num_heads + layer.num_kv_heads
         heads, value = whole.split_with_sizes((num_turned, layer.num_kv_heads), dim=1)
@@ -71,16 +71,31 @@ class TorchOperators:
         normed = rms_norm(rows, weight.shape[-1:], None, norm.epsilon).mul_(weight)
         return normed if dtype == weight.dtype else normed.to(dtype)
 
+    def attend(self, index: int, x: Tensor, angles: Sequence[Tensor], slot: Slot) -> Tensor:
+        """See `Operators`."""
+        query, key, value = self.project(index, x, angles)
+        return slot.attend(query, key, value, self._layers[index].attention).flatten(-2)
+
+    def normalize(self, x: Tensor, plan: NormPlan) -> Tensor:
+        """`x` [..., dim] with a norm."""
+        return normalize(x, plan)
+
+    def feed(self, layer: LayerPlan, x: Tensor) -> Tensor:
+        """Input of the last matmul of a feed-forward layer, of normed `x`."""
+        plan = layer.feed_forward
+        assert isinstance(plan, FeedForwardPlan)
+        return plan.up(x, plan.activation, plan.is_gated)
+
     def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """See `Operators`."""
         layer = self._layers[index]
         # What goes into the first layer is the caller's.
-        return _add(x.clone() if index == 0 else x, attended, layer.out, layer.out_norm)
+        return self._add(x.clone() if index == 0 else x, attended, layer.out, layer.out_norm)
 
     def project_cross(self, index: int, x: Tensor) -> Tensor:
         """See `Operators`."""
         cross = self._cross(index)
-        normed = x if cross.norm is None else normalize(x, cross.norm)
+        normed = x if cross.norm is None else self.normalize(x, cross.norm)
         return cross.query(normed).view(x.shape[0], -1, cross.head_dim)
 
     def project_memory(self, index: int, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +107,7 @@ class TorchOperators:
 
     def add_crossed(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """See `Operators`."""
-        return _add(x, attended, self._cross(index).out, None)
+        return self._add(x, attended, self._cross(index).out, None)
 
     def _cross(self, index: int) -> CrossPlan:
         cross = self._layers[index].cross
@@ -104,32 +119,30 @@ class TorchOperators:
         layer = self._layers[index]
         feed = layer.feed_forward
         if not isinstance(feed, FeedForwardPlan):
-            return add_module(layer, x, normalize)
-        normed = x if layer.feed_norm is None else normalize(x, layer.feed_norm)
-        inner = feed.up(normed, feed.activation, feed.is_gated)
-        return _add(x, inner, feed.down, layer.feed_out_norm)
+            return add_module(layer, x, self.normalize)
+        normed = x if layer.feed_norm is None else self.normalize(x, layer.feed_norm)
+        return self._add(x, self.feed(layer, normed), feed.down, layer.feed_out_norm)
 
     def finish(self, x: Tensor, wanted: Tensor | None, num_tokens: int) -> Tensor:
         """See `Operators`; rows that nobody wants are 0."""
         assert self._norm is not None, "these layers are not a decoder's all"
-        normed = normalize(x, self._norm)
+        normed = self.normalize(x, self._norm)
         if wanted is None:
             return normed
         return normed.new_zeros(num_tokens, normed.shape[1]).index_copy_(0, wanted, normed)
+
+    def _add(self, x: Tensor, given: Tensor, matmul: Matmul, plan: NormPlan | None) -> Tensor:
+        """`x` plus a matmul of `given`, which has a norm of its own or none; mutates `x`."""
+        if plan is None and isinstance(matmul, TorchLinear):
+            return matmul.add_to(x, given)
+        found = matmul(given)
+        return x.add_(found if plan is None else self.normalize(found, plan))
 
     def run(
         self, x: Tensor, angles: Sequence[Tensor], rows: Sequence[Tensor], step: StepContext
     ) -> Tensor | None:
         """See `Operators`: layer by layer."""
         return None
-
-
-def _add(x: Tensor, given: Tensor, matmul: Matmul, norm: NormPlan | None) -> Tensor:
-    """`x` plus a matmul of `given`, which has a norm of its own or none; mutates `x`."""
-    if norm is None and isinstance(matmul, TorchLinear):
-        return matmul.add_to(x, given)
-    found = matmul(given)
-    return x.add_(found if norm is None else normalize(found, norm))
 
 
 def _of_heads(layer: LayerPlan) -> NormPlan | None:

@@ -25,7 +25,7 @@ from aioengine.kernels.layer_plan import (
     add_module,
     rows_wanted,
 )
-from aioengine.kernels.layer_slot import LayerSlot, StepContext
+from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext
 from aioengine.kernels.matmul import Activation, Matmul
 
 __all__ = ["NativeOperators", "run_chosen_experts", "run_experts"]
@@ -84,9 +84,14 @@ class NativeOperators:
     def project(
         self, index: int, x: Tensor, angles: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Operators`."""
+        """Query [T, Hq, D], key and value [T, Hkv, D], as they are attended with."""
         found: tuple[Tensor, Tensor, Tensor] = self._ops.project(self._plan, index, x, angles)
         return found
+
+    def attend(self, index: int, x: Tensor, angles: Sequence[Tensor], slot: Slot) -> Tensor:
+        """See `Operators`."""
+        query, key, value = self.project(index, x, angles)
+        return slot.attend(query, key, value, self._layers[index].attention).flatten(-2)
 
     def add_attended(self, index: int, x: Tensor, attended: Tensor) -> Tensor:
         """See `Operators`."""

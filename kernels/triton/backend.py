@@ -47,9 +47,14 @@ class TritonBackend:
     def __init__(self) -> None:
         self._others = GatherBackend()
 
+    def knows(self, pages: KeyValue) -> bool:
+        """Return whether the kernels read such pages."""
+        is_short = max(page.shape[-1] for page in pages) <= MAX_DIM
+        return pages[0].dtype is not BYTES and pages[0].dtype in DTYPES and is_short
+
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
-        if not _is_known(pages):
+        if not self.knows(pages):
             self._others.write_kv(new, pages, meta)
             return
         (keys, values), (key_pages, value_pages) = new, pages
@@ -72,7 +77,7 @@ class TritonBackend:
         new: KeyValue | None = None,
     ) -> Tensor:
         """Attention of `query` [T, Hq, Dk] over each sequence's pages -> [T, Hq, Dv]."""
-        if not _is_known(pages):
+        if not self.knows(pages):
             return self._others.attend(query, pages, meta, args, new=new)
         if new is not None:
             self.write_kv(new, pages, meta)
@@ -164,11 +169,6 @@ def _tiles(query: Tensor, pages: KeyValue, *, is_single: bool) -> _Tiles:
         rows = min(padded(group), 32)
         return _Tiles(rows, 64 if rows == 16 and width <= 128 else 32, 4, 2)
     return _Tiles(64, 64 if width <= 64 else 32, 4, 2)
-
-
-def _is_known(pages: KeyValue) -> bool:
-    is_short = max(page.shape[-1] for page in pages) <= MAX_DIM
-    return pages[0].dtype is not BYTES and pages[0].dtype in DTYPES and is_short
 
 
 def _in_rows(numbers: Tensor) -> Tensor:

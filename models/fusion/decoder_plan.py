@@ -45,7 +45,7 @@ from aioengine.kernels.layer_plan import (
 from aioengine.kernels.layer_slot import LayerSlot, Slot, StepContext, StepHolder, slot_of
 from aioengine.kernels.matmul import TorchLinear
 from aioengine.kernels.reference import ReferenceBackend
-from aioengine.kernels.torch_operators import TorchOperators
+from aioengine.kernels.triton import operators_on
 from aioengine.models.fusion.decode_parts import find_decode_parts
 from aioengine.models.fusion.fused_mlp import Kind
 from aioengine.models.fusion.layer_parts import NORMS, attentions_of, find_layer
@@ -292,14 +292,14 @@ def _memory(cross: CrossPlan, like: Tensor) -> Tensor:
     return random_rows(_TRIAL_ROWS, cross.out.num_outputs, like=like, seed=3)
 
 
-def _device(weight: Tensor) -> tuple[Kind, type[NativeOperators] | type[TorchOperators], int]:
+def _device(weight: Tensor) -> tuple[Kind, Callable[..., Operators], int]:
     """The matmuls and operators of a weight's device, and how far its modules may round otherwise.
 
     The units are those of `agree`.
     """
     if weight.device.type == "cpu":
         return NativeLinear, NativeOperators, 0
-    return TorchLinear, TorchOperators, ROUNDINGS
+    return TorchLinear, operators_on(weight.device), ROUNDINGS
 
 
 def _tried_decoder(decoder: nn.Module) -> _Decoder | None:

@@ -19,8 +19,11 @@ from aioengine.kernels.attention import (
 )
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.reference import ReferenceBackend
+from aioengine.kernels.torch_operators import TorchOperators
+from aioengine.kernels.triton import are_right_on, operators_on
 from aioengine.kernels.triton import backend as launches
 from aioengine.kernels.triton.backend import TritonBackend
+from aioengine.kernels.triton.operators import TritonOperators
 from tests.kernels.paging import PagedBatch, make_batch
 
 MIXED = [(9, 10), (3, 4), (70, 71), (0, 7), (5, 12), (60, 85), (0, 1), (4, 8)]
@@ -214,3 +217,16 @@ def test_what_the_kernels_do_not_know_goes_another_way() -> None:
 
 def test_it_is_selected_by_name() -> None:
     assert isinstance(select_backend("triton"), TritonBackend)
+
+
+def test_a_device_shows_that_it_runs_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = torch.device("cpu")
+    are_right_on.cache_clear()
+    assert are_right_on(here) and operators_on(here) is TritonOperators
+    monkeypatch.setattr(ReferenceBackend, "attend", lambda *_, **__: torch.zeros(21, 4, 64).half())
+    are_right_on.cache_clear()
+    assert not are_right_on(here) and operators_on(here) is TorchOperators
+    assert "differs from the reference" in caplog.text
+    are_right_on.cache_clear()

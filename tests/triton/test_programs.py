@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.layer_plan import NormPlan
 from aioengine.kernels.triton.backend import TritonBackend
+from aioengine.kernels.triton.operators import TritonOperators
 from tests.kernels.paging import make_batch
-from tests.triton.compiling import CHIPS, Launch, compiled, launches_of
+from tests.triton.compiling import CHIPS, Launch, compiled, launches_of, recorded
+from tests.triton.decoders import Decoder
 
 MAX_SHARED_BYTES = 99 << 10
 """What a program may have on cards for consumers too."""
@@ -95,3 +98,29 @@ def test_steps_of_all_sizes_are_few_programs() -> None:
     kinds = [name for name, *_ in programs]
     assert kinds.count("attend") <= 3, "decode, decode in splits, and prompts"
     assert kinds.count("combine") <= 8, "one for each power of two of splits"
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_operators_fit(head_dim: int, has_norms: bool) -> None:
+    """Ten launches a layer: five kernels of ours beside the keys' splits, and four matmuls."""
+    decoder = Decoder(torch.bfloat16, head_dim=head_dim, has_head_norms=has_norms)
+    with recorded() as found:
+        decoder.run(TritonOperators, None)
+    names = [each.name for each in found]
+    layer = ["norm", "rope", "attend", "combine", "attend", "norm", "gate"]
+    assert names == [*layer, *layer, "norm"], "a step of prompts and of single tokens"
+    for launch in found:
+        for chip in CHIPS:
+            program = compiled(launch, chip)
+            assert program.shared_bytes <= MAX_SHARED_BYTES
+            assert program.spilled == 0 or (launch.name == "attend" and head_dim > 128)
+
+
+@pytest.mark.parametrize("dim", [896, 4096, 8192, 16384])
+def test_norms_fit(dim: int) -> None:
+    rows = torch.empty(3, dim, dtype=torch.bfloat16)
+    for bias in (None, rows[0]):
+        plan = NormPlan(rows[0], 1e-6, bias)
+        (launch,) = launches_of(partial(TritonOperators([]).normalize, rows, plan))
+        assert compiled(launch, 90).spilled == 0
