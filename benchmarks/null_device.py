@@ -1,6 +1,6 @@
 """Host time of a decode step on a CUDA device of which every operator does nothing.
 
-    python benchmarks/null_device.py [--models qwen2-0.5b,...] [--requests 32] [--triton]
+    python benchmarks/null_device.py [--models qwen2-0.5b,...] [--requests 1,8,32] [--triton]
 
 Without a GPU, and without CUDA: null_device.cpp gives a build of PyTorch for CPUs a device "cuda"
 with real dispatch and no arithmetic. So models have their real shapes and take no memory, and what
@@ -10,7 +10,11 @@ from the plan to the tokens read back, of requests with 300 tokens or so each.
 
 Measured alone, and beside a thread that runs pure Python all the time, with which every operator
 competes for the interpreter's lock. With `--triton`, where Triton is installed, the engine's own
-kernels are counted as operators; what Triton's launcher takes of the host is not. Last line: JSON.
+kernels are counted as operators; what Triton's launcher takes of the host is not.
+
+Beside the counts stand estimates of a step on an H200: the floor, which is the bytes of weights,
+keys and values at the rate of its memory; and with a graph of the same launches, each of which
+takes a moment even if it computes next to nothing. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -41,6 +45,10 @@ from aioengine.sampling.sampler import Sampling
 ROOT = Path(__file__).parents[1]
 BLOCK = 32
 CONTEXT = 300
+BYTES_PER_S = 4.3e12
+"""Of an H200's memory, as copies of large tensors were measured there."""
+GRAPHED_LAUNCH_S = 3e-6
+"""A kernel's share of a replayed graph beyond its bytes, as docs/gpu.md has it: 1.6 ms for 456."""
 
 TEXT: dict[str, Any] = {"max_position_embeddings": 32768, "tie_word_embeddings": False}
 
@@ -152,15 +160,18 @@ def install_triton() -> None:
     triton.are_right_on = lambda _: True  # type: ignore[assignment]
 
 
-def runner_of(name: str, num_requests: int) -> ModelRunner:
-    """A runner of a model that has its shapes and no numbers. Its trials compare nothing with
-    nothing, so structure alone says what is fused."""
+def runner_of(name: str, num_requests: int) -> tuple[ModelRunner, int]:
+    """A runner of a model that has its shapes and no numbers, and the bytes that a step reads of
+    its weights. Its trials compare nothing with nothing, so structure alone says what is fused."""
     architecture, kind, sizes = MODELS[name]
     config = AutoConfig.for_model(kind, architectures=[architecture], **sizes)
     config.dtype = torch.bfloat16
     family = resolve([architecture])
     specs = family.probe(config)
     module = build_on_meta(family.hf_class(config), config).to(torch.bfloat16)
+    decoder, head = module.get_decoder(), module.get_output_embeddings().weight
+    table = decoder.get_input_embeddings().weight
+    weights = sum(each.nbytes for each in decoder.parameters()) - table.nbytes + head.nbytes
     with torch.no_grad():
         module.to_empty(device="cuda")
     model = family(module, specs=specs)
@@ -174,7 +185,7 @@ def runner_of(name: str, num_requests: int) -> ModelRunner:
         num_blocks=num_requests * (CONTEXT // BLOCK + 2) * len(model.kv_groups),
         num_groups=len(model.kv_groups),
     )
-    return ModelRunner(model, limits)
+    return ModelRunner(model, limits), weights
 
 
 def plan_of(
@@ -217,9 +228,18 @@ class Counted(TorchDispatchMode):
             each.alias_info is not None and not each.alias_info.is_write
             for each in func._schema.returns
         )
-        is_empty = "empty" in func.name()
+        is_empty = "empty" in func.name() or "promote_types" in func.name()
         self.count += is_there and not is_view and not is_empty
         return found
+
+
+def estimates(runner: ModelRunner, weights: int, requests: int, launches: int) -> dict[str, float]:
+    """The floor and a graph's replay of a decode step, in ms."""
+    row = sum(
+        2 * spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in runner.model.specs
+    )
+    floor = (weights + requests * CONTEXT * row) / BYTES_PER_S
+    return {"floor_ms": floor * 1e3, "graph_ms": (floor + launches * GRAPHED_LAUNCH_S) * 1e3}
 
 
 def milliseconds(step: Callable[[], Any], count: int) -> float:
@@ -232,17 +252,17 @@ def milliseconds(step: Callable[[], Any], count: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of one model."""
-    runner = runner_of(name, options.requests)
-    layers = len(runner.model.specs)
-    found: dict[str, Any] = {"model": name, "layers": layers}
+def measure(name: str, num_requests: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one model and so many requests."""
+    runner, weights = runner_of(name, num_requests)
+    found: dict[str, Any] = {"model": name, "requests": num_requests}
+    found["layers"] = len(runner.model.specs)
     samplings: dict[str, dict[str, Any]] = {
         "greedy": {},
         "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
     }
     for kind, sampling in samplings.items():
-        plan = plan_of(runner, options.requests, sampling)
+        plan = plan_of(runner, num_requests, sampling)
         before = LAUNCHES[0]
         with Counted() as counted:
             runner.step(plan).read()
@@ -253,7 +273,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found[f"{kind}_ms"] = milliseconds(
             lambda plan=plan: runner.step(plan).read(), options.steps
         )
-    plan = plan_of(runner, options.requests, {})
+    found |= estimates(runner, weights, num_requests, found["greedy_operators"])
+    plan = plan_of(runner, num_requests, {})
     with python_threads(1):
         found["beside_python_ms"] = milliseconds(lambda: runner.step(plan).read(), 3)
     return found
@@ -264,7 +285,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--requests", default="32", help="numbers of requests, with commas")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--triton", action="store_true")
     options = parser.parse_args()
@@ -272,21 +293,23 @@ def main() -> None:
     if options.triton:
         install_triton()
     results = []
-    print("milliseconds a decode step on the host; operators launched")
+    print("ms of a decode step on the host, operators launched, and estimates for an H200")
     print(
-        f"{'model':14}{'layers':>7}{'greedy':>9}{'ops':>6}{'sampled':>9}{'ops':>6}"
-        f"{'beside Python':>15}"
+        f"{'model':13}{'requests':>9}{'layers':>7}{'greedy':>8}{'ops':>5}{'sampled':>9}{'ops':>5}"
+        f"{'beside Python':>14}{'floor':>7}{'graph':>7}"
     )
     for name in options.models.split(","):
-        found = measure(name, options)
-        results.append(found)
-        print(
-            f"{name:14}{found['layers']:7}{found['greedy_ms']:9.2f}{found['greedy_operators']:6}"
-            f"{found['sampled_ms']:9.2f}{found['sampled_operators']:6}"
-            f"{found['beside_python_ms']:15.0f}",
-            flush=True,
-        )
-    print(json.dumps({"requests": options.requests, "steps": results}))
+        for requests in map(int, options.requests.split(",")):
+            found = measure(name, requests, options)
+            results.append(found)
+            print(
+                f"{name:13}{requests:9}{found['layers']:7}{found['greedy_ms']:8.2f}"
+                f"{found['greedy_operators']:5}{found['sampled_ms']:9.2f}"
+                f"{found['sampled_operators']:5}{found['beside_python_ms']:14.0f}"
+                f"{found['floor_ms']:7.2f}{found['graph_ms']:7.2f}",
+                flush=True,
+            )
+    print(json.dumps({"triton": options.triton, "steps": results}))
 
 
 if __name__ == "__main__":

@@ -53,13 +53,15 @@ class TritonOperators(TorchOperators):
         meta, pages = step.metadata[slot.group], step.caches[slot.layer]
         if not slot.stores or meta.readers is not None or not step.backend.knows(pages):
             return super().attend(index, x, self._signed(angles), slot)
+        cos, sin = x, x
+        if layer.angles is not None:
+            cos, sin = angles[2 * layer.angles : 2 * layer.angles + 2]
+            if cos.shape[-1] != layer.head_dim:
+                return super().attend(index, x, self._signed(angles), slot)
         normed = x if layer.norm is None else self.normalize(x, layer.norm)
         heads = layer.qkv(normed)
         query = heads.new_empty(len(x), layer.num_heads, layer.head_dim)
         weight = self._head_norms[index]
-        cos = sin = heads
-        if layer.angles is not None:
-            cos, sin = angles[2 * layer.angles : 2 * layer.angles + 2]
         count = layer.num_heads + 2 * layer.num_kv_heads
         rope[(len(x), -(-count // HEADS))](
             heads, heads if weight is None else weight.weight, cos, sin, query, *pages,

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from aioengine import Prompt
 from aioengine.kernels.attention import list_backends
+from aioengine.kernels.matmul import TorchLinear
+from aioengine.kernels.triton.backend import TritonBackend
+from aioengine.kernels.triton.operators import TritonOperators
+from aioengine.models import fusion
+from aioengine.models.fusion import decoder_plan, fuse_activations, fuse_norms
+from aioengine.models.fusion.decoder_plan import ROUNDINGS
+from aioengine.models.fusion.packed_linear import pack_layers
 from tests.parity.audio_families import RATE, sound
 from tests.parity.listener_families import save_listener, tokenizer_for
 from tests.support.engines import greedy, running_engine
-from tests.support.tiny import save_tiny_llava, tiny_image
+from tests.support.tiny import save_tiny_llava, tiny_image, tiny_tokenizer
 
 SIZES = {"dtype": "float32", "max_num_batched_tokens": 24, "max_num_seqs": 4}
+
+
+def tiny_qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, eos_token_id=None))
 
 
 async def tokens(
@@ -33,6 +53,34 @@ async def test_images_and_text_in_chunks(tmp_path: Path) -> None:
     ]
     expected = await tokens(tmp_path, prompts, "gather", **SIZES)
     assert await tokens(tmp_path, prompts, "triton", **SIZES) == expected
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3"])
+async def test_layers_by_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A model's plan, which a GPU would have: keys and values are stored by the rotation."""
+    if name == "llava":
+        save_tiny_llava(tmp_path)
+    else:
+        tiny_qwen3().save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+    prompts = [Prompt(text="a b c d e"), Prompt(text="a text of some length, and no more")]
+    expected = await tokens(tmp_path, prompts, "gather", **SIZES)
+    stored: list[bool] = []
+    attend = TritonBackend.attend
+
+    def attended(self: TritonBackend, *args: Any, new: Any = None) -> torch.Tensor:
+        stored.append(new is None)
+        return attend(self, *args, new=new)
+
+    monkeypatch.setattr(TritonBackend, "attend", attended)
+    device = TorchLinear, TritonOperators, ROUNDINGS
+    monkeypatch.setattr(decoder_plan, "_device", lambda _: device)
+    passes = partial(pack_layers, pack=TorchLinear), fuse_activations, fuse_norms
+    monkeypatch.setattr(fusion, "PASSES", passes)
+    assert await tokens(tmp_path, prompts, "triton", **SIZES) == expected
+    assert any(stored)
 
 
 async def test_cross_attention_to_audio(tmp_path: Path) -> None:
