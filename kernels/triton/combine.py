@@ -10,7 +10,7 @@ from aioengine.kernels.triton.attend import NEVER
 __all__ = ["combine"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_splits", "part_split", "sum_split"))
 def combine(
     Parts: tl.tensor, Sums: tl.tensor, Out: tl.tensor, num_splits: tl.tensor, part_split: tl.tensor,
     sum_split: tl.tensor, out_token: tl.tensor, out_head: tl.tensor,
