@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, KeyValue
 from aioengine.kernels.gather import GatherBackend
-from aioengine.kernels.pool import BYTES
 from aioengine.kernels.triton.attend import attend
 from aioengine.kernels.triton.combine import combine
 from aioengine.kernels.triton.launch import INTERPRETED, padded, strides
@@ -49,8 +48,7 @@ class TritonBackend:
 
     def knows(self, pages: KeyValue) -> bool:
         """Return whether the kernels read such pages."""
-        is_short = max(page.shape[-1] for page in pages) <= MAX_DIM
-        return pages[0].dtype is not BYTES and pages[0].dtype in DTYPES and is_short
+        return pages[0].dtype in DTYPES and max(page.shape[-1] for page in pages) <= MAX_DIM
 
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""

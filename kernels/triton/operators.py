@@ -28,7 +28,7 @@ PART = 1024
 
 
 class TritonOperators(TorchOperators):
-    """See `Operators`. Ten launches a layer, one of them more where keys are split."""
+    """See `Operators`. Ten launches a layer, nine where keys are not split."""
 
     def prepare(self, angles: Sequence[Angles]) -> Sequence[Tensor]:
         """See `Operators`: what `TorchOperators` takes where it is needed, made there."""
