@@ -127,7 +127,7 @@ def _sinks(
     return most, total
 
 
-@triton.jit(do_not_specialize=("first", "last", "window", "table_step", "out_split"))
+@triton.jit(do_not_specialize=("first", "last", "window", "table_step", "bias_length"))
 def attend(
     Query: tl.tensor, Keys: tl.tensor, Values: tl.tensor, Out: tl.tensor, Sums: tl.tensor,
     QueryStart: tl.tensor, Lengths: tl.tensor, Table: tl.tensor, Ids: tl.tensor, Sinks: tl.tensor,

@@ -28,8 +28,11 @@ CORES = 4 if INTERPRETED else 132
 
 
 class _Tiles(NamedTuple):
-    """Rows and keys of a tile; warps of a program, and tiles on their way to it."""
+    """Rows and keys of a tile, whose rows are of so many query heads, and the parts of a group that
+    these make; warps of a program, and tiles on their way to it."""
 
+    heads: int
+    parts: int
     rows: int
     keys: int
     num_warps: int
@@ -86,10 +89,8 @@ class TritonBackend:
             _attend_singles(query, pages, meta, args, out)
         if num_decodes < num_sequences:
             tiles = _tiles(query, pages, is_single=False)
-            group = query.shape[1] // pages[0].shape[2]
-            heads = min(group, tiles.rows)
             num_tokens = query.shape[0] - num_decodes
-            count = num_tokens // (tiles.rows // heads) + num_sequences - num_decodes
+            count = num_tokens // (tiles.rows // tiles.heads) + num_sequences - num_decodes
             _launch(query, pages, meta, args, out, out, tiles, count, 1)
         return out
 
@@ -100,8 +101,7 @@ def _attend_singles(
     """The first sequences, of one token each, into `out`."""
     tiles = _tiles(query, pages, is_single=True)
     count, num_heads, dim = meta.num_decodes, query.shape[1], out.shape[2]
-    group = num_heads // pages[0].shape[2]
-    programs = count * pages[0].shape[2] * -(-group // min(group, tiles.rows))
+    programs = count * pages[0].shape[2] * tiles.parts
     num_splits = min(max(1, PROGRAMS_PER_CORE * _num_cores(query.device) // programs), MAX_SPLITS)
     if num_splits == 1:
         _launch(query, pages, meta, args, out, out, tiles, count, 1, is_single=True)
@@ -132,11 +132,10 @@ def _launch(
     key, value = pages
     kv_heads, (key_dim, value_dim) = key.shape[2], (key.shape[3], value.shape[3])
     group = query.shape[1] // kv_heads
-    heads = min(group, tiles.rows)
     first, last = (0, meta.num_decodes) if is_single else (meta.num_decodes, len(meta.query_lens))
     has_blocks = meta.block_ids is not None and not is_single
     bias = args.distance_bias
-    attend[(count, kv_heads * -(-group // heads), num_splits)](
+    attend[(count, kv_heads * tiles.parts, num_splits)](
         query, key, value, out, sums, meta.query_start, meta.seq_lens, meta.block_table,
         meta.block_ids if has_blocks else query,
         query if args.sinks is None else args.sinks,
@@ -145,7 +144,7 @@ def _launch(
         meta.block_table.stride(0), 0 if bias is None else bias.shape[1],
         *strides(query), *strides(key), *strides(value),
         *(strides(out) if out.dim() == 4 else (0, *strides(out))),
-        GROUP=group, HEADS=heads, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
+        GROUP=group, HEADS=tiles.heads, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
         DK=key_dim, DV=value_dim, DK_PADDED=padded(key_dim), DV_PADDED=padded(value_dim),
         PAGE=meta.block_size, IS_SPLIT=num_splits > 1, ARE_SINGLE=is_single,
         IS_CAUSAL=meta.is_causal, HAS_WINDOW=args.window is not None,
@@ -162,11 +161,14 @@ def _tiles(query: Tensor, pages: KeyValue, *, is_single: bool) -> _Tiles:
     group = query.shape[1] // key.shape[2]
     width = max(padded(key.shape[3]), padded(value.shape[3]))
     if query.dtype == torch.float32:  # without tensor cores, all of a tile is in registers
-        return _Tiles(16, 32 if width <= 64 else 16, 4, 2)
-    if is_single:
+        rows, keys = 16, 32 if width <= 64 else 16
+    elif is_single:
         rows = min(padded(group), 32)
-        return _Tiles(rows, 64 if rows == 16 and width <= 128 else 32, 4, 2)
-    return _Tiles(64, 64 if width <= 64 else 32, 4, 2)
+        keys = 64 if rows == 16 and width <= 128 else 32
+    else:
+        rows, keys = 64, 64 if width <= 64 else 32
+    heads = min(group, rows)
+    return _Tiles(heads, -(-group // heads), rows, keys, num_warps=4, num_stages=2)
 
 
 def _in_rows(numbers: Tensor) -> Tensor:
