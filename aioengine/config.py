@@ -215,6 +215,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     """"auto" (the fastest here), "cpu" (C++), "triton" (for GPUs), "gather" (plain PyTorch),
     "reference" or your own."""
+    enforce_eager: bool = False
+    """On a GPU, launch each kernel of a step by itself, instead of replaying captured steps."""
     packed_layers: bool = True
     """Lay weights out for the CPU's kernels, and drop encoder layers that nothing reads."""
     model_impl: str = "auto"

@@ -23,12 +23,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import (
-    AttentionArgs,
-    AttentionMetadata,
-    build_metadata,
-    select_backend,
-)
+from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, select_backend
+from aioengine.kernels.metadata import build_metadata
 from aioengine.kernels.pool import pack_rows
 
 BLOCK_SIZE = 32

@@ -10,7 +10,8 @@ from the plan to the tokens read back, of requests with 300 tokens or so each.
 
 Measured alone, and beside a thread that runs pure Python all the time, with which every operator
 competes for the interpreter's lock. With `--triton`, where Triton is installed, the engine's own
-kernels are counted as operators; what Triton's launcher takes of the host is not.
+kernels are counted as operators; what Triton's launcher takes of the host is not. And steps are
+captured: then the host stages their numbers, and launches a graph.
 
 Beside the counts stand estimates of a step on an H200: the floor, which is the bytes of weights,
 keys and values at the rate of its memory; and with a graph of the same launches, each of which
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from neighbours import python_threads
@@ -37,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from aioengine.core.plan import Limits, SequencePlan, StepPlan
+from aioengine.execution import captured_steps
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.models.runtime.hf_loading import build_on_meta
 from aioengine.models.runtime.registry import resolve
@@ -160,7 +163,19 @@ def install_triton() -> None:
     triton.are_right_on = lambda _: True  # type: ignore[assignment]
 
 
-def runner_of(name: str, num_requests: int) -> tuple[ModelRunner, int]:
+class NullCapture:
+    """Captures what does nothing, and replays it as one launch."""
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+        """See `aioengine.execution.graphs.Capture`."""
+
+        def replay() -> None:
+            LAUNCHES[0] += 1
+
+        return SimpleNamespace(replay=replay), work()
+
+
+def runner_of(name: str, num_requests: int, capture: NullCapture | None) -> tuple[ModelRunner, int]:
     """A runner of a model that has its shapes and no numbers, and the bytes that a step reads of
     its weights. Its trials compare nothing with nothing, so structure alone says what is fused."""
     architecture, kind, sizes = MODELS[name]
@@ -185,7 +200,11 @@ def runner_of(name: str, num_requests: int) -> tuple[ModelRunner, int]:
         num_blocks=num_requests * (CONTEXT // BLOCK + 2) * len(model.kv_groups),
         num_groups=len(model.kv_groups),
     )
-    return ModelRunner(model, limits), weights
+    runner = ModelRunner(model, limits, capture=capture)
+    if capture is not None:
+        with patch.object(captured_steps, "_are_near", lambda *_: True):  # of no numbers
+            runner.find_decode_steps()
+    return runner, weights
 
 
 def plan_of(
@@ -254,7 +273,8 @@ def milliseconds(step: Callable[[], Any], count: int) -> float:
 
 def measure(name: str, num_requests: int, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of one model and so many requests."""
-    runner, weights = runner_of(name, num_requests)
+    runner, weights = runner_of(name, num_requests, NullCapture() if options.triton else None)
+    captured, runner._captured = runner._captured, None
     found: dict[str, Any] = {"model": name, "requests": num_requests}
     found["layers"] = len(runner.model.specs)
     samplings: dict[str, dict[str, Any]] = {
@@ -277,7 +297,31 @@ def measure(name: str, num_requests: int, options: argparse.Namespace) -> dict[s
     plan = plan_of(runner, num_requests, {})
     with python_threads(1):
         found["beside_python_ms"] = milliseconds(lambda: runner.step(plan).read(), 3)
+    if captured is None:
+        return found
+    runner._captured = captured
+    for kind, sampling in samplings.items():
+        plan = plan_of(runner, num_requests, sampling)
+        with Counted() as counted:
+            runner.step(plan).read()
+        found[f"captured_{kind}_launches"] = counted.count + 1
+        found[f"captured_{kind}_ms"] = milliseconds(
+            lambda plan=plan: runner.step(plan).read(), 5 * options.steps
+        )
+    assert captured.counts.replayed and not captured.counts.launched
+    with python_threads(1):
+        found["captured_beside_python_ms"] = milliseconds(lambda: runner.step(plan).read(), 20)
     return found
+
+
+def captured_columns(found: dict[str, Any]) -> str:
+    """Figures of captured steps, if there are such."""
+    if "captured_greedy_ms" not in found:
+        return ""
+    return (
+        f"{found['captured_greedy_ms']:10.2f}{found['captured_sampled_ms']:9.2f}"
+        f"{found['captured_beside_python_ms']:14.1f}"
+    )
 
 
 def main() -> None:
@@ -297,6 +341,7 @@ def main() -> None:
     print(
         f"{'model':13}{'requests':>9}{'layers':>7}{'greedy':>8}{'ops':>5}{'sampled':>9}{'ops':>5}"
         f"{'beside Python':>14}{'floor':>7}{'graph':>7}"
+        + (f"{'captured':>10}{'sampled':>9}{'beside Python':>14}" if options.triton else "")
     )
     for name in options.models.split(","):
         for requests in map(int, options.requests.split(",")):
@@ -306,7 +351,7 @@ def main() -> None:
                 f"{name:13}{requests:9}{found['layers']:7}{found['greedy_ms']:8.2f}"
                 f"{found['greedy_operators']:5}{found['sampled_ms']:9.2f}"
                 f"{found['sampled_operators']:5}{found['beside_python_ms']:14.0f}"
-                f"{found['floor_ms']:7.2f}{found['graph_ms']:7.2f}",
+                f"{found['floor_ms']:7.2f}{found['graph_ms']:7.2f}" + captured_columns(found),
                 flush=True,
             )
     print(json.dumps({"triton": options.triton, "steps": results}))

@@ -6,14 +6,24 @@ of each, and so wait for one that has lost its core.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 
-__all__ = ["MOST_PROBABLE", "Choice", "argmax", "cap_softly", "draw", "draws", "to_floats"]
+__all__ = [
+    "MOST_PROBABLE",
+    "Choice",
+    "argmax",
+    "cap_softly",
+    "draw",
+    "draws",
+    "draws_on",
+    "to_floats",
+]
 
 
 class Choice(NamedTuple):
@@ -51,22 +61,32 @@ def cap_softly(logits: Tensor, cap: float) -> Tensor:
 
 def draws(logits: Tensor) -> bool:
     """Return whether `draw` takes such logits."""
-    return _is_ours(logits)
+    return draws_on(logits.device) if logits.device.type != "cpu" else _is_ours(logits)
+
+
+def draws_on(device: torch.device) -> bool:
+    """Return whether a device that is no CPU takes all logits."""
+    return device.type == "cuda" and _triton().are_right_on(device)
 
 
 def draw(
-    logits: Tensor,
-    choices: Tensor,
-    banned: Tensor | None = None,
-    num_banned: Tensor | None = None,
+    logits: Tensor, choices: Tensor, bans: Tensor | None = None, where: Tensor | None = None
 ) -> Tensor:
     """`logits` [n, vocab] -> tokens, int64 [n], each by a `Choice`, float64 [n, 5].
 
-    `banned` int32: tokens that may not come, of each row so many as `num_banned` [n] int32 says;
-    their logits become -infinity.
+    `bans` int32: tokens that may not come, whose logits become -infinity. On a CPU each row has so
+    many of them as `where` [n] int32 says; elsewhere it has those from the place in `where` [n + 1]
+    up to the next.
     """
-    found: Tensor = torch.ops.aioengine_cpu.draw(logits, choices, banned, num_banned)
+    if logits.device.type != "cpu":
+        drawn: Tensor = _triton().sampler().draw(logits, choices, bans, where)
+        return drawn
+    found: Tensor = torch.ops.aioengine_cpu.draw(logits, choices, bans, where)
     return found
+
+
+def _triton() -> Any:
+    return import_module("aioengine.kernels.triton")
 
 
 def to_floats(logits: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from aioengine.config import EngineConfig
 from aioengine.core.plan import Limits
 from aioengine.errors import ModelLoadError
+from aioengine.execution.graphs import capture_on
 from aioengine.execution.load_trial import Trial
 from aioengine.execution.memory_budget import ModelSizes, find_device, resolve_limits
 from aioengine.execution.memory_profiler import largest_items, measure_activations
@@ -144,7 +145,8 @@ def _load(
         measure = partial(measure_activations, model, processor, backend=backend)
         limits = resolve_limits(config, sizes, device, measure)
         context.max_model_len = limits.max_model_len
-        runner = ModelRunner(model, limits, backend, form)
+        capture = None if config.enforce_eager else capture_on(device)
+        runner = ModelRunner(model, limits, backend, form, capture)
         runner.find_decode_steps()
     end_team()
     eos_token_ids = _eos_token_ids(model)

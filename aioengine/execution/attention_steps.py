@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from aioengine.core.plan import Limits, SequencePlan
-from aioengine.kernels.attention import (
-    AttentionMetadata,
+from aioengine.kernels.attention import AttentionMetadata
+from aioengine.kernels.metadata import (
     SeenRows,
     stage_cross_metadata,
     stage_metadata,
 )
-from aioengine.kernels.staging import StepBuffer
+from aioengine.kernels.transfer import StepBuffer
 from aioengine.models.runtime.interfaces import PromptMemory
 from aioengine.models.runtime.transformers_model import TransformersModel
 
@@ -19,10 +19,15 @@ __all__ = ["stage_attention"]
 
 
 def stage_attention(
-    model: TransformersModel, limits: Limits, buffer: StepBuffer, sequences: Sequence[SequencePlan]
+    model: TransformersModel,
+    limits: Limits,
+    buffer: StepBuffer,
+    sequences: Sequence[SequencePlan],
+    *,
+    is_flat: bool = False,
 ) -> list[Callable[[], AttentionMetadata]]:
     """Stage the metadata of a step, one for each KV group; what is returned gives it, once the
-    buffer has been sent."""
+    buffer has been sent. `is_flat`: block tables are not padded."""
     blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
     own = [
         stage_metadata(
@@ -35,6 +40,7 @@ def stage_attention(
             chunk=model.kv_groups[group].chunk,
             block_ids=blocks if model.sees_blocks(group) else None,
             blocks_in_window=model.blocks_in_window,
+            is_flat=is_flat,
         )
         for group in range(limits.num_groups)
     ]
@@ -51,6 +57,7 @@ def stage_attention(
             context_lens=[s.num_encoder_rows for s in sequences],
             is_new=[s.encoder_key is not None for s in sequences],
             seen=seen,
+            is_flat=is_flat,
         )
         for group in range(limits.num_cross_groups)
     ]

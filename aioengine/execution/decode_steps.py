@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 
 from aioengine.core.plan import UNSAMPLED, Limits, SequencePlan, StepPlan, StepResult
-from aioengine.kernels.attention import (
-    AttentionBackend,
-    build_cross_metadata,
-    build_metadata,
-)
+from aioengine.kernels.attention import AttentionBackend
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.decode_queue import DecodeQueue, QueuedToken
+from aioengine.kernels.metadata import build_cross_metadata, build_metadata
 from aioengine.kernels.pool import LayerPages
 from aioengine.models.fusion.decoder_plan import decode_parts_of
 from aioengine.models.runtime.transformers_model import TransformersModel

@@ -9,26 +9,31 @@ follows plans to the letter and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
-from aioengine.errors import InvalidRequestError, MediaError
+from aioengine.errors import MediaError
 from aioengine.execution.attention_steps import stage_attention
+from aioengine.execution.captured_steps import (
+    CapturedSteps,
+    Computed,
+    plain,
+)
 from aioengine.execution.decode_steps import DecodeSteps, find_decode_steps
+from aioengine.execution.graphs import Capture
 from aioengine.execution.state_steps import stage_states
+from aioengine.execution.step_results import PromptScores, masks_of, reader
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
-from aioengine.kernels.staging import Staged, StepBuffer
-from aioengine.kernels.transfer import to_device, to_host
+from aioengine.kernels.transfer import Staged, StepBuffer, to_device
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.state.memory import StateMemory
-from aioengine.sampling.logprobs import ScoreColumns, Scores, score
-from aioengine.sampling.sampler import Sampled, Sampler
-from aioengine.types import Launched, TokenLogprobs
+from aioengine.sampling.logprobs import Scores, score
+from aioengine.sampling.sampler import Sampled, Sampler, Sampling
+from aioengine.types import Launched
 
 __all__ = ["PROMPT_ROWS", "ModelRunner"]
 
@@ -36,7 +41,6 @@ PROMPT_ROWS = "prompt"
 """Modality of embeddings that a prompt is made of: nothing encodes them."""
 
 Features = Mapping[str, Tensor]
-_PromptScores = list[tuple[SequencePlan, list[Scores]]]
 
 SCORED_ROWS = 256
 """Prompt positions whose logits are in memory at a time."""
@@ -51,8 +55,10 @@ class ModelRunner:
         limits: Limits,
         backend: AttentionBackend | None = None,
         pages: PageFormat | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """`pages`: of keys and values; None: of the model's dtype."""
+        """`pages`: of keys and values; None: of the model's dtype. `capture`: of the device, for
+        steps of single tokens."""
         self.model = model
         self._limits = limits
         self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
@@ -61,13 +67,22 @@ class ModelRunner:
         self._last = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=model.device)
         self._places: dict[str, int] = {}
         self._sampler = Sampler()
-        self._pages = _allocate_pages(model, limits, pages or PageFormat(model.dtype))
         self._backend = backend or select_backend("auto", model.device)
+        # One more of each, which is nobody's, for what fills captured steps up.
+        spare = 0 if capture is None else 1
+        self._pages = _allocate_pages(model, limits, pages or PageFormat(model.dtype), spare)
+        captures = getattr(self._backend, "captures", None)
+        self._is_flat = captures is not None and all(map(captures, self._pages))
+        self._captured: CapturedSteps | None = None
+        if capture is not None and self._is_flat:
+            inputs = model.prompt_inputs((0,))
+            self._captured = CapturedSteps(capture, limits, inputs, model.device)
         self.decode_steps: DecodeSteps | None = None
         """Takes steps that need no Python, if this model has such; see `find_decode_steps`."""
         self._states: StateMemory | None = None
         if model.states:
-            self._states = StateMemory(model.states, limits.num_states, model.dtype, model.device)
+            num_states = limits.num_states + spare
+            self._states = StateMemory(model.states, num_states, model.dtype, model.device)
         model.bind(self._pages, self._backend)
 
     @property
@@ -75,8 +90,12 @@ class ModelRunner:
         """Bytes of the pool that all keys and values lie in."""
         return max((keys.untyped_storage().nbytes() for keys, _ in self._pages), default=0)
 
+    @torch.inference_mode()
     def find_decode_steps(self) -> None:
-        """Try whether steps can do without Python. To be called before the first step."""
+        """Try whether steps of single tokens can do without Python in between: from a queue on a
+        CPU, by graphs on a GPU. To be called before the first step, on the launch thread."""
+        if self._captured is not None:
+            self._capture(self._captured)
         self.decode_steps = find_decode_steps(
             self.model, self._limits, self._pages, self._backend, self._last
         )
@@ -92,8 +111,12 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> Launched[StepResult]:
         """Launch one step of the decoder."""
+        captured = self._captured
+        filled = None if captured is None else captured.filled(plan.sequences)
+        if captured is not None and filled is not None:
+            return self._step_captured(captured, plan, filled)
         sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
-        compute = self._stage(sequences, chosen)
+        compute = self._stage(self._buffer, sequences, chosen)
         score_prompts = self._stage_scores(sequences)
         sample = self._sampler.prepare(
             self._buffer,
@@ -106,12 +129,12 @@ class ModelRunner:
         scored = score_prompts(hidden)
         self._places = {s.request_id: place for place, s in enumerate(chosen)}
         if not chosen:
-            return Launched(_reader(chosen, None, scored, {}))
+            return Launched(reader(chosen, None, scored, {}))
         logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
-        masks, failures = _masks(chosen)
+        masks, failures = masks_of(chosen)
         sampled = sample(logits, masks)
         self._last[: len(chosen)] = sampled.token_ids
-        return Launched(_reader(chosen, sampled, scored, failures))
+        return Launched(reader(chosen, sampled, scored, failures))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -119,33 +142,88 @@ class ModelRunner:
 
         In float32 at least. No token is chosen.
         """
-        compute = self._stage(_ordered(plan), [s for s in plan.sequences if s.samples])
+        chosen = [s for s in plan.sequences if s.samples]
+        compute = self._stage(self._buffer, _ordered(plan), chosen)
         self._buffer.send()
         hidden, rows = compute()
         return self.model.compute_logits(hidden if rows is None else hidden[rows])
 
+    def _step_captured(
+        self, captured: CapturedSteps, plan: StepPlan, filled: Sequence[SequencePlan]
+    ) -> Launched[StepResult]:
+        """Replay a step of single tokens, if it is like one that was captured, else launch it."""
+        chosen = plan.sequences
+        samplings, indices = [s.sampling for s in chosen], [s.output_index for s in chosen]
+        choices, sample = [plain(s) for s in filled], None
+        compute = self._stage_single(captured.buffer, filled, choices)
+        if choices[: len(chosen)] != samplings:  # more is wanted of some than is captured
+            vocab_size = self.model.vocab_size
+            sample = self._sampler.prepare(self._buffer, samplings, indices, vocab_size)
+            self._buffer.send()
+        captured.buffer.send()
+        logits, token_ids = captured.run(len(filled), compute)
+        self._places = {s.request_id: place for place, s in enumerate(chosen)}
+        masks, failures = masks_of(chosen)
+        sampled = Sampled(token_ids[: len(chosen)], None)
+        if sample is not None:
+            sampled = sample(logits[: len(chosen)], masks)
+            self._last[: len(chosen)] = sampled.token_ids
+        return Launched(reader(chosen, sampled, [], failures))
+
+    def _stage_single(
+        self,
+        buffer: StepBuffer,
+        sequences: Sequence[SequencePlan],
+        choices: Sequence[Sampling],
+    ) -> Callable[[], Computed]:
+        """Stage a step of single tokens; what is returned computes it, and keeps its tokens for the
+        step behind it."""
+        compute = self._stage(buffer, sequences, sequences)
+        indices = [s.output_index for s in sequences]
+        choose = self._sampler.prepare(buffer, choices, indices, self.model.vocab_size)
+
+        def work() -> Computed:
+            hidden, _ = compute()
+            logits = self.model.compute_logits(hidden)
+            token_ids = choose(logits, ()).token_ids
+            self._last[: len(sequences)] = token_ids
+            return Computed(logits, token_ids)
+
+        return work
+
+    def _capture(self, captured: CapturedSteps) -> None:
+        for page in chain.from_iterable(self._pages):
+            page[-1].zero_()  # the block that is nobody's is read all the same
+
+        def stage(sequences: Sequence[SequencePlan]) -> Callable[[], Computed]:
+            work = self._stage_single(captured.buffer, sequences, [plain(s) for s in sequences])
+            captured.buffer.send()
+            return work
+
+        captured.take_all(stage)
+
     def _stage(
-        self, sequences: Sequence[SequencePlan], chosen: Sequence[SequencePlan]
+        self, buffer: StepBuffer, sequences: Sequence[SequencePlan], chosen: Sequence[SequencePlan]
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """Stage a step; what is returned computes it, once the buffer has been sent.
 
         It gives hidden states [T, hidden], and the rows of `chosen`; None: all, as they lie.
         """
-        put = self._buffer.put
+        put, is_fixed = buffer.put, buffer is not self._buffer
         starts = [s.start for s in sequences]
         ends = [s.end for s in sequences]
-        embed = self._stage_tokens(sequences)
-        metadata = stage_attention(self.model, self._limits, self._buffer, sequences)
-        states = None
-        if self._states is not None:
-            states = stage_states(self._states, self._buffer, sequences)
+        embed = self._stage_tokens(put, sequences, is_fixed=is_fixed)
+        metadata = stage_attention(
+            self.model, self._limits, buffer, sequences, is_flat=self._is_flat
+        )
+        states = None if self._states is None else stage_states(self._states, buffer, sequences)
         prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
         positions = put(self.model.positions_for(starts, ends, prompts))
         tails = accumulate(end - start for start, end in zip(starts, ends, strict=True))
         last = {s.request_id: tail - 1 for s, tail in zip(sequences, tails, strict=True)}
         wanted = [last[s.request_id] for s in chosen]
         # Most steps read all rows, as they lie.
-        is_whole = wanted == [*range(sum(ends) - sum(starts))]
+        is_whole = is_fixed or wanted == [*range(sum(ends) - sum(starts))]
         places = None if is_whole else put(wanted)
         reads_all = any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences)
 
@@ -164,7 +242,7 @@ class ModelRunner:
 
         return compute
 
-    def _stage_scores(self, sequences: Sequence[SequencePlan]) -> Callable[[Tensor], _PromptScores]:
+    def _stage_scores(self, sequences: Sequence[SequencePlan]) -> Callable[[Tensor], PromptScores]:
         """Stage the prompt tokens that this step's positions predict; what is returned gives their
         scores, of hidden states [T, hidden]."""
         found: list[tuple[SequencePlan, list[tuple[int, Staged]]]] = []
@@ -184,7 +262,7 @@ class ModelRunner:
             # A placeholder's id may lie beyond the vocabulary; its score is not shown.
             return score(logits, ids.clamp_max(logits.shape[-1] - 1), count)
 
-        def score_all(hidden: Tensor) -> _PromptScores:
+        def score_all(hidden: Tensor) -> PromptScores:
             return [
                 (
                     s,
@@ -265,31 +343,36 @@ class ModelRunner:
             value=shape,
         )
 
-    def _stage_tokens(self, sequences: Sequence[SequencePlan]) -> Callable[[], Tensor]:
+    def _stage_tokens(
+        self, put: Callable[..., Staged], sequences: Sequence[SequencePlan], *, is_fixed: bool
+    ) -> Callable[[], Tensor]:
         """Stage the step's tokens; what is returned gives their embeddings [T, hidden], encoder
-        rows in their places."""
-        put = self._buffer.put
+        rows in their places. `is_fixed`: in sizes that do not depend on what is known of them."""
         token_ids = [token for s in sequences for token in s.token_ids]
-        unknown = [at for at, token in enumerate(token_ids) if token == UNSAMPLED]
         ids = put(max(token, 0) for token in token_ids)
         # Only a sequence's last token can be one that the step before has sampled.
-        owners = [s.request_id for s in sequences if s.token_ids[-1] == UNSAMPLED]
-        filled = (put(unknown), put(self._places[owner] for owner in owners)) if unknown else None
+        unknown = [token == UNSAMPLED for token in token_ids]
+        filled = None
+        if is_fixed or any(unknown):
+            owners = [s.request_id for s in sequences for _ in s.token_ids]
+            at = (self._places[name] if x else 0 for x, name in zip(unknown, owners, strict=True))
+            filled = put(unknown, torch.bool), put(at)
         is_row = self._rows_mask(sequences, len(token_ids))
         mask = None if is_row is None else put(is_row, torch.bool)
 
         def embed() -> Tensor:
+            given = ids.tensor
             if filled is not None:
-                at, places = filled
-                ids.tensor[at.tensor] = self._last[places.tensor]
+                is_unknown, places = filled
+                given = torch.where(is_unknown.tensor, self._last[places.tensor], given)
             if mask is None:
-                return self.model.embed_input_ids(ids.tensor)
+                return self.model.embed_input_ids(given)
             pieces = [
                 self._rows[piece.key][piece.row : piece.row + piece.count]
                 for s in sequences
                 for piece in s.rows
             ]
-            return self.model.embed_input_ids(ids.tensor, pieces, mask.tensor)
+            return self.model.embed_input_ids(given, pieces, mask.tensor)
 
         return embed
 
@@ -312,94 +395,22 @@ def _ordered(plan: StepPlan) -> list[SequencePlan]:
     return sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
 
 
-def _masks(chosen: Sequence[SequencePlan]) -> tuple[list[Tensor | None], dict[str, Exception]]:
-    """Bit masks of the tokens that grammars allow, and the requests whose grammar has failed."""
-    masks: list[Tensor | None] = []
-    failures: dict[str, Exception] = {}
-    for s in chosen:
-        mask = None
-        if s.sampling is not None and s.sampling.constraint is not None:
-            try:
-                mask = s.sampling.constraint.mask(s.token_ids, s.output_index)
-            except InvalidRequestError as error:
-                failures[s.request_id] = error
-        masks.append(mask)
-    return masks, failures
-
-
-def _barred(chosen: Sequence[SequencePlan], is_barred: Sequence[bool]) -> dict[str, Exception]:
-    """The requests whose parameters have left them no token."""
-    return {
-        s.request_id: InvalidRequestError(
-            "the sampling parameters, with the tokens that the model's generation config "
-            "suppresses, leave no token to choose; allow more tokens, or ban fewer",
-            parameter="params",
-        )
-        for s, barred in zip(chosen, is_barred, strict=True)
-        if barred and s.sampling is not None and (s.sampling.adjustments or s.sampling.constraint)
-    }
-
-
-def _reader(
-    chosen: Sequence[SequencePlan],
-    sampled: Sampled | None,
-    prompts: _PromptScores,
-    failures: dict[str, Exception],
-) -> Callable[[], StepResult]:
-    """Send what a step has found to the host, in one copy; what is returned reads it."""
-    groups: list[Sequence[Tensor]] = [part for _, parts in prompts for part in parts]
-    if sampled is not None:
-        barred = [] if sampled.is_barred is None else [sampled.is_barred]
-        groups += [sampled.scores or [], barred, [sampled.token_ids]]
-    on_their_way = iter(to_host([tensor for group in groups for tensor in group]))
-    found = [[*islice(on_their_way, len(group))] for group in groups]
-
-    def read() -> StepResult:
-        columns = iter(found)
-        prompt_logprobs = {
-            s.request_id: (s.start + 1, _joined([Scores(*next(columns)) for _ in parts]))
-            for s, parts in prompts
-            if parts
-        }
-        if sampled is None:
-            return StepResult((), prompt_logprobs=prompt_logprobs)
-        scores, barred, (token_ids,) = columns
-        return StepResult(
-            token_ids.tolist(),
-            failures | _barred(chosen, barred[0].tolist()) if barred else failures,
-            _read_scores(chosen, sampled.rows, Scores(*scores)) if scores else {},
-            prompt_logprobs,
-        )
-
-    return read
-
-
-def _read_scores(
-    chosen: Sequence[SequencePlan], rows: Sequence[int], scores: Scores
-) -> dict[str, TokenLogprobs]:
-    asked = [chosen[row] for row in rows]
-    found = scores.read([s.sampling.logprobs for s in asked])
-    return {s.request_id: logprobs for s, logprobs in zip(asked, found, strict=True)}
-
-
-def _joined(parts: Sequence[Scores]) -> ScoreColumns:
-    columns = zip(*(part.columns() for part in parts), strict=True)
-    return ScoreColumns(*map(np.concatenate, columns))
-
-
-def _allocate_pages(model: TransformersModel, limits: Limits, form: PageFormat) -> list[LayerPages]:
+def _allocate_pages(
+    model: TransformersModel, limits: Limits, form: PageFormat, num_spare: int
+) -> list[LayerPages]:
     """Key and value pages per layer, views of one pool of bytes.
 
     A block is one page, which holds the block's keys and values of all layers of its group; all
     groups draw pages from the same pool. Within a block a head's rows lie one after the other: who
     attends with one head reads on and on.
     """
+    num_blocks = limits.num_blocks + num_spare
     page_bytes = max(g.block_bytes(limits.block_size, form.row_bytes) for g in model.kv_groups)
     page_size = page_bytes // form.dtype.itemsize
-    pool = empty_pool(limits.num_blocks * page_size, form.dtype, model.device)
+    pool = empty_pool(num_blocks * page_size, form.dtype, model.device)
 
     def view(offset: int, heads: int, dim: int) -> Tensor:
-        size = (limits.num_blocks, limits.block_size, heads, dim)
+        size = (num_blocks, limits.block_size, heads, dim)
         strides = (page_size, dim, limits.block_size * dim, 1)
         return pool.as_strided(size, strides, offset)
 

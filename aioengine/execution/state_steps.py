@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from aioengine.core.plan import SequencePlan
-from aioengine.kernels.staging import StepBuffer
+from aioengine.kernels.transfer import StepBuffer
 from aioengine.models.state.memory import StateMemory, StateStep
 
 __all__ = ["stage_states"]

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aioengine.kernels.staging import Staged, StepBuffer
-from aioengine.kernels.transfer import to_device, upload
+from aioengine.kernels.transfer import Staged, StepBuffer, to_device, upload
 
 __all__ = ["Adjuster", "Adjusting", "Adjustments"]
 

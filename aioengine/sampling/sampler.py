@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from aioengine.kernels.logits import MOST_PROBABLE, Choice, argmax, draw, draws
-from aioengine.kernels.staging import Staged, StepBuffer
+from aioengine.kernels.logits import MOST_PROBABLE, Choice, argmax, draw, draws, draws_on
+from aioengine.kernels.transfer import Staged, StepBuffer
 from aioengine.sampling.logits_processors import Adjuster, Adjustments
 from aioengine.sampling.logprobs import Scores, chunk_rows, score
 
@@ -132,22 +133,14 @@ class Sampler:
         Returns what chooses, once the buffer has been sent: of logits [n, vocab], which may be
         overwritten, and one bit mask per row, or None (see `Adjuster`).
         """
-        if buffer.device.type != "cpu" or not all(s.is_plain for s in samplings):
+        plain = _prepare_plain(buffer, samplings, indices, vocab_size)
+        if plain is None:
             return self._prepare(buffer, samplings, indices, vocab_size)
-        asked = [*zip(samplings, indices, strict=True)]
-        banned = [s.bans_at(index) for s, index in asked]
-        if max(map(len, banned), default=0) >= vocab_size:
-            return self._prepare(buffer, samplings, indices, vocab_size)
-        numbers = (n for s, index in asked for n in s.choice(index))
-        choices = buffer.put(numbers, torch.float64)
-        bans = buffer.put((token for tokens in banned for token in tokens), torch.int32)
-        counts = buffer.put(map(len, banned), torch.int32)
 
         def chosen_of(logits: Tensor, masks: Sequence[Tensor | None]) -> Sampled:
-            if not draws(logits):
+            if not draws(logits):  # of a dtype that the operators of a CPU do not know
                 return self._prepare(buffer, samplings, indices, vocab_size)(logits, masks)
-            table = choices.tensor.view(len(asked), -1)
-            return Sampled(draw(logits, table, bans.tensor, counts.tensor), None)
+            return Sampled(plain(logits), None)
 
         return chosen_of
 
@@ -182,6 +175,34 @@ class Sampler:
         return chosen_of
 
 
+def _prepare_plain(
+    buffer: StepBuffer, samplings: Sequence[Sampling], indices: Sequence[int], vocab_size: int
+) -> Callable[[Tensor], Tensor] | None:
+    """Stage choices of tokens that want nothing else, for operators of our own.
+
+    What is returned makes them, int64 [n] of logits [n, vocab]. None where there is more to do, or
+    no such operator.
+    """
+    has_starts = draws_on(buffer.device)
+    has_operator = has_starts or buffer.device.type == "cpu"
+    if not has_operator or not all(s.is_plain for s in samplings):
+        return None
+    asked = [*zip(samplings, indices, strict=True)]
+    banned = [s.bans_at(index) for s, index in asked]
+    if max(map(len, banned), default=0) >= vocab_size:
+        return None
+    choices = buffer.put((n for s, index in asked for n in s.choice(index)), torch.float64)
+    bans = buffer.put_varying(chain.from_iterable(banned))
+    counts = [*map(len, banned)]
+    where = accumulate(counts, initial=bans.first) if has_starts else counts
+    places = buffer.put(where, torch.int32)
+
+    def chosen_of(logits: Tensor) -> Tensor:
+        return draw(logits, choices.tensor.view(len(asked), -1), bans.base, places.tensor)
+
+    return chosen_of
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Filter:
     """The rows of a draw that a filter is for, by index [r] and on the device."""
@@ -197,7 +218,7 @@ class _Draw:
     """Some sequences, all with a positive temperature, whose tokens are drawn at a time.
 
     `rows` [m]: in the batch, None for all of it; `temperature`, `min_p` and `picks` [m] float64;
-    `choices` [m * 5] float64: all of it, for operators that take it so, on a CPU.
+    `choices` [m * 5] float64: all of it, for operators that take it so.
     """
 
     rows: Staged | None
@@ -249,7 +270,7 @@ def _prepare_draw(
         staged = buffer.put(places), top_p, buffer.put(top_k) if by_k else None
         return _Filter(*staged, max(top_k))
 
-    is_cpu = buffer.device.type == "cpu"
+    has_operator = buffer.device.type == "cpu" or draws_on(buffer.device)
     has_k = [0 < s.top_k < vocab_size for s in chosen]
     by_p = [i for i, s in enumerate(chosen) if s.top_p < 1 and not has_k[i]]
     return _Draw(
@@ -261,7 +282,7 @@ def _prepare_draw(
         by_k=filtered([i for i, has in enumerate(has_k) if has], by_k=True),
         by_p=filtered(by_p, by_k=False),
         choices=floats(number for row in rows for number in samplings[row].choice(indices[row]))
-        if is_cpu
+        if has_operator
         else None,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["are_right_on", "new_backend", "operators_on"]
+__all__ = ["are_right_on", "new_backend", "operators_on", "sampler"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,11 @@ def operators_on(device: torch.device) -> Any:
     if are_right_on(device):
         return import_module("aioengine.kernels.triton.operators").TritonOperators
     return import_module("aioengine.kernels.torch_operators").TorchOperators
+
+
+def sampler() -> Any:
+    """The module that draws tokens."""
+    return import_module("aioengine.kernels.triton.sample")
 
 
 @cache

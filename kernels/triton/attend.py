@@ -127,15 +127,15 @@ def _sinks(
     return most, total
 
 
-@triton.jit(do_not_specialize=("first", "last", "window", "table_step", "bias_length"))
+@triton.jit(do_not_specialize=("first", "last", "window", "bias_length"))
 def attend(
     Query: tl.tensor, Keys: tl.tensor, Values: tl.tensor, Out: tl.tensor, Sums: tl.tensor,
-    QueryStart: tl.tensor, Lengths: tl.tensor, Table: tl.tensor, Ids: tl.tensor, Sinks: tl.tensor,
-    Bias: tl.tensor, first: tl.tensor, last: tl.tensor, scale: tl.tensor, softcap: tl.tensor,
-    window: tl.tensor, table_step: tl.tensor, bias_length: tl.tensor, query_token: tl.tensor,
-    query_head: tl.tensor, key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
-    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, out_split: tl.tensor,
-    out_token: tl.tensor, out_head: tl.tensor,
+    QueryStart: tl.tensor, Lengths: tl.tensor, Table: tl.tensor, TableStarts: tl.tensor,
+    Ids: tl.tensor, Sinks: tl.tensor, Bias: tl.tensor, first: tl.tensor, last: tl.tensor,
+    scale: tl.tensor, softcap: tl.tensor, window: tl.tensor, bias_length: tl.tensor,
+    query_token: tl.tensor, query_head: tl.tensor, key_block: tl.tensor, key_token: tl.tensor,
+    key_head: tl.tensor, value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
+    out_split: tl.tensor, out_token: tl.tensor, out_head: tl.tensor,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
     PAGE: tl.constexpr, IS_SPLIT: tl.constexpr, ARE_SINGLE: tl.constexpr, IS_CAUSAL: tl.constexpr,
@@ -172,11 +172,11 @@ def attend(
     share = (end - begin + tl.num_programs(2) - 1) // tl.num_programs(2)
     begin += split * share
     most, total = _sinks(Sinks, head, is_row, split, HAS_SINKS, BLOCK_M)
-    found = tl.zeros([BLOCK_M, DV_PADDED], tl.float32)
+    found, blocks = tl.zeros([BLOCK_M, DV_PADDED], tl.float32), Table + tl.load(TableStarts + seq)
     for index in range(begin, tl.minimum(begin + share, end)):
         keys = index * BLOCK_N + tl.arange(0, BLOCK_N)
         is_key = (keys >= low) & (keys < high)
-        block = tl.load(Table + seq * table_step + keys // PAGE, mask=is_key, other=0).to(tl.int64)
+        block = tl.load(blocks + keys // PAGE, mask=is_key, other=0).to(tl.int64)
         k_at = (block * key_block + keys % PAGE * key_token + kv_head * key_head)[:, None]
         v_at = (block * value_block + keys % PAGE * value_token + kv_head * value_head)[:, None]
         k = tl.load(Keys + k_at + dk, mask=is_key[:, None] & (dk < DK), other=0.0)

@@ -53,6 +53,10 @@ class TritonBackend:
         """Return whether the kernels read such pages."""
         return pages[0].dtype in DTYPES and max(page.shape[-1] for page in pages) <= MAX_DIM
 
+    def captures(self, pages: KeyValue) -> bool:
+        """See `AttentionBackend`."""
+        return self.knows(pages)
+
     def write_kv(self, new: KeyValue, pages: KeyValue, meta: AttentionMetadata) -> None:
         """Put keys [T, Hkv, Dk] and values [T, Hkv, Dv] into their slots; mutates the pages."""
         if not self.knows(pages):
@@ -137,11 +141,11 @@ def _launch(
     bias = args.distance_bias
     attend[(count, kv_heads * tiles.parts, num_splits)](
         query, key, value, out, sums, meta.query_start, meta.seq_lens, meta.block_table,
-        meta.block_ids if has_blocks else query,
+        _table_starts(meta), meta.block_ids if has_blocks else query,
         query if args.sinks is None else args.sinks,
         query if bias is None else bias.contiguous(),
         first, last, args.scale, args.softcap or 0.0, args.window or 0,
-        meta.block_table.stride(0), 0 if bias is None else bias.shape[1],
+        0 if bias is None else bias.shape[1],
         *strides(query), *strides(key), *strides(value),
         *(strides(out) if out.dim() == 4 else (0, *strides(out))),
         GROUP=group, HEADS=tiles.heads, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
@@ -169,6 +173,19 @@ def _tiles(query: Tensor, pages: KeyValue, *, is_single: bool) -> _Tiles:
         rows, keys = 64, 64 if width <= 64 else 32
     heads = min(group, rows)
     return _Tiles(heads, -(-group // heads), rows, keys, num_warps=4, num_stages=2)
+
+
+def _table_starts(meta: AttentionMetadata) -> Tensor:
+    """Where each sequence's blocks begin in the table, int32 [S]."""
+    if meta.table_starts is not None:
+        return meta.table_starts
+    count, width = meta.block_table.shape
+    device = meta.block_table.device
+
+    def made() -> Tensor:
+        return torch.arange(0, count * width, width or 1, dtype=torch.int32, device=device)
+
+    return meta.once("table_starts", made)
 
 
 def _in_rows(numbers: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionArgs, build_metadata
+from aioengine.kernels.attention import AttentionArgs
+from aioengine.kernels.metadata import build_metadata
 from aioengine.kernels.reference import ReferenceBackend
+from aioengine.kernels.triton import sample
 from aioengine.kernels.triton.backend import TritonBackend
 
 __all__ = ["run_trial"]
@@ -15,7 +17,7 @@ NEARNESS = 1e-2
 
 
 def run_trial(device: torch.device) -> None:
-    """Attend to a prompt and to a long context on the device, in float16.
+    """Attend to a prompt and to a long context on the device, in float16, and choose tokens.
 
     Raises RuntimeError where it differs from the reference there, and whatever the kernels raise.
     """
@@ -34,3 +36,7 @@ def run_trial(device: torch.device) -> None:
     )
     if not torch.allclose(found, expected, atol=NEARNESS, rtol=NEARNESS):
         raise RuntimeError("attention differs from the reference")
+    logits = draw(2, 3000).float()
+    choices = torch.tensor([[0.0, 0, 1, 0, 0], [1.0, 1, 0.9, 0, 0.5]], dtype=torch.float64)
+    if not torch.equal(sample.draw(logits, choices.to(device)), logits.argmax(-1)):
+        raise RuntimeError("the most probable tokens are others")

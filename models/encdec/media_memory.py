@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.errors import UnsupportedModalityError
-from aioengine.kernels.attention import AttentionBackend, SeenRows
+from aioengine.kernels.attention import AttentionBackend
+from aioengine.kernels.metadata import SeenRows
 from aioengine.models.runtime import encoding
 from aioengine.models.runtime.interfaces import PromptInputs, PromptMedia, PromptMemory
 from aioengine.models.runtime.probe import NUM_PROBE_ROWS, LayerSpecs, probe_layers

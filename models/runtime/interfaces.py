@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aioengine.kernels.attention import SeenRows
+from aioengine.kernels.metadata import SeenRows
 from aioengine.types import Span
 
 __all__ = [

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import (
-    AttentionArgs,
-    AttentionBackend,
-    AttentionMetadata,
-    build_metadata,
-)
+from aioengine.kernels.attention import AttentionArgs, AttentionBackend, AttentionMetadata
+from aioengine.kernels.metadata import build_metadata
 from aioengine.kernels.pool import BYTES, row_bytes
 
 NEARNESS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

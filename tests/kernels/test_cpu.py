@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from aioengine.kernels.attention import (
-    AttentionArgs,
-    AttentionMetadata,
-    build_cross_metadata,
-    build_metadata,
-    select_backend,
-)
+from aioengine.kernels.attention import AttentionArgs, AttentionMetadata, select_backend
 from aioengine.kernels.cpu import library, norm
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import Activation, NativeLinear, native_way
@@ -26,6 +20,7 @@ from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.grouped import pack_grouped, round_weight
 from aioengine.kernels.layer_plan import NormPlan
 from aioengine.kernels.linear import pack_linear
+from aioengine.kernels.metadata import build_cross_metadata, build_metadata
 from aioengine.kernels.reference import ReferenceBackend
 from tests.kernels.paging import PagedBatch, make_batch
 

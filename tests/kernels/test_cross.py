@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from aioengine.kernels.attention import (
-    AttentionArgs,
-    AttentionBackend,
-    SeenRows,
-    build_cross_metadata,
-)
+from aioengine.kernels.attention import AttentionArgs, AttentionBackend
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder
+from aioengine.kernels.metadata import SeenRows, build_cross_metadata
 from aioengine.kernels.reference import ReferenceBackend
 from tests.kernels.paging import make_batch
 

@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import (
-    AttentionArgs,
-    AttentionMetadata,
-    build_cross_metadata,
-    build_metadata,
-)
+from aioengine.kernels.attention import AttentionArgs, AttentionMetadata
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.layer_operators import NativeOperators
@@ -33,6 +28,7 @@ from aioengine.kernels.layer_plan import (
 )
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder
 from aioengine.kernels.matmul import Activation
+from aioengine.kernels.metadata import build_cross_metadata, build_metadata
 from aioengine.kernels.torch_operators import TorchOperators
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels here")

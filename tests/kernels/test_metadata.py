@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from aioengine.kernels.attention import (
-    build_metadata,
-    list_backends,
-    register_backend,
-    select_backend,
-)
+from aioengine.kernels.attention import list_backends, register_backend, select_backend
 from aioengine.kernels.cpu import library
 from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.metadata import build_metadata
 from aioengine.kernels.reference import ReferenceBackend
 
 
@@ -36,6 +32,15 @@ def test_a_mixed_step() -> None:
     assert meta.context_lens == (7, 13, 7)
     assert meta.num_decodes == 2
     assert meta.num_tokens == 7
+
+
+def test_a_table_without_padding() -> None:
+    meta = build_metadata(
+        block_size=4, block_tables=[[7, 3], [5, 1, 2], [8]], starts=[6, 8, 0], ends=[7, 9, 3],
+        is_flat=True,
+    )  # fmt: skip
+    assert meta.block_table.tolist() == [7, 3, 5, 1, 2, 8]
+    assert meta.table_starts is not None and meta.table_starts.tolist() == [0, 2, 5]
 
 
 def test_blocks_beyond_the_step_are_left_out() -> None:

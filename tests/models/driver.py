@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import build_metadata, select_backend
+from aioengine.kernels.attention import select_backend
+from aioengine.kernels.metadata import build_metadata
 from aioengine.models.runtime.transformers_model import TransformersModel
 from tests.support.tiny import IMAGE
 

@@ -11,8 +11,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from aioengine.errors import ModelLoadError
-from aioengine.kernels.attention import build_cross_metadata, build_metadata, select_backend
+from aioengine.kernels.attention import select_backend
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
+from aioengine.kernels.metadata import build_cross_metadata, build_metadata
 from aioengine.models.runtime.attention import (
     ATTENTION_NAME,
     Attention,

@@ -20,7 +20,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from aioengine.kernels.staging import StepBuffer
+from aioengine.kernels.transfer import StepBuffer
 from aioengine.sampling.logits_processors import Adjuster, Adjusting, Adjustments, Asked
 
 VOCAB = 24

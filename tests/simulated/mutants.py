@@ -19,8 +19,7 @@ from torch import Tensor
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.execution.model_runner import ModelRunner
-from aioengine.kernels.staging import StepBuffer
-from aioengine.kernels.transfer import to_host
+from aioengine.kernels.transfer import StepBuffer, to_host
 from aioengine.models.runtime import encoding
 from aioengine.streams.cuda import TorchDriver
 from aioengine.streams.device import ENCODER

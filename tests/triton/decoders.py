@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionArgs, build_metadata
+from aioengine.kernels.attention import AttentionArgs
 from aioengine.kernels.layer_plan import DecoderPlan, FeedForwardPlan, LayerPlan, NormPlan, run_plan
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder
 from aioengine.kernels.matmul import Activation, TorchLinear
+from aioengine.kernels.metadata import build_metadata
 from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.kernels.triton.backend import TritonBackend
 

@@ -10,14 +10,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioengine.kernels.attention import (
-    AttentionArgs,
+from aioengine.kernels.attention import AttentionArgs, select_backend
+from aioengine.kernels.gather import GatherBackend
+from aioengine.kernels.metadata import (
     SeenRows,
     build_cross_metadata,
     build_metadata,
-    select_backend,
 )
-from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.reference import ReferenceBackend
 from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.kernels.triton import are_right_on, operators_on
@@ -163,6 +162,20 @@ def test_cross_attention(partly: bool) -> None:
         pages = batch.key_cache.clone(), batch.value_cache.clone()
         results.append(backend.attend(query, pages, meta, args, new=new))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_tables_without_padding() -> None:
+    batch = of(MIXED)
+    meta, size = batch.meta, batch.meta.block_size
+    used = [-(-length // size) for length in meta.context_lens]
+    rows = [row[:count] for row, count in zip(meta.block_table, used, strict=True)]
+    # Behind others, as where a step has several tables.
+    flat = torch.cat([torch.full((5,), 1 << 20, dtype=torch.int32), *rows])
+    starts = torch.tensor([5, *used[:-1]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    found = replace(
+        batch, meta=replace(meta, block_table=flat, table_starts=starts, scratch={})
+    ).attend(TritonBackend())
+    assert torch.equal(found, batch.attend(TritonBackend()))
 
 
 def test_writing_touches_nothing_else() -> None:

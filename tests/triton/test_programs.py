@@ -11,6 +11,7 @@ from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.layer_plan import NormPlan
 from aioengine.kernels.triton.backend import TritonBackend
 from aioengine.kernels.triton.operators import TritonOperators
+from aioengine.kernels.triton.sample import draw
 from tests.kernels.paging import make_batch
 from tests.triton.compiling import CHIPS, Launch, compiled, launches_of, recorded
 from tests.triton.decoders import Decoder
@@ -124,3 +125,17 @@ def test_norms_fit(dim: int) -> None:
         plan = NormPlan(rows[0], 1e-6, bias)
         (launch,) = launches_of(partial(TritonOperators([]).normalize, rows, plan))
         assert compiled(launch, 90).spilled == 0
+
+
+@pytest.mark.parametrize("has_bans", [False, True])
+def test_sampling_fits_and_is_one_program(has_bans: bool) -> None:
+    programs = set()
+    for count, vocab in ((1, 151936), (3, 32000), (16, 262208)):
+        logits, choices = torch.empty(count, vocab), torch.empty(count, 5, dtype=torch.float64)
+        bans = (torch.empty(9, dtype=torch.int32), torch.empty(count + 1, dtype=torch.int32))
+        (launch,) = launches_of(partial(draw, logits, choices, *(bans if has_bans else ())))
+        programs.add(launch.specialised()[-1])
+        for chip in CHIPS:
+            program = compiled(launch, chip)
+            assert program.spilled == 0 and program.shared_bytes <= MAX_SHARED_BYTES
+    assert len(programs) == 1

@@ -35,11 +35,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
-from aioengine.kernels.attention import AttentionBackend, build_metadata
+from aioengine.kernels.attention import AttentionBackend
 from aioengine.kernels.cpu import library
 from aioengine.kernels.cpu.backend import CpuBackend
 from aioengine.kernels.cpu.linear import native_way
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder, attach_slot
+from aioengine.kernels.metadata import build_metadata
 from aioengine.kernels.torch_operators import TorchOperators
 from aioengine.models.fusion.decoder_plan import plan_decoder, run_decoder_plan
 from aioengine.models.fusion.fused_mlp import fuse_activations

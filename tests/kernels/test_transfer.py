@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.kernels.staging import StepBuffer
+from aioengine.kernels.transfer import StepBuffer
 
 NUMBERS = {
     torch.float64: st.floats(allow_nan=False),
