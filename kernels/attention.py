@@ -53,7 +53,8 @@ class AttentionMetadata:
     those of all sequences one after the other, each from `table_starts` [S] on.
     `slot_blocks`, `slot_offsets` [T]: block and row where each token's K/V is written
     (of cross-attention: [R], for each of the encoder's rows that are new).
-    `by_length` [num_decodes]: the first sequences, those of the longest context first.
+    `by_length` [num_decodes]: the first sequences, those of the longest context first; for a
+    backend that `captures`, none.
 
     On the host, so that nothing has to wait for the device:
     `query_lens`, `context_lens`: per sequence; `context_lens` equals `seq_lens`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
+from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -89,9 +90,10 @@ def stage_metadata(
         block_ids = None
         parts = _split_by_chunk(block_size, chunk, block_tables, starts, ends, stored)
         block_tables, starts, ends, stored = parts
-    assert all(0 <= start < end for start, end in zip(starts, ends, strict=True))
-    query_lens = tuple(end - start for start, end in zip(starts, ends, strict=True))
-    assert all(len(row) * block_size >= n for row, n in zip(block_tables, ends, strict=True))
+    query_lens = tuple(map(sub, ends, starts))
+    assert min(starts, default=0) >= 0 < min(query_lens, default=1)
+    room = map(block_size.__mul__, map(len, block_tables))
+    assert min(map(sub, room, ends), default=0) >= 0, "a table ends before its sequence"
 
     has_blocks = tuple(
         ids is not None and len(ids) > 1 and bool((ids >= 0).any()) for ids in block_ids or ()
@@ -228,13 +230,18 @@ def _staged(
         if not is_flat:
             table += [0] * (width - used)
     for blocks, start, end in new:
+        if end - start == 1:
+            slot_blocks.append(blocks[start // block_size])
+            slot_offsets.append(start % block_size)
+            continue
         for index in range(start // block_size, -(-end // block_size)):
             first = max(start - index * block_size, 0)
             last = min(end - index * block_size, block_size)
             slot_blocks += [blocks[index]] * (last - first)
             slot_offsets += range(first, last)
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
-    by_length = sorted(range(num_decodes), key=lambda i: -context_lens[i])
+    # Longest first, for who takes them in batches that are padded.
+    by_length = [] if is_flat else sorted(range(num_decodes), key=lambda i: -context_lens[i])
     numbers = [0, *accumulate(query_lens)], context_lens, slot_blocks, slot_offsets, by_length
     staged = [buffer.put(each, torch.int32) for each in numbers]
     if is_flat:

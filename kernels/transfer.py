@@ -15,9 +15,10 @@ it has been done.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,22 +38,36 @@ class Staged:
     """Numbers on their way to the device. `tensor` is there after `StepBuffer.send`, and holds
     until the next step's are sent."""
 
-    __slots__ = ("shape", "tensor")
-    tensor: Tensor
+    __slots__ = ("_buffer", "_tensor", "shape")
 
-    def __init__(self, shape: torch.Size) -> None:
+    def __init__(self, buffer: StepBuffer, shape: Sequence[int]) -> None:
+        self._buffer = buffer
+        self._tensor: Tensor | None = None
         self.shape = shape
+
+    @property
+    def tensor(self) -> Tensor:
+        """The numbers, on the device."""
+        if self._tensor is None:
+            self._buffer._spread()
+        assert self._tensor is not None, "what was put has not been sent"
+        return self._tensor
 
 
 class Varying:
     """Numbers int32 on their way to the device, whose count varies from step to step. They begin
     with number `first` of `base`, which is there after `StepBuffer.send`."""
 
-    __slots__ = ("base", "first")
-    base: Tensor
+    __slots__ = ("_all", "first")
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, numbers: Staged, first: int) -> None:
+        self._all = numbers
         self.first = first
+
+    @property
+    def base(self) -> Tensor:
+        """All numbers of the step whose count varies, on the device."""
+        return self._all.tensor
 
 
 class _HostBuffer:
@@ -61,7 +76,12 @@ class _HostBuffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         is_pinned = device.type == "cuda"
         self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.view = _bytes_of(self.tensor)
         self.copied: Any = torch.cuda.Event() if is_pinned else None  # type: ignore[no-untyped-call]
+
+
+_Part = tuple[Any, int, Staged]
+"""Bytes of numbers, or their tensor; how many numbers; and where they will be."""
 
 
 class StepBuffer:
@@ -69,14 +89,27 @@ class StepBuffer:
 
     It grows where it has to. `layout`: the sizes of what was sent last, by which it lies where it
     does. `is_fixed`: there is a buffer on a CPU too.
+
+    Few operators of PyTorch's are called, and none for each of the numbers: beside a host's thread
+    that runs Python, each may wait for the interpreter's lock.
     """
 
     layout: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, device: torch.device | str, *, is_fixed: bool = False) -> None:
         self.device = torch.device(device)
-        self._parts: dict[torch.dtype, list[tuple[Tensor, Staged]]] = {each: [] for each in _CODES}
-        self._varying: list[tuple[Tensor, Varying]] = []
+        self._parts: dict[torch.dtype, list[_Part]] = {each: [] for each in _CODES}
+        self._varying: list[array[int]] = []
+        self._all_varying = Staged(self, ())
+        self._num_varying = 0
+        self._sent: tuple[dict[torch.dtype, list[_Part]], tuple[Staged, int, int]] = (
+            {},
+            (
+                self._all_varying,
+                0,
+                0,
+            ),
+        )
         self._ring: deque[_HostBuffer] = deque()
         self._there = torch.empty(0, dtype=torch.uint8)
         self._is_here = self.device.type == "cpu" and not is_fixed
@@ -85,26 +118,30 @@ class StepBuffer:
         """Take numbers [n], or a tensor of the CPU of any shape, as `dtype`: float64, int64, int32
         or bool. A tensor must stay as it is until they are sent."""
         if isinstance(values, Tensor):
-            numbers, shape = values if values.dtype == dtype else values.to(dtype), values.shape
-        else:
-            numbers = _listed(values, dtype)
-            shape = numbers.shape
-        staged = Staged(shape)
+            given = values if values.dtype == dtype else values.to(dtype)
+            staged = Staged(self, given.shape)
+            if self._is_here:
+                staged._tensor = given
+            else:
+                self._parts[dtype].append((given.contiguous(), given.numel(), staged))
+            return staged
+        listed: array[Any] = array(_CODES[dtype], values)
+        staged = Staged(self, (len(listed),))
         if self._is_here:
-            staged.tensor = numbers
+            staged._tensor = _tensor_of(listed, dtype)
         else:
-            self._parts[dtype].append((numbers.flatten(), staged))
+            self._parts[dtype].append((memoryview(listed).cast("B"), len(listed), staged))
         return staged
 
     def put_varying(self, values: Iterable[int]) -> Varying:
         """Take numbers [n] as int32, of another count in every step."""
-        numbers = _listed(values, torch.int32)
-        staged = Varying(sum(before.numel() for before, _ in self._varying))
+        listed = array(_CODES[torch.int32], values)
         if self._is_here:
-            staged.base = numbers
-        else:
-            self._varying.append((numbers, staged))
-        return staged
+            return Varying(self.put(_tensor_of(listed, torch.int32), torch.int32), 0)
+        first = self._num_varying
+        self._varying.append(listed)
+        self._num_varying += len(listed)
+        return Varying(self._all_varying, first)
 
     def reserve(self, num_bytes: int) -> None:
         """Have room for steps of this size, which move nothing to another address."""
@@ -115,46 +152,54 @@ class StepBuffer:
         """Copy what was put since the last time to the device, in the current stream."""
         if self._is_here:
             return
-        self.layout = tuple(
-            tuple(numbers.numel() for numbers, _ in parts) for parts in self._parts.values()
+        parts, self._parts = self._parts, {each: [] for each in _CODES}
+        self.layout = tuple(tuple(count for _, count, _ in found) for found in parts.values())
+        size = sum(
+            sum(counts) * dtype.itemsize for dtype, counts in zip(parts, self.layout, strict=True)
         )
-        sizes = [
-            sum(counts) * dtype.itemsize
-            for dtype, counts in zip(self._parts, self.layout, strict=True)
-        ]
-        begin = -(-sum(sizes) // _ALIGNMENT) * _ALIGNMENT
-        total = begin + sum(numbers.nbytes for numbers, _ in self._varying)
+        begin = -(-size // _ALIGNMENT) * _ALIGNMENT
+        total = begin + self._num_varying * torch.int32.itemsize
         self._fit(total)
         here, there = self._ring[0], self._there
         self._ring.rotate(-1)
         if here.copied is not None:
             here.copied.synchronize()
-        for (dtype, parts), section in self._sections(here.tensor, sizes):
-            torch.cat([numbers for numbers, _ in parts], out=section.view(dtype))
-        if self._varying:
-            tail = here.tensor[begin:total].view(torch.int32)
-            torch.cat([numbers for numbers, _ in self._varying], out=tail)
+        at = 0
+        for dtype, found in parts.items():
+            for numbers, count, _ in found:
+                end = at + count * dtype.itemsize
+                if count:
+                    is_tensor = isinstance(numbers, Tensor)
+                    here.view[at:end] = _bytes_of(numbers) if is_tensor else numbers
+                at = end
+        at = begin
+        for listed in self._varying:
+            end = at + len(listed) * listed.itemsize
+            here.view[at:end] = memoryview(listed).cast("B")
+            at = end
         if total and there is not here.tensor:
             there[:total].copy_(here.tensor[:total], non_blocking=True)
         if here.copied is not None:
             torch.cuda.current_stream(self.device).record_event(here.copied)
-        for (dtype, parts), section in self._sections(there, sizes):
-            found = torch.split(section.view(dtype), [numbers.numel() for numbers, _ in parts])
-            for (_, staged), tensor in zip(parts, found, strict=True):
-                staged.tensor = tensor.view(staged.shape) if len(staged.shape) != 1 else tensor
-            parts.clear()
-        for _, varying in self._varying:
-            varying.base = there[begin:total].view(torch.int32)
-        self._varying.clear()
+        self._sent = parts, (self._all_varying, begin, total)
+        self._varying, self._num_varying = [], 0
+        self._all_varying = Staged(self, ())
 
-    def _sections(
-        self, buffer: Tensor, sizes: list[int]
-    ) -> Iterator[tuple[tuple[torch.dtype, list[tuple[Tensor, Staged]]], Tensor]]:
-        """The numbers of each dtype, if any, and their bytes of a buffer; `sizes`: in bytes."""
-        sections = torch.split(buffer[: sum(sizes)], sizes)
-        for (dtype, parts), section in zip(self._parts.items(), sections, strict=True):
-            if parts:
-                yield (dtype, parts), section
+    def _spread(self) -> None:
+        """Give what was sent last its tensors."""
+        parts, (varying, begin, total) = self._sent
+        at = 0
+        for dtype, found in parts.items():
+            if not found:
+                continue
+            counts = [count for _, count, _ in found]
+            end = at + sum(counts) * dtype.itemsize
+            tensors = torch.split(self._there[at:end].view(dtype), counts)
+            for (_, _, staged), tensor in zip(found, tensors, strict=True):
+                is_flat = len(staged.shape) == 1
+                staged._tensor = tensor if is_flat else tensor.view(staged.shape)
+            at = end
+        varying._tensor = self._there[begin:total].view(torch.int32)
 
     def _fit(self, num_bytes: int) -> None:
         if self._ring and self._there.numel() >= num_bytes:
@@ -169,10 +214,15 @@ class StepBuffer:
             self._there = self._ring[0].tensor if there is None else there
 
 
-def _listed(values: Iterable[float], dtype: torch.dtype) -> Tensor:
-    """Numbers as a tensor of the CPU, [n]."""
-    listed = array(_CODES[dtype], values)
+def _tensor_of(listed: array[Any], dtype: torch.dtype) -> Tensor:
+    """Numbers as a tensor of the CPU, [n], in the same memory."""
     return torch.frombuffer(listed, dtype=dtype) if listed else torch.empty(0, dtype=dtype)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor of the CPU, which has to lie close together, as bytes."""
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -189,10 +239,15 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     done. Those of the host are what is given."""
     if not tensors or tensors[0].device.type == "cpu":
         return [*tensors]
+    if len(tensors) == 1:
+        (source,) = tensors
+        is_pinned = source.device.type == "cuda"
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_pinned)
+        return [target.copy_(source, non_blocking=True)]
     # The widest numbers first, so that each lies at a multiple of its size.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
     parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    whole = torch.cat(parts)
     target = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=whole.device.type == "cuda")
     target.copy_(whole, non_blocking=True)
     pieces = torch.split(target, [part.numel() for part in parts])

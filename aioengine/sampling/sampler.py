@@ -191,7 +191,8 @@ def _prepare_plain(
     banned = [s.bans_at(index) for s, index in asked]
     if max(map(len, banned), default=0) >= vocab_size:
         return None
-    choices = buffer.put((n for s, index in asked for n in s.choice(index)), torch.float64)
+    numbers = chain.from_iterable(s.choice(index) for s, index in asked)
+    choices = buffer.put(numbers, torch.float64)
     bans = buffer.put_varying(chain.from_iterable(banned))
     counts = [*map(len, banned)]
     where = accumulate(counts, initial=bans.first) if has_starts else counts

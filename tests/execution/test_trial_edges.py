@@ -14,9 +14,9 @@ from torch import Tensor
 from aioengine import AsyncEngine
 from aioengine.errors import ModelLoadError
 from aioengine.execution import load_trial
-from aioengine.kernels import attention
-from aioengine.kernels.attention import _split_by_chunk
+from aioengine.kernels import metadata
 from aioengine.kernels.layer_slot import attach_slot, slot_of
+from aioengine.kernels.metadata import _split_by_chunk
 from aioengine.models import register_model
 from aioengine.models.runtime import registry
 from aioengine.models.runtime.whole_pass import narrowed
@@ -105,7 +105,7 @@ def split_late(block_size: int, chunk: int, *others: Any) -> Any:
 async def test_a_longer_window_off_by_one_is_refused(
     folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_split_by_chunk", split_late)
+    monkeypatch.setattr(metadata, "_split_by_chunk", split_late)
     register_model("MistralForCausalLM", "Gemma3ForCausalLM", "Llama4ForCausalLM")(WiderByOne)
     with pytest.raises(ModelLoadError, match="longer than its windows"):
         async with AsyncEngine.from_pretrained(folder, **SIZES, dtype=dtype):
