@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "KeyValue",
+    "Unread",
     "list_backends",
     "register_backend",
     "select_backend",
@@ -42,6 +43,20 @@ KeyValue: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values: of tokens, or a layer's caches."""
 
 
+class Unread(tuple[int, ...]):
+    """Numbers that the host does not know, but for how many they are."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> NoReturn:
+        """Refuse: what was done with one step's would be done with every other's."""
+        raise RuntimeError("lengths are not known on the host in a captured step")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """See `__iter__`."""
+        iter(self)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
     """One step's attention over one KV group: S sequences, T new tokens in all.
@@ -49,17 +64,20 @@ class AttentionMetadata:
     On the device, int32:
     `query_start` [S + 1]: where each sequence's tokens begin; the last entry is T.
     `seq_lens` [S]: tokens in each sequence's context, this step's included.
-    `block_table` [S, max_blocks]: block ids, padded with 0; or, for a backend that `captures`, [n]:
-    those of all sequences one after the other, each from `table_starts` [S] on.
+    `block_table` [S, max_blocks]: block ids, padded with 0. In a captured step [n]: those of all
+    sequences one after the other, each from `table_starts` [S] on.
     `slot_blocks`, `slot_offsets` [T]: block and row where each token's K/V is written
     (of cross-attention: [R], for each of the encoder's rows that are new).
-    `by_length` [num_decodes]: the first sequences, those of the longest context first; for a
-    backend that `captures`, none.
+    `by_length` [num_decodes]: the first sequences, those of the longest context first; in a
+    captured step, none.
 
     On the host, so that nothing has to wait for the device:
     `query_lens`, `context_lens`: per sequence; `context_lens` equals `seq_lens`.
     `num_decodes`: how many sequences, counted from the first, have exactly one new token; those
     after them may have any number.
+    In a captured step, whose launches are repeated with other numbers, no length can be read on the
+    host (`Unread`), but that each sequence has one new token. Where it `is_open`, they have any
+    number of them, none at all too, and `num_decodes` is 0.
     `block_size`: tokens in a block.
 
     `block_ids` int32 [T] or None: tokens of one sequence with the same id (-1: none) see each other
@@ -92,6 +110,7 @@ class AttentionMetadata:
     blocks_in_window: bool = False
     is_causal: bool = True
     table_starts: Tensor | None = None
+    is_open: bool = False
     readers: Tensor | None = None
     sighted: Tensor | None = None
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -137,7 +156,7 @@ class AttentionBackend(Protocol):
     An instance belongs to one engine and is called by one thread at a time. One that reads pages of
     bytes (`kernels.pool`) too says so: `takes_bytes = True`. One whose launches follow from the
     shapes of tensors alone, so that a step's may be captured once and replayed, says so of a
-    layer's pages: `captures(pages) -> True`. It is given tables without padding.
+    layer's pages: `captures(pages) -> True`.
     """
 
     name: str

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionMetadata
+from aioengine.kernels.attention import AttentionMetadata, Unread
 from aioengine.kernels.transfer import Staged, StepBuffer
 
 __all__ = [
@@ -70,7 +70,7 @@ def stage_metadata(
     block_ids: Sequence[Tensor | None] | None = None,
     blocks_in_window: bool = False,
     chunk: int | None = None,
-    is_flat: bool = False,
+    is_captured: bool = False,
 ) -> Callable[[], AttentionMetadata]:
     """Stage a step that computes positions [starts[i], ends[i]) of sequence i.
 
@@ -81,8 +81,8 @@ def stage_metadata(
     sequence's one token already; what is written of it goes to the place of the token after it,
     for which there must be a block, and is not read. `chunk`: a token sees none before the last
     multiple of this position, which is one of `block_size`; a sequence that goes on behind one is
-    several to the kernels, each with a context of its own. `is_flat`: the table is not padded.
-    Nothing is mutated.
+    several to the kernels, each with a context of its own. `is_captured`: see `AttentionMetadata`;
+    then a sequence may have no token. Nothing is mutated.
     """
     assert len(block_tables) == len(starts) == len(ends)
     if chunk is not None and max(ends, default=0) > chunk:
@@ -91,7 +91,8 @@ def stage_metadata(
         parts = _split_by_chunk(block_size, chunk, block_tables, starts, ends, stored)
         block_tables, starts, ends, stored = parts
     query_lens = tuple(map(sub, ends, starts))
-    assert min(starts, default=0) >= 0 < min(query_lens, default=1)
+    least = 0 if is_captured else 1
+    assert min(starts, default=0) >= 0 and min(query_lens, default=1) >= least
     room = map(block_size.__mul__, map(len, block_tables))
     assert min(map(sub, room, ends), default=0) >= 0, "a table ends before its sequence"
 
@@ -119,7 +120,7 @@ def stage_metadata(
         block_ids=flat_ids,
         has_blocks=has_blocks if flat_ids is not None else (),
         blocks_in_window=blocks_in_window,
-        is_flat=is_flat,
+        is_captured=is_captured,
     )
 
 
@@ -155,7 +156,7 @@ def stage_cross_metadata(
     context_lens: Sequence[int],
     is_new: Sequence[bool],
     seen: Sequence[Sequence[SeenRows]] | None = None,
-    is_flat: bool = False,
+    is_captured: bool = False,
 ) -> Callable[[], AttentionMetadata]:
     """Stage cross-attention: sequence i's tokens see `context_lens[i]` rows.
 
@@ -174,7 +175,7 @@ def stage_cross_metadata(
         assert all(n > 0 for n in context_lens)
         lens = query_lens, context_lens
         return _staged(
-            buffer, block_size, block_tables, *lens, new, is_causal=False, is_flat=is_flat
+            buffer, block_size, block_tables, *lens, new, is_causal=False, is_captured=is_captured
         )
     runs = []
     base = 0
@@ -198,7 +199,7 @@ def stage_cross_metadata(
         readers=buffer.put([*readers], torch.int64),
         sighted=buffer.put(sighted, torch.bool),
         is_causal=False,
-        is_flat=is_flat,
+        is_captured=is_captured,
     )
 
 
@@ -210,7 +211,7 @@ def _staged(
     context_lens: Sequence[int],
     new: Sequence[tuple[Sequence[int], int, int]],
     *,
-    is_flat: bool,
+    is_captured: bool,
     block_ids: Staged | None = None,
     readers: Staged | None = None,
     sighted: Staged | None = None,
@@ -227,7 +228,7 @@ def _staged(
     for blocks, used in zip(block_tables, blocks_used, strict=True):
         table_starts.append(len(table))
         table += blocks[:used]
-        if not is_flat:
+        if not is_captured:
             table += [0] * (width - used)
     for blocks, start, end in new:
         if end - start == 1:
@@ -240,11 +241,12 @@ def _staged(
             slot_blocks += [blocks[index]] * (last - first)
             slot_offsets += range(first, last)
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    is_open = is_captured and num_decodes < len(query_lens)
     # Longest first, for who takes them in batches that are padded.
-    by_length = [] if is_flat else sorted(range(num_decodes), key=lambda i: -context_lens[i])
+    by_length = [] if is_captured else sorted(range(num_decodes), key=lambda i: -context_lens[i])
     numbers = [0, *accumulate(query_lens)], context_lens, slot_blocks, slot_offsets, by_length
     staged = [buffer.put(each, torch.int32) for each in numbers]
-    if is_flat:
+    if is_captured:
         flat = buffer.put_varying(table)
         begins = buffer.put([flat.first + start for start in table_starts], torch.int32)
     else:
@@ -256,17 +258,18 @@ def _staged(
             query_start=query_start,
             seq_lens=seq_lens,
             block_table=flat.base
-            if is_flat
+            if is_captured
             else padded.tensor.view(len(query_lens), -1 if query_lens else 0),
             slot_blocks=blocks,
             slot_offsets=offsets,
             by_length=order,
-            query_lens=tuple(query_lens),
-            context_lens=tuple(context_lens),
-            num_decodes=num_decodes,
+            query_lens=Unread(query_lens) if is_open else tuple(query_lens),
+            context_lens=Unread(context_lens) if is_captured else tuple(context_lens),
+            num_decodes=0 if is_open else num_decodes,
             block_size=block_size,
             block_ids=None if block_ids is None else block_ids.tensor,
-            table_starts=begins.tensor if is_flat else None,
+            is_open=is_open,
+            table_starts=begins.tensor if is_captured else None,
             readers=None if readers is None else readers.tensor,
             sighted=None if sighted is None else sighted.tensor,
             **others,

@@ -24,10 +24,10 @@ def stage_attention(
     buffer: StepBuffer,
     sequences: Sequence[SequencePlan],
     *,
-    is_flat: bool = False,
+    is_captured: bool = False,
 ) -> list[Callable[[], AttentionMetadata]]:
     """Stage the metadata of a step, one for each KV group; what is returned gives it, once the
-    buffer has been sent. `is_flat`: block tables are not padded."""
+    buffer has been sent. `is_captured`: see `AttentionMetadata`."""
     blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
     own = [
         stage_metadata(
@@ -40,7 +40,7 @@ def stage_attention(
             chunk=model.kv_groups[group].chunk,
             block_ids=blocks if model.sees_blocks(group) else None,
             blocks_in_window=model.blocks_in_window,
-            is_flat=is_flat,
+            is_captured=is_captured,
         )
         for group in range(limits.num_groups)
     ]
@@ -57,7 +57,7 @@ def stage_attention(
             context_lens=[s.num_encoder_rows for s in sequences],
             is_new=[s.encoder_key is not None for s in sequences],
             seen=seen,
-            is_flat=is_flat,
+            is_captured=is_captured,
         )
         for group in range(limits.num_cross_groups)
     ]

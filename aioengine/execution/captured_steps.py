@@ -1,10 +1,16 @@
-"""Steps of single tokens that are captured once and replayed: in buckets, filled up.
+"""Steps that are captured once and replayed: in buckets, filled up.
 
-A step's launches are those of any other with as many sequences, if all of its numbers come to the
-same addresses in the same sizes. So there is a graph for each bucket, a number of sequences, and a
-step that has fewer is filled up with ones of no request, whose keys and values go to a block that
-is nobody's. By the layout of the step buffer a step shows that it is like the captured one; any
-other runs as it is.
+A step's launches are those of any other with as many tokens and sequences, if all of its numbers
+come to the same addresses in the same sizes. So there are graphs for some sizes, and a step is
+filled up to the next of them with tokens of no request, whose keys and values go to a block that is
+nobody's. By the layout of the step buffer a step shows that it is like the captured one; any other
+runs as it is.
+
+    single tokens   [ a | b | c | - ]                       a bucket of 4 sequences, each with one
+    any tokens      [ a a a a a | b | c c c | - - - - ]     of 256 tokens, and the most sequences
+
+Of the second kind the embeddings come from outside, as rows of encoders lie at other places in each
+step.
 """
 
 from __future__ import annotations
@@ -23,14 +29,16 @@ from aioengine.kernels.transfer import StepBuffer
 from aioengine.models.runtime.interfaces import PromptInputs
 from aioengine.sampling.sampler import Sampling
 
-__all__ = ["CapturedSteps", "Computed", "plain"]
+__all__ = ["GREEDY", "Bucket", "CapturedSteps", "Computed", "FilledStep", "plain"]
 
 logger = logging.getLogger(__name__)
 
+LEAST_TOKENS = 256
+"""Of the smallest step of any tokens that there is a graph for, unless all are smaller."""
 MOST_BANS = 256
 """Tokens that a sequence of a captured step may bar; each has a place in the step's buffer."""
 NEARNESS = 1e-2
-_NOTHING = Sampling()
+GREEDY = Sampling()
 
 
 class Computed(NamedTuple):
@@ -40,11 +48,31 @@ class Computed(NamedTuple):
     token_ids: Tensor
 
 
-Layout = tuple[tuple[int, ...], ...]
+class Bucket(NamedTuple):
+    """Sizes of steps that share a graph. `num_rows`: tokens that are chosen. `is_open`: sequences
+    have any number of tokens, else one each."""
+
+    num_tokens: int
+    num_sequences: int
+    num_rows: int
+    is_open: bool
+
+
+class FilledStep(NamedTuple):
+    """A step that has the size of its bucket. `chosen`: of its sequences, those that sample."""
+
+    bucket: Bucket
+    sequences: list[SequencePlan]
+    chosen: list[SequencePlan]
+
+
+_Stage = Callable[[FilledStep], Callable[[], Computed]]
 
 
 @dataclass(slots=True)
-class _Counts:
+class Counts:
+    """Steps that were `replayed`, and that were `launched` one kernel after the other."""
+
     replayed: int = 0
     launched: int = 0
 
@@ -52,21 +80,28 @@ class _Counts:
 class CapturedSteps:
     """One engine's graphs. For the launch thread.
 
-    `counts`: steps that were replayed, and that were launched one kernel after the other.
-    `buffer`: of the numbers of these steps; it never moves.
+    `buffer`: of the numbers of these steps; it never moves. `embeds` [most tokens, width]: of the
+    step, where they come from outside.
     """
+
+    embeds: Tensor | None = None
 
     def __init__(
         self, capture: Capture, limits: Limits, inputs: PromptInputs | None, device: torch.device
     ) -> None:
         """`inputs`: what the model has of a prompt of one token, if anything."""
-        self.counts = _Counts()
+        self.counts = Counts()
         self.buffer = StepBuffer(device, is_fixed=True)
         self.buffer.reserve(_most_bytes(limits))
         self._capture = capture
         self._limits = limits
-        self._graphs: dict[tuple[int, Layout], tuple[Graph, Computed]] = {}
-        self._buckets = [*_powers_of_two(limits.max_num_seqs)]
+        self._graphs: dict[object, tuple[Graph, Computed]] = {}
+        self._embeds: dict[int, Tensor] = {}  # by their width
+        singles = _doubled(1, limits.max_num_seqs)
+        self._singles = [Bucket(count, count, count, False) for count in singles]
+        rows = limits.max_num_seqs
+        sizes = _doubled(LEAST_TOKENS, limits.max_num_batched_tokens)
+        self._open = [Bucket(size, rows + 1, rows, True) for size in sizes]
         self._filler = SequencePlan(
             request_id="",
             epoch=0,
@@ -77,24 +112,40 @@ class CapturedSteps:
             rows=(),
             samples=True,
             output_index=0,
-            sampling=_NOTHING,
+            sampling=GREEDY,
             inputs=inputs,
             cross_tables=((limits.num_blocks,),) * limits.num_cross_groups,
             num_encoder_rows=1 if limits.num_cross_groups else 0,
             state=limits.num_states if limits.num_states else None,
         )
 
-    def filled(self, sequences: Sequence[SequencePlan]) -> list[SequencePlan] | None:
-        """The sequences of a step, and others, as many as a bucket has; None where it is none of
-        single tokens."""
-        if not self._graphs or not all(map(_is_single, sequences)):
+    def fill(self, sequences: Sequence[SequencePlan]) -> FilledStep | None:
+        """Fill a step up to the size of a bucket; None where it is like none that was captured."""
+        if not self._graphs or not all(map(_is_plain, sequences)):
             return None
-        bucket = next(each for each in self._buckets if each >= len(sequences))
-        return [*sequences, *[self._filler] * (bucket - len(sequences))]
+        count = sum(s.end - s.start for s in sequences)
+        if count == len(sequences) and all(s.samples and not s.rows for s in sequences):
+            return self._fill(next(x for x in self._singles if x.num_tokens >= count), sequences)
+        # What has states, or reads an encoder's rows, has more to do for what is no single token.
+        if self._limits.num_states or self._limits.num_cross_groups:
+            return None
+        return self._fill(next(x for x in self._open if x.num_tokens >= count), sequences)
 
-    def run(self, num_sequences: int, work: Callable[[], Computed]) -> Computed:
+    def put(self, embeds: Tensor | None) -> None:
+        """Take the embeddings of the step that comes; None where it makes them itself."""
+        if embeds is None:
+            self.embeds = None
+            return
+        count, width = embeds.shape
+        if width not in self._embeds:
+            size = self._limits.max_num_batched_tokens, width
+            self._embeds[width] = embeds.new_zeros(size)
+        self.embeds = self._embeds[width]
+        self.embeds[:count] = embeds
+
+    def run(self, bucket: Bucket, work: Callable[[], Computed]) -> Computed:
         """Replay the graph of the step whose numbers were sent, or launch its `work`."""
-        found = self._graphs.get((num_sequences, self.buffer.layout))
+        found = self._graphs.get(self._key(bucket))
         if found is None:
             self.counts.launched += 1
             return work()
@@ -103,7 +154,7 @@ class CapturedSteps:
         self.counts.replayed += 1
         return computed
 
-    def take_all(self, stage: Callable[[Sequence[SequencePlan]], Callable[[], Computed]]) -> None:
+    def take_all(self, stage: _Stage) -> None:
         """Capture a step of each bucket. `stage`: sends the numbers of a step, and returns what
         launches it.
 
@@ -111,57 +162,99 @@ class CapturedSteps:
         nothing is, with a warning.
         """
         try:
-            for steps in self._trials():
-                self._take(stage, *steps)
+            for bucket in reversed([*self._singles, *self._open]):
+                has_more = self._limits.num_states or self._limits.num_cross_groups
+                if not (bucket.is_open and has_more):
+                    self._take(stage, bucket)
         except Exception as error:
             self._graphs.clear()
             reason = f"{type(error).__name__}: {error!s:.200}"
             logger.warning("steps are not captured, and cost the host more (%s)", reason)
-        self.counts = _Counts()
+        self.counts = Counts()
 
-    def _take(
-        self,
-        stage: Callable[[Sequence[SequencePlan]], Callable[[], Computed]],
-        firsts: Sequence[SequencePlan],
-        seconds: Sequence[SequencePlan],
-        others: Sequence[SequencePlan],
-    ) -> None:
-        """Capture `seconds`, which come behind `firsts`, and replay it as `others`."""
-        size = len(seconds)
-        stage(firsts)()
-        work = stage(seconds)
+    def _take(self, stage: _Stage, bucket: Bucket) -> None:
+        """Capture a step that comes behind another, and replay it with other numbers."""
+        trials = self._open_trials(bucket) if bucket.is_open else self._single_trials(bucket)
+        first, second, other = (self._fill(bucket, each) for each in trials)
+        stage(first)()
+        work = stage(second)
         work()  # all that is made once is made
-        self._graphs[size, self.buffer.layout] = self._capture.capture(work)
-        stage(firsts)()
-        expected = stage(others)().logits.clone()
-        stage(firsts)()
-        found = self.run(size, stage(others)).logits
+        self._graphs[self._key(bucket)] = self._capture.capture(work)
+        stage(first)()
+        expected = stage(other)().logits.clone()
+        stage(first)()
+        found = self.run(bucket, stage(other)).logits
         nobody = self._limits.num_blocks
-        own = [place for place, s in enumerate(others) if nobody not in s.block_tables[0]]
+        own = [
+            place
+            for place, s in enumerate(other.chosen)
+            if all(nobody not in table for table in s.block_tables)
+        ]
         if not _are_near(found[own], expected[own]):
-            raise RuntimeError(f"{size} sequences come to other logits")
+            raise RuntimeError(f"{bucket} comes to other logits")
 
-    def _trials(self) -> Iterator[list[list[SequencePlan]]]:
-        """Three steps of each bucket, the largest first: one of first tokens, and two that may come
-        behind it, whose sequences stand in other places. In blocks, and with states, of requests.
-        """
+    def _key(self, bucket: Bucket) -> object:
+        width = None if self.embeds is None else self.embeds.shape[1]
+        return bucket, width, self.buffer.layout
+
+    def _fill(self, bucket: Bucket, sequences: Sequence[SequencePlan]) -> FilledStep:
+        chosen = [s for s in sequences if s.samples]
+        missing = bucket.num_sequences - len(sequences)
+        if not bucket.is_open:
+            filled = [*sequences, *[self._filler] * missing]
+            return FilledStep(bucket, filled, filled)
+        rest = bucket.num_tokens - sum(s.end - s.start for s in sequences)
+        none = self._filler_of(0)
+        return FilledStep(
+            bucket, [*sequences, self._filler_of(rest), *[none] * (missing - 1)], chosen
+        )
+
+    def _filler_of(self, num_tokens: int) -> SequencePlan:
+        """A sequence of so many tokens, of no request."""
+        blocks = (self._limits.num_blocks,) * -(-num_tokens // self._limits.block_size)
+        return replace(
+            self._filler,
+            end=num_tokens,
+            token_ids=(0,) * num_tokens,
+            block_tables=(blocks,) * self._limits.num_groups,
+            samples=False,
+        )
+
+    def _single_trials(self, bucket: Bucket) -> Iterator[list[SequencePlan]]:
+        """Three steps: one of first tokens, and two that may come behind it, whose sequences stand
+        in other places."""
+        firsts = self._begun(bucket.num_sequences, 2)
+        seconds = [replace(s, start=1, end=2, token_ids=(3,)) for s in firsts]
+        yield from (firsts, seconds, [replace(s, token_ids=(4,)) for s in reversed(seconds)])
+
+    def _open_trials(self, bucket: Bucket) -> Iterator[list[SequencePlan]]:
+        """The same of any numbers of tokens: some end, some go on, and the number of sequences is
+        another one."""
+        size = min(4, bucket.num_tokens // 2, self._limits.max_model_len // 2)
+        one, *others = self._begun(min(2, self._limits.max_num_seqs), 2 * size)
+        long = replace(one, end=size, token_ids=(5,) * size)
+        yield [long]
+        yield [replace(one, start=size, end=size + 1, token_ids=(3,)), *others]
+        more = [replace(s, end=size, token_ids=(6,) * size) for s in others]
+        yield [*more, replace(one, start=size, end=2 * size, token_ids=(4,) * size)]
+
+    def _begun(self, count: int, num_tokens: int) -> list[SequencePlan]:
+        """Sequences of first tokens, with blocks for so many, and states, of requests."""
         limits = self._limits
-        size = -(-2 // limits.block_size)  # blocks of two tokens
+        size = -(-num_tokens // limits.block_size)
         free = range(0, limits.num_blocks - size + 1, size)
-        tables = [tuple(range(first, first + size)) for first in free]
+        tables = iter([tuple(range(first, first + size)) for first in free])
         nobody = (limits.num_blocks,) * size
-        for bucket in reversed(self._buckets):
-            taken = iter(tables)
-            firsts = []
-            for number in range(bucket):
-                own = tuple(next(taken, nobody) for _ in range(limits.num_groups))
-                state = number if limits.num_states else None
-                firsts.append(
-                    replace(self._filler, token_ids=(number % 7,), block_tables=own, state=state)
-                )
-            seconds = [replace(s, start=1, end=2, token_ids=(3,)) for s in firsts]
-            others = [replace(s, token_ids=(4,)) for s in reversed(seconds)]
-            yield [firsts, seconds, others]
+        return [
+            replace(
+                self._filler,
+                request_id=f"trial {number}",
+                token_ids=(number % 7,),
+                block_tables=tuple(next(tables, nobody) for _ in range(limits.num_groups)),
+                state=number if limits.num_states else None,
+            )
+            for number in range(count)
+        ]
 
 
 def _most_bytes(limits: Limits) -> int:
@@ -169,23 +262,26 @@ def _most_bytes(limits: Limits) -> int:
     longest = max(limits.max_model_len, limits.max_encoder_len)
     groups = limits.num_groups + limits.num_cross_groups
     tables = 4 * groups * (longest // limits.block_size + 2)
-    return limits.max_num_seqs * (tables + 32 * groups + 4 * MOST_BANS + 256) + 4096
+    sequences = limits.max_num_seqs + 1
+    tokens = limits.max_num_batched_tokens * (32 + 8 * groups + 4)
+    return tokens + sequences * (tables + 32 * groups + 4 * MOST_BANS + 256) + 4096
 
 
-def _is_single(s: SequencePlan) -> bool:
-    """Return whether a sequence has one token, behind a prompt or alone, and nothing beside it."""
-    if s.end - s.start != 1 or not s.samples or s.rows or s.encoder_key:
+def _is_plain(s: SequencePlan) -> bool:
+    """Return whether a sequence wants nothing of a step but hidden states, and one token maybe."""
+    if s.encoder_key or not (s.inputs is None or s.inputs.memory is None):
         return False
-    if s.inputs is not None and s.inputs.memory is not None:
+    if s.end - s.start > 1 and s.inputs is not None and s.inputs.block_ids is not None:
         return False
-    return s.sampling.prompt_logprobs is None or s.end >= len(s.sampling.prompt_token_ids)
+    sampling = s.sampling
+    return sampling.prompt_logprobs is None or s.start + 1 >= len(sampling.prompt_token_ids)
 
 
 def plain(s: SequencePlan) -> Sampling:
     """What a captured step chooses the token by: all that it can, or what comes first."""
     sampling: Sampling = s.sampling
     is_known = sampling.is_plain and len(sampling.bans_at(s.output_index)) <= MOST_BANS
-    return sampling if is_known else _NOTHING
+    return sampling if is_known else GREEDY
 
 
 def _are_near(found: Tensor, expected: Tensor) -> bool:
@@ -194,9 +290,8 @@ def _are_near(found: Tensor, expected: Tensor) -> bool:
     return bool(apart <= NEARNESS * expected.double().norm())
 
 
-def _powers_of_two(most: int) -> Iterator[int]:
-    """1, 2, 4 and so on below `most`, and `most`."""
-    size = 1
+def _doubled(size: int, most: int) -> Iterator[int]:
+    """`size`, twice as much and so on below `most`, and `most`."""
     while size < most:
         yield size
         size *= 2

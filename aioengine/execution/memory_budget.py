@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.core.plan import Limits
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.types import KVGroup
 
-__all__ = ["ModelSizes", "available_bytes", "find_device", "resolve_limits"]
+__all__ = ["ModelSizes", "allocate_pages", "available_bytes", "find_device", "resolve_limits"]
 
 HOST_SHARE = 0.25
 """Of the host's available memory: an embedded engine is a guest there."""
@@ -295,3 +298,33 @@ def _numbers(path: Path) -> dict[str, int]:
     """The numbers of a file of `name number` lines."""
     words = (line.split() for line in _lines(path))
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
+
+
+def allocate_pages(
+    model: TransformersModel, limits: Limits, form: PageFormat, num_spare: int
+) -> list[LayerPages]:
+    """Key and value pages per layer, views of one pool of bytes.
+
+    A block is one page, which holds the block's keys and values of all layers of its group; all
+    groups draw pages from the same pool. Within a block a head's rows lie one after the other: who
+    attends with one head reads on and on.
+    """
+    num_blocks = limits.num_blocks + num_spare
+    page_bytes = max(g.block_bytes(limits.block_size, form.row_bytes) for g in model.kv_groups)
+    page_size = page_bytes // form.dtype.itemsize
+    pool = empty_pool(num_blocks * page_size, form.dtype, model.device)
+
+    def view(offset: int, heads: int, dim: int) -> Tensor:
+        size = (num_blocks, limits.block_size, heads, dim)
+        strides = (page_size, dim, limits.block_size * dim, 1)
+        return pool.as_strided(size, strides, offset)
+
+    pages: list[LayerPages] = []
+    for group, index in model.layer_groups:
+        spec = model.kv_groups[group]
+        heads, *dims = spec.num_kv_heads, spec.key_dim, spec.value_dim
+        key_dim, value_dim = map(form.row_size, dims)
+        offset = index * limits.block_size * heads * (key_dim + value_dim)
+        values = offset + limits.block_size * heads * key_dim
+        pages.append(LayerPages((view(offset, heads, key_dim), view(values, heads, value_dim))))
+    return pages

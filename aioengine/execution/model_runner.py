@@ -18,21 +18,25 @@ from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, Ste
 from aioengine.errors import MediaError
 from aioengine.execution.attention_steps import stage_attention
 from aioengine.execution.captured_steps import (
+    GREEDY,
+    Bucket,
     CapturedSteps,
     Computed,
+    FilledStep,
     plain,
 )
 from aioengine.execution.decode_steps import DecodeSteps, find_decode_steps
 from aioengine.execution.graphs import Capture
+from aioengine.execution.memory_budget import allocate_pages
 from aioengine.execution.state_steps import stage_states
 from aioengine.execution.step_results import PromptScores, masks_of, reader
 from aioengine.kernels.attention import AttentionBackend, select_backend
-from aioengine.kernels.pool import LayerPages, PageFormat, empty_pool
+from aioengine.kernels.pool import PageFormat
 from aioengine.kernels.transfer import Staged, StepBuffer, to_device
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.state.memory import StateMemory
 from aioengine.sampling.logprobs import Scores, score
-from aioengine.sampling.sampler import Sampled, Sampler, Sampling
+from aioengine.sampling.sampler import Sampled, Sampler
 from aioengine.types import Launched
 
 __all__ = ["PROMPT_ROWS", "ModelRunner"]
@@ -70,11 +74,10 @@ class ModelRunner:
         self._backend = backend or select_backend("auto", model.device)
         # One more of each, which is nobody's, for what fills captured steps up.
         spare = 0 if capture is None else 1
-        self._pages = _allocate_pages(model, limits, pages or PageFormat(model.dtype), spare)
+        self._pages = allocate_pages(model, limits, pages or PageFormat(model.dtype), spare)
         captures = getattr(self._backend, "captures", None)
-        self._is_flat = captures is not None and all(map(captures, self._pages))
         self._captured: CapturedSteps | None = None
-        if capture is not None and self._is_flat:
+        if capture and captures is not None and all(map(captures, self._pages)):
             inputs = model.prompt_inputs((0,))
             self._captured = CapturedSteps(capture, limits, inputs, model.device)
         self.decode_steps: DecodeSteps | None = None
@@ -112,10 +115,11 @@ class ModelRunner:
     def step(self, plan: StepPlan) -> Launched[StepResult]:
         """Launch one step of the decoder."""
         captured = self._captured
-        filled = None if captured is None else captured.filled(plan.sequences)
+        filled = None if captured is None else captured.fill(plan.sequences)
         if captured is not None and filled is not None:
-            return self._step_captured(captured, plan, filled)
+            return self._step_captured(captured, filled)
         sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
+        embed = self._stage_tokens(self._buffer.put, sequences)
         compute = self._stage(self._buffer, sequences, chosen)
         score_prompts = self._stage_scores(sequences)
         sample = self._sampler.prepare(
@@ -125,7 +129,7 @@ class ModelRunner:
             self.model.vocab_size,
         )
         self._buffer.send()
-        hidden, rows = compute()
+        hidden, rows = compute(embed())
         scored = score_prompts(hidden)
         self._places = {s.request_id: place for place, s in enumerate(chosen)}
         if not chosen:
@@ -142,27 +146,29 @@ class ModelRunner:
 
         In float32 at least. No token is chosen.
         """
-        chosen = [s for s in plan.sequences if s.samples]
-        compute = self._stage(self._buffer, _ordered(plan), chosen)
+        sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
+        embed = self._stage_tokens(self._buffer.put, sequences)
+        compute = self._stage(self._buffer, sequences, chosen)
         self._buffer.send()
-        hidden, rows = compute()
+        hidden, rows = compute(embed())
         return self.model.compute_logits(hidden if rows is None else hidden[rows])
 
-    def _step_captured(
-        self, captured: CapturedSteps, plan: StepPlan, filled: Sequence[SequencePlan]
-    ) -> Launched[StepResult]:
-        """Replay a step of single tokens, if it is like one that was captured, else launch it."""
-        chosen = plan.sequences
-        samplings, indices = [s.sampling for s in chosen], [s.output_index for s in chosen]
-        choices, sample = [plain(s) for s in filled], None
-        compute = self._stage_single(captured.buffer, filled, choices)
-        if choices[: len(chosen)] != samplings:  # more is wanted of some than is captured
+    def _step_captured(self, captured: CapturedSteps, step: FilledStep) -> Launched[StepResult]:
+        """Replay a step, if it is like one that was captured, else launch it."""
+        chosen, sample = step.chosen, None
+        begin, work = self._stage_captured(captured, step)
+        if any(plain(s) is not s.sampling for s in chosen):  # more is wanted than is captured
+            samplings, indices = [s.sampling for s in chosen], [s.output_index for s in chosen]
             vocab_size = self.model.vocab_size
             sample = self._sampler.prepare(self._buffer, samplings, indices, vocab_size)
+        if sample is not None or step.bucket.is_open:
             self._buffer.send()
         captured.buffer.send()
-        logits, token_ids = captured.run(len(filled), compute)
+        begin()
+        logits, token_ids = captured.run(step.bucket, work)
         self._places = {s.request_id: place for place, s in enumerate(chosen)}
+        if not chosen:
+            return Launched(reader(chosen, None, [], {}))
         masks, failures = masks_of(chosen)
         sampled = Sampled(token_ids[: len(chosen)], None)
         if sample is not None:
@@ -170,51 +176,67 @@ class ModelRunner:
             self._last[: len(chosen)] = sampled.token_ids
         return Launched(reader(chosen, sampled, [], failures))
 
-    def _stage_single(
-        self,
-        buffer: StepBuffer,
-        sequences: Sequence[SequencePlan],
-        choices: Sequence[Sampling],
-    ) -> Callable[[], Computed]:
-        """Stage a step of single tokens; what is returned computes it, and keeps its tokens for the
-        step behind it."""
-        compute = self._stage(buffer, sequences, sequences)
-        indices = [s.output_index for s in sequences]
+    def _stage_captured(
+        self, captured: CapturedSteps, step: FilledStep
+    ) -> tuple[Callable[[], None], Callable[[], Computed]]:
+        """Stage a step that is filled up.
+
+        What is returned is called once the buffers have been sent: what comes before the captured
+        work, and the work. This keeps the tokens for the step behind it.
+        """
+        bucket, buffer = step.bucket, captured.buffer
+        put = self._buffer.put if bucket.is_open else buffer.put
+        embed = self._stage_tokens(put, step.sequences, is_fixed=not bucket.is_open)
+        compute = self._stage(buffer, step.sequences, step.chosen, bucket)
+        missing = bucket.num_rows - len(step.chosen)
+        choices = [*map(plain, step.chosen), *[GREEDY] * missing]
+        indices = [*[s.output_index for s in step.chosen], *[0] * missing]
         choose = self._sampler.prepare(buffer, choices, indices, self.model.vocab_size)
 
+        def begin() -> None:
+            # Rows of encoders, at whatever places, are no part of what is captured.
+            captured.put(embed() if bucket.is_open else None)
+
         def work() -> Computed:
-            hidden, _ = compute()
-            logits = self.model.compute_logits(hidden)
+            embeds = captured.embeds
+            hidden, rows = compute(embed() if embeds is None else embeds[: bucket.num_tokens])
+            logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
             token_ids = choose(logits, ()).token_ids
-            self._last[: len(sequences)] = token_ids
+            self._last[: bucket.num_rows] = token_ids
             return Computed(logits, token_ids)
 
-        return work
+        return begin, work
 
     def _capture(self, captured: CapturedSteps) -> None:
         for page in chain.from_iterable(self._pages):
             page[-1].zero_()  # the block that is nobody's is read all the same
 
-        def stage(sequences: Sequence[SequencePlan]) -> Callable[[], Computed]:
-            work = self._stage_single(captured.buffer, sequences, [plain(s) for s in sequences])
+        def stage(step: FilledStep) -> Callable[[], Computed]:
+            begin, work = self._stage_captured(captured, step)
+            self._buffer.send()
             captured.buffer.send()
+            begin()
             return work
 
         captured.take_all(stage)
 
     def _stage(
-        self, buffer: StepBuffer, sequences: Sequence[SequencePlan], chosen: Sequence[SequencePlan]
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        self,
+        buffer: StepBuffer,
+        sequences: Sequence[SequencePlan],
+        chosen: Sequence[SequencePlan],
+        bucket: Bucket | None = None,
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
         """Stage a step; what is returned computes it, once the buffer has been sent.
 
-        It gives hidden states [T, hidden], and the rows of `chosen`; None: all, as they lie.
+        Of embeddings [T, hidden] it gives hidden states [T, hidden], and the rows of `chosen`;
+        None: all, as they lie. `bucket`: of a captured step.
         """
-        put, is_fixed = buffer.put, buffer is not self._buffer
+        put = buffer.put
         starts = [s.start for s in sequences]
         ends = [s.end for s in sequences]
-        embed = self._stage_tokens(put, sequences, is_fixed=is_fixed)
         metadata = stage_attention(
-            self.model, self._limits, buffer, sequences, is_flat=self._is_flat
+            self.model, self._limits, buffer, sequences, is_captured=bucket is not None
         )
         states = None if self._states is None else stage_states(self._states, buffer, sequences)
         prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
@@ -223,15 +245,18 @@ class ModelRunner:
         last = {s.request_id: tail - 1 for s, tail in zip(sequences, tails, strict=True)}
         wanted = [last[s.request_id] for s in chosen]
         # Most steps read all rows, as they lie.
-        is_whole = is_fixed or wanted == [*range(sum(ends) - sum(starts))]
+        is_whole = wanted == [*range(sum(ends) - sum(starts))]
+        if bucket is not None:
+            is_whole = not bucket.is_open
+            wanted += [0] * (bucket.num_rows - len(wanted))
         places = None if is_whole else put(wanted)
         reads_all = any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences)
 
-        def compute() -> tuple[Tensor, Tensor | None]:
+        def compute(embeds: Tensor) -> tuple[Tensor, Tensor | None]:
             encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
             rows = None if places is None else places.tensor
             hidden = self.model.forward(
-                embed(),
+                embeds,
                 positions.tensor,
                 [built() for built in metadata],
                 encoded,
@@ -344,7 +369,11 @@ class ModelRunner:
         )
 
     def _stage_tokens(
-        self, put: Callable[..., Staged], sequences: Sequence[SequencePlan], *, is_fixed: bool
+        self,
+        put: Callable[..., Staged],
+        sequences: Sequence[SequencePlan],
+        *,
+        is_fixed: bool = False,
     ) -> Callable[[], Tensor]:
         """Stage the step's tokens; what is returned gives their embeddings [T, hidden], encoder
         rows in their places. `is_fixed`: in sizes that do not depend on what is known of them."""
@@ -393,33 +422,3 @@ class ModelRunner:
 def _ordered(plan: StepPlan) -> list[SequencePlan]:
     """Single tokens first: attention takes them as one batch."""
     return sorted(plan.sequences, key=lambda s: s.end - s.start > 1)
-
-
-def _allocate_pages(
-    model: TransformersModel, limits: Limits, form: PageFormat, num_spare: int
-) -> list[LayerPages]:
-    """Key and value pages per layer, views of one pool of bytes.
-
-    A block is one page, which holds the block's keys and values of all layers of its group; all
-    groups draw pages from the same pool. Within a block a head's rows lie one after the other: who
-    attends with one head reads on and on.
-    """
-    num_blocks = limits.num_blocks + num_spare
-    page_bytes = max(g.block_bytes(limits.block_size, form.row_bytes) for g in model.kv_groups)
-    page_size = page_bytes // form.dtype.itemsize
-    pool = empty_pool(num_blocks * page_size, form.dtype, model.device)
-
-    def view(offset: int, heads: int, dim: int) -> Tensor:
-        size = (num_blocks, limits.block_size, heads, dim)
-        strides = (page_size, dim, limits.block_size * dim, 1)
-        return pool.as_strided(size, strides, offset)
-
-    pages: list[LayerPages] = []
-    for group, index in model.layer_groups:
-        spec = model.kv_groups[group]
-        heads, *dims = spec.num_kv_heads, spec.key_dim, spec.value_dim
-        key_dim, value_dim = map(form.row_size, dims)
-        offset = index * limits.block_size * heads * (key_dim + value_dim)
-        values = offset + limits.block_size * heads * key_dim
-        pages.append(LayerPages((view(offset, heads, key_dim), view(values, heads, value_dim))))
-    return pages

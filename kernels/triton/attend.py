@@ -127,15 +127,15 @@ def _sinks(
     return most, total
 
 
-@triton.jit(do_not_specialize=("first", "last", "window", "bias_length"))
+@triton.jit(do_not_specialize=("first", "last", "fewest", "window", "bias_length"))
 def attend(
     Query: tl.tensor, Keys: tl.tensor, Values: tl.tensor, Out: tl.tensor, Sums: tl.tensor,
     QueryStart: tl.tensor, Lengths: tl.tensor, Table: tl.tensor, TableStarts: tl.tensor,
     Ids: tl.tensor, Sinks: tl.tensor, Bias: tl.tensor, first: tl.tensor, last: tl.tensor,
-    scale: tl.tensor, softcap: tl.tensor, window: tl.tensor, bias_length: tl.tensor,
-    query_token: tl.tensor, query_head: tl.tensor, key_block: tl.tensor, key_token: tl.tensor,
-    key_head: tl.tensor, value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
-    out_split: tl.tensor, out_token: tl.tensor, out_head: tl.tensor,
+    fewest: tl.tensor, scale: tl.tensor, softcap: tl.tensor, window: tl.tensor,
+    bias_length: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, key_block: tl.tensor,
+    key_token: tl.tensor, key_head: tl.tensor, value_block: tl.tensor, value_token: tl.tensor,
+    value_head: tl.tensor, out_split: tl.tensor, out_token: tl.tensor, out_head: tl.tensor,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr,
     PAGE: tl.constexpr, IS_SPLIT: tl.constexpr, ARE_SINGLE: tl.constexpr, IS_CAUSAL: tl.constexpr,
@@ -144,8 +144,8 @@ def attend(
 ) -> None:  # fmt: skip
     """Attention of the sequences [first, last), of `HEADS` query heads a program.
 
-    Grid: tiles, key heads times parts of their groups, splits. `ARE_SINGLE`: each sequence has one
-    token, and a tile. `Sums` [splits, tokens, heads]: logarithms, where it `IS_SPLIT`.
+    Grid: tiles, key heads times parts of their groups, splits. `ARE_SINGLE`: of one token, a tile;
+    else of `fewest` or more. `IS_SPLIT`: `Sums` and `Out` are [splits, sequences, heads, ...].
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -155,7 +155,7 @@ def attend(
         seq, tile = _sequence_of(tl.program_id(0), QueryStart, first, last, BLOCK_Q)
     kv_head, split, tokens = tl.program_id(1) // PARTS, tl.program_id(2), tl.load(QueryStart + seq)
     num_q, length = tl.load(QueryStart + seq + 1) - tokens, tl.load(Lengths + seq)
-    if tile * BLOCK_Q >= num_q:
+    if num_q != 1 if ARE_SINGLE else (num_q < fewest) | (tile * BLOCK_Q >= num_q):
         return
     rows, start = tl.arange(0, BLOCK_M), length - num_q
     token = tile * BLOCK_Q + rows // HEADS
@@ -190,9 +190,9 @@ def attend(
         total, most = total * shrunk + tl.sum(w, 1), larger
         v = tl.load(Values + v_at + dv, mask=is_key[:, None] & (dv < DV), other=0.0)
         found = found * shrunk[:, None] + _dot(w.to(v.dtype), v, IN_FLOAT32)
-
     divisor = tl.where(total > 0, total, 1.0)
-    out_at = split.to(tl.int64) * out_split + where * out_token + head * out_head
+    out_at = (seq + token if IS_SPLIT else where).to(tl.int64) * out_token + head * out_head
+    out_at += split.to(tl.int64) * out_split
     found = (found / divisor[:, None]).to(Out.dtype.element_ty)
     tl.store(Out + out_at[:, None] + dv, found, mask=is_row[:, None] & (dv < DV))
     if IS_SPLIT:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,6 +10,7 @@ from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.triton.attend import attend
 from aioengine.kernels.triton.combine import combine
 from aioengine.kernels.triton.launch import INTERPRETED, padded, strides
+from aioengine.kernels.triton.tiles import Tiles, num_cores, tiles_of
 from aioengine.kernels.triton.write import write
 
 __all__ = ["TritonBackend"]
@@ -23,20 +21,6 @@ MAX_DIM = 256
 MAX_SPLITS = 64
 PROGRAMS_PER_CORE = 4
 """That a decode step is split into at least, so that each core has reads to wait for."""
-CORES = 4 if INTERPRETED else 132
-"""Where there is no GPU to ask: of an H200, or few, as an interpreter has them take turns."""
-
-
-class _Tiles(NamedTuple):
-    """Rows and keys of a tile, whose rows are of so many query heads, and the parts of a group that
-    these make; warps of a program, and tiles on their way to it."""
-
-    heads: int
-    parts: int
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
 
 
 class TritonBackend:
@@ -88,33 +72,43 @@ class TritonBackend:
             self.write_kv(new, pages, meta)
         query = _in_rows(query)
         out = query.new_empty(*query.shape[:2], pages[1].shape[-1])
-        num_decodes, num_sequences = meta.num_decodes, len(meta.query_lens)
-        if num_decodes:
-            _attend_singles(query, pages, meta, args, out)
-        if num_decodes < num_sequences:
-            tiles = _tiles(query, pages, is_single=False)
-            num_tokens = query.shape[0] - num_decodes
-            count = num_tokens // (tiles.rows // tiles.heads) + num_sequences - num_decodes
-            _launch(query, pages, meta, args, out, out, tiles, count, 1)
+        num_sequences = len(meta.query_lens)
+        num_singles = num_sequences if meta.is_open else meta.num_decodes
+        if num_singles:
+            _attend_singles(query, pages, meta, args, out, num_singles)
+        if meta.num_decodes < num_sequences:
+            tiles = tiles_of(query, pages, is_single=False)
+            num_tokens = query.shape[0] - meta.num_decodes
+            count = num_tokens // (tiles.rows // tiles.heads) + num_sequences - meta.num_decodes
+            between = meta.num_decodes, num_sequences
+            _launch(query, pages, meta, args, out, out, tiles, count, 1, between)
         return out
 
 
 def _attend_singles(
-    query: Tensor, pages: KeyValue, meta: AttentionMetadata, args: AttentionArgs, out: Tensor
+    query: Tensor,
+    pages: KeyValue,
+    meta: AttentionMetadata,
+    args: AttentionArgs,
+    out: Tensor,
+    count: int,
 ) -> None:
-    """The first sequences, of one token each, into `out`."""
-    tiles = _tiles(query, pages, is_single=True)
-    count, num_heads, dim = meta.num_decodes, query.shape[1], out.shape[2]
+    """Those of the first sequences that have one token, into `out`."""
+    tiles, num_heads, dim = tiles_of(query, pages, is_single=True), query.shape[1], out.shape[2]
     programs = count * pages[0].shape[2] * tiles.parts
-    num_splits = min(max(1, PROGRAMS_PER_CORE * _num_cores(query.device) // programs), MAX_SPLITS)
+    num_splits = min(max(1, PROGRAMS_PER_CORE * num_cores(query.device) // programs), MAX_SPLITS)
     if num_splits == 1:
-        _launch(query, pages, meta, args, out, out, tiles, count, 1, is_single=True)
+        _launch(query, pages, meta, args, out, out, tiles, count, 1, (0, count), is_single=True)
         return
     parts = out.new_empty(num_splits, count, num_heads, dim, dtype=torch.float32)
     sums = parts.new_empty(parts.shape[:3])
-    _launch(query, pages, meta, args, parts, sums, tiles, count, num_splits, is_single=True)
+    between = 0, count
+    _launch(
+        query, pages, meta, args, parts, sums, tiles, count, num_splits, between, is_single=True
+    )
     combine[(count, num_heads)](
-        parts, sums, out, num_splits, parts.stride(0), sums.stride(0), *strides(out),
+        parts, sums, out, meta.query_start, num_splits, parts.stride(0), sums.stride(0),
+        *strides(out),
         DV=dim, DV_PADDED=padded(dim), MOST_SPLITS=padded(num_splits, 1),
     )  # fmt: skip
 
@@ -126,17 +120,18 @@ def _launch(
     args: AttentionArgs,
     out: Tensor,
     sums: Tensor,
-    tiles: _Tiles,
+    tiles: Tiles,
     count: int,
     num_splits: int,
+    between: tuple[int, int],
     *,
     is_single: bool = False,
 ) -> None:
-    """Attend with so many tiles; `out` [splits, tokens, Hq, Dv] where keys are split."""
+    """Attend to the sequences `between` with so many tiles; `out` [splits, sequences, Hq, Dv] where
+    keys are split."""
     key, value = pages
     kv_heads, (key_dim, value_dim) = key.shape[2], (key.shape[3], value.shape[3])
     group = query.shape[1] // kv_heads
-    first, last = (0, meta.num_decodes) if is_single else (meta.num_decodes, len(meta.query_lens))
     has_blocks = meta.block_ids is not None and not is_single
     bias = args.distance_bias
     attend[(count, kv_heads * tiles.parts, num_splits)](
@@ -144,7 +139,7 @@ def _launch(
         _table_starts(meta), meta.block_ids if has_blocks else query,
         query if args.sinks is None else args.sinks,
         query if bias is None else bias.contiguous(),
-        first, last, args.scale, args.softcap or 0.0, args.window or 0,
+        *between, 2 if meta.is_open else 1, args.scale, args.softcap or 0.0, args.window or 0,
         0 if bias is None else bias.shape[1],
         *strides(query), *strides(key), *strides(value),
         *(strides(out) if out.dim() == 4 else (0, *strides(out))),
@@ -157,22 +152,6 @@ def _launch(
         IN_FLOAT32=INTERPRETED or query.dtype == torch.float32,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-
-
-def _tiles(query: Tensor, pages: KeyValue, *, is_single: bool) -> _Tiles:
-    """Tiles of which the keys and values of two fit in the shared memory of every chip."""
-    key, value = pages
-    group = query.shape[1] // key.shape[2]
-    width = max(padded(key.shape[3]), padded(value.shape[3]))
-    if query.dtype == torch.float32:  # without tensor cores, all of a tile is in registers
-        rows, keys = 16, 32 if width <= 64 else 16
-    elif is_single:
-        rows = min(padded(group), 32)
-        keys = 64 if rows == 16 and width <= 128 else 32
-    else:
-        rows, keys = 64, 64 if width <= 64 else 32
-    heads = min(group, rows)
-    return _Tiles(heads, -(-group // heads), rows, keys, num_warps=4, num_stages=2)
 
 
 def _table_starts(meta: AttentionMetadata) -> Tensor:
@@ -190,11 +169,3 @@ def _table_starts(meta: AttentionMetadata) -> Tensor:
 
 def _in_rows(numbers: Tensor) -> Tensor:
     return numbers if numbers.stride(-1) == 1 else numbers.contiguous()
-
-
-@cache
-def _num_cores(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CORES
-    found: Any = torch.cuda.get_device_properties(device)
-    return int(found.multi_processor_count)

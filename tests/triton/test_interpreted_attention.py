@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioengine.kernels.attention import AttentionArgs, select_backend
+from aioengine.kernels.attention import AttentionArgs, Unread, select_backend
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.metadata import (
     SeenRows,
@@ -104,7 +104,7 @@ def test_everywhere(
     spans = [(n, n + 1) for n in decodes] + [(start, start + n) for start, n in chunks]
     batch = of(spans, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "_num_cores", lambda _: num_cores)
+        patch.setattr(launches, "num_cores", lambda _: num_cores)
         assert_near(batch, window=window, softcap=softcap)
 
 
@@ -164,18 +164,67 @@ def test_cross_attention(partly: bool) -> None:
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
-def test_tables_without_padding() -> None:
-    batch = of(MIXED)
+def as_captured(batch: PagedBatch, *, is_open: bool) -> PagedBatch:
+    """The batch with what a captured step says of it: no lengths on the host, no padding."""
     meta, size = batch.meta, batch.meta.block_size
     used = [-(-length // size) for length in meta.context_lens]
     rows = [row[:count] for row, count in zip(meta.block_table, used, strict=True)]
     # Behind others, as where a step has several tables.
     flat = torch.cat([torch.full((5,), 1 << 20, dtype=torch.int32), *rows])
     starts = torch.tensor([5, *used[:-1]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    found = replace(
-        batch, meta=replace(meta, block_table=flat, table_starts=starts, scratch={})
-    ).attend(TritonBackend())
-    assert torch.equal(found, batch.attend(TritonBackend()))
+    lens = {"query_lens": Unread(meta.query_lens)} if is_open else {}
+    lens["context_lens"] = Unread(meta.context_lens)
+    own = {"block_table": flat, "table_starts": starts, "is_open": is_open, "scratch": {}}
+    if is_open:
+        own["num_decodes"] = 0
+    return replace(batch, meta=replace(meta, **own, **lens))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_captured_steps_of_single_tokens(window: int | None) -> None:
+    batch = of(CHUNKS["decode"])
+    found = as_captured(batch, is_open=False).attend(TritonBackend(), window=window)
+    assert torch.equal(found, batch.attend(TritonBackend(), window=window))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", ["mixed", "prefill", "decode", "boundaries"])
+def test_captured_steps_of_any_tokens(name: str, window: int | None) -> None:
+    """In any order, and with sequences of no token between them and at the end."""
+    batch = of(CHUNKS[name])
+    expected = batch.attend(ReferenceBackend(), window=window)
+    captured = as_captured(batch, is_open=True)
+    starts = captured.meta.query_start
+    nothing = torch.zeros(1, dtype=torch.int32)
+    meta = captured.meta
+    assert meta.table_starts is not None
+    more = replace(
+        meta,
+        query_start=torch.cat([starts[:2], starts[1:], starts[-1:]]),
+        seq_lens=torch.cat([meta.seq_lens[:1], nothing, meta.seq_lens[1:], nothing]),
+        table_starts=torch.cat([meta.table_starts[:1], nothing, meta.table_starts[1:], nothing]),
+        query_lens=Unread((0,) * (len(meta.query_lens) + 2)),
+    )
+    for each in (meta, more):
+        found = replace(captured, meta=each).attend(TritonBackend(), window=window)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_lengths_of_captured_steps_are_not_read() -> None:
+    lengths = Unread((3, 4))
+    assert len(lengths) == 2 and lengths
+    for read in (
+        list,
+        sum,
+        max,
+        lambda x: x[0],
+        lambda x: x[:1],
+        lambda x: [*zip(x, x, strict=True)],
+    ):
+        with pytest.raises(RuntimeError, match="captured step"):
+            read(lengths)
+    with pytest.raises(RuntimeError, match="captured step"):
+        as_captured(of(MIXED), is_open=True).attend(GatherBackend())
 
 
 def test_writing_touches_nothing_else() -> None:
