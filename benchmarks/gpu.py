@@ -3,12 +3,16 @@
     python benchmarks/gpu.py [--stages machine,steps,...] [--tiny]
 
 Models have real shapes and random weights, so nothing is fetched. Each stage prints its figures as
-it ends, and one that fails says so and leaves the others alone.
+it ends, and one that fails says so and leaves the others alone. `make gpu` runs each in a process
+of its own, with a deadline (gpu_report.py).
 
 - machine: chip and versions; the rate of a large copy (read and written) and of a large matmul;
   the host's time for an operator that does next to nothing.
-- steps: decode steps of the runner, from the plan to the tokens read back, and their kernels' own
-  time; `floor` is the weights and the context's keys and values at the rate of the copy.
+- kernels: attention in Triton beside the reference on the device, and the rate at which it reads
+  keys and values (gpu_kernels.py).
+- steps: decode steps of the runner, from the plan to the tokens read back: captured, and launched
+  one kernel after the other, with the kernels' own time; `floor` is the weights and the context's
+  keys and values at the rate of the copy.
 - shapes: attention over contexts that grow: the first call of each shape beside later ones, and
   the kernels that are taken.
 - engine: requests with an image each through the engine, beside transformers' `generate`.
@@ -31,11 +35,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from gpu_kernels import measure_kernels
 from make_model import make_model
 from null_device import BLOCK, MODELS, milliseconds, plan_of
 from PIL import Image
@@ -44,6 +50,7 @@ from transformers import AutoConfig
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.core.plan import Limits
+from aioengine.execution.graphs import capture_on
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.kernels.dense import dense_attention, padded_length
 from aioengine.models.runtime.registry import resolve
@@ -60,8 +67,15 @@ class Report:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
         self.is_tiny = options.tiny
-        self.bytes_per_s = 1e9
         self.found: dict[str, Any] = {}
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        """The rate of a large copy, of what it reads and writes."""
+        size = 1 << (20 if self.is_tiny else 32)
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
+        place = torch.empty_like(source)
+        return 2 * size / self.timed(lambda: place.copy_(source))
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -81,10 +95,6 @@ class Report:
 
 
 def machine(report: Report) -> None:
-    size = 1 << (20 if report.is_tiny else 32)
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=report.device)
-    place = torch.empty_like(source)
-    report.bytes_per_s = 2 * size / report.timed(lambda: place.copy_(source))
     edge = 256 if report.is_tiny else 8192
     matrix = torch.randn(edge, edge, device=report.device, dtype=torch.bfloat16)
     flops = 2 * edge**3 / report.timed(lambda: matrix @ matrix)
@@ -133,7 +143,9 @@ def runner_of(report: Report, name: str, requests: int, context: int) -> ModelRu
         num_blocks=requests * width * len(model.kv_groups),
         num_groups=len(model.kv_groups),
     )
-    return ModelRunner(model, limits)
+    runner = ModelRunner(model, limits, capture=capture_on(report.device))
+    runner.find_decode_steps()
+    return runner
 
 
 def weight_bytes(runner: ModelRunner) -> int:
@@ -169,7 +181,8 @@ def steps(report: Report) -> None:
     rows = report.found["steps"] = []
     names = ("qwen2-0.5b",) if report.is_tiny else ("qwen2-0.5b", "qwen2-1.5b", "qwen2-7b")
     print(
-        f"{'model':12}{'context':>8}{'requests':>9}{'ms':>8}{'kernels':>9}{'own ms':>8}{'floor':>7}"
+        f"{'model':12}{'context':>8}{'requests':>9}{'captured':>9}{'launched':>9}{'kernels':>9}"
+        f"{'own ms':>8}{'floor':>7}"
     )
     for name, context in itertools.product(names, CONTEXTS):
         most = 2 if report.is_tiny else max(REQUESTS) if context < 1000 else 32
@@ -184,15 +197,19 @@ def steps(report: Report) -> None:
             def step(runner: ModelRunner = runner, plan: Any = plan) -> None:
                 runner.step(plan).read()
 
+            captured, runner._captured = runner._captured, None
+            launched, found = report.timed(step), kernels_of(report, step)
+            runner._captured = captured
             seconds = report.timed(step)
-            found = kernels_of(report, step)
             floor = (bytes_read + requests * context * per_token) / report.bytes_per_s
             row = {"model": name, "context": context, "requests": requests}
-            row |= {"ms": round(seconds * 1e3, 2), "floor_ms": round(floor * 1e3, 3), **found}
+            row |= {"ms": round(seconds * 1e3, 2), "launched_ms": round(launched * 1e3, 2)}
+            row |= {"is_captured": captured is not None and captured.counts.replayed > 0}
+            row |= {"floor_ms": round(floor * 1e3, 3), **found}
             rows.append(row)
             print(
-                f"{name:12}{context:8}{requests:9}{row['ms']:8.2f}{row['kernels']:9}"
-                f"{row['device_ms']:8.2f}{row['floor_ms']:7.2f}",
+                f"{name:12}{context:8}{requests:9}{row['ms']:9.2f}{row['launched_ms']:9.2f}"
+                f"{row['kernels']:9}{row['device_ms']:8.2f}{row['floor_ms']:7.2f}",
                 flush=True,
             )
         print("  " + "\n  ".join(map(str, row["most"])))
@@ -329,7 +346,12 @@ async def soak_stage(report: Report, folder: Path) -> None:
         print(report.found["soak"], flush=True)
 
 
-PLAIN: dict[str, Callable[[Report], None]] = {"machine": machine, "steps": steps, "shapes": shapes}
+PLAIN: dict[str, Callable[[Report], None]] = {
+    "machine": machine,
+    "kernels": measure_kernels,
+    "shapes": shapes,
+    "steps": steps,
+}
 WITH_ENGINE = {"engine": engine_stage, "encoder": encoder_stage, "soak": soak_stage}
 
 

@@ -142,10 +142,10 @@ def _load(
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
         sizes = _sizes(model, processor, config, form)
-        measure = partial(measure_activations, model, processor, backend=backend)
-        limits = resolve_limits(config, sizes, device, measure)
-        context.max_model_len = limits.max_model_len
         capture = None if config.enforce_eager else capture_on(device)
+        by = partial(measure_activations, model, processor, backend=backend, capture=capture)
+        limits = resolve_limits(config, sizes, device, measure=by)
+        context.max_model_len = limits.max_model_len
         runner = ModelRunner(model, limits, backend, form, capture)
         runner.find_decode_steps()
     end_team()

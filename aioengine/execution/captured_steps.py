@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aioengine.core.plan import Limits, SequencePlan
 from aioengine.execution.graphs import Capture, Graph
 from aioengine.kernels.transfer import StepBuffer
-from aioengine.models.runtime.interfaces import PromptInputs
+from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.sampling.sampler import Sampling
 
 __all__ = ["GREEDY", "Bucket", "CapturedSteps", "Computed", "FilledStep", "plain"]
@@ -86,17 +87,16 @@ class CapturedSteps:
 
     embeds: Tensor | None = None
 
-    def __init__(
-        self, capture: Capture, limits: Limits, inputs: PromptInputs | None, device: torch.device
-    ) -> None:
-        """`inputs`: what the model has of a prompt of one token, if anything."""
+    def __init__(self, capture: Capture, limits: Limits, model: TransformersModel) -> None:
         self.counts = Counts()
-        self.buffer = StepBuffer(device, is_fixed=True)
+        self.buffer = StepBuffer(model.device, is_fixed=True)
         self.buffer.reserve(_most_bytes(limits))
         self._capture = capture
         self._limits = limits
+        self._row_size, self._least_width = model.row_size, 0
         self._graphs: dict[object, tuple[Graph, Computed]] = {}
         self._embeds: dict[int, Tensor] = {}  # by their width
+        self._logits: Tensor | None = None
         singles = _doubled(1, limits.max_num_seqs)
         self._singles = [Bucket(count, count, count, False) for count in singles]
         rows = limits.max_num_seqs
@@ -113,7 +113,7 @@ class CapturedSteps:
             samples=True,
             output_index=0,
             sampling=GREEDY,
-            inputs=inputs,
+            inputs=model.prompt_inputs((0,)),
             cross_tables=((limits.num_blocks,),) * limits.num_cross_groups,
             num_encoder_rows=1 if limits.num_cross_groups else 0,
             state=limits.num_states if limits.num_states else None,
@@ -137,11 +137,20 @@ class CapturedSteps:
             self.embeds = None
             return
         count, width = embeds.shape
+        if width < self._least_width:
+            width, embeds = self._least_width, pad(embeds, (0, self._least_width - width))
         if width not in self._embeds:
             size = self._limits.max_num_batched_tokens, width
             self._embeds[width] = embeds.new_zeros(size)
         self.embeds = self._embeds[width]
         self.embeds[:count] = embeds
+
+    def keep_logits(self, logits: Tensor) -> Tensor:
+        """Logits [n, vocab] in float32 at least, in memory that the graphs share."""
+        if self._logits is None:
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            self._logits = logits.new_empty(self._limits.max_num_seqs, logits.shape[1], dtype=dtype)
+        return self._logits[: len(logits)].copy_(logits)
 
     def run(self, bucket: Bucket, work: Callable[[], Computed]) -> Computed:
         """Replay the graph of the step whose numbers were sent, or launch its `work`."""
@@ -162,10 +171,14 @@ class CapturedSteps:
         nothing is, with a warning.
         """
         try:
-            for bucket in reversed([*self._singles, *self._open]):
-                has_more = self._limits.num_states or self._limits.num_cross_groups
-                if not (bucket.is_open and has_more):
+            if not (self._limits.num_states or self._limits.num_cross_groups):
+                for bucket in reversed(self._open):
                     self._take(stage, bucket)
+                    self._least_width = self._row_size  # embeddings with rows may be wider
+                    self._take(stage, bucket)
+                    self._least_width = 0
+            for bucket in reversed(self._singles):
+                self._take(stage, bucket)
         except Exception as error:
             self._graphs.clear()
             reason = f"{type(error).__name__}: {error!s:.200}"
@@ -178,6 +191,8 @@ class CapturedSteps:
         first, second, other = (self._fill(bucket, each) for each in trials)
         stage(first)()
         work = stage(second)
+        if self._key(bucket) in self._graphs:  # of wider embeddings, where none are
+            return
         work()  # all that is made once is made
         self._graphs[self._key(bucket)] = self._capture.capture(work)
         stage(first)()

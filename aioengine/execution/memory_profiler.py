@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aioengine.core.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
+from aioengine.execution.graphs import Capture
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.runtime.transformers_model import TransformersModel
@@ -41,10 +42,13 @@ def measure_activations(
     processor: BaseMultiModalProcessor,
     limits: Limits,
     backend: AttentionBackend | None = None,
+    *,
+    capture: Capture | None = None,
 ) -> int:
     """Bytes beside weights, KV blocks and encoder rows that the engine needs at its worst.
 
-    Raises ModelLoadError where the device cannot run a step or an encoder run of that size.
+    With a `capture`, steps are captured too, in memory that no others use. Raises ModelLoadError
+    where the device cannot run a step or an encoder run of that size.
     """
     is_cpu = model.device.type == "cpu"
     num_blocks = (limits.num_groups + limits.num_cross_groups) * 4
@@ -67,6 +71,9 @@ def measure_activations(
             needed = less + max(0, more - less) * (most - few) // (many - few)
         else:
             needed = step_bytes(most)
+        if capture is not None:
+            rows = most * max(model.row_size, model.hidden_size) * model.dtype.itemsize
+            needed = 2 * needed + rows + 4 * limits.max_num_seqs * model.vocab_size
         runs = _worst_encodes(processor, limits)
         encode_bytes = max(
             (peak_bytes(model.device, partial(run, runner)) for run in runs), default=0

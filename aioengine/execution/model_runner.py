@@ -78,8 +78,7 @@ class ModelRunner:
         captures = getattr(self._backend, "captures", None)
         self._captured: CapturedSteps | None = None
         if capture and captures is not None and all(map(captures, self._pages)):
-            inputs = model.prompt_inputs((0,))
-            self._captured = CapturedSteps(capture, limits, inputs, model.device)
+            self._captured = CapturedSteps(capture, limits, model)
         self.decode_steps: DecodeSteps | None = None
         """Takes steps that need no Python, if this model has such; see `find_decode_steps`."""
         self._states: StateMemory | None = None
@@ -200,7 +199,8 @@ class ModelRunner:
         def work() -> Computed:
             embeds = captured.embeds
             hidden, rows = compute(embed() if embeds is None else embeds[: bucket.num_tokens])
-            logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
+            logits = self.model.logits(hidden if rows is None else hidden[rows])
+            logits = captured.keep_logits(logits)
             token_ids = choose(logits, ()).token_ids
             self._last[: bucket.num_rows] = token_ids
             return Computed(logits, token_ids)

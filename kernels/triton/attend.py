@@ -17,11 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["NEVER", "attend"]
+from aioengine.kernels.triton.scores import NEVER, are_seen, dot, scores, sinks
 
-NEVER = tl.constexpr(-1.0e30)
-"""A score that has no weight. Not -inf, of which a row's first tile would make NaN."""
-LOG2E = tl.constexpr(1.4426950408889634)
+__all__ = ["attend"]
+
+STAGED = ("QueryStart", "Lengths", "Table", "TableStarts", "Ids")
+"""Parts of the step buffer, which lie at any address."""
 
 
 @triton.jit
@@ -62,72 +63,10 @@ def _limits(
     return low, high
 
 
-@triton.jit
-def _dot(a: tl.tensor, b: tl.tensor, IN_FLOAT32: tl.constexpr) -> tl.tensor:
-    """The product of two tiles, in float32."""
-    if IN_FLOAT32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b)
-
-
-@triton.jit
-def _scores(
-    q: tl.tensor, k: tl.tensor, Bias: tl.tensor, far: tl.tensor, is_row: tl.tensor,
-    scale: tl.tensor, softcap: tl.tensor, bias_length: tl.tensor,
-    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, IN_FLOAT32: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Scores of rows `q` [M, D] and keys `k` [N, D], not masked, in powers of two."""
-    s = _dot(q, tl.trans(k), IN_FLOAT32) * scale
-    if HAS_SOFTCAP:
-        small = tl.exp2(tl.abs(s / softcap) * (-2.0 * LOG2E))
-        size = (1.0 - small) / (1.0 + small)
-        s = softcap * tl.where(s < 0, -size, size)
-    if HAS_BIAS:
-        far = tl.minimum(tl.maximum(far, 0), bias_length - 1)
-        s += tl.load(Bias[:, None] + far, mask=is_row[:, None], other=0.0)
-    return s * LOG2E
-
-
-@triton.jit
-def _are_seen(
-    at: tl.tensor, keys: tl.tensor, is_row: tl.tensor, is_key: tl.tensor, Ids: tl.tensor,
-    ids: tl.tensor, start: tl.tensor, window: tl.tensor,
-    BLOCKS: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Mask of the keys at positions `keys` [N] that rows at positions `at` [M] see.
-
-    BLOCKS: 2 where the window bounds them too. `Ids`: of the tokens from position `start` on.
-    """
-    seen = is_key[None, :] & is_row[:, None]
-    if IS_CAUSAL:
-        is_near = keys[None, :] <= at[:, None]
-        if HAS_WINDOW and BLOCKS != 2:
-            is_near = is_near & (keys[None, :] > at[:, None] - window)
-        if BLOCKS:
-            key_ids = tl.load(Ids + keys - start, mask=is_key & (keys >= start), other=-1)
-            is_near = is_near | ((ids[:, None] == key_ids[None, :]) & (ids[:, None] >= 0))
-        if HAS_WINDOW and BLOCKS == 2:
-            is_near = is_near & (keys[None, :] > at[:, None] - window)
-        seen = seen & is_near
-    return seen
-
-
-@triton.jit
-def _sinks(
-    Sinks: tl.tensor, head: tl.tensor, is_row: tl.tensor, split: tl.tensor,
-    HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Maximum and sum of the softmax before any key."""
-    most, total = tl.full([BLOCK_M], NEVER, tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:  # noqa: SIM102 - a constant of the compilation
-        if split == 0:
-            most = tl.load(Sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-            total += 1.0
-    return most, total
-
-
-@triton.jit(do_not_specialize=("first", "last", "fewest", "window", "bias_length"))
+@triton.jit(
+    do_not_specialize=("first", "last", "fewest", "window", "bias_length"),
+    do_not_specialize_on_alignment=STAGED,
+)
 def attend(
     Query: tl.tensor, Keys: tl.tensor, Values: tl.tensor, Out: tl.tensor, Sums: tl.tensor,
     QueryStart: tl.tensor, Lengths: tl.tensor, Table: tl.tensor, TableStarts: tl.tensor,
@@ -171,7 +110,7 @@ def attend(
     begin, end = low // BLOCK_N, (high + BLOCK_N - 1) // BLOCK_N
     share = (end - begin + tl.num_programs(2) - 1) // tl.num_programs(2)
     begin += split * share
-    most, total = _sinks(Sinks, head, is_row, split, HAS_SINKS, BLOCK_M)
+    most, total = sinks(Sinks, head, is_row, split, HAS_SINKS, BLOCK_M)
     found, blocks = tl.zeros([BLOCK_M, DV_PADDED], tl.float32), Table + tl.load(TableStarts + seq)
     for index in range(begin, tl.minimum(begin + share, end)):
         keys = index * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -180,16 +119,16 @@ def attend(
         k_at = (block * key_block + keys % PAGE * key_token + kv_head * key_head)[:, None]
         v_at = (block * value_block + keys % PAGE * value_token + kv_head * value_head)[:, None]
         k = tl.load(Keys + k_at + dk, mask=is_key[:, None] & (dk < DK), other=0.0)
-        s = _scores(q, k, Bias + head * bias_length, at[:, None] - keys[None, :], is_row, scale,
+        s = scores(q, k, Bias + head * bias_length, at[:, None] - keys[None, :], is_row, scale,
                     softcap, bias_length, HAS_SOFTCAP, HAS_BIAS, IN_FLOAT32)  # fmt: skip
-        seen = _are_seen(at, keys, is_row, is_key, Ids + tokens, ids, start, window,
+        seen = are_seen(at, keys, is_row, is_key, Ids + tokens, ids, start, window,
                          BLOCKS, HAS_WINDOW, IS_CAUSAL)  # fmt: skip
         s = tl.where(seen, s, NEVER)
         larger = tl.maximum(most, tl.max(s, 1))
         shrunk, w = tl.exp2(most - larger), tl.where(seen, tl.exp2(s - larger[:, None]), 0.0)
         total, most = total * shrunk + tl.sum(w, 1), larger
         v = tl.load(Values + v_at + dv, mask=is_key[:, None] & (dv < DV), other=0.0)
-        found = found * shrunk[:, None] + _dot(w.to(v.dtype), v, IN_FLOAT32)
+        found = found * shrunk[:, None] + dot(w.to(v.dtype), v, IN_FLOAT32)
     divisor = tl.where(total > 0, total, 1.0)
     out_at = (seq + token if IS_SPLIT else where).to(tl.int64) * out_token + head * out_head
     out_at += split.to(tl.int64) * out_split

@@ -5,12 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.attend import NEVER
+from aioengine.kernels.triton.scores import NEVER
 
 __all__ = ["combine"]
 
 
-@triton.jit(do_not_specialize=("num_splits", "part_split", "sum_split"))
+@triton.jit(
+    do_not_specialize=("num_splits", "part_split", "sum_split"),
+    do_not_specialize_on_alignment=("QueryStart",),
+)
 def combine(
     Parts: tl.tensor, Sums: tl.tensor, Out: tl.tensor, QueryStart: tl.tensor, num_splits: tl.tensor,
     part_split: tl.tensor, sum_split: tl.tensor, out_token: tl.tensor, out_head: tl.tensor,

@@ -11,6 +11,7 @@ from aioengine.kernels.layer_plan import Angles, FeedForwardPlan, LayerPlan, Nor
 from aioengine.kernels.layer_slot import LayerSlot, Slot
 from aioengine.kernels.matmul import Activation, Matmul, TorchLinear
 from aioengine.kernels.torch_operators import TorchOperators
+from aioengine.kernels.triton.angles import angles_of
 from aioengine.kernels.triton.backend import TritonBackend
 from aioengine.kernels.triton.gate import gate
 from aioengine.kernels.triton.launch import padded, strides
@@ -29,6 +30,8 @@ PART = 1024
 
 class TritonOperators(TorchOperators):
     """See `Operators`. Ten launches a layer, nine where keys are not split."""
+
+    angles_of = staticmethod(angles_of)
 
     def prepare(self, angles: Sequence[Angles]) -> Sequence[Tensor]:
         """See `Operators`: what `TorchOperators` takes where it is needed, made there."""

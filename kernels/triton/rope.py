@@ -8,7 +8,7 @@ import triton.language as tl
 __all__ = ["rope"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("Blocks", "Offsets"))
 def rope(
     Heads: tl.tensor, Weight: tl.tensor, Cos: tl.tensor, Sin: tl.tensor, Query: tl.tensor,
     KeyPages: tl.tensor, ValuePages: tl.tensor, Blocks: tl.tensor, Offsets: tl.tensor,

@@ -115,7 +115,10 @@ def _place(
     return place
 
 
-@triton.jit(do_not_specialize=("vocab",))
+@triton.jit(
+    do_not_specialize=("vocab",),
+    do_not_specialize_on_alignment=("Choices", "Bans", "BanStarts"),
+)
 def sample(
     Logits: tl.tensor, Choices: tl.tensor, Bans: tl.tensor, BanStarts: tl.tensor, Out: tl.tensor,
     row_step: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr, HAS_BANS: tl.constexpr,

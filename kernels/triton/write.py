@@ -8,7 +8,7 @@ import triton.language as tl
 __all__ = ["write"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("Blocks", "Offsets"))
 def write(
     Keys: tl.tensor, Values: tl.tensor, KeyPages: tl.tensor, ValuePages: tl.tensor,
     Blocks: tl.tensor, Offsets: tl.tensor, key_row: tl.tensor, key_head: tl.tensor,

@@ -49,6 +49,7 @@ from aioengine.kernels.triton import operators_on
 from aioengine.models.fusion.decode_parts import find_decode_parts
 from aioengine.models.fusion.fused_mlp import Kind
 from aioengine.models.fusion.layer_parts import NORMS, attentions_of, find_layer
+from aioengine.models.fusion.rotary import make_angles_by
 from aioengine.models.fusion.swap import is_hooked, subclass, swap
 from aioengine.models.fusion.trial import ROUNDINGS, StandIn, agree, random_rows, stand_ins
 
@@ -60,9 +61,8 @@ _LAYER = "_aioengine_layer"
 _DECODER = "_aioengine_decoder"
 _ROWS = "deepstack_visual_embeds"
 _MEMORY = "encoder_hidden_states"
-_FOR_ATTENTION = frozenset(
-    ("attention_mask", "cache_position", "past_key_values", "position_ids", "use_cache")
-)
+_FOR_ATTENTION = {"attention_mask", "cache_position", "past_key_values", "position_ids"}
+_FOR_ATTENTION |= {"use_cache"}
 """Arguments of layers that only their attention reads, which has its slot."""
 _NO_ANGLES: Callable[..., list[Angles]] = lambda *_: []  # noqa: E731
 _TRIAL_POSITIONS = (0, 1, 7, 2, 300)
@@ -329,7 +329,8 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
             plan if plan.angles is None else replace(plan, angles=index)
             for plan, index in zip(plans, angles, strict=True)
         )
-        make_angles = _Rotary(rotary, axes_of_text, calls) if rotary is not None else _NO_ANGLES
+        slow = _Rotary(rotary, axes_of_text, calls) if rotary is not None else _NO_ANGLES
+        make_angles = make_angles_by(getattr(kind, "angles_of", None), rotary, slow, norm.weight)
         plan = DecoderPlan(planned, norm.fused[1], make_angles, places)
         operators = kind(planned, plan.norm)
         if not trial.agrees(plan, operators, wanted=output):

@@ -10,6 +10,7 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 
 from aioengine.kernels.cpu.library import instruction_set, is_available
 from aioengine.kernels.cpu.rotary import rotate
+from aioengine.kernels.layer_plan import Angles
 from aioengine.models.fusion.swap import subclass, swap
 from aioengine.models.fusion.trial import agree, random_rows
 
-__all__ = ["fuse_rotary"]
+__all__ = ["fuse_rotary", "make_angles_by"]
 
 Apply = Callable[..., tuple[Tensor, Tensor]]
+MakeAngles = Callable[[Tensor, Tensor], Sequence[Angles]]
+"""Embeddings [T, hidden] and positions [T] or [3, T] -> a step's angles of each kind."""
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 _RENAMING = "transformers.utils.deprecation"
@@ -88,6 +92,64 @@ def _with_operator(kind: type[nn.Module]) -> type[nn.Module] | None:
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return subclass(kind, made)
+
+
+AnglesOf = Callable[[Tensor, Tensor, float, torch.dtype], Angles]
+"""Angles of positions [T], by frequencies [D / 2], times a number, in a dtype."""
+_NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+_SOME_POSITIONS = (0, 1, 2, 7, 40, 333, 4001, 31_999)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FastAngles:
+    """Angles of single positions by an operator; of others as the module makes them."""
+
+    angles_of: AnglesOf
+    kinds: Sequence[tuple[Tensor, float]]
+    slow: MakeAngles
+
+    def __call__(self, embeds: Tensor, positions: Tensor) -> Sequence[Angles]:
+        if positions.dim() != 1:
+            return self.slow(embeds, positions)
+        return [self.angles_of(positions, *kind, embeds.dtype) for kind in self.kinds]
+
+
+def make_angles_by(
+    angles_of: AnglesOf | None, module: nn.Module | None, slow: MakeAngles, like: Tensor
+) -> MakeAngles:
+    """What makes a decoder's angles by an operator, where these are the ones of its rotary
+    `module`, whose frequencies are its buffers; else `slow`. `like`: of the embeddings' dtype."""
+    if angles_of is None or module is None or not hasattr(module, "rope_type"):
+        return slow
+    if like.dtype not in _NEAR:
+        return slow
+    buffers = dict(module.named_buffers())
+    known = {name: each for name, each in buffers.items() if name.endswith("inv_freq")}
+    kinds = [
+        (each.float().contiguous(), float(getattr(module, _scaling_of(name), 1.0)))
+        for name, each in known.items()
+        if each.dim() == 1
+    ]
+    positions = torch.tensor(_SOME_POSITIONS, device=like.device)
+    near = _NEAR[like.dtype]
+    chosen = []
+    for expected in slow(like.new_zeros(len(positions), 1), positions):
+        fits = (
+            kind
+            for kind in kinds
+            if all(
+                x.shape == y.shape and torch.allclose(x, y, rtol=near, atol=near)
+                for x, y in zip(angles_of(positions, *kind, like.dtype), expected, strict=True)
+            )
+        )
+        chosen.append(next(fits, None))
+    found = [kind for kind in chosen if kind is not None]
+    return _FastAngles(angles_of, found, slow) if len(found) == len(chosen) else slow
+
+
+def _scaling_of(name: str) -> str:
+    """The attribute with what the angles by a buffer are multiplied with."""
+    return name.removesuffix("inv_freq") + "attention_scaling"
 
 
 def _undeprecated(forward: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,28 @@ def _hostile(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     yield
     torch.use_deterministic_algorithms(was_on)
     assert not order, "each program of the last launch has run"
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a GPU has, on a CPU: kernels' plans and sampling, and captures."""
+    from aioengine.engine import loader
+    from aioengine.kernels.matmul import TorchLinear
+    from aioengine.kernels.triton import sample
+    from aioengine.kernels.triton.operators import TritonOperators
+    from aioengine.models import fusion
+    from aioengine.models.fusion import decoder_plan, fuse_activations, fuse_norms
+    from aioengine.models.fusion.packed_linear import pack_layers
+    from aioengine.sampling import sampler
+    from tests.triton.recording import Recording
+
+    found = Recording()
+    monkeypatch.setattr(loader, "capture_on", lambda _: found)
+    monkeypatch.setattr(sampler, "draws_on", lambda _: True)
+    monkeypatch.setattr(sampler, "draws", lambda _: True)
+    monkeypatch.setattr(sampler, "draw", sample.draw)
+    device = TorchLinear, TritonOperators, decoder_plan.ROUNDINGS
+    monkeypatch.setattr(decoder_plan, "_device", lambda _: device)
+    passes = partial(pack_layers, pack=TorchLinear), fuse_activations, fuse_norms
+    monkeypatch.setattr(fusion, "PASSES", passes)
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention import AttentionArgs
+from aioengine.kernels.attention import AttentionArgs, AttentionMetadata
 from aioengine.kernels.layer_plan import DecoderPlan, FeedForwardPlan, LayerPlan, NormPlan, run_plan
 from aioengine.kernels.layer_slot import LayerSlot, StepContext, StepHolder
 from aioengine.kernels.matmul import Activation, TorchLinear
@@ -72,10 +72,15 @@ class Decoder:
         turns = positions[:, None] * torch.linspace(1, 0.1, self.head_dim // 2).repeat(2)
         return [(turns.cos().to(self.dtype), turns.sin().to(self.dtype))]
 
-    def run(self, kind: type[TorchOperators], wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        kind: type[TorchOperators],
+        wanted: Tensor | None,
+        meta: AttentionMetadata | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states of a chunk, a token and a prompt, and the pages after them."""
         caches = random(2, 2, 9, 4, KV_HEADS, self.head_dim, seed=5).to(self.dtype)
-        meta = build_metadata(
+        meta = meta or build_metadata(
             block_size=4, block_tables=[[3, 7], [0, 2], [1, 8]], starts=[6, 4, 0], ends=[7, 8, 5]
         )
         step = StepContext(

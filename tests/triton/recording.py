@@ -32,6 +32,15 @@ READING = {
 }
 
 
+EMPTY = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
 class StaleAddressError(RuntimeError):
     """An input of captured work that is no more."""
 
@@ -100,6 +109,8 @@ class Recording(TorchDispatchMode):
             outs = [each for each in tree_leaves(found) if _is_tensor(each)]
             if all(_address(each) in given for each in outs):  # views
                 return found
+            if func in EMPTY:  # what follows from it meanwhile is nobody's, but has to be possible
+                found.zero_()
             for each in outs:
                 self._made[_address(each)] = each
 
@@ -109,7 +120,7 @@ class Recording(TorchDispatchMode):
                 for out, new in zip(outs, filter(_is_tensor, again), strict=True):
                     out.copy_(new)
 
-            if "empty" not in func.name():
+            if func not in EMPTY:
                 self._launches.append(compute)
             return found
         copies = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))

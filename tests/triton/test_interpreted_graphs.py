@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,9 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from aioengine import Prompt, RequestOutput, SamplingParams
-from aioengine.engine import loader
 from aioengine.execution.model_runner import ModelRunner
-from aioengine.kernels.matmul import TorchLinear
 from aioengine.kernels.transfer import StepBuffer
-from aioengine.kernels.triton import sample
-from aioengine.kernels.triton.operators import TritonOperators
-from aioengine.models import fusion
-from aioengine.models.fusion import decoder_plan, fuse_activations, fuse_norms
-from aioengine.models.fusion.decoder_plan import ROUNDINGS
-from aioengine.models.fusion.packed_linear import pack_layers
 from aioengine.models.runtime.transformers_model import TransformersModel
-from aioengine.sampling import sampler
 from tests.support.engines import greedy, running_engine
 from tests.support.tiny import save_tiny_llava, tiny_image, tiny_tokenizer
 from tests.triton.recording import HostReadError, Recording, StaleAddressError
@@ -35,21 +25,6 @@ SIZES: dict[str, Any] = {
     "max_num_seqs": 3,
     "check_model": False,
 }
-
-
-@pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    """What a GPU has, on a CPU: kernels' plans and sampling, and captures."""
-    found = Recording()
-    monkeypatch.setattr(loader, "capture_on", lambda _: found)
-    monkeypatch.setattr(sampler, "draws_on", lambda _: True)
-    monkeypatch.setattr(sampler, "draws", lambda _: True)
-    monkeypatch.setattr(sampler, "draw", sample.draw)
-    device = TorchLinear, TritonOperators, ROUNDINGS
-    monkeypatch.setattr(decoder_plan, "_device", lambda _: device)
-    passes = partial(pack_layers, pack=TorchLinear), fuse_activations, fuse_norms
-    monkeypatch.setattr(fusion, "PASSES", passes)
-    return found
 
 
 def tiny_gemma3() -> Gemma3ForCausalLM:
@@ -146,12 +121,12 @@ def move_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose launches depend on what an earlier one computes."""
-    compute = TransformersModel.compute_logits
+    compute = TransformersModel.logits
 
     def computed(self: TransformersModel, hidden: torch.Tensor) -> torch.Tensor:
         return compute(self, hidden) * (1 if hidden[0, 0].item() else 2)
 
-    monkeypatch.setattr(TransformersModel, "compute_logits", computed)
+    monkeypatch.setattr(TransformersModel, "logits", computed)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ import torch
 
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.layer_plan import NormPlan
+from aioengine.kernels.metadata import stage_metadata
+from aioengine.kernels.transfer import StepBuffer
+from aioengine.kernels.triton.angles import angles_of
 from aioengine.kernels.triton.backend import TritonBackend
 from aioengine.kernels.triton.operators import TritonOperators
 from aioengine.kernels.triton.sample import draw
@@ -139,3 +142,34 @@ def test_sampling_fits_and_is_one_program(has_bans: bool) -> None:
             program = compiled(launch, chip)
             assert program.spilled == 0 and program.shared_bytes <= MAX_SHARED_BYTES
     assert len(programs) == 1
+
+
+def test_angles_are_one_program() -> None:
+    programs = set()
+    for count in (1, 5, 16, 300):
+        positions = torch.zeros(count + 1, dtype=torch.int64)[1:]
+        frequencies = torch.ones(64)
+        (launch,) = launches_of(partial(angles_of, positions, frequencies, 1.0, torch.bfloat16))
+        programs.add(launch.specialised()[-1])
+        for chip in CHIPS:
+            assert compiled(launch, chip).shared_bytes <= MAX_SHARED_BYTES
+    assert len(programs) == 1
+
+
+def test_a_step_lies_at_any_address() -> None:
+    """Parts of the step buffer begin where others end, in each step elsewhere."""
+    decoder, programs = Decoder(torch.float16), set()
+    for shift in range(5):
+        buffer = StepBuffer("cpu", is_fixed=True)
+        buffer.put([0] * shift, torch.int32)
+        sizes = {"block_tables": [[3, 7], [0, 2], [1, 8]], "starts": [6, 4, 0], "ends": [7, 8, 5]}
+        staged = stage_metadata(buffer, block_size=4, is_captured=shift % 2 > 0, **sizes)
+        buffer.send()
+        with recorded() as found:
+            decoder.run(TritonOperators, None, staged())
+        programs |= {each.specialised()[-1] for each in found if each.name != "attend"}
+        programs |= {
+            each.specialised()[-1] for each in found if each.name == "attend" and shift % 2 == 0
+        }
+    kinds = [name for name, *_ in programs]
+    assert kinds.count("rope") == 1 and kinds.count("attend") == 2

@@ -1,0 +1,63 @@
+"""Every family with captured steps: tokens are those of steps that are launched.
+
+Rows of tests/parity/measured_rows.py are tiny models. What GPUs have runs on the CPU here: layers'
+plans by our kernels, in Triton's interpreter, and captures that are replayed over the same memory
+(recording.py). It takes a quarter of an hour: `make triton-families`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine import AsyncEngine, SamplingParams
+from tests.parity.measure import make
+from tests.parity.measured_rows import ROWS, Ask, Row
+from tests.simulated.decode_steps import LATENTS
+from tests.triton.recording import Recording
+
+MAX_TOKENS = 4
+pytestmark = [
+    pytest.mark.timeout(900),
+    # Masked logits times a temperature; a GPU does not warn.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+
+
+async def answer(row: Row, folder: Path, ask: Ask, **more: Any) -> tuple[list[Any], Any]:
+    """Tokens of two requests, greedily and at random, and the counts of captured steps."""
+    sizes = {"block_size": 4, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2, "check_model": False}
+    options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": row.budget}
+    options |= {**sizes, **row.options, "attention_backend": "triton", **more}
+    params = (
+        SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=1, max_tokens=MAX_TOKENS - 1, ignore_eos=True),
+    )
+    async with AsyncEngine.from_pretrained(folder, **options) as engine:
+        outputs = await asyncio.gather(
+            *(engine.generate(ask.prompt, each, **ask.media) for each in params)
+        )
+        captured = engine._core.loaded.runner._captured
+        return [output.token_ids for output in outputs], captured and captured.counts
+
+
+@pytest.mark.parametrize("row", [LATENTS, *ROWS], ids=lambda row: row.name)
+async def test_tokens_are_those_of_launched_steps(
+    row: Row, tmp_path: Path, recording: Recording, caplog: pytest.LogCaptureFixture
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        asked = [ask for ask, _ in await asyncio.to_thread(lambda: [*make(row, tmp_path)])]
+    ask = max(asked, key=lambda ask: sum(map(bool, ask.media.values())))
+    expected, _ = await answer(row, tmp_path, ask, enforce_eager=True)
+    with caplog.at_level(logging.WARNING):
+        found, counts = await answer(row, tmp_path, ask)
+    reasons = [x.getMessage() for x in caplog.records if "not captured" in x.getMessage()]
+    sys.stdout.write(f"\nFAMILY {row.name}: {counts} {len(recording.graphs)} {reasons}\n")
+    assert found == expected
