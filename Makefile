@@ -61,7 +61,7 @@ triton-test: $(STAMP)
 simulated: $(STAMP)
 	$(BIN)/python tests/simulated/run.py --orders 20
 
-# Every family with captured steps, in Triton's interpreter: three quarters of an hour.
+# Every family with captured steps, in Triton's interpreter: half an hour.
 triton-families: $(STAMP)
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(PYTEST) tests/triton/captured_families.py
 

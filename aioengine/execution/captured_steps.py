@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
 
 
 class FilledStep(NamedTuple):
-    """A step that has the size of its bucket. `chosen`: of its sequences, those that sample."""
+    """A step of its bucket's size. `chosen`: of the plan's sequences, those that sample."""
 
     bucket: Bucket
     sequences: list[SequencePlan]
@@ -216,8 +216,7 @@ class CapturedSteps:
         chosen = [s for s in sequences if s.samples]
         missing = bucket.num_sequences - len(sequences)
         if not bucket.is_open:
-            filled = [*sequences, *[self._filler] * missing]
-            return FilledStep(bucket, filled, filled)
+            return FilledStep(bucket, [*sequences, *[self._filler] * missing], chosen)
         rest = bucket.num_tokens - sum(s.end - s.start for s in sequences)
         none = self._filler_of(0)
         return FilledStep(
@@ -289,6 +288,8 @@ def _is_plain(s: SequencePlan) -> bool:
     if s.end - s.start > 1 and s.inputs is not None and s.inputs.block_ids is not None:
         return False
     sampling = s.sampling
+    if sampling is None:
+        return False
     return sampling.prompt_logprobs is None or s.start + 1 >= len(sampling.prompt_token_ids)
 
 

@@ -2,7 +2,7 @@
 
 Rows of tests/parity/measured_rows.py are tiny models. What GPUs have runs on the CPU here: layers'
 plans by our kernels, in Triton's interpreter, and captures that are replayed over the same memory
-(recording.py). It takes a quarter of an hour: `make triton-families`.
+(recording.py). It takes half an hour: `make triton-families`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ from tests.simulated.decode_steps import LATENTS
 from tests.triton.recording import Recording
 
 MAX_TOKENS = 4
+LAUNCHED = {
+    "test_text_families[deepseek-v3]": "lengths are not known on the host",
+    "test_deepseek_vl2[small]": "lengths are not known on the host",
+    "test_deepseek_vl2[base]": "lengths are not known on the host",
+    "test_deepseek_vl2[tiny]": "reads numbers on the host",  # of its experts, in float32
+}
+"""Families whose steps are launched: what they do depends on numbers."""
 pytestmark = [
     pytest.mark.timeout(900),
     # Masked logits times a temperature; a GPU does not warn.
@@ -61,3 +68,8 @@ async def test_tokens_are_those_of_launched_steps(
     reasons = [x.getMessage() for x in caplog.records if "not captured" in x.getMessage()]
     sys.stdout.write(f"\nFAMILY {row.name}: {counts} {len(recording.graphs)} {reasons}\n")
     assert found == expected
+    if row.name in LAUNCHED:
+        (reason,) = reasons
+        assert LAUNCHED[row.name] in reason
+    else:
+        assert counts.replayed and not counts.launched and not reasons

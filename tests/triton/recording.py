@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ class Recording(TorchDispatchMode):
 
     def capture(self, work: Callable[[], Result]) -> tuple[RecordedGraph, Result]:
         self._launches, self._made = [], {}
-        with self, _kernels_to(self._note_kernel):
+        # Of a CPU's tensor, it passes every dispatch mode.
+        with self, _kernels_to(self._note_kernel), patch.object(Tensor, "tolist", _refuse):
             result = work()
         for each in self._made.values():
             _poison(each)
@@ -180,6 +182,10 @@ def _is_tensor(value: Any) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _refuse(tensor: Tensor) -> None:
+    raise HostReadError("tolist() reads numbers on the host")
 
 
 def _found(value: Any) -> Any:
