@@ -202,7 +202,7 @@ def runner_of(name: str, num_requests: int, capture: NullCapture | None) -> tupl
     )
     runner = ModelRunner(model, limits, capture=capture)
     if capture is not None:
-        with patch.object(captured_steps, "_are_near", lambda *_: True):  # of no numbers
+        with patch.object(captured_steps, "is_near", lambda *_: True):  # of no numbers
             runner.find_decode_steps()
     return runner, weights
 
@@ -212,6 +212,7 @@ def plan_of(
 ) -> StepPlan:
     """A decode step of requests with so many tokens, or a few more."""
     width = context // BLOCK + 2
+    inputs = runner.model.prompt_inputs((0,) * context)
 
     def sequence(number: int) -> SequencePlan:
         length = context + number % 20
@@ -226,6 +227,7 @@ def plan_of(
             rows=(),
             samples=True,
             output_index=3,
+            inputs=inputs,
             sampling=Sampling(seed=number, **sampling),
         )
 

@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 from aioengine.core.plan import Limits, SequencePlan
 from aioengine.execution.graphs import Capture, Graph
 from aioengine.kernels.transfer import StepBuffer
+from aioengine.models.fusion.trial import is_near
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.sampling.sampler import Sampling
 
@@ -38,7 +39,6 @@ LEAST_TOKENS = 256
 """Of the smallest step of any tokens that there is a graph for, unless all are smaller."""
 MOST_BANS = 256
 """Tokens that a sequence of a captured step may bar; each has a place in the step's buffer."""
-NEARNESS = 1e-2
 GREEDY = Sampling()
 
 
@@ -205,7 +205,7 @@ class CapturedSteps:
             for place, s in enumerate(other.chosen)
             if all(nobody not in table for table in s.block_tables)
         ]
-        if not _are_near(found[own], expected[own]):
+        if not is_near(found[own], expected[own]):
             raise RuntimeError(f"{bucket} comes to other logits")
 
     def _key(self, bucket: Bucket) -> object:
@@ -298,12 +298,6 @@ def plain(s: SequencePlan) -> Sampling:
     sampling: Sampling = s.sampling
     is_known = sampling.is_plain and len(sampling.bans_at(s.output_index)) <= MOST_BANS
     return sampling if is_known else GREEDY
-
-
-def _are_near(found: Tensor, expected: Tensor) -> bool:
-    """Return whether logits [n, vocab] are the same, but for what rounding leaves."""
-    apart = (found.double() - expected.double()).norm()
-    return bool(apart <= NEARNESS * expected.double().norm())
 
 
 def _doubled(size: int, most: int) -> Iterator[int]:

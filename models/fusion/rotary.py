@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -96,7 +96,6 @@ def _with_operator(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 AnglesOf = Callable[[Tensor, Tensor, float, torch.dtype], Angles]
 """Angles of positions [T], by frequencies [D / 2], times a number, in a dtype."""
-_NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 _SOME_POSITIONS = (0, 1, 2, 7, 40, 333, 4001, 31_999)
 
 
@@ -121,7 +120,7 @@ def make_angles_by(
     `module`, whose frequencies are its buffers; else `slow`. `like`: of the embeddings' dtype."""
     if angles_of is None or module is None or not hasattr(module, "rope_type"):
         return slow
-    if like.dtype not in _NEAR:
+    if like.dtype not in _DTYPES:
         return slow
     buffers = dict(module.named_buffers())
     known = {name: each for name, each in buffers.items() if name.endswith("inv_freq")}
@@ -131,17 +130,14 @@ def make_angles_by(
         if each.dim() == 1
     ]
     positions = torch.tensor(_SOME_POSITIONS, device=like.device)
-    near = _NEAR[like.dtype]
+
+    def made_by(kind: tuple[Tensor, float]) -> Tensor:
+        return torch.stack(angles_of(positions, *kind, like.dtype))
+
     chosen = []
     for expected in slow(like.new_zeros(len(positions), 1), positions):
-        fits = (
-            kind
-            for kind in kinds
-            if all(
-                x.shape == y.shape and torch.allclose(x, y, rtol=near, atol=near)
-                for x, y in zip(angles_of(positions, *kind, like.dtype), expected, strict=True)
-            )
-        )
+        wanted = torch.stack(expected).clone
+        fits = (kind for kind in kinds if agree(partial(made_by, kind), wanted))
         chosen.append(next(fits, None))
     found = [kind for kind in chosen if kind is not None]
     return _FastAngles(angles_of, found, slow) if len(found) == len(chosen) else slow

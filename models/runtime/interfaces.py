@@ -23,9 +23,9 @@ __all__ = [
     "ReadsMedia",
     "SupportsEncoderDecoder",
     "SupportsMultiModal",
-    "cut_positions",
     "flatten_embeddings",
     "merge_multimodal_embeddings",
+    "positions_of",
 ]
 
 NestedTensors: TypeAlias = Union[
@@ -230,7 +230,28 @@ def _find(input_ids: Tensor, token_ids: int | Sequence[int]) -> Tensor:
     return torch.isin(input_ids, wanted)
 
 
-def cut_positions(known: tuple[Tensor, int] | None, start: int, end: int) -> Tensor:
+def positions_of(
+    prompts: Sequence[tuple[Tensor, int] | None], starts: Sequence[int], ends: Sequence[int]
+) -> Tensor:
+    """Positions [T] or [3, T] of a step's tokens: the prompts' own, then counting on from them."""
+    cuts = [*zip(prompts, starts, ends, strict=True)]
+    known = [prompt for prompt in prompts if prompt is not None]
+    if len(known) == len(cuts) and all(end - start == 1 for _, start, end in cuts):
+        # A few operators for all, not for each: beside Python threads each may wait for the lock.
+        single = [_position_at(*each) for each in zip(known, starts, strict=True)]
+        return torch.tensor(single).movedim(0, -1)
+    return torch.cat([_cut(*cut) for cut in cuts], dim=-1)
+
+
+def _position_at(known: tuple[Tensor, int], index: int) -> Any:
+    """The position of one token: a number, or one on each axis."""
+    prompt, delta = known
+    if index < prompt.shape[-1]:
+        return prompt[..., index].tolist()
+    return index + delta if prompt.dim() == 1 else [index + delta] * len(prompt)
+
+
+def _cut(known: tuple[Tensor, int] | None, start: int, end: int) -> Tensor:
     """Positions of tokens [start, end): the prompt's own, then counting on from them."""
     if known is None:
         return torch.arange(start, end)

@@ -49,8 +49,8 @@ from aioengine.models.runtime.interfaces import (
     MultiModalEmbeddings,
     PromptInputs,
     PromptMedia,
-    cut_positions,
     merge_multimodal_embeddings,
+    positions_of,
 )
 from aioengine.models.runtime.probe import LayerSpec, group_layers, probe_layers
 from aioengine.models.runtime.registry import find_class
@@ -294,8 +294,7 @@ class TransformersModel:
         """
         if prompts is None or not any(prompts):
             return torch.tensor([*chain.from_iterable(map(range, starts, ends))], dtype=torch.int64)
-        cuts = zip(prompts, starts, ends, strict=True)
-        return torch.cat([cut_positions(*cut) for cut in cuts], dim=-1)
+        return positions_of(prompts, starts, ends)
 
     # Hooks.
 
