@@ -277,6 +277,10 @@ async def engine_stage(report: Report, folder: Path) -> None:
                 "tokens_per_s": round(statistics.median(rates)),
                 "over_padded_batch": round(statistics.median(ratios), 2),
             }
+            captured = engine._core.loaded.runner._captured
+            if captured is not None:
+                counts = captured.counts
+                row |= {"replayed": counts.replayed, "launched": counts.launched}
             rows.append(row)
             print(row, flush=True)
 

@@ -87,14 +87,15 @@ _Part = tuple[Any, int, Staged]
 class StepBuffer:
     """One engine's buffer on a `device`, used by its launch thread, in one stream.
 
-    It grows where it has to. `layout`: the sizes of what was sent last, by which it lies where it
-    does. `is_fixed`: there is a buffer on a CPU too.
+    It grows where it has to, `num_moves` times so far. `layout`: the sizes of what was sent last,
+    by which it lies where it does. `is_fixed`: there is a buffer on a CPU too.
 
     Few operators of PyTorch's are called, and none for each of the numbers: beside a host's thread
     that runs Python, each may wait for the interpreter's lock.
     """
 
     layout: tuple[tuple[int, ...], ...] = ()
+    num_moves = 0
 
     def __init__(self, device: torch.device | str, *, is_fixed: bool = False) -> None:
         self.device = torch.device(device)
@@ -102,14 +103,8 @@ class StepBuffer:
         self._varying: list[array[int]] = []
         self._all_varying = Staged(self, ())
         self._num_varying = 0
-        self._sent: tuple[dict[torch.dtype, list[_Part]], tuple[Staged, int, int]] = (
-            {},
-            (
-                self._all_varying,
-                0,
-                0,
-            ),
-        )
+        self._sent: tuple[dict[torch.dtype, list[_Part]], Staged, int, int]
+        self._sent = {}, self._all_varying, 0, 0
         self._ring: deque[_HostBuffer] = deque()
         self._there = torch.empty(0, dtype=torch.uint8)
         self._is_here = self.device.type == "cpu" and not is_fixed
@@ -181,13 +176,13 @@ class StepBuffer:
             there[:total].copy_(here.tensor[:total], non_blocking=True)
         if here.copied is not None:
             torch.cuda.current_stream(self.device).record_event(here.copied)
-        self._sent = parts, (self._all_varying, begin, total)
+        self._sent = parts, self._all_varying, begin, total
         self._varying, self._num_varying = [], 0
         self._all_varying = Staged(self, ())
 
     def _spread(self) -> None:
         """Give what was sent last its tensors."""
-        parts, (varying, begin, total) = self._sent
+        parts, varying, begin, total = self._sent
         at = 0
         for dtype, found in parts.items():
             if not found:
@@ -204,6 +199,7 @@ class StepBuffer:
     def _fit(self, num_bytes: int) -> None:
         if self._ring and self._there.numel() >= num_bytes:
             return
+        self.num_moves += 1
         size = max(num_bytes, 2 * self._there.numel(), 1)
         # A tensor made in inference mode could not be written outside it.
         with torch.inference_mode(False):

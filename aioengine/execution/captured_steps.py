@@ -81,8 +81,8 @@ class Counts:
 class CapturedSteps:
     """One engine's graphs. For the launch thread.
 
-    `buffer`: of the numbers of these steps; it never moves. `embeds` [most tokens, width]: of the
-    step, where they come from outside.
+    `buffer`: of the numbers of these steps, large enough for all. `embeds` [most tokens, width]: of
+    the step, where they come from outside.
     """
 
     embeds: Tensor | None = None
@@ -199,6 +199,8 @@ class CapturedSteps:
         expected = stage(other)().logits.clone()
         stage(first)()
         found = self.run(bucket, stage(other)).logits
+        if self.counts.launched:
+            raise RuntimeError("the numbers of steps of one size lie at different places")
         nobody = self._limits.num_blocks
         own = [
             place
@@ -210,7 +212,7 @@ class CapturedSteps:
 
     def _key(self, bucket: Bucket) -> object:
         width = None if self.embeds is None else self.embeds.shape[1]
-        return bucket, width, self.buffer.layout
+        return bucket, width, self.buffer.layout, self.buffer.num_moves
 
     def _fill(self, bucket: Bucket, sequences: Sequence[SequencePlan]) -> FilledStep:
         chosen = [s for s in sequences if s.samples]
@@ -218,10 +220,8 @@ class CapturedSteps:
         if not bucket.is_open:
             return FilledStep(bucket, [*sequences, *[self._filler] * missing], chosen)
         rest = bucket.num_tokens - sum(s.end - s.start for s in sequences)
-        none = self._filler_of(0)
-        return FilledStep(
-            bucket, [*sequences, self._filler_of(rest), *[none] * (missing - 1)], chosen
-        )
+        fillers = [self._filler_of(rest), *[self._filler_of(0)] * (missing - 1)]
+        return FilledStep(bucket, [*sequences, *fillers], chosen)
 
     def _filler_of(self, num_tokens: int) -> SequencePlan:
         """A sequence of so many tokens, of no request."""

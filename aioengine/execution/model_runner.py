@@ -61,8 +61,7 @@ class ModelRunner:
         pages: PageFormat | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """`pages`: of keys and values; None: of the model's dtype. `capture`: of the device, for
-        steps of single tokens."""
+        """`pages`: of keys and values; None: of the model's dtype. `capture`: the device's."""
         self.model = model
         self._limits = limits
         self._rows: dict[str, Tensor] = {}  # content key -> encoder rows [n, hidden]
@@ -92,7 +91,6 @@ class ModelRunner:
         """Bytes of the pool that all keys and values lie in."""
         return max((keys.untyped_storage().nbytes() for keys, _ in self._pages), default=0)
 
-    @torch.inference_mode()
     def find_decode_steps(self) -> None:
         """Try whether steps of single tokens can do without Python in between: from a queue on a
         CPU, by graphs on a GPU. To be called before the first step, on the launch thread."""
@@ -207,6 +205,7 @@ class ModelRunner:
 
         return begin, work
 
+    @torch.inference_mode()
     def _capture(self, captured: CapturedSteps) -> None:
         for page in chain.from_iterable(self._pages):
             page[-1].zero_()  # the block that is nobody's is read all the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +109,15 @@ def bake_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "_stage_tokens", staged)
 
 
-def move_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step's numbers in memory of their own."""
+def move_the_buffer(monkeypatch: pytest.MonkeyPatch, *, is_hidden: bool = False) -> None:
+    """Each step's numbers in memory of their own; `is_hidden`: and nothing says so."""
     fit = StepBuffer._fit
 
     def fitted(self: StepBuffer, num_bytes: int) -> None:
         self._ring.clear()
         fit(self, num_bytes)
+        if is_hidden:
+            self.num_moves = 1
 
     monkeypatch.setattr(StepBuffer, "_fit", fitted)
 
@@ -133,7 +136,8 @@ def read_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fault", "words"),
     [
         (bake_tokens, "come to other logits"),
-        (move_the_buffer, "StaleAddressError"),
+        (move_the_buffer, "lie at different places"),
+        (partial(move_the_buffer, is_hidden=True), "StaleAddressError"),
         (read_a_number, "HostReadError"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
