@@ -9,6 +9,8 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <unordered_map>
 
@@ -21,11 +23,24 @@ using c10::DispatchKey;
 using c10::IValue;
 using torch::jit::Stack;
 
+// Bytes that tensors of the device would have, in blocks of 512, and the most there have been.
+std::atomic<int64_t> live_bytes{0}, peak_bytes{0};
+
+void note_freed(void* bytes) { live_bytes -= reinterpret_cast<int64_t>(bytes); }
+
+c10::DataPtr take(size_t bytes, Device device) {
+    const int64_t block = static_cast<int64_t>((bytes + 511) / 512 * 512);
+    peak_bytes = std::max<int64_t>(peak_bytes, live_bytes += block);
+    return c10::DataPtr(nullptr, reinterpret_cast<void*>(block), &note_freed, device);
+}
+
 // A tensor of the shape of another, on another device, without memory.
 Tensor like(const Tensor& tensor, DeviceType type, DispatchKey key) {
     const Device device = type == DeviceType::CUDA ? Device(type, 0) : Device(type);
+    const size_t bytes = tensor.storage().nbytes();
     c10::Storage storage(
-        c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), c10::DataPtr(nullptr, device),
+        c10::Storage::use_byte_size_t(), bytes,
+        type == DeviceType::CUDA ? take(bytes, device) : c10::DataPtr(nullptr, device),
         c10::GetAllocator(DeviceType::Meta), true);
     Tensor made = at::detail::make_tensor<c10::TensorImpl>(
         std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
@@ -213,6 +228,16 @@ std::tuple<Tensor, Tensor> launch_norm(
 Tensor& copy_nothing(Tensor& target, const Tensor&, bool) { return target; }
 
 }  // namespace
+
+int64_t count_live() { return live_bytes; }
+
+// The most since the last time it was asked for.
+int64_t count_peak() { return peak_bytes.exchange(live_bytes); }
+
+TORCH_LIBRARY(null_device, library) {
+    library.def("live_bytes", &count_live);
+    library.def("peak_bytes", &count_peak);
+}
 
 // Views launch nothing on any device: they are PyTorch's own.
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {

@@ -57,9 +57,12 @@ def measure_activations(
         size = (limits.max_encoder_len, model.row_size)
         runner.keep(WRITTEN, torch.zeros(size, dtype=model.dtype, device=model.device))
 
-    def step_bytes(num_tokens: int) -> int:
+    def step_bytes(num_tokens: int, *, is_plain: bool = False) -> int:
         context = CONTEXT_CPU if is_cpu else None
         step = _worst_step(limits, model.vocab_size, num_tokens, num_blocks, context)
+        if is_plain:
+            plain = [replace(s, sampling=Sampling()) for s in step.sequences]
+            step = replace(step, sequences=tuple(plain))
         return peak_bytes(model.device, lambda: runner.step(step).read())
 
     most = limits.max_num_batched_tokens
@@ -73,7 +76,8 @@ def measure_activations(
             needed = step_bytes(most)
         if capture is not None:
             rows = most * max(model.row_size, model.hidden_size) * model.dtype.itemsize
-            needed = 2 * needed + rows + 4 * limits.max_num_seqs * model.vocab_size
+            logits = 4 * limits.max_num_seqs * model.vocab_size
+            needed += step_bytes(most, is_plain=True) + rows + logits
         runs = _worst_encodes(processor, limits)
         encode_bytes = max(
             (peak_bytes(model.device, partial(run, runner)) for run in runs), default=0

@@ -36,7 +36,7 @@ from aioengine.kernels.transfer import Staged, StepBuffer, to_device
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.state.memory import StateMemory
 from aioengine.sampling.logprobs import Scores, score
-from aioengine.sampling.sampler import Sampled, Sampler
+from aioengine.sampling.sampler import Sampled, Sampler, Sampling
 from aioengine.types import Launched
 
 __all__ = ["PROMPT_ROWS", "ModelRunner"]
@@ -153,9 +153,10 @@ class ModelRunner:
     def _step_captured(self, captured: CapturedSteps, step: FilledStep) -> Launched[StepResult]:
         """Replay a step, if it is like one that was captured, else launch it."""
         chosen, sample = step.chosen, None
-        begin, work = self._stage_captured(captured, step)
-        if any(plain(s) is not s.sampling for s in chosen):  # more is wanted than is captured
-            samplings, indices = [s.sampling for s in chosen], [s.output_index for s in chosen]
+        samplings, choices = [s.sampling for s in chosen], [*map(plain, chosen)]
+        begin, work = self._stage_captured(captured, step, choices)
+        if choices != samplings:  # more is wanted than is captured
+            indices = [s.output_index for s in chosen]
             vocab_size = self.model.vocab_size
             sample = self._sampler.prepare(self._buffer, samplings, indices, vocab_size)
         if sample is not None or step.bucket.is_open:
@@ -174,9 +175,9 @@ class ModelRunner:
         return Launched(reader(chosen, sampled, [], failures))
 
     def _stage_captured(
-        self, captured: CapturedSteps, step: FilledStep
+        self, captured: CapturedSteps, step: FilledStep, choices: Sequence[Sampling]
     ) -> tuple[Callable[[], None], Callable[[], Computed]]:
-        """Stage a step that is filled up.
+        """Stage a step that is filled up. `choices`: of the tokens of its `chosen` sequences.
 
         What is returned is called once the buffers have been sent: what comes before the captured
         work, and the work. This keeps the tokens for the step behind it.
@@ -186,9 +187,9 @@ class ModelRunner:
         embed = self._stage_tokens(put, step.sequences, is_fixed=not bucket.is_open)
         compute = self._stage(buffer, step.sequences, step.chosen, bucket)
         missing = bucket.num_rows - len(step.chosen)
-        choices = [*map(plain, step.chosen), *[GREEDY] * missing]
+        asked = [*choices, *[GREEDY] * missing]
         indices = [*[s.output_index for s in step.chosen], *[0] * missing]
-        choose = self._sampler.prepare(buffer, choices, indices, self.model.vocab_size)
+        choose = self._sampler.prepare(buffer, asked, indices, self.model.vocab_size)
 
         def begin() -> None:
             # Rows of encoders, at whatever places, are no part of what is captured.
@@ -211,7 +212,7 @@ class ModelRunner:
             page[-1].zero_()  # the block that is nobody's is read all the same
 
         def stage(step: FilledStep) -> Callable[[], Computed]:
-            begin, work = self._stage_captured(captured, step)
+            begin, work = self._stage_captured(captured, step, [*map(plain, step.chosen)])
             self._buffer.send()
             captured.buffer.send()
             begin()
