@@ -43,14 +43,25 @@ KeyValue: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values: of tokens, or a layer's caches."""
 
 
-class Unread(tuple[int, ...]):
+class Unread:
     """Numbers that the host does not know, but for how many they are."""
 
-    __slots__ = ()
+    __slots__ = ("_count",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
 
     def __iter__(self) -> NoReturn:
         """Refuse: what was done with one step's would be done with every other's."""
         raise RuntimeError("lengths are not known on the host in a captured step")
+
+    def __eq__(self, other: object) -> NoReturn:
+        """See `__iter__`."""
+        iter(self)
 
     def __getitem__(self, index: Any) -> NoReturn:
         """See `__iter__`."""

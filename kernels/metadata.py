@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -221,25 +221,8 @@ def _staged(
     sequence's writes."""
     blocks_used = [-(-length // block_size) for length in context_lens]
     width = max(blocks_used, default=0)
-    table: list[int] = []
-    table_starts: list[int] = []
-    slot_blocks: list[int] = []
-    slot_offsets: list[int] = []
-    for blocks, used in zip(block_tables, blocks_used, strict=True):
-        table_starts.append(len(table))
-        table += blocks[:used]
-        if not is_captured:
-            table += [0] * (width - used)
-    for blocks, start, end in new:
-        if end - start == 1:
-            slot_blocks.append(blocks[start // block_size])
-            slot_offsets.append(start % block_size)
-            continue
-        for index in range(start // block_size, -(-end // block_size)):
-            first = max(start - index * block_size, 0)
-            last = min(end - index * block_size, block_size)
-            slot_blocks += [blocks[index]] * (last - first)
-            slot_offsets += range(first, last)
+    table, table_starts = _table(block_tables, blocks_used, width=None if is_captured else width)
+    slot_blocks, slot_offsets = _slots(new, block_size)
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     is_open = is_captured and num_decodes < len(query_lens)
     # Longest first, for who takes them in batches that are padded.
@@ -263,8 +246,8 @@ def _staged(
             slot_blocks=blocks,
             slot_offsets=offsets,
             by_length=order,
-            query_lens=Unread(query_lens) if is_open else tuple(query_lens),
-            context_lens=Unread(context_lens) if is_captured else tuple(context_lens),
+            query_lens=_known(query_lens, not is_open),
+            context_lens=_known(context_lens, not is_captured),
             num_decodes=0 if is_open else num_decodes,
             block_size=block_size,
             block_ids=None if block_ids is None else block_ids.tensor,
@@ -276,3 +259,41 @@ def _staged(
         )
 
     return built
+
+
+def _known(lens: Sequence[int], is_known: bool) -> tuple[int, ...]:
+    return tuple(lens) if is_known else cast("tuple[int, ...]", Unread(len(lens)))
+
+
+def _table(
+    block_tables: Sequence[Sequence[int]], used: Sequence[int], *, width: int | None
+) -> tuple[list[int], list[int]]:
+    """The blocks of all sequences, so many of each, and where each one's begin; `width`: what each
+    is padded to, with 0."""
+    table: list[int] = []
+    starts: list[int] = []
+    for blocks, count in zip(block_tables, used, strict=True):
+        starts.append(len(table))
+        table += blocks[:count]
+        if width is not None:
+            table += [0] * (width - count)
+    return table, starts
+
+
+def _slots(
+    new: Sequence[tuple[Sequence[int], int, int]], block_size: int
+) -> tuple[list[int], list[int]]:
+    """Blocks, and rows in them, of positions [start, end) of each sequence."""
+    slot_blocks: list[int] = []
+    slot_offsets: list[int] = []
+    for blocks, start, end in new:
+        if end - start == 1:
+            slot_blocks.append(blocks[start // block_size])
+            slot_offsets.append(start % block_size)
+            continue
+        for index in range(start // block_size, -(-end // block_size)):
+            first = max(start - index * block_size, 0)
+            last = min(end - index * block_size, block_size)
+            slot_blocks += [blocks[index]] * (last - first)
+            slot_offsets += range(first, last)
+    return slot_blocks, slot_offsets

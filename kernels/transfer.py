@@ -15,7 +15,6 @@ it has been done.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -217,8 +216,8 @@ def _tensor_of(listed: array[Any], dtype: torch.dtype) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a tensor of the CPU, which has to lie close together, as bytes."""
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(memory).cast("B")
+    numbers: Any = tensor.numpy()
+    return memoryview(numbers).cast("B")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

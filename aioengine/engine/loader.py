@@ -144,7 +144,7 @@ def _load(
         sizes = _sizes(model, processor, config, form)
         capture = None if config.enforce_eager else capture_on(device)
         by = partial(measure_activations, model, processor, backend=backend, capture=capture)
-        limits = resolve_limits(config, sizes, device, measure=by)
+        limits = resolve_limits(config, sizes, device, by)
         context.max_model_len = limits.max_model_len
         runner = ModelRunner(model, limits, backend, form, capture)
         runner.find_decode_steps()
@@ -390,8 +390,7 @@ def _clone(
 
 def _dtype(name: str, hf_config: Any) -> torch.dtype:
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return getattr(torch, name)  # type: ignore[no-any-return]
     for config in (hf_config, hf_config.get_text_config()):
         found = getattr(config, "dtype", None)
         if isinstance(found, str):

@@ -31,7 +31,7 @@ from aioengine.models.fusion.trial import is_near
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.sampling.sampler import Sampling
 
-__all__ = ["GREEDY", "Bucket", "CapturedSteps", "Computed", "FilledStep", "plain"]
+__all__ = ["GREEDY", "Bucket", "CapturedSteps", "Computed", "FilledStep"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class CapturedSteps:
         self._capture = capture
         self._limits = limits
         self._row_size, self._least_width = model.row_size, 0
+        self._most_bans = min(MOST_BANS, model.vocab_size - 1)
         self._graphs: dict[object, tuple[Graph, Computed]] = {}
         self._embeds: dict[int, Tensor] = {}  # by their width
         self._logits: Tensor | None = None
@@ -105,10 +106,10 @@ class CapturedSteps:
         self._filler = SequencePlan(
             request_id="",
             epoch=0,
-            start=0,
-            end=1,
+            start=1,  # where there are states, first tokens have more to do
+            end=2,
             token_ids=(0,),
-            block_tables=((limits.num_blocks,),) * limits.num_groups,
+            block_tables=((limits.num_blocks,) * -(-2 // limits.block_size),) * limits.num_groups,
             rows=(),
             samples=True,
             output_index=0,
@@ -130,6 +131,16 @@ class CapturedSteps:
         if self._limits.num_states or self._limits.num_cross_groups:
             return None
         return self._fill(next(x for x in self._open if x.num_tokens >= count), sequences)
+
+    def choices(self, sequences: Sequence[SequencePlan]) -> list[Sampling]:
+        """Return what a captured step chooses each token by: all that it can, or what comes first
+        where more is wanted."""
+        found = []
+        for s in sequences:
+            is_known = s.sampling.is_plain
+            is_known = is_known and len(s.sampling.bans_at(s.output_index)) <= self._most_bans
+            found.append(s.sampling if is_known else GREEDY)
+        return found
 
     def put(self, embeds: Tensor | None) -> None:
         """Take the embeddings of the step that comes; None where it makes them itself."""
@@ -228,6 +239,7 @@ class CapturedSteps:
         blocks = (self._limits.num_blocks,) * -(-num_tokens // self._limits.block_size)
         return replace(
             self._filler,
+            start=0,
             end=num_tokens,
             token_ids=(0,) * num_tokens,
             block_tables=(blocks,) * self._limits.num_groups,
@@ -263,6 +275,8 @@ class CapturedSteps:
             replace(
                 self._filler,
                 request_id=f"trial {number}",
+                start=0,
+                end=1,
                 token_ids=(number % 7,),
                 block_tables=tuple(next(tables, nobody) for _ in range(limits.num_groups)),
                 state=number if limits.num_states else None,
@@ -291,13 +305,6 @@ def _is_plain(s: SequencePlan) -> bool:
     if sampling is None:
         return False
     return sampling.prompt_logprobs is None or s.start + 1 >= len(sampling.prompt_token_ids)
-
-
-def plain(s: SequencePlan) -> Sampling:
-    """What a captured step chooses the token by: all that it can, or what comes first."""
-    sampling: Sampling = s.sampling
-    is_known = sampling.is_plain and len(sampling.bans_at(s.output_index)) <= MOST_BANS
-    return sampling if is_known else GREEDY
 
 
 def _doubled(size: int, most: int) -> Iterator[int]:

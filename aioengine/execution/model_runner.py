@@ -23,7 +23,6 @@ from aioengine.execution.captured_steps import (
     CapturedSteps,
     Computed,
     FilledStep,
-    plain,
 )
 from aioengine.execution.decode_steps import DecodeSteps, find_decode_steps
 from aioengine.execution.graphs import Capture
@@ -75,8 +74,9 @@ class ModelRunner:
         spare = 0 if capture is None else 1
         self._pages = allocate_pages(model, limits, pages or PageFormat(model.dtype), spare)
         captures = getattr(self._backend, "captures", None)
+        can_capture = captures is not None and all(map(captures, self._pages))
         self._captured: CapturedSteps | None = None
-        if capture and captures is not None and all(map(captures, self._pages)):
+        if capture is not None and can_capture and self._sampler.is_one_launch(model.device):
             self._captured = CapturedSteps(capture, limits, model)
         self.decode_steps: DecodeSteps | None = None
         """Takes steps that need no Python, if this model has such; see `find_decode_steps`."""
@@ -153,7 +153,7 @@ class ModelRunner:
     def _step_captured(self, captured: CapturedSteps, step: FilledStep) -> Launched[StepResult]:
         """Replay a step, if it is like one that was captured, else launch it."""
         chosen, sample = step.chosen, None
-        samplings, choices = [s.sampling for s in chosen], [*map(plain, chosen)]
+        samplings, choices = [s.sampling for s in chosen], captured.choices(chosen)
         begin, work = self._stage_captured(captured, step, choices)
         if choices != samplings:  # more is wanted than is captured
             indices = [s.output_index for s in chosen]
@@ -212,7 +212,7 @@ class ModelRunner:
             page[-1].zero_()  # the block that is nobody's is read all the same
 
         def stage(step: FilledStep) -> Callable[[], Computed]:
-            begin, work = self._stage_captured(captured, step, [*map(plain, step.chosen)])
+            begin, work = self._stage_captured(captured, step, captured.choices(step.chosen))
             self._buffer.send()
             captured.buffer.send()
             begin()
@@ -240,7 +240,11 @@ class ModelRunner:
         )
         states = None if self._states is None else stage_states(self._states, buffer, sequences)
         prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
-        positions = put(self.model.positions_for(starts, ends, prompts))
+        positions_cpu = self.model.positions_for(starts, ends, prompts)
+        if bucket is not None and bucket.is_open:
+            # Of no request, and behind all others: a model may know no such positions.
+            positions_cpu[..., sum(s.end - s.start for s in sequences if s.request_id) :] = 0
+        positions = put(positions_cpu)
         tails = accumulate(end - start for start, end in zip(starts, ends, strict=True))
         last = {s.request_id: tail - 1 for s, tail in zip(sequences, tails, strict=True)}
         wanted = [last[s.request_id] for s in chosen]

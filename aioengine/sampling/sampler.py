@@ -107,6 +107,11 @@ class Sampler:
     def __init__(self) -> None:
         self._adjuster = Adjuster()
 
+    @staticmethod
+    def is_one_launch(device: torch.device) -> bool:
+        """Return whether tokens that want nothing else are chosen by one launch, bans and all."""
+        return draws_on(device)
+
     def sample(
         self,
         logits: Tensor,

@@ -93,7 +93,7 @@ def _attend_singles(
     out: Tensor,
     count: int,
 ) -> None:
-    """Those of the first sequences that have one token, into `out`."""
+    """Attend to those of the first `count` sequences that have one token, into `out`."""
     tiles, num_heads, dim = tiles_of(query, pages, is_single=True), query.shape[1], out.shape[2]
     programs = count * pages[0].shape[2] * tiles.parts
     num_splits = min(max(1, PROGRAMS_PER_CORE * num_cores(query.device) // programs), MAX_SPLITS)
@@ -155,7 +155,7 @@ def _launch(
 
 
 def _table_starts(meta: AttentionMetadata) -> Tensor:
-    """Where each sequence's blocks begin in the table, int32 [S]."""
+    """Find where each sequence's blocks begin in the table, int32 [S]."""
     if meta.table_starts is not None:
         return meta.table_starts
     count, width = meta.block_table.shape

@@ -336,9 +336,8 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
         if not trial.agrees(plan, operators, wanted=output):
             return None
         has_axes = places is None and trial.agrees(plan, operators, axes=2)
-        axes = frozenset([1, 2] if has_axes else [1])
         takes_rows = trial.agrees(plan, operators, has_rows=True)
-    return _Decoder(plan, operators, axes, takes_rows)
+    return _Decoder(plan, operators, frozenset([1, 2] if has_axes else [1]), takes_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -116,7 +116,7 @@ class _FastAngles:
 def make_angles_by(
     angles_of: AnglesOf | None, module: nn.Module | None, slow: MakeAngles, like: Tensor
 ) -> MakeAngles:
-    """What makes a decoder's angles by an operator, where these are the ones of its rotary
+    """Find what makes a decoder's angles by an operator, where these are the ones of its rotary
     `module`, whose frequencies are its buffers; else `slow`. `like`: of the embeddings' dtype."""
     if angles_of is None or module is None or not hasattr(module, "rope_type"):
         return slow

@@ -239,7 +239,7 @@ def positions_of(
     if len(known) == len(cuts) and all(end - start == 1 for _, start, end in cuts):
         # A few operators for all, not for each: beside Python threads each may wait for the lock.
         single = [_position_at(*each) for each in zip(known, starts, strict=True)]
-        return torch.tensor(single).movedim(0, -1)
+        return torch.tensor(single).movedim(0, -1).contiguous()
     return torch.cat([_cut(*cut) for cut in cuts], dim=-1)
 
 

@@ -28,6 +28,8 @@ Result = TypeVar("Result")
 
 READING = {
     torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.item.default,
     torch.ops.aten.nonzero.default,
     torch.ops.aten.equal.default,
 }

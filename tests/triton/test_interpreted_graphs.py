@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
 from aioengine import Prompt, RequestOutput, SamplingParams
 from aioengine.execution.model_runner import ModelRunner
 from aioengine.kernels.transfer import StepBuffer
 from aioengine.models.runtime.transformers_model import TransformersModel
+from tests.parity.test_state_families import PROMPTS as STATE_PROMPTS
+from tests.parity.test_state_families import SIZES as STATE_SIZES
+from tests.parity.test_state_families import ask as ask_states
+from tests.parity.test_state_families import save as save_states
 from tests.support.engines import greedy, running_engine
 from tests.support.tiny import save_tiny_llava, tiny_image, tiny_tokenizer
 from tests.triton.recording import HostReadError, Recording, StaleAddressError
@@ -95,6 +99,36 @@ async def test_tokens_are_those_of_launched_steps(
     assert found == expected
     assert len(recording.graphs) == 4, "of 1, 2 and 3 sequences, and of any tokens"
     assert counts.replayed > 5 and not counts.launched
+
+
+async def test_a_step_is_longer_than_any_text(tmp_path: Path, recording: Recording) -> None:
+    """What fills it up stands at positions that the model knows."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 320}
+    GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=None)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    more = {**SIZES, "max_num_batched_tokens": 48, "max_model_len": 16}
+    async with running_engine(tmp_path, attention_backend="triton", **more) as engine:
+        await engine.generate(Prompt(text="a b c"), greedy(3))
+        captured = engine._core.loaded.runner._captured
+        assert captured is not None and not captured.counts.launched
+    assert captured.counts.replayed == 3 and len(recording.graphs) == 4
+
+
+async def test_layers_that_keep_a_state(tmp_path: Path, recording: Recording) -> None:
+    """Steps that are filled up are replayed; those with first tokens or snapshots are launched."""
+    folder, expected = await asyncio.to_thread(save_states, "lfm2", tmp_path)
+    more = {**STATE_SIZES, "max_num_seqs": 4, "check_model": False, "block_size": 16}
+    async with running_engine(
+        folder, attention_backend="triton", dtype="float32", **more
+    ) as engine:
+        found = await ask_states(engine, STATE_PROMPTS[:3])
+        captured = engine._core.loaded.runner._captured
+        assert captured is not None and captured.counts.replayed > 3
+    async with running_engine(
+        folder, attention_backend="triton", dtype="float32", enforce_eager=True, **more
+    ) as engine:
+        assert await ask_states(engine, STATE_PROMPTS[:3]) == found
 
 
 def bake_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
