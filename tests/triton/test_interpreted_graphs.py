@@ -24,6 +24,7 @@ from tests.support.tiny import save_tiny_llava, tiny_image, tiny_tokenizer
 from tests.triton.recording import HostReadError, Recording, StaleAddressError
 from tests.triton.test_interpreted_engine import tiny_qwen3
 
+pytestmark = pytest.mark.timeout(600)
 SIZES: dict[str, Any] = {
     "dtype": "float32",
     "max_num_batched_tokens": 24,
@@ -117,17 +118,14 @@ async def test_a_step_is_longer_than_any_text(tmp_path: Path, recording: Recordi
 
 async def test_layers_that_keep_a_state(tmp_path: Path, recording: Recording) -> None:
     """Steps that are filled up are replayed; those with first tokens or snapshots are launched."""
-    folder, expected = await asyncio.to_thread(save_states, "lfm2", tmp_path)
+    folder, _ = await asyncio.to_thread(save_states, "lfm2", tmp_path)
     more = {**STATE_SIZES, "max_num_seqs": 4, "check_model": False, "block_size": 16}
-    async with running_engine(
-        folder, attention_backend="triton", dtype="float32", **more
-    ) as engine:
+    more |= {"attention_backend": "triton", "dtype": "float32"}
+    async with running_engine(folder, **more) as engine:
         found = await ask_states(engine, STATE_PROMPTS[:3])
         captured = engine._core.loaded.runner._captured
         assert captured is not None and captured.counts.replayed > 3
-    async with running_engine(
-        folder, attention_backend="triton", dtype="float32", enforce_eager=True, **more
-    ) as engine:
+    async with running_engine(folder, enforce_eager=True, **more) as engine:
         assert await ask_states(engine, STATE_PROMPTS[:3]) == found
 
 
@@ -135,7 +133,7 @@ def bake_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a step as the host knows them, whatever is sent."""
     stage = ModelRunner._stage_tokens
 
-    def staged(self: ModelRunner, put: Any, sequences: Any, *, is_fixed: bool) -> Any:
+    def staged(self: ModelRunner, put: Any, sequences: Any, *, is_fixed: bool = False) -> Any:
         embed = stage(self, put, sequences, is_fixed=is_fixed)
         known = torch.tensor([max(token, 0) for s in sequences for token in s.token_ids])
         return (lambda: self.model.embed_input_ids(known)) if is_fixed else embed
@@ -169,9 +167,9 @@ def read_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (bake_tokens, "come to other logits"),
+        (bake_tokens, "comes to other logits"),
         (move_the_buffer, "lie at different places"),
-        (partial(move_the_buffer, is_hidden=True), "StaleAddressError"),
+        (partial(move_the_buffer, is_hidden=True), "comes to other logits"),
         (read_a_number, "HostReadError"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
