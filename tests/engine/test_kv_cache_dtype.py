@@ -11,6 +11,7 @@ import torch
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.execution import model_runner
+from aioengine.execution.memory_budget import allocate_pages
 from aioengine.kernels import attention
 from aioengine.kernels.attention import register_backend
 from aioengine.kernels.cpu import library
@@ -75,15 +76,14 @@ def test_families_stay_near_their_own_module(
     name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks, windows, sinks, shared layers, media and cross-attention, by the trial's prompts."""
-    allocate = model_runner._allocate_pages
 
-    def in_bytes(model: Any, limits: Any, _: PageFormat) -> Any:
-        return allocate(model, limits, PageFormat(BYTES))
+    def in_bytes(model: Any, limits: Any, _: PageFormat, num_spare: int) -> Any:
+        return allocate_pages(model, limits, PageFormat(BYTES), num_spare)
 
     folder = tmp_path / "model"
     makers()[name](folder).save_pretrained(folder)
     plain = compare(folder, torch.float32, 1, backend)
-    monkeypatch.setattr(model_runner, "_allocate_pages", in_bytes)
+    monkeypatch.setattr(model_runner, "allocate_pages", in_bytes)
     packed = compare(folder, torch.float32, 1, backend)
     for before, after in zip(plain, packed, strict=True):
         assert before.distance < 1e-4
