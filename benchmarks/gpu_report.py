@@ -51,6 +51,7 @@ def run_stage(name: str, out: Path, options: argparse.Namespace) -> Any:
         return "vLLM is not installed"
     text = out / f"{name}.txt"
     environment = {**os.environ, "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONSAFEPATH", None)  # benchmarks import each other by their folder
     with text.open("w") as file:
         try:
             subprocess.run(
