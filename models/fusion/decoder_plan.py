@@ -321,8 +321,7 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
     num_places = None if places is None else len(places)
     trial = _Trial(decoder, plans[0], norm.weight, roundings, holder, num_places)
     with stand_ins(decoder):
-        seen = trial.watch(rotary, modules)
-        if seen is None:
+        if (seen := trial.watch(rotary, modules)) is None:
             return None
         axes_of_text, calls, angles, output = seen
         planned = tuple(
@@ -330,7 +329,8 @@ def _tried_decoder(decoder: nn.Module) -> _Decoder | None:
             for plan, index in zip(plans, angles, strict=True)
         )
         slow = _Rotary(rotary, axes_of_text, calls) if rotary is not None else _NO_ANGLES
-        make_angles = make_angles_by(getattr(kind, "angles_of", None), rotary, slow, norm.weight)
+        by = getattr(kind, "angles_of", None)
+        make_angles = make_angles_by(by, rotary, slow, norm.weight, axes_of_text)
         plan = DecoderPlan(planned, norm.fused[1], make_angles, places)
         operators = kind(planned, plan.norm)
         if not trial.agrees(plan, operators, wanted=output):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -94,30 +94,53 @@ def _with_operator(kind: type[nn.Module]) -> type[nn.Module] | None:
     return subclass(kind, made)
 
 
-AnglesOf = Callable[[Tensor, Tensor, float, torch.dtype], Angles]
-"""Angles of positions [T], by frequencies [D / 2], times a number, in a dtype."""
+AnglesOf = Callable[[Tensor, Tensor, float, torch.dtype, Tensor | None], Angles]
+"""Angles of positions [T] or [A, T], by frequencies [D / 2], times a number, in a dtype; and by
+which of the axes each frequency turns, int64 [D / 2], where positions have some."""
 _SOME_POSITIONS = (0, 1, 2, 7, 40, 333, 4001, 31_999)
+
+
+class _Kind(NamedTuple):
+    """What angles are made by. `axes`: see `AnglesOf`; None where positions have none."""
+
+    frequencies: Tensor
+    scaling: float
+    axes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FastAngles:
-    """Angles of single positions by an operator; of others as the module makes them."""
+    """Angles by an operator; of positions on other than `num_axes` axes as the module makes
+    them."""
 
     angles_of: AnglesOf
-    kinds: Sequence[tuple[Tensor, float]]
+    kinds: Sequence[_Kind]
+    num_axes: int | None
     slow: MakeAngles
 
     def __call__(self, embeds: Tensor, positions: Tensor) -> Sequence[Angles]:
-        if positions.dim() != 1:
+        has_axes = positions.dim() == 2
+        if has_axes and len(positions) != self.num_axes:
             return self.slow(embeds, positions)
-        return [self.angles_of(positions, *kind, embeds.dtype) for kind in self.kinds]
+        found = []
+        for frequencies, scaling, axes in self.kinds:
+            own = axes if has_axes else None
+            found.append(self.angles_of(positions, frequencies, scaling, embeds.dtype, own))
+        return found
 
 
 def make_angles_by(
-    angles_of: AnglesOf | None, module: nn.Module | None, slow: MakeAngles, like: Tensor
+    angles_of: AnglesOf | None,
+    module: nn.Module | None,
+    slow: MakeAngles,
+    like: Tensor,
+    num_axes: int | None = None,
 ) -> MakeAngles:
     """Find what makes a decoder's angles by an operator, where these are the ones of its rotary
-    `module`, whose frequencies are its buffers; else `slow`. `like`: of the embeddings' dtype."""
+    `module`, whose frequencies are its buffers; else `slow`.
+
+    `like`: of the embeddings' dtype. `num_axes`: that positions may have.
+    """
     if angles_of is None or module is None or not hasattr(module, "rope_type"):
         return slow
     if like.dtype not in _DTYPES:
@@ -125,22 +148,54 @@ def make_angles_by(
     buffers = dict(module.named_buffers())
     known = {name: each for name, each in buffers.items() if name.endswith("inv_freq")}
     kinds = [
-        (each.float().contiguous(), float(getattr(module, _scaling_of(name), 1.0)))
+        _Kind(each.float().contiguous(), float(getattr(module, _scaling_of(name), 1.0)))
         for name, each in known.items()
         if each.dim() == 1
     ]
     positions = torch.tensor(_SOME_POSITIONS, device=like.device)
-
-    def made_by(kind: tuple[Tensor, float]) -> Tensor:
-        return torch.stack(angles_of(positions, *kind, like.dtype))
-
     chosen = []
     for expected in slow(like.new_zeros(len(positions), 1), positions):
-        wanted = torch.stack(expected).clone
-        fits = (kind for kind in kinds if agree(partial(made_by, kind), wanted))
+        fits = (kind for kind in kinds if _makes(angles_of, kind, positions, expected))
         chosen.append(next(fits, None))
     found = [kind for kind in chosen if kind is not None]
-    return _FastAngles(angles_of, found, slow) if len(found) == len(chosen) else slow
+    if len(found) != len(chosen):
+        return slow
+    of_axes = None if num_axes is None else _on_axes(angles_of, found, slow, like, num_axes)
+    if of_axes is None:
+        return _FastAngles(angles_of, found, None, slow)
+    return _FastAngles(angles_of, of_axes, num_axes, slow)
+
+
+def _on_axes(
+    angles_of: AnglesOf, kinds: Sequence[_Kind], slow: MakeAngles, like: Tensor, num_axes: int
+) -> list[_Kind] | None:
+    """The kinds with the axes that their frequencies turn by; None where one turns by several."""
+    first = torch.tensor(_SOME_POSITIONS, device=like.device)
+    embeds = like.new_zeros(len(first), 1)
+    alone = first * torch.eye(num_axes, dtype=first.dtype, device=like.device)[..., None]
+    several = torch.stack([first.roll(axis) + axis for axis in range(num_axes)])
+    # A position of 0 turns nothing, so what is turned has its position on the other axis.
+    turned = [[sin != 0 for _, sin in slow(embeds, each)] for each in alone]
+    found = []
+    for kind, parts, expected in zip(
+        kinds, zip(*turned, strict=True), slow(embeds, several), strict=True
+    ):
+        by_axis = torch.stack(parts)[..., : len(kind.frequencies)].any(1)
+        own = kind._replace(axes=by_axis.int().argmax(0))
+        if not _makes(angles_of, own, several, expected):
+            return None
+        found.append(own)
+    return found
+
+
+def _makes(angles_of: AnglesOf, kind: _Kind, positions: Tensor, expected: Angles) -> bool:
+    """Return whether angles of `positions` by the operator are the `expected` ones."""
+    dtype = expected[0].dtype
+
+    def made() -> Tensor:
+        return torch.stack(angles_of(positions, kind.frequencies, kind.scaling, dtype, kind.axes))
+
+    return agree(made, torch.stack(expected).clone)
 
 
 def _scaling_of(name: str) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    Gemma3TextConfig,
-    LlamaConfig,
-    Qwen2VLTextConfig,
-)
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen2VLTextConfig, Qwen3VLTextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from aioengine.kernels.triton.angles import angles_of
 from aioengine.models.fusion.decoder_plan import _Rotary
@@ -40,7 +39,7 @@ LLAMAS = {
 def made(module: nn.Module, calls: Any, dtype: torch.dtype, axes: int | None = None) -> Any:
     like = torch.zeros(1, dtype=dtype)
     slow = _Rotary(module, axes, calls)
-    fast = make_angles_by(angles_of, module, slow, like)
+    fast = make_angles_by(angles_of, module, slow, like, axes)
     x = torch.zeros(len(POSITIONS), 64, dtype=dtype)
     return fast, fast(x, POSITIONS), slow(x, POSITIONS)
 
@@ -75,16 +74,46 @@ def test_angles_of_two_kinds() -> None:
     assert_same(found, expected)
 
 
-def test_positions_of_several_axes_are_left_to_the_module() -> None:
-    config = Qwen2VLTextConfig(
-        **SIZES, rope_parameters={"rope_type": "default", "mrope_section": [4, 6, 6],
-                                  "rope_theta": 1e4},
-    )  # fmt: skip
-    fast, _, _ = made(Qwen2VLRotaryEmbedding(config), [((), {})], torch.float32, axes=3)
+SECTIONS: dict[str, Any] = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+WITH_AXES: dict[str, Callable[[], nn.Module]] = {
+    "in sections": lambda: Qwen2VLRotaryEmbedding(
+        Qwen2VLTextConfig(**SIZES, rope_parameters=SECTIONS)
+    ),
+    "interleaved": lambda: Qwen3VLTextRotaryEmbedding(
+        Qwen3VLTextConfig(
+            **SIZES, head_dim=32, rope_parameters={**SECTIONS, "mrope_interleaved": True}
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WITH_AXES)
+def test_each_frequency_turns_by_its_axis(name: str, dtype: torch.dtype) -> None:
+    module = WITH_AXES[name]()
+    fast, found, expected = made(module, [((), {})], dtype, axes=3)
+    assert_same(found, expected)
+    positions = torch.stack([POSITIONS, POSITIONS.flip(0), POSITIONS + 3])
+    x = torch.zeros(len(POSITIONS), 64, dtype=dtype)
+    expected = _Rotary(module, 3, [((), {})])(x, positions)
+    with patch.object(module, "forward", side_effect=AssertionError("the module is not called")):
+        assert_same(fast(x, positions), expected)
+
+
+class Averaged(Qwen2VLRotaryEmbedding):
+    """Each frequency turns by the mean of the positions."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        mean = position_ids.float().mean(0, keepdim=True)
+        return super().forward(x, mean.expand(3, -1, -1))
+
+
+def test_mixed_axes_are_left_to_the_module() -> None:
+    module = Averaged(Qwen2VLTextConfig(**SIZES, rope_parameters=SECTIONS))
+    fast, _, _ = made(module, [((), {})], torch.float32, axes=3)
     positions = torch.stack([POSITIONS, POSITIONS.flip(0), POSITIONS + 3])
     x = torch.zeros(len(POSITIONS), 64)
-    slow = _Rotary(Qwen2VLRotaryEmbedding(config), 3, [((), {})])
-    assert_same(fast(x, positions), slow(x, positions))
+    assert_same(fast(x, positions), _Rotary(module, 3, [((), {})])(x, positions))
 
 
 class Other(LlamaRotaryEmbedding):

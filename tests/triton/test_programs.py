@@ -144,12 +144,15 @@ def test_sampling_fits_and_is_one_program(has_bans: bool) -> None:
     assert len(programs) == 1
 
 
-def test_angles_are_one_program() -> None:
+@pytest.mark.parametrize("has_axes", [False, True])
+def test_angles_are_one_program(has_axes: bool) -> None:
     programs = set()
     for count in (1, 5, 16, 300):
-        positions = torch.zeros(count + 1, dtype=torch.int64)[1:]
-        frequencies = torch.ones(64)
-        (launch,) = launches_of(partial(angles_of, positions, frequencies, 1.0, torch.bfloat16))
+        positions = torch.zeros(3 * count + 1, dtype=torch.int64)[1:]
+        positions = positions.view(3, count) if has_axes else positions[:count]
+        axes = torch.zeros(64, dtype=torch.int64) if has_axes else None
+        given = positions, torch.ones(64), 1.0, torch.bfloat16, axes
+        (launch,) = launches_of(partial(angles_of, *given))
         programs.add(launch.specialised()[-1])
         for chip in CHIPS:
             assert compiled(launch, chip).shared_bytes <= MAX_SHARED_BYTES
