@@ -6,8 +6,10 @@ See `kernels.attention` for what it says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
-from operator import sub
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain, repeat
+from operator import add, eq, sub
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +19,7 @@ from aioengine.kernels.attention import AttentionMetadata, Unread
 from aioengine.kernels.transfer import Staged, StepBuffer
 
 __all__ = [
+    "GroupTables",
     "SeenRows",
     "build_cross_metadata",
     "build_metadata",
@@ -39,12 +42,34 @@ class SeenRows(NamedTuple):
     is_sighted: bool = True
 
 
+class GroupTables(NamedTuple):
+    """Blocks of a step's sequences in one KV group.
+
+    `block_tables[i]` names at least the blocks of the positions that sequence i has after the step.
+    `chunk`: a token sees none before the last multiple of this position, which is one of the block
+    size; a sequence that goes on behind one is several to the kernels, each with a context of its
+    own. `block_ids[i]` int32 [new tokens], or None where all tokens are causal.
+    """
+
+    block_tables: Sequence[Sequence[int]]
+    chunk: int | None = None
+    block_ids: Sequence[Tensor | None] | None = None
+
+
 def build_metadata(
-    *, block_size: int, device: torch.device | str = "cpu", **sequences: Any
+    *,
+    block_size: int,
+    block_tables: Sequence[Sequence[int]],
+    chunk: int | None = None,
+    block_ids: Sequence[Tensor | None] | None = None,
+    device: torch.device | str = "cpu",
+    **sequences: Any,
 ) -> AttentionMetadata:
-    """The metadata of a step by itself; `sequences`: the other arguments of `stage_metadata`."""
+    """The metadata of a step by itself, of one group; `sequences`: the other arguments of
+    `stage_metadata`."""
     buffer = StepBuffer(device)
-    staged = stage_metadata(buffer, block_size=block_size, **sequences)
+    groups = [GroupTables(block_tables, chunk, block_ids)]
+    (staged,) = stage_metadata(buffer, groups, block_size=block_size, **sequences)
     buffer.send()
     return staged()
 
@@ -61,67 +86,89 @@ def build_cross_metadata(
 
 def stage_metadata(
     buffer: StepBuffer,
+    groups: Sequence[GroupTables],
     *,
     block_size: int,
-    block_tables: Sequence[Sequence[int]],
     starts: Sequence[int],
     ends: Sequence[int],
     stored: Sequence[bool] | None = None,
-    block_ids: Sequence[Tensor | None] | None = None,
     blocks_in_window: bool = False,
-    chunk: int | None = None,
     is_captured: bool = False,
-) -> Callable[[], AttentionMetadata]:
+) -> list[Callable[[], AttentionMetadata]]:
     """Stage a step that computes positions [starts[i], ends[i]) of sequence i.
 
-    Returns what gives its metadata once the buffer has been sent.
+    Returns, for each group, what gives its metadata once the buffer has been sent.
 
-    `block_tables[i]` names at least the blocks of positions [0, ends[i]); `block_ids[i]` int32
-    [ends[i] - starts[i]], or None where all tokens are causal. `stored[i]`: the pages hold the
-    sequence's one token already; what is written of it goes to the place of the token after it,
-    for which there must be a block, and is not read. `chunk`: a token sees none before the last
-    multiple of this position, which is one of `block_size`; a sequence that goes on behind one is
-    several to the kernels, each with a context of its own. `is_captured`: see `AttentionMetadata`;
-    then a sequence may have no token. Nothing is mutated.
+    `stored[i]`: the pages hold the sequence's one token already; what is written of it goes to the
+    place of the token after it, for which there must be a block, and is not read. `is_captured`:
+    see `AttentionMetadata`; then a sequence may have no token. Nothing is mutated.
     """
-    assert len(block_tables) == len(starts) == len(ends)
-    if chunk is not None and max(ends, default=0) > chunk:
-        assert all(ids is None for ids in block_ids or ()), "spans seen both ways lie across chunks"
-        block_ids = None
-        parts = _split_by_chunk(block_size, chunk, block_tables, starts, ends, stored)
-        block_tables, starts, ends, stored = parts
-    query_lens = tuple(map(sub, ends, starts))
+    assert len(starts) == len(ends)
+    all_of: _Lengths | None = None
+    found = []
+    for tables, chunk, block_ids in groups:
+        assert len(tables) == len(starts)
+        if chunk is not None and max(ends, default=0) > chunk:
+            ids_of = block_ids or ()
+            assert all(ids is None for ids in ids_of), "spans seen both ways lie across chunks"
+            parts = _split_by_chunk(block_size, chunk, tables, starts, ends, stored)
+            tables, block_ids = parts[0], None
+            lengths = _causal_lengths(buffer, block_size, *parts[1:], is_captured=is_captured)
+        else:
+            if all_of is None:
+                all_of = _causal_lengths(
+                    buffer, block_size, starts, ends, stored, is_captured=is_captured
+                )
+            lengths = all_of
+        room = map(block_size.__mul__, map(len, tables))
+        assert min(map(sub, room, lengths.context_lens), default=0) >= 0, (
+            "a table ends before its sequence"
+        )
+        flat_ids, has_blocks = _stage_block_ids(buffer, block_ids, lengths.query_lens)
+        found.append(
+            _staged(
+                buffer,
+                lengths,
+                tables,
+                tables,
+                block_ids=flat_ids,
+                has_blocks=has_blocks,
+                blocks_in_window=blocks_in_window,
+            )
+        )
+    return found
+
+
+def _causal_lengths(
+    buffer: StepBuffer,
+    block_size: int,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    stored: Sequence[bool] | None,
+    *,
+    is_captured: bool,
+) -> _Lengths:
+    query_lens = [*map(sub, ends, starts)]
     least = 0 if is_captured else 1
     assert min(starts, default=0) >= 0 and min(query_lens, default=1) >= least
-    room = map(block_size.__mul__, map(len, block_tables))
-    assert min(map(sub, room, ends), default=0) >= 0, "a table ends before its sequence"
+    new = starts, ends
+    if stored is not None and any(stored):
+        new = [*map(add, starts, stored)], [*map(add, ends, stored)]  # True is one
+    return _stage_lengths(buffer, block_size, query_lens, ends, *new, is_captured=is_captured)
 
+
+def _stage_block_ids(
+    buffer: StepBuffer, block_ids: Sequence[Tensor | None] | None, query_lens: Sequence[int]
+) -> tuple[Staged | None, tuple[bool, ...]]:
+    """Stage the blocks of all tokens, and say which sequences have any; None where none has."""
     has_blocks = tuple(
         ids is not None and len(ids) > 1 and bool((ids >= 0).any()) for ids in block_ids or ()
     )
-    flat_ids = None
-    if any(has_blocks):
-        assert block_ids is not None
-        pairs = zip(block_ids, query_lens, strict=True)
-        all_ids = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
-        flat_ids = buffer.put(torch.cat(all_ids), torch.int32)
-    shifts = [0] * len(ends) if stored is None else map(int, stored)
-    new = [
-        (table, low + by, high + by)
-        for table, low, high, by in zip(block_tables, starts, ends, shifts, strict=True)
-    ]
-    return _staged(
-        buffer,
-        block_size,
-        block_tables,
-        query_lens,
-        ends,
-        new,
-        block_ids=flat_ids,
-        has_blocks=has_blocks if flat_ids is not None else (),
-        blocks_in_window=blocks_in_window,
-        is_captured=is_captured,
-    )
+    if block_ids is None or not any(has_blocks):
+        return None, ()
+    pairs = zip(block_ids, query_lens, strict=True)
+    all_ids = [torch.full((n,), -1) if ids is None else ids for ids, n in pairs]
+    return buffer.put(torch.cat(all_ids), torch.int32), has_blocks
 
 
 def _split_by_chunk(
@@ -140,7 +187,7 @@ def _split_by_chunk(
     held: list[bool] = []
     for index, (blocks, start, end) in enumerate(zip(block_tables, starts, ends, strict=True)):
         for first in range(start // chunk * chunk, end, chunk):
-            tables.append(blocks[first // block_size :])
+            tables.append(blocks[first // block_size : (first + chunk) // block_size + 1])
             lows.append(max(start - first, 0))
             highs.append(min(end - first, chunk))
             held.append(stored is not None and stored[index])
@@ -167,16 +214,15 @@ def stage_cross_metadata(
     assert all(
         len(row) * block_size >= n for row, n in zip(block_tables, context_lens, strict=True)
     )
-    new = [
-        (table, 0, n if writes else 0)
-        for table, n, writes in zip(block_tables, context_lens, is_new, strict=True)
-    ]
+    stage_lengths = partial(_stage_lengths, buffer, block_size, is_captured=is_captured)
+    new = (
+        [0] * len(is_new),
+        [n if writes else 0 for n, writes in zip(context_lens, is_new, strict=True)],
+    )
     if seen is None:
         assert all(n > 0 for n in context_lens)
-        lens = query_lens, context_lens
-        return _staged(
-            buffer, block_size, block_tables, *lens, new, is_causal=False, is_captured=is_captured
-        )
+        lengths = stage_lengths(query_lens, context_lens, *new)
+        return _staged(buffer, lengths, block_tables, block_tables, is_causal=False)
     runs = []
     base = 0
     for table, part in zip(block_tables, seen, strict=True):
@@ -189,70 +235,104 @@ def stage_cross_metadata(
     runs.sort(key=lambda each: each[0].num_tokens > 1)  # single tokens are one batch
     readers = chain.from_iterable(range(at, at + run.num_tokens) for run, at, _ in runs)
     sighted = [run.is_sighted for part in seen for run in part for _ in range(run.num_tokens)]
+    runs_of = [run.num_tokens for run, *_ in runs], [run.num_rows for run, *_ in runs]
     return _staged(
         buffer,
-        block_size,
+        stage_lengths(*runs_of, *new),
         [table for *_, table in runs],
-        [run.num_tokens for run, *_ in runs],
-        [run.num_rows for run, *_ in runs],
-        new,
+        block_tables,
         readers=buffer.put([*readers], torch.int64),
         sighted=buffer.put(sighted, torch.bool),
         is_causal=False,
-        is_captured=is_captured,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lengths:
+    """Lengths that a step's groups share: how much of each sequence is new, written and read.
+
+    `begins`, `ends`: positions [begin, end) that each sequence writes.
+    """
+
+    block_size: int
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+    begins: Sequence[int]
+    ends: Sequence[int]
+    num_decodes: int
+    is_captured: bool
+    query_start: Staged
+    seq_lens: Staged
+    slot_offsets: Staged
+    by_length: Staged
+
+    @property
+    def is_open(self) -> bool:
+        """See `AttentionMetadata`."""
+        return self.is_captured and self.num_decodes < len(self.query_lens)
+
+
+def _stage_lengths(
+    buffer: StepBuffer,
+    block_size: int,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    begins: Sequence[int],
+    ends: Sequence[int],
+    *,
+    is_captured: bool,
+) -> _Lengths:
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    # Longest first, for who takes them in batches that are padded.
+    by_length = [] if is_captured else sorted(range(num_decodes), key=lambda i: -context_lens[i])
+    offsets = _slot_offsets(begins, ends, block_size)
+    numbers = [0, *accumulate(query_lens)], context_lens, offsets, by_length
+    staged = [buffer.put(each, torch.int32) for each in numbers]
+    return _Lengths(
+        block_size, query_lens, context_lens, begins, ends, num_decodes, is_captured, *staged
     )
 
 
 def _staged(
     buffer: StepBuffer,
-    block_size: int,
+    lengths: _Lengths,
     block_tables: Sequence[Sequence[int]],
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    new: Sequence[tuple[Sequence[int], int, int]],
+    new_tables: Sequence[Sequence[int]],
     *,
-    is_captured: bool,
     block_ids: Staged | None = None,
     readers: Staged | None = None,
     sighted: Staged | None = None,
     **others: Any,
 ) -> Callable[[], AttentionMetadata]:
-    """Stage the tensors of metadata. `new`: blocks, and positions [start, end) in them, of each
-    sequence's writes."""
-    blocks_used = [-(-length // block_size) for length in context_lens]
-    width = max(blocks_used, default=0)
-    table, table_starts = _table(block_tables, blocks_used, width=None if is_captured else width)
-    slot_blocks, slot_offsets = _slots(new, block_size)
-    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
-    is_open = is_captured and num_decodes < len(query_lens)
-    # Longest first, for who takes them in batches that are padded.
-    by_length = [] if is_captured else sorted(range(num_decodes), key=lambda i: -context_lens[i])
-    numbers = [0, *accumulate(query_lens)], context_lens, slot_blocks, slot_offsets, by_length
-    staged = [buffer.put(each, torch.int32) for each in numbers]
+    """Stage the tensors of a group's metadata. `new_tables`: blocks that sequences write to."""
+    size, is_captured = lengths.block_size, lengths.is_captured
+    query_lens, context_lens = lengths.query_lens, lengths.context_lens
+    blocks = _slot_blocks(new_tables, lengths.begins, lengths.ends, size)
+    slot_blocks = buffer.put(blocks, torch.int32)
     if is_captured:
-        flat = buffer.put_varying(table)
-        begins = buffer.put([flat.first + start for start in table_starts], torch.int32)
+        # Blocks that are not read are rather sent than left out one by one.
+        flat = buffer.put_varying(chain.from_iterable(block_tables))
+        begins = accumulate(map(len, block_tables[:-1]), initial=flat.first)
+        table_starts = buffer.put(begins if block_tables else (), torch.int32)
     else:
-        padded = buffer.put(table, torch.int32)
+        padded = buffer.put(_padded(block_tables, context_lens, size), torch.int32)
 
     def built() -> AttentionMetadata:
-        query_start, seq_lens, blocks, offsets, order = (each.tensor for each in staged)
+        count = len(query_lens)
         return AttentionMetadata(
-            query_start=query_start,
-            seq_lens=seq_lens,
-            block_table=flat.base
-            if is_captured
-            else padded.tensor.view(len(query_lens), -1 if query_lens else 0),
-            slot_blocks=blocks,
-            slot_offsets=offsets,
-            by_length=order,
-            query_lens=_known(query_lens, not is_open),
+            query_start=lengths.query_start.tensor,
+            seq_lens=lengths.seq_lens.tensor,
+            block_table=flat.base if is_captured else padded.tensor.view(count, -1 if count else 0),
+            slot_blocks=slot_blocks.tensor,
+            slot_offsets=lengths.slot_offsets.tensor,
+            by_length=lengths.by_length.tensor,
+            query_lens=_known(query_lens, not lengths.is_open),
             context_lens=_known(context_lens, not is_captured),
-            num_decodes=0 if is_open else num_decodes,
-            block_size=block_size,
+            num_decodes=0 if lengths.is_open else lengths.num_decodes,
+            block_size=size,
             block_ids=None if block_ids is None else block_ids.tensor,
-            is_open=is_open,
-            table_starts=begins.tensor if is_captured else None,
+            is_open=lengths.is_open,
+            table_starts=table_starts.tensor if is_captured else None,
             readers=None if readers is None else readers.tensor,
             sighted=None if sighted is None else sighted.tensor,
             **others,
@@ -265,35 +345,43 @@ def _known(lens: Sequence[int], is_known: bool) -> tuple[int, ...]:
     return tuple(lens) if is_known else cast("tuple[int, ...]", Unread(len(lens)))
 
 
-def _table(
-    block_tables: Sequence[Sequence[int]], used: Sequence[int], *, width: int | None
-) -> tuple[list[int], list[int]]:
-    """The blocks of all sequences, so many of each, and where each one's begin; `width`: what each
-    is padded to, with 0."""
+def _padded(
+    block_tables: Sequence[Sequence[int]], context_lens: Sequence[int], block_size: int
+) -> list[int]:
+    """The blocks of all contexts, as many of each, 0 where it has fewer."""
+    used = [-(-length // block_size) for length in context_lens]
+    width = max(used, default=0)
     table: list[int] = []
-    starts: list[int] = []
     for blocks, count in zip(block_tables, used, strict=True):
-        starts.append(len(table))
         table += blocks[:count]
-        if width is not None:
-            table += [0] * (width - count)
-    return table, starts
+        table += [0] * (width - count)
+    return table
 
 
-def _slots(
-    new: Sequence[tuple[Sequence[int], int, int]], block_size: int
-) -> tuple[list[int], list[int]]:
-    """Blocks, and rows in them, of positions [start, end) of each sequence."""
-    slot_blocks: list[int] = []
-    slot_offsets: list[int] = []
-    for blocks, start, end in new:
-        if end - start == 1:
-            slot_blocks.append(blocks[start // block_size])
-            slot_offsets.append(start % block_size)
-            continue
-        for index in range(start // block_size, -(-end // block_size)):
-            first = max(start - index * block_size, 0)
-            last = min(end - index * block_size, block_size)
-            slot_blocks += [blocks[index]] * (last - first)
-            slot_offsets += range(first, last)
-    return slot_blocks, slot_offsets
+def _slot_blocks(
+    tables: Sequence[Sequence[int]], begins: Sequence[int], ends: Sequence[int], block_size: int
+) -> list[int]:
+    """Blocks of positions [begin, end) of each sequence."""
+    if _are_single(begins, ends):
+        return [table[at // block_size] for table, at in zip(tables, begins, strict=True)]
+    blocks: list[int] = []
+    for table, begin, end in zip(tables, begins, ends, strict=True):
+        for index in range(begin // block_size, -(-end // block_size)):
+            first = max(begin, index * block_size)
+            blocks += [table[index]] * (min(end, (index + 1) * block_size) - first)
+    return blocks
+
+
+def _slot_offsets(begins: Sequence[int], ends: Sequence[int], block_size: int) -> list[int]:
+    """Rows, in their blocks, of the same positions."""
+    if _are_single(begins, ends):
+        return [at % block_size for at in begins]
+    rows: list[int] = []
+    for begin, end in zip(begins, ends, strict=True):
+        for first in range(begin // block_size * block_size, end, block_size):
+            rows += range(max(begin - first, 0), min(end - first, block_size))
+    return rows
+
+
+def _are_single(begins: Sequence[int], ends: Sequence[int]) -> bool:
+    return all(map(eq, map(sub, ends, begins), repeat(1)))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from aioengine.core.plan import Limits, SequencePlan
 from aioengine.kernels.attention import AttentionMetadata
 from aioengine.kernels.metadata import (
+    GroupTables,
     SeenRows,
     stage_cross_metadata,
     stage_metadata,
@@ -29,21 +30,24 @@ def stage_attention(
     """Stage the metadata of a step, one for each KV group; what is returned gives it, once the
     buffer has been sent. `is_captured`: see `AttentionMetadata`."""
     blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
-    own = [
-        stage_metadata(
-            buffer,
-            block_size=limits.block_size,
-            block_tables=[s.block_tables[group] for s in sequences],
-            starts=[s.start for s in sequences],
-            ends=[s.end for s in sequences],
-            stored=[s.is_stored for s in sequences],
-            chunk=model.kv_groups[group].chunk,
-            block_ids=blocks if model.sees_blocks(group) else None,
-            blocks_in_window=model.blocks_in_window,
-            is_captured=is_captured,
+    groups = [
+        GroupTables(
+            [s.block_tables[index] for s in sequences],
+            model.kv_groups[index].chunk,
+            blocks if model.sees_blocks(index) else None,
         )
-        for group in range(limits.num_groups)
+        for index in range(limits.num_groups)
     ]
+    own = stage_metadata(
+        buffer,
+        groups,
+        block_size=limits.block_size,
+        starts=[s.start for s in sequences],
+        ends=[s.end for s in sequences],
+        stored=[s.is_stored for s in sequences],
+        blocks_in_window=model.blocks_in_window,
+        is_captured=is_captured,
+    )
     if not limits.num_cross_groups:
         return own
     are_whole = all(s.num_encoder_rows and _memory_of(s) is None for s in sequences)

@@ -124,8 +124,8 @@ class CapturedSteps:
         """Fill a step up to the size of a bucket; None where it is like none that was captured."""
         if not self._graphs or not all(map(_is_plain, sequences)):
             return None
-        count = sum(s.end - s.start for s in sequences)
-        if count == len(sequences) and all(s.samples and not s.rows for s in sequences):
+        count = sum([s.end - s.start for s in sequences])
+        if count == len(sequences) and all([s.samples and not s.rows for s in sequences]):
             return self._fill(next(x for x in self._singles if x.num_tokens >= count), sequences)
         # What has states, or reads an encoder's rows, has more to do for what is no single token.
         if self._limits.num_states or self._limits.num_cross_groups:
@@ -135,12 +135,16 @@ class CapturedSteps:
     def choices(self, sequences: Sequence[SequencePlan]) -> list[Sampling]:
         """Return what a captured step chooses each token by: all that it can, or what comes first
         where more is wanted."""
-        found = []
-        for s in sequences:
-            is_known = s.sampling.is_plain
-            is_known = is_known and len(s.sampling.bans_at(s.output_index)) <= self._most_bans
-            found.append(s.sampling if is_known else GREEDY)
-        return found
+        return [
+            s.sampling
+            if s.sampling.is_plain
+            and (
+                s.sampling.adjustments is None
+                or len(s.sampling.bans_at(s.output_index)) <= self._most_bans
+            )
+            else GREEDY
+            for s in sequences
+        ]
 
     def put(self, embeds: Tensor | None) -> None:
         """Take the embeddings of the step that comes; None where it makes them itself."""

@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from aioengine.core.plan import UNSAMPLED, EncodePlan, Limits, SequencePlan, StepPlan, StepResult
+from aioengine.core.plan import EncodePlan, Limits, SequencePlan, StepPlan, StepResult
 from aioengine.errors import MediaError
 from aioengine.execution.attention_steps import stage_attention
 from aioengine.execution.captured_steps import (
@@ -29,6 +29,7 @@ from aioengine.execution.graphs import Capture
 from aioengine.execution.memory_budget import allocate_pages
 from aioengine.execution.state_steps import stage_states
 from aioengine.execution.step_results import PromptScores, masks_of, reader
+from aioengine.execution.token_steps import stage_tokens
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.pool import PageFormat
 from aioengine.kernels.transfer import Staged, StepBuffer, to_device
@@ -116,7 +117,7 @@ class ModelRunner:
         if captured is not None and filled is not None:
             return self._step_captured(captured, filled)
         sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
-        embed = self._stage_tokens(self._buffer.put, sequences)
+        embed = self._stage_tokens(self._buffer, sequences)
         compute = self._stage(self._buffer, sequences, chosen)
         score_prompts = self._stage_scores(sequences)
         sample = self._sampler.prepare(
@@ -144,7 +145,7 @@ class ModelRunner:
         In float32 at least. No token is chosen.
         """
         sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
-        embed = self._stage_tokens(self._buffer.put, sequences)
+        embed = self._stage_tokens(self._buffer, sequences)
         compute = self._stage(self._buffer, sequences, chosen)
         self._buffer.send()
         hidden, rows = compute(embed())
@@ -183,8 +184,8 @@ class ModelRunner:
         work, and the work. This keeps the tokens for the step behind it.
         """
         bucket, buffer = step.bucket, captured.buffer
-        put = self._buffer.put if bucket.is_open else buffer.put
-        embed = self._stage_tokens(put, step.sequences, is_fixed=not bucket.is_open)
+        tokens_in = self._buffer if bucket.is_open else buffer
+        embed = self._stage_tokens(tokens_in, step.sequences, is_fixed=not bucket.is_open)
         compute = self._stage(buffer, step.sequences, step.chosen, bucket)
         missing = bucket.num_rows - len(step.chosen)
         asked = [*choices, *[GREEDY] * missing]
@@ -220,6 +221,19 @@ class ModelRunner:
 
         captured.take_all(stage)
 
+    def _stage_tokens(
+        self, buffer: StepBuffer, sequences: Sequence[SequencePlan], *, is_fixed: bool = False
+    ) -> Callable[[], Tensor]:
+        return stage_tokens(
+            self.model,
+            buffer,
+            sequences,
+            encoded=self._rows,
+            last=self._last,
+            places=self._places,
+            is_fixed=is_fixed,
+        )
+
     def _stage(
         self,
         buffer: StepBuffer,
@@ -239,22 +253,23 @@ class ModelRunner:
             self.model, self._limits, buffer, sequences, is_captured=bucket is not None
         )
         states = None if self._states is None else stage_states(self._states, buffer, sequences)
-        prompts = [None if s.inputs is None else s.inputs.positions for s in sequences]
+        prompts = [s.inputs and s.inputs.positions for s in sequences]
         positions_cpu = self.model.positions_for(starts, ends, prompts)
         if bucket is not None and bucket.is_open:
             # Of no request, and behind all others: a model may know no such positions.
             positions_cpu[..., sum(s.end - s.start for s in sequences if s.request_id) :] = 0
         positions = put(positions_cpu)
-        tails = accumulate(end - start for start, end in zip(starts, ends, strict=True))
-        last = {s.request_id: tail - 1 for s, tail in zip(sequences, tails, strict=True)}
-        wanted = [last[s.request_id] for s in chosen]
-        # Most steps read all rows, as they lie.
-        is_whole = wanted == [*range(sum(ends) - sum(starts))]
-        if bucket is not None:
-            is_whole = not bucket.is_open
-            wanted += [0] * (bucket.num_rows - len(wanted))
-        places = None if is_whole else put(wanted)
-        reads_all = any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences)
+        places = None
+        if bucket is None or bucket.is_open:
+            wanted = _last_rows(sequences, chosen)
+            # Most steps read all rows, as they lie.
+            if bucket is not None or wanted != [*range(sum(ends) - sum(starts))]:
+                missing = 0 if bucket is None else bucket.num_rows - len(wanted)
+                places = put([*wanted, *[0] * missing])
+        # What wants these is not captured.
+        reads_all = bucket is None and any(
+            s.sampling and s.sampling.prompt_logprobs is not None for s in sequences
+        )
 
         def compute(embeds: Tensor) -> tuple[Tensor, Tensor | None]:
             encoded = [self._rows[s.encoder_key] for s in sequences if s.encoder_key is not None]
@@ -372,55 +387,12 @@ class ModelRunner:
             value=shape,
         )
 
-    def _stage_tokens(
-        self,
-        put: Callable[..., Staged],
-        sequences: Sequence[SequencePlan],
-        *,
-        is_fixed: bool = False,
-    ) -> Callable[[], Tensor]:
-        """Stage the step's tokens; what is returned gives their embeddings [T, hidden], encoder
-        rows in their places. `is_fixed`: in sizes that do not depend on what is known of them."""
-        token_ids = [token for s in sequences for token in s.token_ids]
-        ids = put(max(token, 0) for token in token_ids)
-        # Only a sequence's last token can be one that the step before has sampled.
-        unknown = [token == UNSAMPLED for token in token_ids]
-        filled = None
-        if is_fixed or any(unknown):
-            owners = [s.request_id for s in sequences for _ in s.token_ids]
-            at = (self._places[name] if x else 0 for x, name in zip(unknown, owners, strict=True))
-            filled = put(unknown, torch.bool), put(at)
-        is_row = self._rows_mask(sequences, len(token_ids))
-        mask = None if is_row is None else put(is_row, torch.bool)
 
-        def embed() -> Tensor:
-            given = ids.tensor
-            if filled is not None:
-                is_unknown, places = filled
-                given = torch.where(is_unknown.tensor, self._last[places.tensor], given)
-            if mask is None:
-                return self.model.embed_input_ids(given)
-            pieces = [
-                self._rows[piece.key][piece.row : piece.row + piece.count]
-                for s in sequences
-                for piece in s.rows
-            ]
-            return self.model.embed_input_ids(given, pieces, mask.tensor)
-
-        return embed
-
-    @staticmethod
-    def _rows_mask(sequences: Sequence[SequencePlan], num_tokens: int) -> Tensor | None:
-        """Mark the step's tokens that encoder rows stand for: bool [T], None if there are none."""
-        if not any(s.rows for s in sequences):
-            return None
-        is_row = torch.zeros(num_tokens, dtype=torch.bool)
-        base = 0
-        for s in sequences:
-            for piece in s.rows:
-                is_row[base + piece.position : base + piece.position + piece.count] = True
-            base += len(s.token_ids)
-        return is_row
+def _last_rows(sequences: Sequence[SequencePlan], chosen: Sequence[SequencePlan]) -> list[int]:
+    """The row of the last token of each that is chosen of a step's sequences."""
+    tails = accumulate([s.end - s.start for s in sequences])
+    last = {s.request_id: tail - 1 for s, tail in zip(sequences, tails, strict=True)}
+    return [last[s.request_id] for s in chosen]
 
 
 def _ordered(plan: StepPlan) -> list[SequencePlan]:

@@ -193,11 +193,11 @@ def _prepare_plain(
     if not has_operator or not all(s.is_plain for s in samplings):
         return None
     asked = [*zip(samplings, indices, strict=True)]
-    banned = [s.bans_at(index) for s, index in asked]
+    banned = [() if s.adjustments is None else s.bans_at(index) for s, index in asked]
     if max(map(len, banned), default=0) >= vocab_size:
         return None
-    numbers = chain.from_iterable(s.choice(index) for s, index in asked)
-    choices = buffer.put(numbers, torch.float64)
+    numbers = [s.choice(index) if s.temperature else MOST_PROBABLE for s, index in asked]
+    choices = buffer.put(chain.from_iterable(numbers), torch.float64)
     bans = buffer.put_varying(chain.from_iterable(banned))
     counts = [*map(len, banned)]
     where = accumulate(counts, initial=bans.first) if has_starts else counts

@@ -21,8 +21,13 @@ def run_trial(device: torch.device) -> None:
 
     Raises RuntimeError where it differs from the reference there, and whatever the kernels raise.
     """
-    sizes = {"starts": [90, 0], "ends": [91, 20], "block_tables": [[*range(3)], [3]]}
-    meta = build_metadata(block_size=32, device=device, **sizes)
+    meta = build_metadata(
+        block_size=32,
+        device=device,
+        block_tables=[[*range(3)], [3]],
+        starts=[90, 0],
+        ends=[91, 20],
+    )
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -101,7 +101,7 @@ _SOME_POSITIONS = (0, 1, 2, 7, 40, 333, 4001, 31_999)
 
 
 class _Kind(NamedTuple):
-    """What angles are made by. `axes`: see `AnglesOf`; None where positions have none."""
+    """Frequencies of angles. `axes`: see `AnglesOf`; None where positions have none."""
 
     frequencies: Tensor
     scaling: float

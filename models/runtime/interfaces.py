@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import eq, sub
 from typing import Any, Protocol, TypeAlias, Union, runtime_checkable
 
 import torch
@@ -234,21 +236,22 @@ def positions_of(
     prompts: Sequence[tuple[Tensor, int] | None], starts: Sequence[int], ends: Sequence[int]
 ) -> Tensor:
     """Positions [T] or [3, T] of a step's tokens: the prompts' own, then counting on from them."""
-    cuts = [*zip(prompts, starts, ends, strict=True)]
-    known = [prompt for prompt in prompts if prompt is not None]
-    if len(known) == len(cuts) and all(end - start == 1 for _, start, end in cuts):
+    if all(prompts) and all(map(eq, map(sub, ends, starts), repeat(1))):
         # A few operators for all, not for each: beside Python threads each may wait for the lock.
-        single = [_position_at(*each) for each in zip(known, starts, strict=True)]
-        return torch.tensor(single).movedim(0, -1).contiguous()
-    return torch.cat([_cut(*cut) for cut in cuts], dim=-1)
+        single = [*map(_position_at, prompts, starts)]
+        has_axes = isinstance(single[0], list) if single else False
+        return torch.tensor([*zip(*single, strict=True)] if has_axes else single)
+    return torch.cat([*map(_cut, prompts, starts, ends)], dim=-1)
 
 
-def _position_at(known: tuple[Tensor, int], index: int) -> Any:
+def _position_at(known: tuple[Tensor, int] | None, index: int) -> Any:
     """The position of one token: a number, or one on each axis."""
+    assert known is not None
     prompt, delta = known
-    if index < prompt.shape[-1]:
+    sizes = prompt.shape
+    if index < sizes[-1]:
         return prompt[..., index].tolist()
-    return index + delta if prompt.dim() == 1 else [index + delta] * len(prompt)
+    return index + delta if len(sizes) == 1 else [index + delta] * sizes[0]
 
 
 def _cut(known: tuple[Tensor, int] | None, start: int, end: int) -> Tensor:

@@ -133,8 +133,8 @@ def bake_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a step as the host knows them, whatever is sent."""
     stage = ModelRunner._stage_tokens
 
-    def staged(self: ModelRunner, put: Any, sequences: Any, *, is_fixed: bool = False) -> Any:
-        embed = stage(self, put, sequences, is_fixed=is_fixed)
+    def staged(self: ModelRunner, buffer: Any, sequences: Any, *, is_fixed: bool = False) -> Any:
+        embed = stage(self, buffer, sequences, is_fixed=is_fixed)
         known = torch.tensor([max(token, 0) for s in sequences for token in s.token_ids])
         return (lambda: self.model.embed_input_ids(known)) if is_fixed else embed
 

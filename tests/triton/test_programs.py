@@ -9,7 +9,7 @@ import torch
 
 from aioengine.kernels.gather import GatherBackend
 from aioengine.kernels.layer_plan import NormPlan
-from aioengine.kernels.metadata import stage_metadata
+from aioengine.kernels.metadata import GroupTables, stage_metadata
 from aioengine.kernels.transfer import StepBuffer
 from aioengine.kernels.triton.angles import angles_of
 from aioengine.kernels.triton.backend import TritonBackend
@@ -165,8 +165,9 @@ def test_a_step_lies_at_any_address() -> None:
     for shift in range(5):
         buffer = StepBuffer("cpu", is_fixed=True)
         buffer.put([0] * shift, torch.int32)
-        sizes = {"block_tables": [[3, 7], [0, 2], [1, 8]], "starts": [6, 4, 0], "ends": [7, 8, 5]}
-        staged = stage_metadata(buffer, block_size=4, is_captured=shift % 2 > 0, **sizes)
+        groups = [GroupTables([[3, 7], [0, 2], [1, 8]])]
+        sizes = {"block_size": 4, "starts": [6, 4, 0], "ends": [7, 8, 5]}
+        (staged,) = stage_metadata(buffer, groups, is_captured=shift % 2 > 0, **sizes)
         buffer.send()
         with recorded() as found:
             decoder.run(TritonOperators, None, staged())
