@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from operator import eq, sub
 from typing import Any, Protocol, TypeAlias, Union, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -233,14 +234,17 @@ def _find(input_ids: Tensor, token_ids: int | Sequence[int]) -> Tensor:
 
 
 def positions_of(
-    prompts: Sequence[tuple[Tensor, int] | None], starts: Sequence[int], ends: Sequence[int]
+    prompts: Sequence[tuple[Tensor, int] | None] | None, starts: Sequence[int], ends: Sequence[int]
 ) -> Tensor:
-    """Positions [T] or [3, T] of a step's tokens: the prompts' own, then counting on from them."""
+    """Positions [T] or [3, T] of a step's tokens: the prompts' own, then counting on from them; or
+    their indices, where prompts say nothing."""
+    # No operators for single tokens: beside Python threads each may wait for the lock.
+    if prompts is None or not any(prompts):
+        indices = [*chain.from_iterable(map(range, starts, ends))]
+        return torch.from_numpy(np.array(indices, dtype=np.int64))
     if all(prompts) and all(map(eq, map(sub, ends, starts), repeat(1))):
-        # A few operators for all, not for each: beside Python threads each may wait for the lock.
-        single = [*map(_position_at, prompts, starts)]
-        has_axes = isinstance(single[0], list) if single else False
-        return torch.tensor([*zip(*single, strict=True)] if has_axes else single)
+        single = np.array([*map(_position_at, prompts, starts)], dtype=np.int64)
+        return torch.from_numpy(np.ascontiguousarray(single.T))
     return torch.cat([*map(_cut, prompts, starts, ends)], dim=-1)
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -292,8 +291,6 @@ class TransformersModel:
         `prompts[i]` is what `positions` gave for request i; without it, or with None in it, a
         token's position is its index. On the CPU.
         """
-        if prompts is None or not any(prompts):
-            return torch.tensor([*chain.from_iterable(map(range, starts, ends))], dtype=torch.int64)
         return positions_of(prompts, starts, ends)
 
     # Hooks.
