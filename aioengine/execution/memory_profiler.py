@@ -18,6 +18,7 @@ from aioengine.core.plan import EncodePlan, Limits, SequencePlan, StepPlan
 from aioengine.errors import ModelLoadError
 from aioengine.execution.graphs import Capture
 from aioengine.execution.model_runner import ModelRunner
+from aioengine.execution.warm_steps import WRITTEN
 from aioengine.kernels.attention import AttentionBackend
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.processors.items import PROCESSOR_ITEMS, MultiModalDataItems
@@ -31,10 +32,6 @@ TOKENS_CPU = (64, 256)
 """Tokens that are tried on a CPU, where a full step takes long; what they add is scaled up."""
 CONTEXT_CPU = 4096
 """Tokens of context that are tried there at most."""
-
-
-WRITTEN = "written"
-"""The key of an encoder's output of nothing."""
 
 
 def measure_activations(

@@ -8,6 +8,7 @@ follows plans to the letter and decides nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 
@@ -30,6 +31,7 @@ from aioengine.execution.memory_budget import allocate_pages
 from aioengine.execution.state_steps import stage_states
 from aioengine.execution.step_results import PromptScores, masks_of, reader
 from aioengine.execution.token_steps import stage_tokens
+from aioengine.execution.warm_steps import WRITTEN, warm_steps
 from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.pool import PageFormat
 from aioengine.kernels.transfer import Staged, StepBuffer, to_device
@@ -40,6 +42,8 @@ from aioengine.sampling.sampler import Sampled, Sampler, Sampling
 from aioengine.types import Launched
 
 __all__ = ["PROMPT_ROWS", "ModelRunner"]
+
+logger = logging.getLogger(__name__)
 
 PROMPT_ROWS = "prompt"
 """Modality of embeddings that a prompt is made of: nothing encodes them."""
@@ -75,9 +79,10 @@ class ModelRunner:
         spare = 0 if capture is None else 1
         self._pages = allocate_pages(model, limits, pages or PageFormat(model.dtype), spare)
         captures = getattr(self._backend, "captures", None)
-        can_capture = captures is not None and all(map(captures, self._pages))
+        self._has_kernels = captures is not None and all(map(captures, self._pages))
         self._captured: CapturedSteps | None = None
-        if capture is not None and can_capture and self._sampler.is_one_launch(model.device):
+        is_one_launch = self._sampler.is_one_launch(model.device)
+        if capture is not None and self._has_kernels and is_one_launch:
             self._captured = CapturedSteps(capture, limits, model)
         self.decode_steps: DecodeSteps | None = None
         """Takes steps that need no Python, if this model has such; see `find_decode_steps`."""
@@ -93,8 +98,11 @@ class ModelRunner:
         return max((keys.untyped_storage().nbytes() for keys, _ in self._pages), default=0)
 
     def find_decode_steps(self) -> None:
-        """Try whether steps of single tokens can do without Python in between: from a queue on a
-        CPU, by graphs on a GPU. To be called before the first step, on the launch thread."""
+        """Compile all kernels, and try whether steps of single tokens can do without Python in
+        between: from a queue on a CPU, by graphs on a GPU. To be called before the first step, on
+        the launch thread."""
+        if self._has_kernels:
+            self._warm()
         if self._captured is not None:
             self._capture(self._captured)
         self.decode_steps = find_decode_steps(
@@ -206,6 +214,20 @@ class ModelRunner:
             return Computed(logits, token_ids)
 
         return begin, work
+
+    def _warm(self) -> None:
+        """Run a step of each kind that kernels are compiled for, over pages that nobody reads."""
+        size = 1, self.model.row_size
+        row = torch.zeros(size, dtype=self.model.dtype, device=self.model.device)
+        self.keep(WRITTEN, row)
+        try:
+            for plan in warm_steps(self.model, self._limits):
+                self.step(plan).read()
+        except Exception as error:  # they are compiled when they are needed
+            reason = f"{type(error).__name__}: {error!s:.200}"
+            logger.warning("kernels are not compiled beforehand (%s)", reason)
+        self.drop([WRITTEN])
+        self._places = {}
 
     @torch.inference_mode()
     def _capture(self, captured: CapturedSteps) -> None:

@@ -109,7 +109,7 @@ def _attend_singles(
     combine[(count, num_heads)](
         parts, sums, out, meta.query_start, num_splits, parts.stride(0), sums.stride(0),
         *strides(out),
-        DV=dim, DV_PADDED=padded(dim), MOST_SPLITS=padded(num_splits, 1),
+        DV=dim, DV_PADDED=padded(dim), MOST_SPLITS=MAX_SPLITS,
     )  # fmt: skip
 
 
