@@ -1,4 +1,5 @@
-"""Every family with captured steps: tokens are those of steps that are launched.
+"""Every family with captured steps: tokens are those of steps that are launched, by kernels that
+were compiled when the model was loaded.
 
 Rows of tests/parity/measured_rows.py are tiny models. What GPUs have runs on the CPU here: layers'
 plans by our kernels, in Triton's interpreter, and captures that are replayed over the same memory
@@ -37,8 +38,13 @@ pytestmark = [
 ]
 
 
-async def answer(row: Row, folder: Path, ask: Ask, **more: Any) -> tuple[list[Any], Any]:
-    """Tokens of two requests, greedily and at random, and the counts of captured steps."""
+async def answer(
+    row: Row, folder: Path, ask: Ask, programs: set[Any], **more: Any
+) -> tuple[list[Any], Any]:
+    """Tokens of two requests, greedily and at random, and the counts of captured steps.
+
+    They want no kernels but those compiled before.
+    """
     sizes = {"block_size": 4, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2, "check_model": False}
     options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": row.budget}
     options |= {**sizes, **row.options, "attention_backend": "triton", **more}
@@ -47,24 +53,30 @@ async def answer(row: Row, folder: Path, ask: Ask, **more: Any) -> tuple[list[An
         SamplingParams(temperature=0.8, seed=1, max_tokens=MAX_TOKENS - 1, ignore_eos=True),
     )
     async with AsyncEngine.from_pretrained(folder, **options) as engine:
+        compiled = {*programs}
         outputs = await asyncio.gather(
             *(engine.generate(ask.prompt, each, **ask.media) for each in params)
         )
+        assert not programs - compiled
         captured = engine._core.loaded.runner._captured
         return [output.token_ids for output in outputs], captured and captured.counts
 
 
 @pytest.mark.parametrize("row", [LATENTS, *ROWS], ids=lambda row: row.name)
 async def test_tokens_are_those_of_launched_steps(
-    row: Row, tmp_path: Path, recording: Recording, caplog: pytest.LogCaptureFixture
+    row: Row,
+    tmp_path: Path,
+    recording: Recording,
+    programs: set[Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         asked = [ask for ask, _ in await asyncio.to_thread(lambda: [*make(row, tmp_path)])]
     ask = max(asked, key=lambda ask: sum(map(bool, ask.media.values())))
-    expected, _ = await answer(row, tmp_path, ask, enforce_eager=True)
+    expected, _ = await answer(row, tmp_path, ask, programs, enforce_eager=True)
     with caplog.at_level(logging.WARNING):
-        found, counts = await answer(row, tmp_path, ask)
+        found, counts = await answer(row, tmp_path, ask, programs)
     reasons = [x.getMessage() for x in caplog.records if "not captured" in x.getMessage()]
     sys.stdout.write(f"\nFAMILY {row.name}: {counts} {len(recording.graphs)} {reasons}\n")
     assert found == expected

@@ -77,3 +77,20 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Any:
     passes = partial(pack_layers, pack=TorchLinear), fuse_activations, fuse_norms
     monkeypatch.setattr(fusion, "PASSES", passes)
     return found
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """Kernels that were launched, each with what another program would be compiled for."""
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+    found: set[Any] = set()
+
+    def noted(grid: Any, *args: Any, **kwargs: Any) -> None:
+        dtypes = tuple(each.dtype for each in args if isinstance(each, torch.Tensor))
+        found.add((grid.fn.__name__, dtypes, tuple(sorted(kwargs.items()))))
+        run(grid, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", noted)
+    return found

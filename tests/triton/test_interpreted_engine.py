@@ -24,6 +24,7 @@ from tests.parity.audio_families import RATE, sound
 from tests.parity.listener_families import save_listener, tokenizer_for
 from tests.support.engines import greedy, running_engine
 from tests.support.tiny import save_tiny_llava, tiny_image, tiny_tokenizer
+from tests.triton.recording import Recording
 
 SIZES = {"dtype": "float32", "max_num_batched_tokens": 24, "max_num_seqs": 4}
 
@@ -92,6 +93,33 @@ async def test_cross_attention_to_audio(tmp_path: Path) -> None:
     sizes = {"dtype": "float32", "max_model_len": None}
     expected = await tokens(tmp_path, prompts, "gather", **sizes)
     assert await tokens(tmp_path, prompts, "triton", **sizes) == expected
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("name", ["llava", "qwen3", "whisper"])
+async def test_kernels_are_compiled_before_the_first_request(
+    tmp_path: Path, recording: Recording, programs: set[Any], name: str, is_eager: bool
+) -> None:
+    prompts = [Prompt(text="a b c d e"), Prompt(text="a text of some length, and no more")]
+    if name == "whisper":
+        save_listener(name, tmp_path, tokenizer_for(name))
+        media = [{"audio": [(sound(seed, 0.4), RATE)]} for seed in range(2)]
+        prompts = [Prompt(text="<|startoftranscript|>", media=each) for each in media]
+    elif name == "llava":
+        save_tiny_llava(tmp_path)
+        prompts.append(Prompt(text="a <image> b", media={"image": [tiny_image(1)]}))
+    else:
+        tiny_qwen3().save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": is_eager, "dtype": "float32"}
+    sizes |= {"max_model_len": None} if name == "whisper" else {"max_num_batched_tokens": 24}
+    async with running_engine(
+        tmp_path, attention_backend="triton", check_model=False, **sizes
+    ) as engine:
+        compiled = {*programs}
+        asked = (engine.generate(each, greedy(6)) for each in (*prompts, prompts[0]))
+        await asyncio.gather(*asked)
+    assert len(compiled) > 5 and not programs - compiled
 
 
 def test_it_is_listed() -> None:
