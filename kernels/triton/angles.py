@@ -61,7 +61,8 @@ def angles_of(
     `positions` are [T]; or [A, T] where `axes`, int64 [D / 2], says by which of them each frequency
     turns.
     """
-    assert positions.dim() == (1 if axes is None else 2) and positions.stride(-1) == 1
+    assert positions.dim() == (1 if axes is None else 2)
+    positions = positions.contiguous()
     count = positions.shape[-1]
     shape = count, 2 * len(frequencies)
     cos, sin = (frequencies.new_empty(shape, dtype=dtype) for _ in range(2))

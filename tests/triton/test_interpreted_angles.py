@@ -100,6 +100,15 @@ def test_each_frequency_turns_by_its_axis(name: str, dtype: torch.dtype) -> None
         assert_same(fast(x, positions), expected)
 
 
+def test_positions_lie_in_any_order() -> None:
+    frequencies, axes = torch.tensor([1.0, 0.5]), torch.tensor([0, 1])
+    positions = torch.tensor([[3, 5], [4, 6], [1, 2]])
+    for given in (positions.T, positions.T[:, 1:2], positions[1:2].T):
+        cos, sin = angles_of(given, frequencies, 1.0, torch.float32, axes)
+        turns = (given[axes].float() * frequencies[:, None]).T.repeat(1, 2)
+        torch.testing.assert_close((cos, sin), (turns.cos(), turns.sin()))
+
+
 class Averaged(Qwen2VLRotaryEmbedding):
     """Each frequency turns by the mean of the positions."""
 
