@@ -8,6 +8,7 @@ which twenty are captured together, so that the host's part is not in it.
 from __future__ import annotations
 
 import itertools
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -71,6 +72,7 @@ def errors(device: torch.device, *, is_tiny: bool) -> list[dict[str, Any]]:
             expected = ReferenceBackend().attend(*exact, meta, args)
             got = TritonBackend().attend(*given, meta, args).float()
             error = ((got - expected).abs().max() / expected.abs().max()).item()
+            error = error if math.isfinite(error) else math.inf
             row = {"model": name, "step": step, "mask": mask, "dtype": str(dtype)[6:]}
             found.append({**row, "error": error, "is_finite": bool(got.isfinite().all())})
     return found

@@ -98,7 +98,8 @@ def _tables(found: dict[str, Any]) -> list[list[dict[str, Any]]]:
     kernels = found.get("kernels")
     if isinstance(kernels, dict):
         worst = kernels["largest_error"]
-        tabled.append([{"attention, cases": kernels["cases"], **worst}])
+        bad = len(kernels["not_finite"])
+        tabled.append([{"attention, cases": kernels["cases"], **worst, "not finite": bad}])
         tabled.append(kernels["rates"])
     for name in ("steps", "engine", "vllm"):
         rows = found.get(name)

@@ -94,32 +94,34 @@ def stage_metadata(
     stored: Sequence[bool] | None = None,
     blocks_in_window: bool = False,
     is_captured: bool = False,
+    is_open: bool = False,
 ) -> list[Callable[[], AttentionMetadata]]:
     """Stage a step that computes positions [starts[i], ends[i]) of sequence i.
 
     Returns, for each group, what gives its metadata once the buffer has been sent.
 
     `stored[i]`: the pages hold the sequence's one token already; what is written of it goes to the
-    place of the token after it, for which there must be a block, and is not read. `is_captured`:
-    see `AttentionMetadata`; then a sequence may have no token. Nothing is mutated.
+    place of the token after it, for which there must be a block, and is not read. `is_captured`,
+    `is_open`: see `AttentionMetadata`; if both, a sequence may have no token. Nothing is mutated.
     """
     assert len(starts) == len(ends)
+    stage_lengths = partial(
+        _causal_lengths, buffer, block_size, is_captured=is_captured, is_open=is_open
+    )
     all_of: _Lengths | None = None
     found = []
     for tables, chunk, block_ids in groups:
         assert len(tables) == len(starts)
-        if chunk is not None and max(ends, default=0) > chunk:
+        # What is captured has sizes that do not depend on how long a sequence is.
+        if chunk is not None and (is_captured or max(ends, default=0) > chunk):
             ids_of = block_ids or ()
             assert all(ids is None for ids in ids_of), "spans seen both ways lie across chunks"
-            parts = _split_by_chunk(block_size, chunk, tables, starts, ends, stored)
+            least = len(ends) + (sum(ends) - sum(starts)) // chunk + 1 if is_open else 0
+            parts = _split_by_chunk(block_size, chunk, tables, starts, ends, stored, least)
             tables, block_ids = parts[0], None
-            lengths = _causal_lengths(buffer, block_size, *parts[1:], is_captured=is_captured)
+            lengths = stage_lengths(*parts[1:])
         else:
-            if all_of is None:
-                all_of = _causal_lengths(
-                    buffer, block_size, starts, ends, stored, is_captured=is_captured
-                )
-            lengths = all_of
+            all_of = lengths = all_of or stage_lengths(starts, ends, stored)
         room = map(block_size.__mul__, map(len, tables))
         assert min(map(sub, room, lengths.context_lens), default=0) >= 0, (
             "a table ends before its sequence"
@@ -147,14 +149,17 @@ def _causal_lengths(
     stored: Sequence[bool] | None,
     *,
     is_captured: bool,
+    is_open: bool,
 ) -> _Lengths:
     query_lens = [*map(sub, ends, starts)]
-    least = 0 if is_captured else 1
+    least = 0 if is_open else 1
     assert min(starts, default=0) >= 0 and min(query_lens, default=1) >= least
     new = starts, ends
     if stored is not None and any(stored):
         new = [*map(add, starts, stored)], [*map(add, ends, stored)]  # True is one
-    return _stage_lengths(buffer, block_size, query_lens, ends, *new, is_captured=is_captured)
+    return _stage_lengths(
+        buffer, block_size, query_lens, ends, *new, is_captured=is_captured, is_open=is_open
+    )
 
 
 def _stage_block_ids(
@@ -178,19 +183,28 @@ def _split_by_chunk(
     starts: Sequence[int],
     ends: Sequence[int],
     stored: Sequence[bool] | None,
+    least: int,
 ) -> tuple[list[Sequence[int]], list[int], list[int], list[bool]]:
-    """Split sequences where a chunk ends; positions and tables count from a chunk's beginning."""
+    """Split sequences where a chunk ends; positions and tables count from a chunk's beginning.
+
+    `least`: parts that there are, some without a token, if the sequences have no more.
+    """
     assert chunk % block_size == 0
     tables: list[Sequence[int]] = []
     lows: list[int] = []
     highs: list[int] = []
     held: list[bool] = []
     for index, (blocks, start, end) in enumerate(zip(block_tables, starts, ends, strict=True)):
-        for first in range(start // chunk * chunk, end, chunk):
+        for first in range(start // chunk * chunk, max(end, start + 1), chunk):
             tables.append(blocks[first // block_size : (first + chunk) // block_size + 1])
             lows.append(max(start - first, 0))
             highs.append(min(end - first, chunk))
             held.append(stored is not None and stored[index])
+    for _ in range(least - len(tables)):
+        tables.append(())
+        lows.append(0)
+        highs.append(0)
+        held.append(False)
     return tables, lows, highs, held
 
 
@@ -204,6 +218,7 @@ def stage_cross_metadata(
     is_new: Sequence[bool],
     seen: Sequence[Sequence[SeenRows]] | None = None,
     is_captured: bool = False,
+    is_open: bool = False,
 ) -> Callable[[], AttentionMetadata]:
     """Stage cross-attention: sequence i's tokens see `context_lens[i]` rows.
 
@@ -214,11 +229,11 @@ def stage_cross_metadata(
     assert all(
         len(row) * block_size >= n for row, n in zip(block_tables, context_lens, strict=True)
     )
-    stage_lengths = partial(_stage_lengths, buffer, block_size, is_captured=is_captured)
-    new = (
-        [0] * len(is_new),
-        [n if writes else 0 for n, writes in zip(context_lens, is_new, strict=True)],
+    stage_lengths = partial(
+        _stage_lengths, buffer, block_size, is_captured=is_captured, is_open=is_open
     )
+    written = [n if writes else 0 for n, writes in zip(context_lens, is_new, strict=True)]
+    new = [0] * len(written), written
     if seen is None:
         assert all(n > 0 for n in context_lens)
         lengths = stage_lengths(query_lens, context_lens, *new)
@@ -261,15 +276,11 @@ class _Lengths:
     ends: Sequence[int]
     num_decodes: int
     is_captured: bool
+    is_open: bool
     query_start: Staged
     seq_lens: Staged
     slot_offsets: Staged
     by_length: Staged
-
-    @property
-    def is_open(self) -> bool:
-        """See `AttentionMetadata`."""
-        return self.is_captured and self.num_decodes < len(self.query_lens)
 
 
 def _stage_lengths(
@@ -281,16 +292,17 @@ def _stage_lengths(
     ends: Sequence[int],
     *,
     is_captured: bool,
+    is_open: bool,
 ) -> _Lengths:
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    assert is_open or not is_captured or num_decodes == len(query_lens)
     # Longest first, for who takes them in batches that are padded.
     by_length = [] if is_captured else sorted(range(num_decodes), key=lambda i: -context_lens[i])
     offsets = _slot_offsets(begins, ends, block_size)
     numbers = [0, *accumulate(query_lens)], context_lens, offsets, by_length
     staged = [buffer.put(each, torch.int32) for each in numbers]
-    return _Lengths(
-        block_size, query_lens, context_lens, begins, ends, num_decodes, is_captured, *staged
-    )
+    lens = query_lens, context_lens, begins, ends
+    return _Lengths(block_size, *lens, num_decodes, is_captured, is_open, *staged)
 
 
 def _staged(

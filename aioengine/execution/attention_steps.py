@@ -26,9 +26,11 @@ def stage_attention(
     sequences: Sequence[SequencePlan],
     *,
     is_captured: bool = False,
+    is_open: bool = False,
 ) -> list[Callable[[], AttentionMetadata]]:
     """Stage the metadata of a step, one for each KV group; what is returned gives it, once the
-    buffer has been sent. `is_captured`: see `AttentionMetadata`."""
+    buffer has been sent. `is_captured`, `is_open`: see
+    `AttentionMetadata`."""
     blocks = [s.inputs and s.inputs.blocks_at(s.start, s.end) for s in sequences]
     groups = [
         GroupTables(
@@ -47,6 +49,7 @@ def stage_attention(
         stored=[s.is_stored for s in sequences],
         blocks_in_window=model.blocks_in_window,
         is_captured=is_captured,
+        is_open=is_open,
     )
     if not limits.num_cross_groups:
         return own
@@ -62,6 +65,7 @@ def stage_attention(
             is_new=[s.encoder_key is not None for s in sequences],
             seen=seen,
             is_captured=is_captured,
+            is_open=is_open,
         )
         for group in range(limits.num_cross_groups)
     ]

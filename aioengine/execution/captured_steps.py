@@ -101,7 +101,9 @@ class CapturedSteps:
         singles = _doubled(1, limits.max_num_seqs)
         self._singles = [Bucket(count, count, count, False) for count in singles]
         rows = limits.max_num_seqs
-        sizes = _doubled(LEAST_TOKENS, limits.max_num_batched_tokens)
+        # One token is a step of single ones.
+        is_one = min(limits.max_num_batched_tokens, limits.max_model_len) < 2
+        sizes = () if is_one else _doubled(LEAST_TOKENS, limits.max_num_batched_tokens)
         self._open = [Bucket(size, rows + 1, rows, True) for size in sizes]
         self._filler = SequencePlan(
             request_id="",
@@ -130,7 +132,8 @@ class CapturedSteps:
         # What has states, or reads an encoder's rows, has more to do for what is no single token.
         if self._limits.num_states or self._limits.num_cross_groups:
             return None
-        return self._fill(next(x for x in self._open if x.num_tokens >= count), sequences)
+        bucket = next((x for x in self._open if x.num_tokens >= count), None)
+        return None if bucket is None else self._fill(bucket, sequences)
 
     def choices(self, sequences: Sequence[SequencePlan]) -> list[Sampling]:
         """Return what a captured step chooses each token by: all that it can, or what comes first
@@ -183,21 +186,23 @@ class CapturedSteps:
         launches it.
 
         What is replayed has to come to what is launched, of other numbers than were captured; else
-        nothing is, with a warning.
+        none of the same kind is, with a warning.
         """
-        try:
-            if not (self._limits.num_states or self._limits.num_cross_groups):
-                for bucket in reversed(self._open):
+        is_plain = not (self._limits.num_states or self._limits.num_cross_groups)
+        for buckets in (self._open if is_plain else (), self._singles):
+            before = dict(self._graphs)
+            try:
+                for bucket in reversed(buckets):
                     self._take(stage, bucket)
-                    self._least_width = self._row_size  # embeddings with rows may be wider
-                    self._take(stage, bucket)
-                    self._least_width = 0
-            for bucket in reversed(self._singles):
-                self._take(stage, bucket)
-        except Exception as error:
-            self._graphs.clear()
-            reason = f"{type(error).__name__}: {error!s:.200}"
-            logger.warning("steps are not captured, and cost the host more (%s)", reason)
+                    if bucket.is_open:
+                        self._least_width = self._row_size  # embeddings with rows may be wider
+                        self._take(stage, bucket)
+                        self._least_width = 0
+            except Exception as error:
+                self._graphs, self._least_width = before, 0
+                what = "steps of single tokens" if buckets is self._singles else "other steps"
+                reason = f"{type(error).__name__}: {error!s:.200}"
+                logger.warning("%s are not captured, and cost the host more (%s)", what, reason)
         self.counts = Counts()
 
     def _take(self, stage: _Stage, bucket: Bucket) -> None:
@@ -222,7 +227,7 @@ class CapturedSteps:
             for place, s in enumerate(other.chosen)
             if all(nobody not in table for table in s.block_tables)
         ]
-        if not is_near(found[own], expected[own]):
+        if not own or not is_near(found[own], expected[own]):
             raise RuntimeError(f"{bucket} comes to other logits")
 
     def _key(self, bucket: Bucket) -> object:

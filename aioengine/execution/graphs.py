@@ -106,14 +106,15 @@ class _TorchCapture:
         # What is collected may be pinned memory, whose end would be marked in the capture.
         collects = gc.isenabled()
         gc.disable()
-        # Of this thread alone: that of the encoder may allocate memory meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            result = work()
-            graph.capture_end()
-        except BaseException:
-            self._clear_away(graph)
-            raise
+            # Of this thread alone: that of the encoder may allocate memory meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+                graph.capture_end()
+            except BaseException:
+                self._clear_away(graph)
+                raise
         finally:
             if collects:
                 gc.enable()

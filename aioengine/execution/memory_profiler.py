@@ -72,7 +72,7 @@ def measure_activations(
         else:
             needed = step_bytes(most)
         if capture is not None:
-            rows = most * max(model.row_size, model.hidden_size) * model.dtype.itemsize
+            rows = most * sum({model.row_size, model.hidden_size}) * model.dtype.itemsize
             logits = 4 * limits.max_num_seqs * model.vocab_size
             needed += step_bytes(most, is_plain=True) + rows + logits
         runs = _worst_encodes(processor, limits)

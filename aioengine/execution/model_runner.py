@@ -101,7 +101,7 @@ class ModelRunner:
         """Compile all kernels, and try whether steps of single tokens can do without Python in
         between: from a queue on a CPU, by graphs on a GPU. To be called before the first step, on
         the launch thread."""
-        if self._has_kernels:
+        if self._has_kernels or self._sampler.is_one_launch(self.model.device):
             self._warm()
         if self._captured is not None:
             self._capture(self._captured)
@@ -272,7 +272,12 @@ class ModelRunner:
         starts = [s.start for s in sequences]
         ends = [s.end for s in sequences]
         metadata = stage_attention(
-            self.model, self._limits, buffer, sequences, is_captured=bucket is not None
+            self.model,
+            self._limits,
+            buffer,
+            sequences,
+            is_captured=bucket is not None,
+            is_open=bucket is not None and bucket.is_open,
         )
         states = None if self._states is None else stage_states(self._states, buffer, sequences)
         prompts = [s.inputs and s.inputs.positions for s in sequences]

@@ -25,7 +25,7 @@ WRITTEN = "written"
 
 def warm_steps(model: TransformersModel, limits: Limits) -> Iterator[StepPlan]:
     """A step of each kind. What it reads of the encoder is one row, of the key `WRITTEN`."""
-    size = min(2, limits.max_model_len)
+    size = min(3, limits.max_model_len)
     first = SequencePlan(
         request_id="0",
         epoch=0,
@@ -56,6 +56,9 @@ def warm_steps(model: TransformersModel, limits: Limits) -> Iterator[StepPlan]:
     inputs = model.prompt_inputs((0, 0))
     chunk = replace(first, end=2, token_ids=(0, 0), inputs=inputs)
     yield StepPlan(0, (chunk,))
+    if any(spec.latent for spec in model.specs) and limits.max_model_len > 2:
+        # Keys and values are made of all latents, or of none, by how many are new.
+        yield StepPlan(0, (replace(chunk, start=1, end=3),))
     if type(model).blocks is not TransformersModel.blocks:
         seen = replace(inputs or PromptInputs(), block_ids=torch.zeros(2, dtype=torch.int32))
         yield StepPlan(0, (replace(chunk, inputs=seen),))

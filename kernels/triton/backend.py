@@ -168,4 +168,7 @@ def _table_starts(meta: AttentionMetadata) -> Tensor:
 
 
 def _in_rows(numbers: Tensor) -> Tensor:
-    return numbers if numbers.stride(-1) == 1 else numbers.contiguous()
+    """The numbers [T, H, D] with a token's heads behind each other: strides that do not depend on
+    how many tokens there are, as another program would be compiled for some of them."""
+    is_so = numbers.stride(2) == 1 and numbers.stride(1) == numbers.shape[2]
+    return numbers if is_so else numbers.contiguous()

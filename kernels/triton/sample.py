@@ -121,13 +121,12 @@ def _place(
 )
 def sample(
     Logits: tl.tensor, Choices: tl.tensor, Bans: tl.tensor, BanStarts: tl.tensor, Out: tl.tensor,
-    row_step: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr, HAS_BANS: tl.constexpr,
+    row_step: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Choose a row's token by its `Choices`: temperature, top-k, top-p, min-p and pick."""
     number = tl.program_id(0)
     row, choice = Logits + number.to(tl.int64) * row_step, Choices + number * FIELDS
-    if HAS_BANS:
-        _ban(row, Bans, tl.load(BanStarts + number), tl.load(BanStarts + number + 1))
+    _ban(row, Bans, tl.load(BanStarts + number), tl.load(BanStarts + number + 1))
     top, place = _largest(row, vocab, BLOCK)
     temperature = tl.load(choice)
     if temperature > 0:
@@ -158,10 +157,12 @@ def draw(
 ) -> Tensor:
     """See `kernels.logits.draw`; `ban_starts` [n + 1] int32: where a row's tokens of `bans` lie."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if bans is None or ban_starts is None:
+        # A program for none would be compiled when one first comes.
+        ban_starts = bans = torch.zeros(len(logits) + 1, dtype=torch.int32, device=logits.device)
     if len(logits):
         sample[(len(logits),)](
-            logits, choices, logits if bans is None else bans,
-            logits if ban_starts is None else ban_starts, out, logits.stride(0), logits.shape[1],
-            BLOCK=BLOCK, HAS_BANS=ban_starts is not None, num_warps=16,
+            logits, choices, bans, ban_starts, out, logits.stride(0), logits.shape[1],
+            BLOCK=BLOCK, num_warps=16,
         )  # fmt: skip
     return out

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from aioengine.execution.graphs import RefusesWaits, WaitError, capture_on
+from aioengine.execution.graphs import RefusesWaits, WaitError, _TorchCapture, capture_on
 
 NUMBERS = torch.arange(6)
 WAITING: dict[str, Callable[[Tensor], object]] = {
@@ -41,6 +43,20 @@ def test_what_does_not(is_inference: bool) -> None:
         copied = torch.empty(6).copy_(found) @ torch.ones(6, 2)
         copied[1:] = 2
     assert copied.shape == (2,) and found.tolist() == [0, 0, 0, 2, 1, 0]
+
+
+@pytest.mark.parametrize("place", ["capture_begin", "work", "capture_end"])
+def test_a_capture_that_fails_leaves_the_collector_on(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    graph = Mock()
+    monkeypatch.setattr(torch, "cuda", Mock(CUDAGraph=Mock(return_value=graph)))
+    if place != "work":
+        getattr(graph, place).side_effect = RuntimeError("refused")
+    work = Mock(side_effect=[None, RuntimeError("refused") if place == "work" else None])
+    with pytest.raises(RuntimeError, match="refused"):
+        _TorchCapture().capture(work)
+    assert gc.isenabled()
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:

@@ -37,7 +37,7 @@ def test_a_mixed_step() -> None:
 def test_a_table_without_padding() -> None:
     meta = build_metadata(
         block_size=4, block_tables=[[7, 3], [5, 1, 2], [8]], starts=[6, 8, 0], ends=[7, 9, 3],
-        is_captured=True,
+        is_captured=True, is_open=True,
     )  # fmt: skip
     assert meta.block_table.tolist() == [7, 3, 5, 1, 2, 8]
     assert meta.table_starts is not None and meta.table_starts.tolist() == [0, 2, 5]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from aioengine import Prompt
+from aioengine import Prompt, SamplingParams
 from aioengine.kernels.attention import list_backends
 from aioengine.kernels.matmul import TorchLinear
 from aioengine.kernels.triton.backend import TritonBackend
@@ -117,8 +117,10 @@ async def test_kernels_are_compiled_before_the_first_request(
         tmp_path, attention_backend="triton", check_model=False, **sizes
     ) as engine:
         compiled = {*programs}
-        asked = (engine.generate(each, greedy(6)) for each in (*prompts, prompts[0]))
-        await asyncio.gather(*asked)
+        drawn = SamplingParams(temperature=0.7, max_tokens=4, logprobs=2, seed=1)
+        params = (greedy(6), drawn, greedy(4))
+        asked = zip((*prompts, prompts[0]), params, strict=False)
+        await asyncio.gather(*(engine.generate(*each) for each in asked))
     assert len(compiled) > 5 and not programs - compiled
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 from aioengine import Prompt, RequestOutput, SamplingParams
 from aioengine.execution.model_runner import ModelRunner
@@ -129,6 +136,38 @@ async def test_layers_that_keep_a_state(tmp_path: Path, recording: Recording) ->
         assert await ask_states(engine, STATE_PROMPTS[:3]) == found
 
 
+@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(1, 1), (1, 2), (2, 3)])
+async def test_steps_of_few_tokens(
+    tmp_path: Path, recording: Recording, num_seqs: int, num_tokens: int
+) -> None:
+    """A prompt of two tokens is no two single ones, though it has as many numbers."""
+    save("qwen3", tmp_path)
+    sizes = {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens}
+    prompts = [Prompt(text="a b c d e"), Prompt(text="a text of some length, and no more")]
+    _, expected = await answers(tmp_path, prompts, enforce_eager=True, **sizes)
+    counts, found = await answers(tmp_path, prompts, **sizes)
+    assert found == expected and counts.replayed > counts.launched
+
+
+@pytest.mark.parametrize("num_tokens", [12, 24])
+async def test_attention_in_chunks(tmp_path: Path, recording: Recording, num_tokens: int) -> None:
+    """Contexts that are longer than a chunk, and steps that are."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320}
+    layers = {"num_hidden_layers": 3, "no_rope_layers": [1, 1, 0], "attention_chunk_size": 16}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    ends: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    config = Llama4TextConfig(**sizes, **heads, **layers, **experts, **ends)
+    Llama4ForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    options = {"max_num_batched_tokens": num_tokens, "block_size": 4, "max_model_len": 128}
+    prompts = [Prompt(text="a b c"), Prompt(text="a text of some length, and no more than that")]
+    _, expected = await answers(tmp_path, prompts, enforce_eager=True, **options)
+    counts, found = await answers(tmp_path, prompts, **options)
+    assert found == expected and counts.replayed > 5 * counts.launched
+
+
 def bake_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a step as the host knows them, whatever is sent."""
     stage = ModelRunner._stage_tokens
@@ -184,10 +223,11 @@ async def test_what_cannot_be_replayed_is_launched(
     async with running_engine(tmp_path, **options) as engine:
         output = await engine.generate(Prompt(text="a b c"), greedy(3))
         captured = engine._core.loaded.runner._captured
-        assert captured is not None and not captured.counts.replayed
+        # Single tokens: the prompt may be replayed, where the fault is none of it.
+        assert captured is not None and captured.counts.replayed <= 1
     assert len(output.token_ids) == 3
-    (warning,) = [x.getMessage() for x in caplog.records if "not captured" in x.getMessage()]
-    assert words in warning
+    warnings = [x.getMessage() for x in caplog.records if "not captured" in x.getMessage()]
+    assert any(words in each for each in warnings)
 
 
 def test_an_input_that_is_given_back_is_found() -> None:
