@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import eq, sub
 from typing import Any, Protocol, TypeAlias, Union, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -240,12 +240,20 @@ def positions_of(
     their indices, where prompts say nothing."""
     # No operators for single tokens: beside Python threads each may wait for the lock.
     if prompts is None or not any(prompts):
-        indices = [*chain.from_iterable(map(range, starts, ends))]
-        return torch.from_numpy(np.array(indices, dtype=np.int64))
+        return _as_tensor([*chain.from_iterable(map(range, starts, ends))])
     if all(prompts) and all(map(eq, map(sub, ends, starts), repeat(1))):
-        single = np.array([*map(_position_at, prompts, starts)], dtype=np.int64)
-        return torch.from_numpy(np.ascontiguousarray(single.T))
+        single = [*map(_position_at, prompts, starts)]
+        if single and isinstance(single[0], list):
+            return torch.tensor([*zip(*single, strict=True)])
+        return _as_tensor(single)
     return torch.cat([*map(_cut, prompts, starts, ends)], dim=-1)
+
+
+def _as_tensor(numbers: Sequence[int]) -> Tensor:
+    """Numbers as int64 [n]; this takes a sixth of what `torch.tensor` does."""
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 def _position_at(known: tuple[Tensor, int] | None, index: int) -> Any:
