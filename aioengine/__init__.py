@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from aioengine.types import FinishReason as FinishReason
     from aioengine.types import LoadProgress as LoadProgress
     from aioengine.types import Logprob as Logprob
+    from aioengine.types import Message as Message
     from aioengine.types import Prompt as Prompt
     from aioengine.types import RequestOutput as RequestOutput
+    from aioengine.types import ToolCall as ToolCall
+    from aioengine.types import ToolCallDelta as ToolCallDelta
 
 __version__ = "0.1.0"
 
@@ -60,7 +63,7 @@ _LAZY, __getattr__, __dir__ = lazy_exports(
         "aioengine.streams.tokens": "TokenStream",
         "aioengine.types": (
             "CompletionOutput Delta Embeddings EngineState EngineStatistics FinishReason "
-            "LoadProgress Logprob Prompt RequestOutput"
+            "LoadProgress Logprob Message Prompt RequestOutput ToolCall ToolCallDelta"
         ),
     },
 )

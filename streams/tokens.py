@@ -257,4 +257,7 @@ def _merge(deltas: list[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=None if None in logprobs else tuple(chain.from_iterable(filter(None, logprobs))),
+        content="".join(delta.content for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(chain.from_iterable(delta.tool_calls for delta in deltas)),
     )

@@ -166,7 +166,8 @@ def test_the_classes_are_as_they_were() -> None:
     for call in (AsyncEngine.generate, AsyncEngine.stream):
         names = [*inspect.signature(call).parameters]
         assert names[1:] == [
-            *("prompt", "params", "images", "videos", "audios", "request_id", "priority")
+            *("prompt", "params", "images", "videos", "audios"),
+            *("tools", "tool_choice", "chat_template_kwargs", "request_id", "priority"),
         ]
     assert inspect.iscoroutinefunction(AsyncEngine.generate)
     params = SamplingParams(seed=3, structured_outputs=StructuredOutputs(regex="a"))

@@ -51,7 +51,7 @@ def _version() -> str | None:
 
 def _answers(processor: Any) -> str:
     # Not at the top of the file: it needs torch, which is there once the engine runs.
-    if import_module("aioengine.processors.chat").takes_messages(processor):
+    if import_module("aioengine.processors.chat.renderer").takes_messages(processor):
         return "chat"
     return "transcription" if isinstance(processor, SupportsTranscription) else "completion"
 

@@ -88,9 +88,9 @@ def _tagged(modality: str, text: str) -> tuple[str, str | Path]:
 def takes_messages(engine: AsyncEngine) -> bool:
     """Return whether the model is spoken to in chat messages."""
     # torch is there by now; at the top, this would make `--help` take seconds.
-    from aioengine.processors import chat
+    from aioengine.processors.chat import renderer
 
-    return chat.takes_messages(engine.processor)
+    return renderer.takes_messages(engine.processor)
 
 
 def chat_message(text: str, items: MediaItems) -> dict[str, Any]:

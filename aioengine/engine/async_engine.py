@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from aioengine.engine.bulk import (
 )
 from aioengine.engine.devices import load_model, open_device
 from aioengine.engine.lifecycle import EngineLifecycle
-from aioengine.engine.prompts import PromptLike, check_arguments, read_prompt
+from aioengine.engine.prompts import CHAT, PromptLike, check_arguments, read_prompt
 from aioengine.errors import (
     EngineClosedError,
     EngineError,
@@ -238,6 +238,9 @@ class AsyncEngine:
         images: Any = (),
         videos: Any = (),
         audios: Any = (),
+        tools: Sequence[Any] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> RequestOutput:
@@ -245,12 +248,13 @@ class AsyncEngine:
 
         `prompt`: text, token ids, chat messages, a `Prompt`, or a mapping as vLLM takes it.
         `images`: one, or any iterable of them, for its placeholders or its messages' parts without
-        content, in order; so are `videos` and `audios`. A smaller `priority` goes first, always: a
-        steady flow of these keeps others waiting.
+        content, in order; so are `videos` and `audios`. `tools` and what follows: see `Prompt`. A
+        smaller `priority` goes first, always: a steady flow of these keeps others waiting.
         Raises the errors of `aioengine.errors`.
         """
-        media = {"images": images, "videos": videos, "audios": audios}
-        stream = self.stream(prompt, params, request_id=request_id, priority=priority, **media)
+        given: dict[str, Any] = {"images": images, "videos": videos, "audios": audios}
+        given |= _chat(tools, tool_choice, chat_template_kwargs)
+        stream = self.stream(prompt, params, request_id=request_id, priority=priority, **given)
         try:
             return await stream.result()
         finally:
@@ -266,6 +270,9 @@ class AsyncEngine:
         images: Any = (),
         videos: Any = (),
         audios: Any = (),
+        tools: Sequence[Any] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> TokenStream:
@@ -281,7 +288,8 @@ class AsyncEngine:
         params = params or SamplingParams()
         self._lifecycle.check_entry(core.tracker.num_live, params.n)
         # Last, as it runs through iterators: whoever finds no room may come again.
-        read = read_prompt(prompt, {"image": images, "video": videos, "audio": audios})
+        media = {"image": images, "video": videos, "audio": audios}
+        read = read_prompt(prompt, media, _chat(tools, tool_choice, chat_template_kwargs))
         return core.submit(name, read, params, priority)
 
     @overload
@@ -414,6 +422,10 @@ class AsyncEngine:
         self._lifecycle.check_serving()
         assert self._core is not None
         return self._core
+
+
+def _chat(*given: Any) -> dict[str, Any]:
+    return dict(zip(CHAT, given, strict=True))
 
 
 async def _close(core: EngineCore | None, resources: AsyncExitStack) -> None:

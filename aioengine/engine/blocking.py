@@ -9,7 +9,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -160,6 +160,9 @@ class Engine:
         images: Any = (),
         videos: Any = (),
         audios: Any = (),
+        tools: Sequence[Any] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -169,7 +172,8 @@ class Engine:
         After `timeout` seconds the request is ended and TimeoutError raised.
         """
         options: dict[str, Any] = {"request_id": request_id, "priority": priority}
-        options |= {"images": images, "videos": videos, "audios": audios}
+        options |= {"images": images, "videos": videos, "audios": audios, "tools": tools}
+        options |= {"tool_choice": tool_choice, "chat_template_kwargs": chat_template_kwargs}
         ask = partial(self._serving().generate, prompt, params, **options)
         output: RequestOutput = self._call(ask, limit=timeout)
         return output
@@ -183,12 +187,16 @@ class Engine:
         images: Any = (),
         videos: Any = (),
         audios: Any = (),
+        tools: Sequence[Any] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> BlockingStream:
         """The same as an iterator of deltas, once the request is laid out and queued."""
         options: dict[str, Any] = {"request_id": request_id, "priority": priority}
-        options |= {"images": images, "videos": videos, "audios": audios}
+        options |= {"images": images, "videos": videos, "audios": audios, "tools": tools}
+        options |= {"tool_choice": tool_choice, "chat_template_kwargs": chat_template_kwargs}
         engine = self._serving()
 
         async def begin() -> TokenStream:

@@ -10,11 +10,27 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-__all__ = ["Detokenizer", "Piece", "TokenTexts", "fast_tokenizer"]
+from aioengine.types import Message, ToolCall, ToolCallDelta
+
+if TYPE_CHECKING:
+    from aioengine.processors.chat.answers import AnswerParser
+    from aioengine.processors.chat.renderer import ChatPrompt
+    from aioengine.sampling_params import SamplingParams
+
+__all__ = [
+    "Addition",
+    "Detokenizer",
+    "MessageReader",
+    "Piece",
+    "TextReaders",
+    "TokenTexts",
+    "fast_tokenizer",
+]
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
@@ -46,6 +62,14 @@ class Piece(NamedTuple):
 
     text: str
     stop: str | None = None
+
+
+class Addition(NamedTuple):
+    """Additions of a token to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class Detokenizer:
@@ -152,6 +176,89 @@ class Detokenizer:
                 return stop, end
             self._state = automaton.open[self._state]
         return None
+
+
+class MessageReader:
+    """Reads one completion's tokens into a message, in an order that streams can show.
+
+    `detokenizer`: of its own, where marks of the format are special tokens, which texts leave out;
+    `skipped`: special tokens that are none of these.
+    """
+
+    def __init__(
+        self, parser: AnswerParser, detokenizer: Detokenizer | None, skipped: frozenset[int]
+    ) -> None:
+        self._parser = parser
+        self._detokenizer = detokenizer
+        self._skipped = skipped
+        self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._calls: list[tuple[str, str, list[str]]] = []
+
+    def add(self, token_id: int | None, text: str, *, is_end: bool) -> Addition:
+        """Add a token, which adds `text` to the completion's; None: it is no part of the answer."""
+        if self._detokenizer is not None:
+            is_shown = token_id is not None and token_id not in self._skipped
+            text = self._detokenizer.add(token_id).text if is_shown else ""  # type: ignore[arg-type]
+            text += self._detokenizer.flush().text if is_end else ""
+        pieces = self._parser.feed(text)
+        if is_end:
+            pieces += self._parser.finish()
+        found = {"content": "", "reasoning": ""}
+        calls = []
+        for piece in pieces:
+            if piece.kind == "call":
+                call_id = piece.id or secrets.token_hex(5)[:9]  # some templates want nine letters
+                self._calls.append((call_id, piece.text, []))
+                calls.append(ToolCallDelta(piece.call, call_id, piece.text))
+            elif piece.kind == "arguments":
+                self._calls[piece.call][2].append(piece.text)
+                calls.append(ToolCallDelta(piece.call, arguments=piece.text))
+            else:
+                self._texts[piece.kind].append(piece.text)
+                found[piece.kind] += piece.text
+        return Addition(found["content"], found["reasoning"], tuple(calls))
+
+    @property
+    def message(self) -> Message:
+        """All that has been read."""
+        content, reasoning = ("".join(texts) for texts in self._texts.values())
+        calls = (ToolCall(own, name, "".join(arguments)) for own, name, arguments in self._calls)
+        return Message(content, reasoning, tuple(calls))
+
+
+class TextReaders:
+    """Makes what reads the tokens of completions. `tokenizer`: transformers' own, for the thread
+    that reads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decoder = fast_tokenizer(tokenizer)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token_id: token.content for token_id, token in added if token.special}
+
+    def new(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, chat: ChatPrompt | None
+    ) -> tuple[Detokenizer | None, MessageReader | None]:
+        """Make those of one completion. `chat`: the conversation that it answers."""
+        if not params.detokenize:
+            return None, None
+
+        def detokenizer(*, skips: bool) -> Detokenizer:
+            return Detokenizer(
+                self._decoder,
+                prompt_token_ids,
+                stop=params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=skips,
+            )
+
+        shown = detokenizer(skips=params.skip_special_tokens)
+        if chat is None:
+            return shown, None
+        marks = chat.answers.marks
+        kept = {i for i, text in self._special.items() if any(text in mark for mark in marks)}
+        own = detokenizer(skips=False) if kept else None
+        return shown, MessageReader(chat.new_parser(), own, frozenset(self._special) - kept)
 
 
 class _Automaton:

@@ -21,7 +21,7 @@ import torch
 from aioengine.config import EngineConfig
 from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
-from aioengine.engine.detokenizer import Detokenizer, fast_tokenizer
+from aioengine.engine.detokenizer import TextReaders
 from aioengine.engine.loader import Loaded
 from aioengine.engine.prompt_embeds import read_embeds
 from aioengine.engine.prompts import FORMS, HALVES, count_least, fillings, list_media
@@ -38,7 +38,7 @@ from aioengine.media_pipeline.items import (
 from aioengine.media_pipeline.pipeline import MediaPipeline
 from aioengine.models.runtime.interfaces import PromptInputs, PromptMedia, PromptMemory
 from aioengine.processors.cache.hasher import item_key
-from aioengine.processors.chat import ChatPrompt, ChatRenderer
+from aioengine.processors.chat.renderer import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves, half_name
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
@@ -85,7 +85,7 @@ class InputProcessor:
             loaded.suppress,
             loaded.begin_suppress,
         )
-        self._decoder = fast_tokenizer(loaded.loop_processor.info.get_tokenizer())
+        self._readers = TextReaders(loaded.loop_processor.info.get_tokenizer())
         self._starts_outside = _sees_beyond_windows(loaded)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-layout")
 
@@ -114,7 +114,7 @@ class InputProcessor:
             self._refuse_hopeless(prompt)
             media = list_media(prompt)
         else:
-            chat = await run_in(self._thread, self._render, prompt)
+            state.chat = chat = await run_in(self._thread, self._render, prompt)
             halves, literals = Halves(prompt=chat.token_ids), chat.literals
             media = [
                 MediaInput(modality, index, each.item, each.parameter, each.trusted, each.uuid)
@@ -191,7 +191,12 @@ class InputProcessor:
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
             self._renderer = ChatRenderer(self._loaded.layout_processor)
-        return self._renderer.render(list(prompt.messages or ()), fillings(prompt))
+        return self._renderer.render(
+            list(prompt.messages or ()),
+            fillings(prompt),
+            tools=() if prompt.tool_choice == "none" else prompt.tools,
+            options=prompt.chat_template_kwargs,
+        )
 
     def _lay_out(
         self,
@@ -307,8 +312,8 @@ class InputProcessor:
                 extend_digests(request, self._loaded.limits.block_size)
                 cross_digests(request, self._loaded.limits.block_size)
             leader = leader or request
-            detokenizer = self._detokenizer(request, params)
-            completions.append(CompletionState(index, request, params, detokenizer))
+            readers = self._readers.new(request.prompt_token_ids, params, state.chat)
+            completions.append(CompletionState(index, request, params, *readers))
         return completions
 
     def _items(self, state: RequestState, layout: Layout) -> list[Item]:
@@ -385,18 +390,6 @@ class InputProcessor:
         state.media = (*state.media, media)
         num_bytes = memory.num_rows * self._loaded.row_bytes
         return Item(key, first.modality, Span(0, memory.num_rows), num_bytes, first.parameter)
-
-    def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer | None:
-        if not params.detokenize:
-            return None
-        return Detokenizer(
-            self._decoder,
-            request.prompt_token_ids,
-            stop=params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            skip_special_tokens=params.skip_special_tokens,
-        )
 
     def _check_ids(self, token_ids: Sequence[int], items: Sequence[Item], parameter: str) -> None:
         """Ids beyond the embedding table may stand only where encoder rows come."""

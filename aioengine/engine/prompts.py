@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -10,12 +11,14 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError, is_real, refuse_names
 from aioengine.media_pipeline.items import MediaInput
+from aioengine.processors.chat.parts import ChatMedia
+from aioengine.processors.chat.tools import read_choice, read_tools
 from aioengine.processors.mm_kwargs import copy_options
-from aioengine.processors.prompt.chat_parts import ChatMedia
 from aioengine.sampling_params import SamplingParams
 from aioengine.types import Prompt
 
 __all__ = [
+    "CHAT",
     "PromptLike",
     "check_arguments",
     "count_least",
@@ -30,13 +33,15 @@ FORMS = ("text", "token_ids", "messages", "embeds")
 """What a prompt has exactly one of."""
 HALVES = ("encoder_text", "encoder_token_ids", "decoder_text", "decoder_token_ids")
 """What of a prompt is for encoder-decoder models."""
+CHAT = ("tools", "tool_choice", "chat_template_kwargs")
+"""What of a prompt stands beside messages."""
 TOKEN_IDS = ("token_ids", "encoder_token_ids", "decoder_token_ids")
 FIELDS: tuple[tuple[Sequence[str], Any, str], ...] = (
     (("text", "encoder_text", "decoder_text", "cache_salt"), str | None, "text"),
     (TOKEN_IDS, Sequence | None, "a sequence of token ids"),
     (("messages",), Sequence | None, "a list of messages"),
     (("media", "uuids"), Mapping, "a mapping from modality to a list"),
-    (("mm_processor_kwargs",), Mapping, "a mapping"),
+    (("mm_processor_kwargs", "chat_template_kwargs"), Mapping, "a mapping"),
 )
 """Fields of a prompt, their type, and the same in words."""
 
@@ -68,12 +73,15 @@ class FromPrompt:
     item: Any
 
 
-def read_prompt(prompt: PromptLike, media: Mapping[str, Any]) -> Prompt:
+def read_prompt(
+    prompt: PromptLike, media: Mapping[str, Any], chat: Mapping[str, Any] | None = None
+) -> Prompt:
     """Any accepted form of a prompt as a `Prompt`, with `media` added to its own, each a list.
 
-    Raises InvalidRequestError.
+    `chat`: its fields beside messages, as a call's arguments; tools become schemas. Raises
+    InvalidRequestError.
     """
-    read = _as_prompt(prompt)
+    read = _read_chat(_as_prompt(prompt), chat or {})
     _check_fields(read)
     merged = _merge(read.media, media)
     uuids = {name: [each] if isinstance(each, str) else each for name, each in read.uuids.items()}
@@ -94,6 +102,28 @@ def read_prompt(prompt: PromptLike, media: Mapping[str, Any]) -> Prompt:
     )
 
 
+def _read_chat(prompt: Prompt, given: Mapping[str, Any]) -> Prompt:
+    """The prompt with what is given beside its messages."""
+    named = {name: value for name, value in given.items() if value is not None and value != ()}
+    for name in named:
+        if getattr(prompt, name):
+            message = f"{name} are given twice, in the prompt and beside it; give them once"
+            raise InvalidRequestError(message, parameter=name)
+    prompt = replace(prompt, **named) if named else prompt
+    if not (prompt.tools or prompt.tool_choice or prompt.chat_template_kwargs):
+        return prompt
+    if prompt.messages is None:
+        name = next(name for name in CHAT if getattr(prompt, name))
+        message = f"{name} are for chat messages; give messages, not text or token ids"
+        raise InvalidRequestError(message, parameter=name)
+    tools = read_tools(prompt.tools)
+    choice = read_choice(prompt.tool_choice, tools)
+    if choice not in ("auto", "none"):
+        message = "tool_choice must be auto or none; that a tool has to be called is not built yet"
+        raise InvalidRequestError(message, parameter="tool_choice")
+    return replace(prompt, tools=tools, tool_choice=choice)
+
+
 def count_least(prompt: Prompt) -> tuple[int, int]:
     """Characters of the longest text, or of all in the messages, and what counts as a token.
 
@@ -106,6 +136,7 @@ def count_least(prompt: Prompt) -> tuple[int, int]:
     others = max(len(ids or ()) for ids in token_ids)
     if prompt.messages is None:  # whose parts are counted
         others += sum(map(len, prompt.media.values()))
+    characters += sum(len(json.dumps(tool)) for tool in prompt.tools)
     for message in prompt.messages or ():
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else ()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.core.plan import Advance
 from aioengine.core.request import Request
-from aioengine.engine.detokenizer import Detokenizer
+from aioengine.engine.detokenizer import Addition, Detokenizer, MessageReader
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.tokens import TokenSink
 from aioengine.types import (
@@ -30,6 +30,7 @@ from aioengine.types import (
 if TYPE_CHECKING:
     from aioengine.media_pipeline.items import IdentifiedMedia
     from aioengine.processors.cache.memory import Lease
+    from aioengine.processors.chat.renderer import ChatPrompt
     from aioengine.processors.processor import Layout
     from aioengine.sampling.logprobs import PromptLogprobs, ScoreColumns
 
@@ -44,6 +45,8 @@ class CompletionState:
     request: Request
     params: SamplingParams
     detokenizer: Detokenizer | None = None
+    reader: MessageReader | None = None
+    """Of an answer to messages."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -59,7 +62,12 @@ class CompletionState:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         scores = None if logprobs is None else (logprobs,)
-        return Delta(self.index, text, (advance.token_id,), logprobs=scores, finish_reason=reason)
+        added = Addition()
+        if self.reader is not None:
+            ends_in_token = advance.finish_reason is FinishReason.STOP
+            token_id = None if ends_in_token else advance.token_id
+            added = self.reader.add(token_id, text, is_end=reason is not None)
+        return Delta(self.index, text, (advance.token_id,), scores, reason, *added)
 
     def output(self) -> CompletionOutput:
         """All of it."""
@@ -70,6 +78,7 @@ class CompletionState:
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            message=None if self.reader is None else self.reader.message,
         )
 
     def _text(self, advance: Advance, reason: FinishReason | None) -> tuple[str, str | None]:
@@ -98,6 +107,8 @@ class RequestState:
         self.lease: Lease | None = None
         """Holds features that nothing could make again."""
         self.layout: Layout | None = None
+        self.chat: ChatPrompt | None = None
+        """The conversation that it goes on with."""
         self.num_encoder_tokens = 0
         """Of text that an encoder reads for cross-attention."""
         self.completions: dict[str, CompletionState] = {}

@@ -9,6 +9,8 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from aioengine.types.messages import Message, ToolCall, ToolCallDelta
+
 __all__ = [
     "CompletionOutput",
     "Delta",
@@ -20,12 +22,15 @@ __all__ = [
     "Launched",
     "LoadProgress",
     "Logprob",
+    "Message",
     "Prompt",
     "RequestOutput",
     "Span",
     "StageStatistics",
     "Timings",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "lazy_exports",
     "read",
@@ -159,6 +164,10 @@ class Prompt:
     `media`: modality -> one item, or any iterable of them, in the order of their placeholders.
     `uuids`: modality -> the caller's own names for these items. `cache_salt`: nothing cached is
     shared across different salts.
+
+    Beside `messages`: `tools`, functions or schemas in OpenAI's form; `tool_choice`, "auto" or
+    "none"; `chat_template_kwargs`, what the model's chat template asks for (as
+    `{"enable_thinking": False}`).
     """
 
     text: str | None = None
@@ -173,6 +182,9 @@ class Prompt:
     cache_salt: str | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     embeds: Any = None
+    tools: Sequence[Any] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FinishReason(enum.StrEnum):
@@ -208,7 +220,8 @@ TokenLogprobs = Mapping[int, Logprob]
 class Delta:
     """Item of a stream: the new text and tokens of one completion since the last delta.
 
-    `logprobs`: one for each of `token_ids`, where they were asked for.
+    `logprobs`: one for each of `token_ids`, where they were asked for. Of an answer to messages:
+    what it adds to each part of the `Message`.
     """
 
     index: int
@@ -216,6 +229,9 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +239,7 @@ class CompletionOutput:
     """One finished completion.
 
     `logprobs`: one for each of `token_ids`, where they were asked for; `stop_reason`: the stop
-    string or token id that ended it, if any.
+    string or token id that ended it, if any. `message`: of an answer to messages, else None.
     """
 
     index: int
@@ -232,6 +248,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    message: Message | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +309,11 @@ class RequestOutput:
     def token_ids(self) -> tuple[int, ...]:
         """The first completion's token ids."""
         return self.outputs[0].token_ids
+
+    @property
+    def message(self) -> Message | None:
+        """The first completion's message; None where the prompt had none."""
+        return self.outputs[0].message
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,11 @@ def test_rooms_are_linked_into_the_package(room: str) -> None:
 
 
 def test_ground_floor_needs_the_standard_library_only() -> None:
-    for name in ("errors", "types", "config", "sampling_params"):
-        path = ROOT / "aioengine" / f"{name}.py"
-        assert top_level_imports(path) <= {*STANDARD, "aioengine"}, path.name
+    room = ROOT / "aioengine"
+    names = "errors.py", "types/__init__.py", "types/messages.py", "config.py", "sampling_params.py"
+    assert {room / name for name in names} >= {*(room / "types").glob("*.py")}
+    for name in names:
+        assert top_level_imports(room / name) <= {*STANDARD, "aioengine"}, name
 
 
 @pytest.mark.parametrize(

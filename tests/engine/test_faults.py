@@ -141,7 +141,7 @@ async def test_a_tokenizer_that_cannot_decode_ends_its_request_only(
 
         good = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
         running = asyncio.ensure_future(engine.generate(TEXT, good))
-        monkeypatch.setattr(engine._core.input_processor, "_decoder", Broken())
+        monkeypatch.setattr(engine._core.input_processor._readers, "_decoder", Broken())
         with pytest.raises(EngineError) as caught:
             await engine.generate(TEXT, GREEDY)
         assert isinstance(caught.value.__cause__, OverflowError)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from aioengine.errors import InvalidRequestError, ModelLoadError, PlaceholderMismatchError
 from aioengine.models.generic import WholePromptProcessor
-from aioengine.processors.chat import ChatRenderer
+from aioengine.processors.chat.renderer import ChatRenderer
 from aioengine.processors.generic import GenericMultiModalProcessor, GenericProcessingInfo
 from tests.processors.hf_processors import FAMILIES, context_for, processor_for, tokenizer_with
 from tests.processors.test_generic import group_of, item_of

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError
-from aioengine.processors.chat import ChatRenderer, _any_of
+from aioengine.processors.chat.literals import _any_of
+from aioengine.processors.chat.renderer import ChatRenderer
 from aioengine.processors.items import (
     ImageHeader,
     ImageProcessorItems,
@@ -184,7 +185,7 @@ def test_parts_of_every_modality(
     monkeypatch.setattr(llava.info, "get_supported_mm_limits", lambda: every)
     template = "{% for part in messages[0]['content'] %}{{ part['type'] }}{% endfor %}"
     renderer = ChatRenderer(llava)
-    renderer._template, renderer._takes = template, (False, True)
+    renderer._template, renderer._takes = template, {template: (False, True)}
     prompt = renderer.render([{"role": "user", "content": [part]}])
     (found,) = prompt.media[modality]
     assert found.item == item and found.trusted is isinstance(item, Path)

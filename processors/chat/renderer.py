@@ -8,8 +8,9 @@ the special token that it spells.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import PurePath
@@ -20,9 +21,10 @@ from aioengine.errors import (
     UnsupportedModalityError,
     shown,
 )
-from aioengine.processors.encdec import EncDecMultiModalProcessor
-from aioengine.processors.processor import BaseMultiModalProcessor
-from aioengine.processors.prompt.chat_parts import (
+from aioengine.processors.chat.answers import AnswerParser
+from aioengine.processors.chat.formats import PLAIN, AnswerFormat, find_format
+from aioengine.processors.chat.literals import START, Literals
+from aioengine.processors.chat.parts import (
     PARTS,
     ChatMedia,
     fill_parts,
@@ -31,27 +33,45 @@ from aioengine.processors.prompt.chat_parts import (
     read_item,
     wrong,
 )
+from aioengine.processors.chat.tools import check_depth, read_calls, read_name
+from aioengine.processors.encdec import EncDecMultiModalProcessor
+from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.prompt.updates import find
 
 __all__ = ["ChatMedia", "ChatPrompt", "ChatRenderer", "takes_messages"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Private-use characters: no tokenizer gives them a meaning, and they are taken out of user text.
-_START, _END = "\ue0f0", "\ue0f1"
-_MARKS = re.compile(f"[{_START}{_END}]")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of what a model has thought; a template knows one of them."""
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+EMPTY_KEYS = ("refusal", "audio", "annotations", "function_call")
+"""Keys that OpenAI's client writes too; they say nothing where they are empty."""
+TEXTS = (*REASONING, "content")
+"""Keys of a message's texts, as templates write them one after the other."""
 _PROBE = "aioengineprobe"
+MAX_TAIL = 1 << 12
+"""Characters at the end of a rendered prompt in which an answer begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
     """A conversation as token ids, placeholders not expanded; modality -> media in prompt order.
 
-    `literals`: token ranges of what a user typed and only looks like a placeholder.
+    `literals`: token ranges of what a user typed and only looks like a placeholder. `tail`: the end
+    of the rendered text, in which nobody but the template has written a special token. `tools`: in
+    the prompt; `answers`: how the model writes its answer.
     """
 
     token_ids: list[int]
+    tail: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    answers: AnswerFormat = PLAIN
     media: dict[str, list[ChatMedia]] = field(default_factory=dict)
     literals: list[tuple[int, int]] = field(default_factory=list)
+
+    def new_parser(self) -> AnswerParser:
+        """Make what reads one answer to this prompt."""
+        return AnswerParser(self.answers.parse, self.tail, self.tools)
 
 
 class ChatRenderer:
@@ -62,23 +82,29 @@ class ChatRenderer:
         self._tokenizer = processor.info.get_tokenizer()
         self._is_multimodal = bool(processor.info.get_supported_mm_limits())
         self._template = _find_template(processor)
-        self._takes: tuple[bool, bool] | None = None
-        self._literals, self._marked = self._find_literals()
+        self._tool_template = _find_template(processor, "tool_use")
+        self._takes: dict[str, tuple[bool, bool]] = {}
+        self._literals = Literals(self._list_literals())
         self._known: dict[str, list[int]] = {}
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         given: Mapping[str, Sequence[ChatMedia]] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         """The prompt that the model's chat template makes of `messages`, ready for an answer.
 
-        `given`: modality -> the items for parts without content, in their order. Raises
+        `given`: modality -> the items for parts without content, in their order. `tools`: schemas
+        (see `read_tools`); `options`: values that the template may ask for. Raises
         InvalidRequestError or UnsupportedModalityError with the exact place as parameter
         (`messages[0].content[1]`), and PlaceholderMismatchError where there are more or fewer items
         than such parts.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InvalidRequestError(
                 "the model has no chat template; give a prompt as the model takes it instead of "
                 "messages",
@@ -88,45 +114,96 @@ class ChatRenderer:
             raise invalid("messages", "must be a list of mappings")
         if not messages:
             raise invalid("messages", "must not be empty")
+        if tools and "tools" not in template:
+            raise invalid("tools", "are given, but the model's chat template knows none")
         media: dict[str, list[ChatMedia]] = {}
         conversation = [
-            self._read_message(message, f"messages[{index}]", media)
+            self._read_message(message, f"messages[{index}]", media, template)
             for index, message in enumerate(messages)
         ]
         for modality in given or {}:
             self._check_modality(modality, f"{modality}s")
         fill_parts(media, given or {})
-        rendered = self._render(self._separated(conversation))
+        named = self._literals.guard(self._read_options(options or {}))
+        if tools:
+            named["tools"] = self._literals.guard(tools)
+        rendered = self._render(self._literals.separate(conversation, TEXTS), template, named)
         token_ids, literals = self._tokenize(rendered)
-        return ChatPrompt(token_ids=token_ids, media=media, literals=literals)
+        described = getattr(self._tokenizer, "response_template", None)
+        return ChatPrompt(
+            token_ids=token_ids,
+            tail=rendered[-MAX_TAIL:],
+            tools=tools,
+            answers=find_format(template, described),
+            media=media,
+            literals=literals,
+        )
 
     # Reading what the caller gave.
 
     def _read_message(
-        self, message: object, path: str, media: dict[str, list[ChatMedia]]
+        self, message: object, path: str, media: dict[str, list[ChatMedia]], template: str
     ) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise wrong(path, "a mapping with role and content", message)
         role = message.get("role")
         if role not in ROLES:
             raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
-        unknown = sorted(str(key) for key in message if key not in ("role", "content", "name"))
+        unknown = sorted(
+            str(key)
+            for key, value in message.items()
+            if key not in KEYS and not (key in EMPTY_KEYS and not value)
+        )
         if unknown:
             raise invalid(path, f"has keys that are not supported: {', '.join(unknown)[:80]}")
         read: dict[str, Any] = {"role": role}
-        if "name" in message:
-            read["name"] = self._mark(part_text(message["name"], f"{path}.name"))
+        if message.get("name") is not None:
+            read["name"] = self._literals.mark(part_text(message["name"], f"{path}.name"))
+        if message.get("tool_call_id") is not None:
+            read["tool_call_id"] = read_name(message["tool_call_id"], f"{path}.tool_call_id")
+        for key in REASONING:
+            if message.get(key) is not None:
+                name = _known_key(key, template)
+                read[name] = self._literals.mark(part_text(message[key], f"{path}.{key}"))
+        if message.get("tool_calls"):
+            if role != "assistant":
+                raise invalid(f"{path}.tool_calls", "belong to messages of the assistant alone")
+            calls = read_calls(message["tool_calls"], f"{path}.tool_calls")
+            read["tool_calls"] = self._literals.guard(calls)
+        read["content"] = self._read_content(message, path, media, says_more=len(read) > 1)
+        return read
+
+    def _read_content(
+        self,
+        message: Mapping[str, Any],
+        path: str,
+        media: dict[str, list[ChatMedia]],
+        *,
+        says_more: bool,
+    ) -> Any:
+        """Read a message's text or parts. `says_more`: it needs none."""
         content = message.get("content")
+        if content is None and says_more and message["role"] == "assistant":
+            return ""
         if isinstance(content, str):
-            read["content"] = self._mark(part_text(content, f"{path}.content"))
-            return read
+            return self._literals.mark(part_text(content, f"{path}.content"))
         if not isinstance(content, list | tuple):
             raise wrong(f"{path}.content", "text or a list of parts", content)
-        read["content"] = [
+        return [
             self._read_part(part, f"{path}.content[{index}]", media)
             for index, part in enumerate(content)
         ]
-        return read
+
+    def _read_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Read what the template may ask for, which none of the renderer's own arguments is."""
+        own = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        own |= {"self", "conversations", *self._tokenizer.special_tokens_map}
+        for name in options:
+            if name in own or not str(name).isidentifier():
+                path = f"chat_template_kwargs[{name!r:.40}]"
+                raise invalid(path, "is not for the caller to set")
+        check_depth(options, "chat_template_kwargs")
+        return dict(options)
 
     def _read_part(
         self, part: object, path: str, media: dict[str, list[ChatMedia]]
@@ -137,7 +214,10 @@ class ChatRenderer:
             raise wrong(path, "a mapping with a type", part)
         kind = part.get("type")
         if kind == "text":
-            return {"type": "text", "text": self._mark(part_text(part.get("text"), f"{path}.text"))}
+            return {
+                "type": "text",
+                "text": self._literals.mark(part_text(part.get("text"), f"{path}.text")),
+            }
         modality = PARTS.get(kind) if isinstance(kind, str) else None
         if modality is None:
             named = kind if isinstance(kind, str) else type(kind).__name__
@@ -161,70 +241,56 @@ class ChatRenderer:
                 f"{path}: the model takes no {modality} items", parameter=path
             )
 
-    def _mark(self, text: str) -> str:
-        text = _MARKS.sub("", text)
-        if self._literals is None:
-            return text
-        return self._literals.sub(lambda found: f"{_START}{found[0]}{_END}", text)
-
-    def _separated(self, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation with its texts kept apart, if joined they would spell a literal."""
-        if self._literals is None:
-            return conversation
-        texts = [_MARKS.sub("", text) for text in _texts(conversation)]
-        apart = sum(len(self._literals.findall(text)) for text in texts)
-        if len(self._literals.findall("".join(texts))) == apart:
-            return conversation
-
-        def fence(content: Any) -> Any:
-            if isinstance(content, str):
-                return f"{_END}{content}{_END}"
-            return [
-                {**part, "text": fence(part["text"])} if "text" in part else part
-                for part in content
-            ]
-
-        return [{**message, "content": fence(message["content"])} for message in conversation]
-
     # Rendering the template.
 
-    def _render(self, conversation: list[dict[str, Any]]) -> str:
-        if self._takes is None:
-            text = self._survives(_PROBE)
-            parts = self._survives([{"type": "text", "text": _PROBE}])
-            self._takes = (text or not parts, parts)
+    def _render(
+        self, conversation: list[dict[str, Any]], template: str, named: Mapping[str, Any]
+    ) -> str:
+        if template not in self._takes:
+            text = self._survives(_PROBE, template)
+            parts = self._survives([{"type": "text", "text": _PROBE}], template)
+            self._takes[template] = (text or not parts, parts)
+        takes = self._takes[template]
         conversation = [
-            {**message, "content": self._shape(message["content"])} for message in conversation
+            {**message, "content": self._shape(message["content"], takes)}
+            for message in conversation
         ]
         try:
-            return self._apply_template(conversation)
+            return self._apply_template(conversation, template, **named)
         # A template refuses a conversation (roles in the wrong order, ...) by raising from Jinja.
         except Exception as error:
             raise InvalidRequestError(
                 "the model's chat template does not take these messages: "
-                f"{type(error).__name__}: {self._marked.sub('', str(error))[:200]}",
+                f"{type(error).__name__}: {self._literals.marked.sub('', str(error))[:200]}",
                 parameter="messages",
             ) from None
 
-    def _apply_template(self, conversation: list[dict[str, Any]]) -> str:
+    def _apply_template(
+        self, conversation: list[dict[str, Any]], template: str, **named: Any
+    ) -> str:
         rendered = self._tokenizer.apply_chat_template(
-            conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            conversation,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **named,
         )
         return str(rendered)
 
-    def _survives(self, content: str | list[dict[str, str]]) -> bool:
+    def _survives(self, content: str | list[dict[str, str]], template: str) -> bool:
         """Return whether the template reads content of this kind."""
         try:
-            rendered = self._apply_template([{"role": "user", "content": content}])
+            rendered = self._apply_template([{"role": "user", "content": content}], template)
         except Exception:  # A template for one kind may do anything with the other.
             return False
         # It may also lose the text, take it letter by letter, or print the list around it.
         return _PROBE in rendered and "'type'" not in rendered
 
-    def _shape(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    def _shape(
+        self, content: str | list[dict[str, str]], takes: tuple[bool, bool]
+    ) -> str | list[dict[str, str]]:
         """The content as the template reads it: as it was given, if that can be."""
-        assert self._takes is not None
-        takes_text, takes_parts = self._takes
+        takes_text, takes_parts = takes
         if isinstance(content, str):
             return content if takes_text else [{"type": "text", "text": content}]
         if takes_parts:
@@ -239,20 +305,13 @@ class ChatRenderer:
 
     # Tokenising what came out.
 
-    def _find_literals(self) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
-        """List what user text must not be able to say: special tokens, and what the family expands.
-
-        A pattern for these, and one for them between marks, which finds marks alone too.
-        """
-        added = self._tokenizer.added_tokens_decoder.values()
-        literals = {token.content for token in added if token.special and token.content.strip()}
-        for modality in self._processor.info.get_supported_mm_limits():
-            literals.add(self._placeholder(modality))
-        literals.discard("")
-        if not literals:
-            return None, _MARKS
-        pattern = _any_of(literals)
-        return re.compile(pattern), re.compile(f"{_START}({pattern}){_END}|{_MARKS.pattern}")
+    def _list_literals(self) -> Iterator[str]:
+        """List what user text must not be able to say: special tokens, and what the family
+        expands."""
+        for token in self._tokenizer.added_tokens_decoder.values():
+            if token.special and token.content.strip():
+                yield token.content
+        yield from map(self._placeholder, self._processor.info.get_supported_mm_limits())
 
     def _tokenize(self, rendered: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids, and where among them the literals lie."""
@@ -260,7 +319,7 @@ class ChatRenderer:
         # them to the tokenizer unless it begins with the first one.
         bos = getattr(self._tokenizer, "bos_token", None)
         add_special_tokens = self._is_multimodal and not (bos and rendered.startswith(bos))
-        if _START not in rendered and _END not in rendered:
+        if not self._literals.has_marks(rendered):
             return self._processor.tokenize(rendered, add_special_tokens=add_special_tokens), []
         prefix, suffix = self._surrounding() if add_special_tokens else ([], [])
         if add_special_tokens:
@@ -268,11 +327,11 @@ class ChatRenderer:
         token_ids = list(prefix)
         literals = []
         end = 0
-        for found in self._marked.finditer(rendered):
+        for found in self._literals.marked.finditer(rendered):
             token_ids += self._fragment(rendered[end : found.start()], at_start=end == 0)
             if found.lastindex:
                 start, at_start = len(token_ids), found.start() == 0
-                token_ids += self._literal(found[1], at_start=at_start)
+                token_ids += self._literal(found[found.lastindex], at_start=at_start)
                 literals.append((start, len(token_ids)))
             end = found.end()
         token_ids += self._fragment(rendered[end:], at_start=False)
@@ -280,8 +339,8 @@ class ChatRenderer:
 
     def _written(self, rendered: str) -> str:
         """The prompt with what the processor writes in it, which does not see the literals."""
-        hidden = [found.group() for found in self._marked.finditer(rendered)]
-        pieces = self._processor.write(self._marked.sub(_START, rendered)).split(_START)
+        hidden = [found.group() for found in self._literals.marked.finditer(rendered)]
+        pieces = self._processor.write(self._literals.marked.sub(START, rendered)).split(START)
         assert len(pieces) == len(hidden) + 1
         return "".join(chain.from_iterable(zip_longest(pieces, hidden, fillvalue="")))
 
@@ -335,44 +394,19 @@ def takes_messages(processor: BaseMultiModalProcessor) -> bool:
     return not is_encdec and _find_template(processor) is not None
 
 
-def _find_template(processor: BaseMultiModalProcessor) -> str | None:
-    """The model's chat template, its HF processor's or its tokenizer's; None: it has none."""
+def _find_template(processor: BaseMultiModalProcessor, name: str = "default") -> str | None:
+    """The model's chat template, its HF processor's or its tokenizer's; None: it has none. `name`:
+    of one of several, where there is such a one."""
     template = None
     if processor.info.get_supported_mm_limits():
         template = getattr(processor.info.get_hf_processor(), "chat_template", None)
     template = template or getattr(processor.info.get_tokenizer(), "chat_template", None)
     if isinstance(template, Mapping):
-        template = template.get("default")
+        template = template.get(name, template.get("default"))
     return template if isinstance(template, str) else None
 
 
-def _any_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of the words that matches, tried letter by letter.
-
-    As a tree: with words beside each other, a text of beginnings takes as many tries as there are
-    words at each letter, and `re` keeps the GIL.
-    """
-    root: dict[str, Any] = {}
-    for word in words:
-        node = root
-        for letter in word:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-
-    def write(node: dict[str, Any]) -> str:
-        branches = [re.escape(letter) + write(node[letter]) for letter in sorted(node) if letter]
-        if not branches:
-            return ""
-        pattern = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
-        return f"(?:{pattern})?" if "" in node else pattern
-
-    return write(root)
-
-
-def _texts(conversation: list[dict[str, Any]]) -> Iterator[str]:
-    for message in conversation:
-        content = message["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if "text" in part)
+def _known_key(key: str, template: str) -> str:
+    """The key under which the template looks for what a model has thought."""
+    names = (key, *REASONING)
+    return next((name for name in names if re.search(rf"\b{name}\b", template)), key)

@@ -1,0 +1,1 @@
+"""Conversations: messages and tools rendered to a prompt, and answers read back into messages."""

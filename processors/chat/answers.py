@@ -1,0 +1,308 @@
+"""Answers of a model, read as they come: what it thinks, what it says, and what it calls.
+
+A format is a generator that reads from an `AnswerText`: where it needs text that has not come, it
+yields None, and is gone on with when there is more. What it yields beside is final: pieces of the
+same text come out however it is cut, and nothing of it is lost but marks and the blanks around
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["AnswerParser", "AnswerText", "Parse", "Piece", "Reading"]
+
+Kind = Literal["content", "reasoning", "call", "arguments"]
+BLANKS = " \t\r\n"
+NAME_KEYS, ARGUMENT_KEYS = ("name",), ("arguments", "parameters")
+
+
+class Piece(NamedTuple):
+    """Part of an answer: more text of a kind; of a call, its name first (`call`), with an id if the
+    model gives one, then its arguments. `call`: its number, from 0."""
+
+    kind: Kind
+    text: str
+    call: int = 0
+    id: str | None = None
+
+
+Reading = Generator[Piece | None, None, Any]
+"""Yields pieces, and None where more text is needed."""
+Tools = Mapping[str, Mapping[str, Any]]
+"""Name of a tool -> the JSON schemas of its arguments, by their names."""
+Parse = Callable[["AnswerText", Tools], Reading]
+"""Reads an answer to a prompt with such tools."""
+
+
+class AnswerText:
+    """An answer as far as it has come, and been read. `tail`: the end of the prompt, which may have
+    begun the answer."""
+
+    def __init__(self, tail: str = "") -> None:
+        self.tail = tail
+        self.is_over = False
+        self.num_calls = 0
+        self.blanks = ""
+        """Before the end that was read last."""
+        self._text = ""
+        self._at = 0
+        self._mark: int | None = None  # from here on it may be read once more
+
+    def add(self, text: str) -> None:
+        """Take the text that comes next."""
+        first = self._at if self._mark is None else min(self._at, self._mark)
+        self._text = self._text[first:] + text
+        self._at -= first
+        if self._mark is not None:
+            self._mark -= first
+
+    def until(self, kind: Kind | None, *ends: str, strips: bool = False, call: int = 0) -> Reading:
+        """Read text of a kind up to the first of `ends`, which is returned; None: there is none.
+
+        Blanks before an end are left out, and with `strips` those at the beginning. Of the kind
+        None, all is left out.
+        """
+        while True:
+            if strips:
+                self._skip_blanks()
+            found = [(place, end) for end in ends if (place := self._text.find(end, self._at)) >= 0]
+            if found:
+                place, end = min(found, key=lambda each: (each[0], -len(each[1])))
+                whole = self._text[self._at : place]
+                text = whole.rstrip(BLANKS)
+                self.blanks = whole[len(text) :]
+                self._at = place + len(end)
+            else:
+                text, end = self._certain(ends), ""
+                self._at += len(text)
+            if text and kind is not None:
+                strips = False
+                yield Piece(kind, text, call)
+            if end:
+                return end
+            if self.is_over:
+                return None
+            yield None
+
+    def _certain(self, ends: Sequence[str]) -> str:
+        """Return the text that no end can begin in, without blanks at its end, which may be left
+        out."""
+        rest = self._text[self._at :]
+        if self.is_over:
+            return rest
+        longest = max(map(len, ends), default=1) - 1
+        sizes = range(min(longest, len(rest)), 0, -1)
+        held = next((n for n in sizes if any(end.startswith(rest[-n:]) for end in ends)), 0)
+        rest = rest[: len(rest) - held]
+        return rest.rstrip(BLANKS) if ends else rest
+
+    def peek(self, *words: str) -> Reading:
+        """Read over blanks; return the word that comes next, None for another text."""
+        while True:
+            rest = self._text[self._at :].lstrip(BLANKS)
+            found = next((word for word in words if rest.startswith(word)), None)
+            if found is not None or self.is_over:
+                return found
+            if rest and not any(word.startswith(rest) for word in words):
+                return None
+            yield None
+
+    def take(self, *words: str) -> Reading:
+        """Read over blanks and the word that comes next, which is returned; None: none does."""
+        found = yield from self.peek(*words)
+        if found is not None:
+            self._skip_blanks()
+            self._at += len(found)
+        return found
+
+    def text_until(self, *ends: str) -> Reading:
+        """Read all up to the first of `ends`, and return it, with the end; None: there is none."""
+        while True:
+            found = [(place, end) for end in ends if (place := self._text.find(end, self._at)) >= 0]
+            if found:
+                place, end = min(found)
+                text, self._at = self._text[self._at : place], place + len(end)
+                return text, end
+            if self.is_over:
+                return None
+            yield None
+
+    def rest(self) -> str:
+        """Read all that has come."""
+        text, self._at = self._text[self._at :], len(self._text)
+        return text
+
+    def begin_call(self, name: str, call_id: str | None = None) -> Piece:
+        """Make the piece that a call begins with."""
+        self.num_calls += 1
+        return Piece("call", name, self.num_calls - 1, call_id)
+
+    def arguments(self, text: str) -> Piece:
+        """Make a piece of the arguments of the call that has begun last."""
+        return Piece("arguments", text, self.num_calls - 1)
+
+    def json_call(self) -> Reading:
+        """Read a call that is a JSON object with a name and arguments, in any order.
+
+        Returns whether it was one; if not, nothing has been read.
+        """
+        self._mark = self._at
+        is_call = yield from self._json_call()
+        if self._mark is not None:
+            self._at, self._mark = self._mark, None
+        return is_call
+
+    def _json_call(self) -> Reading:
+        name: str | None = None
+        call_id: str | None = None
+        waiting, has_arguments = "", False
+        if (yield from self.take("{")) is None:
+            return False
+        while True:
+            key = yield from self._value()
+            if key is None or not key.startswith('"') or (yield from self.take(":")) is None:
+                break
+            kind = key.strip('"')
+            if kind in ARGUMENT_KEYS and name is not None:
+                has_arguments = True
+                if not (yield from self.object_of_arguments()):
+                    return True
+            else:
+                value = yield from self._value()
+                if value is None:
+                    break
+                if kind in NAME_KEYS and (name := _string(value)) is not None:
+                    self._mark = None  # it is one
+                    yield self.begin_call(name, call_id)
+                    if waiting:
+                        has_arguments = True
+                        yield self.arguments(waiting)
+                elif kind in ARGUMENT_KEYS:
+                    waiting = _string(value) or value
+                elif kind == "id" and name is None:
+                    call_id = _string(value)
+            if (yield from self.take(",", "}")) != ",":
+                break
+        if name is not None and not has_arguments:
+            yield self.arguments("{}")
+        return name is not None
+
+    def object_of_arguments(self) -> Reading:
+        """Read arguments as they come, an object or one written in a string. Returns whether they
+        have come to their end."""
+        if (yield from self.peek('"')) is not None:
+            text = yield from self._value()
+            yield self.arguments(_string(text or "") or text or "")
+            return text is not None
+        self._skip_blanks()
+        scan = _Scan()
+        while True:
+            begin = self._at
+            self._at, is_whole = scan.over(self._text, begin)
+            if self._at > begin:
+                yield self.arguments(self._text[begin : self._at])
+            if is_whole or self.is_over:
+                return is_whole
+            yield None
+
+    def _value(self) -> Reading:
+        """Read one JSON value, and return its text; None where it has no end."""
+        yield from self.peek()
+        self._skip_blanks()
+        scan, found = _Scan(), ""
+        while True:
+            begin = self._at
+            self._at, is_whole = scan.over(self._text, begin)
+            found += self._text[begin : self._at]
+            if is_whole:
+                return found
+            if self.is_over:
+                return None
+            yield None
+
+    def _skip_blanks(self) -> None:
+        rest = self._text[self._at :]
+        self._at += len(rest) - len(rest.lstrip(BLANKS))
+
+
+class _Scan:
+    """Finds the end of a JSON value that comes in parts."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_text = self._is_escape = self._has_begun = False
+
+    def over(self, text: str, start: int) -> tuple[int, bool]:
+        """Return how far the value goes in `text` from `start` on, and whether it ends there."""
+        for place in range(start, len(text)):
+            letter = text[place]
+            if self._is_text:
+                if self._is_escape:
+                    self._is_escape = False
+                elif letter == "\\":
+                    self._is_escape = True
+                elif letter == '"':
+                    self._is_text = False
+                    if not self._depth:
+                        return place + 1, True
+                continue
+            if letter == '"':
+                self._is_text = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:  # below 0: of what is around it
+                    return place + (self._depth == 0), True
+            elif not self._depth and self._has_begun and letter in ", \t\r\n":
+                return place, True
+            self._has_begun = True
+        return len(text), False
+
+
+def _string(value: str) -> str | None:
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+class AnswerParser:
+    """One answer, read by its format as it comes."""
+
+    def __init__(self, parse: Parse, tail: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        """`tail`: the end of the prompt; `tools`: the schemas of those in it."""
+        self._text = AnswerText(tail)
+        self._reading: Reading = parse(self._text, _properties(tools))
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return what more text makes certain."""
+        self._text.add(text)
+        return self._pieces()
+
+    def finish(self) -> list[Piece]:
+        """Return what is left at the end of the answer."""
+        self._text.is_over = True
+        return self._pieces()
+
+    def _pieces(self) -> list[Piece]:
+        found = []
+        for piece in self._reading:
+            if piece is None:
+                break
+            found.append(piece)
+        return found
+
+
+def _properties(tools: Sequence[Mapping[str, Any]]) -> Tools:
+    found = {}
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters") or {}
+        properties = parameters.get("properties")
+        found[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return found

@@ -1,0 +1,175 @@
+"""Answers to conversations as messages: what is thought, said and called, whole and in deltas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AddedToken
+
+from aioengine import AsyncEngine, Engine, Message, Prompt, SamplingParams, ToolCall
+from aioengine.errors import InvalidRequestError
+from aioengine.types import Delta
+from tests.processors.test_chat_tools import TEMPLATES, weather
+from tests.support.engines import greedy, running_engine
+from tests.support.tiny import EOS, tiny_llama, tiny_tokenizer
+
+ASKED = [{"role": "user", "content": "Will it rain in Paris?"}]
+CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
+ANSWERS = {
+    "hermes": f"<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>",
+    "mistral": f"[THINK]hm[/THINK]I look.[TOOL_CALLS][{CALL}]",
+}
+MARKS = ["[TOOL_CALLS]", "[THINK]", "[/THINK]", "<other>"]
+
+
+@pytest.fixture(scope="module", params=ANSWERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """A model whose marks are special tokens, or letters, and whose template knows tools."""
+    path = tmp_path_factory.mktemp(name)
+    tokenizer = tiny_tokenizer()
+    if name == "mistral":
+        tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.save_pretrained(path)
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
+    return path
+
+
+class Script:
+    """A constraint that leaves one token each time: the next of an answer, and the end."""
+
+    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
+        self._token_ids = [*token_ids, EOS]
+        self._num_words = -(-vocab_size // 32)
+
+    def mask(self, token_ids: Sequence[int], output_index: int) -> torch.Tensor:
+        token_id = self._token_ids[output_index]
+        words = np.zeros(self._num_words, dtype=np.uint32)
+        words[token_id // 32] = 1 << token_id % 32
+        return torch.from_numpy(words.view(np.int32))
+
+
+def script(engine: AsyncEngine, answer: str) -> int:
+    """Have the engine's answers be this text; returns its number of tokens, the end among them."""
+    token_ids = engine.tokenizer.encode(answer, add_special_tokens=False)
+    size = engine._core.loaded.runner.model.vocab_size
+
+    async def compiled(_: SamplingParams) -> list[Script]:
+        return [Script(token_ids, size)]
+
+    engine._core.input_processor._compile = compiled
+    return len(token_ids) + 1
+
+
+def said(deltas: Sequence[Delta]) -> Message:
+    """The message that deltas add up to."""
+    calls: dict[int, list[str]] = {}
+    for each in (call for delta in deltas for call in delta.tool_calls):
+        if each.id is not None and each.name is not None:
+            calls[each.index] = [each.id, each.name, ""]
+        calls[each.index][2] += each.arguments
+    return Message(
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        tuple(ToolCall(*call) for call in calls.values()),
+    )
+
+
+async def test_an_answer_is_a_message(folder: Path, name: str) -> None:
+    async with running_engine(folder, max_model_len=1024) as engine:
+        count = script(engine, ANSWERS[name])
+        params = SamplingParams(temperature=0, max_tokens=count)
+        output = await engine.generate(ASKED, params, tools=[weather])
+        message = output.message
+        assert message is not None and message == output.outputs[0].message
+        assert (message.reasoning, message.content) == ("hm", "I look.")
+        (call,) = message.tool_calls
+        assert call.name == "weather" and call.read() == {"city": "Paris"} and len(call.id) == 9
+        if name == "hermes":
+            assert output.text == ANSWERS[name]  # as it came
+        async with engine.stream(ASKED, params, tools=[weather]) as stream:
+            deltas = [delta async for delta in stream]
+            whole = (await stream.result()).message
+        assert len(deltas) > 5 and said(deltas) == whole
+        assert whole is not None and whole.content == "I look."
+        # The conversation goes on with what came of the call.
+        result = {"role": "tool", "tool_call_id": call.id, "content": "It will."}
+        again = [*ASKED, message.to_dict(), result]
+        count = script(engine, "Yes.")
+        params = SamplingParams(temperature=0, max_tokens=count)
+        output = await engine.generate(again, params, tools=[weather])
+        assert output.message == Message("Yes.")
+        prompt = engine.tokenizer.decode(output.prompt_token_ids)
+        assert "hm" in prompt or name == "mistral"
+        assert '{"city": "Paris"}' in prompt and "It will." in prompt
+
+
+async def test_special_tokens_that_are_no_marks_are_left_out(folder: Path, name: str) -> None:
+    if name == "hermes":
+        pytest.skip("its tokenizer has none")
+    async with running_engine(folder) as engine:
+        count = script(engine, "a<other>b[TOOL_CALLS]")
+        output = await engine.generate(ASKED, SamplingParams(temperature=0, max_tokens=count))
+        assert output.message == Message("ab") and output.text == "ab"
+
+
+async def test_stop_strings_end_a_message(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+        count = script(engine, "One two three.")
+        params = SamplingParams(temperature=0, max_tokens=count, stop=["two"])
+        output = await engine.generate(ASKED, params)
+        assert output.text == "One " and output.message == Message("One ")
+
+
+async def test_other_prompts_have_no_message(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+        output = await engine.generate("Hello", greedy(3))
+        assert output.message is None
+        params = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+        assert (await engine.generate(ASKED, params)).message is None
+        async with engine.stream("Hello", greedy(3)) as stream:
+            assert [each.content async for each in stream] == [""] * 3
+
+
+async def test_what_stands_beside_messages(folder: Path) -> None:
+    async with running_engine(folder) as engine:
+        wrong: list[tuple[Any, dict[str, Any], str]] = [
+            ("Hello", {"tools": [weather]}, "tools"),
+            ([1, 2], {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+            (ASKED, {"tools": [{"name": "<|x|>"}]}, "tools[0].function.name"),
+            (ASKED, {"tools": [weather], "tool_choice": "other"}, "tool_choice"),
+            (ASKED, {"tool_choice": "required"}, "tool_choice"),
+            (ASKED, {"chat_template_kwargs": 3}, "chat_template_kwargs"),
+            (Prompt(messages=ASKED, tools=[weather]), {"tools": [weather]}, "tools"),
+        ]
+        for prompt, options, parameter in wrong:
+            with pytest.raises(InvalidRequestError) as caught:
+                engine.stream(prompt, greedy(1), **options)
+            assert caught.value.parameter == parameter
+        script(engine, "x")
+        plain = await engine.generate(ASKED, greedy(1))
+        none = await engine.generate(ASKED, greedy(1), tools=[weather], tool_choice="none")
+        given = await engine.generate(Prompt(messages=ASKED, tools=[weather]), greedy(1))
+        assert none.prompt_token_ids == plain.prompt_token_ids != given.prompt_token_ids
+
+
+def test_the_blocking_engine_takes_tools(folder: Path, name: str) -> None:
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_bytes": 8 << 20}
+    with Engine.from_pretrained(folder, **options) as engine:
+        output = engine.generate(ASKED, greedy(2), tools=[weather])
+        asked = engine.tokenizer.decode(output.prompt_token_ids)
+        assert "Tell the weather of a city." in asked and output.message is not None
+        with engine.stream(ASKED, greedy(2), tools=[weather]) as stream:
+            assert said([*stream]) is not None
+    assert json.loads(json.dumps(output.message.to_dict()))["role"] == "assistant"

@@ -1,0 +1,212 @@
+"""Answers in known formats: the same message however the text is cut, and nothing of it lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.processors.chat.answers import AnswerParser
+from aioengine.processors.chat.formats import FORMATS, find_format
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+ARGUMENTS = {"city": 'Paris "}</tool_call>', "days": 3}
+JSON = json.dumps(ARGUMENTS)
+CALL = {"name": "weather", "arguments": ARGUMENTS}
+D = {"b": "<｜tool▁call▁begin｜>", "s": "<｜tool▁sep｜>", "e": "<｜tool▁call▁end｜>"}
+DS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+ANSWERS: dict[str, tuple[str, str, str, str]] = {
+    "hermes": (
+        "hermes", "",
+        f"<think>\nhm <b>\n</think>\n\nI look.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n"
+        f'<tool_call>{{"arguments": {JSON}, "name": "weather"}}</tool_call>', "",
+    ),
+    "hermes, thought in the prompt": (
+        "hermes", "<|im_start|>assistant\n<think>\n",
+        f"hm <b>\n</think>\n\nI look.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n"
+        f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>", "",
+    ),
+    "tags": (
+        "hermes", "",
+        "<think>hm <b></think>I look.\n\n" + 2 * (
+            "<tool_call>\n<function=weather>\n<parameter=city>\n" + ARGUMENTS["city"]
+            + "\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        ), "",
+    ),
+    "llama3": (
+        "llama3", "",
+        f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "weather", "parameters": {JSON}}}',
+        "bare",
+    ),
+    "mistral, a list": (
+        "mistral", "",
+        f"[THINK]hm <b>[/THINK]I look.[TOOL_CALLS][{json.dumps(CALL)}, {json.dumps(CALL)}]", "",
+    ),
+    "mistral, names": (
+        "mistral", "",
+        f"[THINK]hm <b>[/THINK]I look.[TOOL_CALLS]weather[ARGS]{JSON}"
+        f"[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{JSON}", "",
+    ),
+    "gemma": (
+        "gemma", "",
+        "<|channel>thought\nhm <b>\n<channel|>I look." + 2 * (
+            '<|tool_call>call:weather{city:<|"|>Paris "}</tool_call><|"|>,days:3}<tool_call|>'
+        ), "",
+    ),
+    "deepseek": (
+        "deepseek", "",
+        f"<think>hm <b></think>I look.\n{DS[0]}" + 2 * (
+            f"{D['b']}function{D['s']}weather\n```json\n{JSON}\n```{D['e']}\n"
+        ) + DS[1], "",
+    ),
+    "deepseek 3.1": (
+        "deepseek", "<think>", f"hm <b></think>I look.{DS[0]}" + 2 * (
+            f"{D['b']}weather{D['s']}{JSON}{D['e']}"
+        ) + DS[1], "",
+    ),
+    "harmony": (
+        "harmony", "<|start|>assistant",
+        "<|channel|>analysis<|message|>hm <b><|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>I look.<|end|>" + 2 * (
+            "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json"
+            f"<|message|>{JSON}<|call|>"
+        ), "",
+    ),
+}  # fmt: skip
+
+
+def read(name: str, tail: str, parts: list[str], tools: Any = (WEATHER,)) -> dict[str, Any]:
+    """The message that an answer comes to, in parts."""
+    parser = AnswerParser(FORMATS[name].parse, tail, tools)
+    pieces = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    for piece in pieces:
+        if piece.kind == "call":
+            assert piece.call == len(found["calls"])
+            found["calls"].append([piece.text, ""])
+        elif piece.kind == "arguments":
+            assert piece.call == len(found["calls"]) - 1
+            found["calls"][-1][1] += piece.text
+        else:
+            found[piece.kind] += piece.text
+    return found
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_calls_and_thoughts_however_they_are_cut(name: str) -> None:
+    kind, tail, answer, form = ANSWERS[name]
+    whole = read(kind, tail, [answer])
+    assert [call[0] for call in whole["calls"]] == ["weather", "weather"]
+    assert [json.loads(call[1]) for call in whole["calls"]] == [ARGUMENTS, ARGUMENTS]
+    if not form:
+        assert whole["content"] == "I look." and whole["reasoning"] == "hm <b>"
+    assert read(kind, tail, [*answer]) == whole
+    for cut in range(len(answer)):
+        assert read(kind, tail, [answer[:cut], answer[cut:]]) == whole
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_breaks_off_is_the_same_in_parts(name: str) -> None:
+    kind, tail, answer, _ = ANSWERS[name]
+    for end in range(len(answer)):
+        assert read(kind, tail, [*answer[:end]]) == read(kind, tail, [answer[:end]])
+
+
+TEXTS = st.text(st.sampled_from(' \n{}[]",:ab<>|/'), max_size=20)
+WORDS = sorted({mark for each in FORMATS.values() for mark in each.marks})
+
+
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    parts=st.lists(st.one_of(TEXTS, st.sampled_from(WORDS), st.just(json.dumps(CALL)))),
+)
+def test_any_answer_is_read(name: str, parts: list[str]) -> None:
+    answer = "".join(parts)
+    assert read(name, "", [*answer]) == read(name, "", [answer])
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(text=st.text(st.sampled_from("ab \n.<[{é"), max_size=30))
+def test_a_text_without_marks_is_content(name: str, text: str) -> None:
+    if name == "harmony":
+        return  # all of it stands between marks
+    assert read(name, "", [*text])["content"] == text
+
+
+@pytest.mark.parametrize(
+    "answer", ["<tool_call>no call</tool_call>", "<tool_call>{}</tool_call>", "a <tool_call> tag"]
+)
+def test_what_is_no_call_stays_text(answer: str) -> None:
+    assert read("hermes", "", [*answer]) == {"content": answer, "reasoning": "", "calls": []}
+
+
+def test_broken_arguments_are_given_as_they_are() -> None:
+    broken = '<tool_call>{"name": "weather", "arguments": {"city": "Par'
+    assert read("hermes", "", [*broken])["calls"] == [["weather", '{"city": "Par']]
+
+
+def test_no_arguments_are_an_empty_object() -> None:
+    found = read("hermes", "", ['<tool_call>{"name": "weather"}</tool_call> done'])
+    assert found["calls"] == [["weather", "{}"]] and found["content"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<|im_start|>assistant <tool_call>", "hermes"),
+        ("[INST] [TOOL_CALLS]", "mistral"),
+        ("<|start|>assistant<|channel|>", "harmony"),
+        ("<|python_tag|>", "llama3"),
+        ("<think> x", "thinking"),
+        ("no marks", "plain"),
+    ],
+)
+def test_formats_are_found_by_their_marks(template: str, name: str) -> None:
+    assert find_format(template).name == name
+
+
+DESCRIBED: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<call>", "close": "</call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<end>"},
+    },
+}  # fmt: skip
+
+
+def test_a_format_that_the_checkpoint_describes() -> None:
+    answer_format = find_format("", DESCRIBED)
+    answer = f"hm</think>\n\nI look. <call>{json.dumps(CALL)}</call>"
+
+    def found(parts: list[str]) -> list[Any]:
+        tail = "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n<think>\n"
+        parser = AnswerParser(answer_format.parse, tail, [WEATHER])
+        pieces = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
+        texts = {kind: "" for kind in ("reasoning", "content", "call", "arguments")}
+        for piece in pieces:
+            texts[piece.kind] += piece.text
+        return [*texts.values()]
+
+    whole = found([answer])
+    assert whole[:3] == ["hm", "I look.", "weather"] and json.loads(whole[3]) == ARGUMENTS
+    assert found([*answer]) == whole
+    broken = "x</think> <call>{broken</call> y"
+    assert found([broken]) == found([*broken]) == ["x", "{broken y", "", ""]
