@@ -89,8 +89,7 @@ def _cast(value: str, schema: Any) -> Any:
 
 def _bare(text: AnswerText, tools: Tools) -> Reading:
     """Llama 3: the whole answer is one call or several, with semicolons between them."""
-    while tools:
-        mark = yield from text.take("<|python_tag|>", ";")
+    while (mark := (yield from text.take("<|python_tag|>", ";"))) is not None or tools:
         if not (yield from text.json_call()):
             if mark == ";":
                 yield Piece("content", mark)
@@ -134,6 +133,9 @@ def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
         else:
             kind = "reasoning" if channel[:1] == ["analysis"] else "content"
             yield from text.until(kind, *ends, strips=True)  # type: ignore[arg-type]
+    rest = text.rest()
+    if not any(mark in rest for mark in ("<|start|>", "<|channel|>", *ends)):
+        yield Piece("content", rest)  # no message, and no part of its head
 
 
 def _in_turns(text: AnswerText, tools: Tools) -> Reading:

@@ -141,8 +141,6 @@ def test_any_answer_is_read(name: str, parts: list[str]) -> None:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @given(text=st.text(st.sampled_from("ab \n.<[{é"), max_size=30))
 def test_a_text_without_marks_is_content(name: str, text: str) -> None:
-    if name == "harmony":
-        return  # all of it stands between marks
     assert read(name, "", [*text])["content"] == text
 
 
