@@ -123,7 +123,7 @@ class InputProcessor:
             ]
         read = halves.prompt if halves.encoder is None else halves.encoder
         options, outputs = await self._identify(state, media, prompt, "" if read is None else read)
-        constraints = await self._compile(state.params)
+        constraints = await self._compile(state.params, state.chat)
         laid_out = partial(self._lay_out, state, halves, literals, options, outputs)
         return await run_in(self._thread, laid_out, prompt.cache_salt, constraints)
 
@@ -165,11 +165,18 @@ class InputProcessor:
             message = f"a prompt has one of {', '.join(FORMS)}; media alone say nothing"
             raise InvalidRequestError(message, parameter="prompt")
 
-    async def _compile(self, params: SamplingParams) -> Sequence[Constraint]:
-        if params.structured_outputs is None:
+    async def _compile(
+        self, params: SamplingParams, chat: ChatPrompt | None = None
+    ) -> Sequence[Constraint]:
+        structure, grammar = params.structured_outputs, None if chat is None else chat.grammar
+        if structure is not None and grammar is not None:
+            message = "structured_outputs and a tool that has to be called exclude each other"
+            raise InvalidRequestError(message, parameter="structured_outputs")
+        wanted = structure or grammar
+        if wanted is None:
             return ()
         grammars = self._loaded.grammars
-        compiled = asyncio.wrap_future(grammars.submit(params.structured_outputs, params.n))
+        compiled = asyncio.wrap_future(grammars.submit(wanted, params.n))
         try:
             while not compiled.done():
                 await asyncio.wait([compiled], timeout=GRAMMAR_LOOK_S)
@@ -194,7 +201,8 @@ class InputProcessor:
         return self._renderer.render(
             list(prompt.messages or ()),
             fillings(prompt),
-            tools=() if prompt.tool_choice == "none" else prompt.tools,
+            tools=prompt.tools,
+            choice=prompt.tool_choice or "auto",
             options=prompt.chat_template_kwargs,
         )
 

@@ -14,7 +14,7 @@ from aioengine.media_pipeline.items import MediaInput
 from aioengine.processors.chat.parts import ChatMedia
 from aioengine.processors.chat.tools import read_choice, read_tools
 from aioengine.processors.mm_kwargs import copy_options
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
 
 __all__ = [
@@ -119,9 +119,17 @@ def _read_chat(prompt: Prompt, given: Mapping[str, Any]) -> Prompt:
     tools = read_tools(prompt.tools)
     choice = read_choice(prompt.tool_choice, tools)
     if choice not in ("auto", "none"):
-        message = "tool_choice must be auto or none; that a tool has to be called is not built yet"
-        raise InvalidRequestError(message, parameter="tool_choice")
+        _check_schemas(tools)
     return replace(prompt, tools=tools, tool_choice=choice)
+
+
+def _check_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse schemas that no grammar is made of: it would take too long."""
+    for index, tool in enumerate(tools):
+        try:
+            StructuredOutputs(json=tool["function"].get("parameters") or {"type": "object"})
+        except InvalidRequestError as error:
+            raise error.for_parameter(f"tools[{index}].function.parameters") from error
 
 
 def count_least(prompt: Prompt) -> tuple[int, int]:

@@ -91,8 +91,10 @@ class Grammars:
         except Exception as error:  # whatever a tokenizer may be that llguidance does not know
             self._refusal = f"does not work with this model's tokenizer ({type(error).__name__})"
 
-    def submit(self, structure: StructuredOutputs, count: int) -> Future[list[Constraint]]:
+    def submit(self, structure: StructuredOutputs | str, count: int) -> Future[list[Constraint]]:
         """`count` constraints that share nothing. The future ends with them or the error.
+
+        A text is a grammar in Lark of our own making, whose schemas have been checked.
 
         Raises InvalidRequestError where the model cannot, OverloadedError where there are too many.
         Whoever waits calls `relieve` from time to time.
@@ -111,7 +113,7 @@ class Grammars:
         """Give up what is not compiled yet; does not wait."""
         self._thread.close()
 
-    def _compile(self, structure: StructuredOutputs, count: int) -> list[Constraint]:
+    def _compile(self, structure: StructuredOutputs | str, count: int) -> list[Constraint]:
         with _refusing_panics():
             grammar = _grammar(structure)
             found = []
@@ -256,12 +258,14 @@ class Constraint:
         return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._num_words]
 
 
-def _grammar(structure: StructuredOutputs) -> str:
+def _grammar(structure: StructuredOutputs | str) -> str:
     """The grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
     found: str
-    if structure.json is not None or structure.json_object:
+    if isinstance(structure, str):
+        found = LLMatcher.grammar_from_lark(structure)
+    elif structure.json is not None or structure.json_object:
         schema = '{"type": "object"}' if structure.json_object else structure.schema_text
         # Overrides come last, so that a schema cannot ask for another style.
         found = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)

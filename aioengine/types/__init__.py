@@ -165,9 +165,9 @@ class Prompt:
     `uuids`: modality -> the caller's own names for these items. `cache_salt`: nothing cached is
     shared across different salts.
 
-    Beside `messages`: `tools`, functions or schemas in OpenAI's form; `tool_choice`, "auto" or
-    "none"; `chat_template_kwargs`, what the model's chat template asks for (as
-    `{"enable_thinking": False}`).
+    Beside `messages`: `tools`, functions or schemas in OpenAI's form; `tool_choice`, "auto",
+    "none", "required" or the name of one; `chat_template_kwargs`, what the model's chat template
+    asks for (as `{"enable_thinking": False}`).
     """
 
     text: str | None = None

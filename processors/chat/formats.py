@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from aioengine.processors.chat.answers import AnswerText, Parse, Piece, Reading, Tools
+from aioengine.processors.chat.calls import CallForm
 from aioengine.processors.chat.described import marks_of, read_described
 
 __all__ = ["FORMATS", "PLAIN", "AnswerFormat", "find_format", "register_answer_format"]
@@ -21,12 +22,16 @@ __all__ = ["FORMATS", "PLAIN", "AnswerFormat", "find_format", "register_answer_f
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """A way to write answers. `marks`: texts of it that are tokens of their own, mostly;
-    `is_used_by` says of a chat template whether the model writes so."""
+    `is_used_by` says of a chat template whether the model writes so. `thought`: the marks around
+    what is thought; `calls`: how calls are written by a model with such a template, None where
+    nothing can be made to call a tool."""
 
     name: str
     marks: tuple[str, ...]
     parse: Parse
     is_used_by: Callable[[str], bool]
+    thought: tuple[str, str] | None = None
+    calls: Callable[[str], CallForm] | None = None
 
 
 def _thinks(text: AnswerText, opening: str, closing: str) -> Reading:
@@ -134,7 +139,7 @@ def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
             kind = "reasoning" if channel[:1] == ["analysis"] else "content"
             yield from text.until(kind, *ends, strips=True)  # type: ignore[arg-type]
     rest = text.rest()
-    if not any(mark in rest for mark in ("<|start|>", "<|channel|>", *ends)):
+    if rest and not any(mark in rest for mark in ("<|start|>", "<|channel|>", *ends)):
         yield Piece("content", rest)  # no message, and no part of its head
 
 
@@ -156,11 +161,19 @@ def _in_turns(text: AnswerText, tools: Tools) -> Reading:
             return
         yield text.begin_call(name[0].strip())
         if body is not None:
-            try:
-                arguments = json.dumps(parse_content("{" + body[0], "json", lax))
-            except ValueError:
-                arguments = "{" + body[0]
-            yield text.arguments(arguments)
+            yield text.arguments(_strict("{" + body[0], lambda x: parse_content(x, "json", lax)))
+
+
+def _strict(text: str, read: Callable[[str], Any]) -> str:
+    """The text where it is JSON, else what `read` makes of it, else the text all the same."""
+    try:
+        json.loads(text)
+    except ValueError:
+        try:
+            return json.dumps(read(text))
+        except ValueError:
+            pass
+    return text
 
 
 _CALL, _CALLS = "tool▁call", "tool▁calls"
@@ -227,34 +240,77 @@ def register_answer_format(answer_format: AnswerFormat) -> None:
     FORMATS.update({answer_format.name: answer_format, **others})
 
 
+def _listed_calls(template: str) -> CallForm:
+    if "[ARGS]" in template:
+        return CallForm("[TOOL_CALLS]NAME[ARGS]")
+    return CallForm('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
+
+
+def _barred_calls(template: str) -> CallForm:
+    begin, end = _DEEPSEEK["call"], _DEEPSEEK["end"]
+    around = _DEEPSEEK["calls"], "\n", _DEEPSEEK["ends"]
+    if "```json" in template:
+        head = f"{begin}function{_DEEPSEEK['next']}NAME\n```json\n"
+        return CallForm(head, f"\n```{end}", *around)
+    return CallForm(f"{begin}NAME{_DEEPSEEK['next']}", end, *around)
+
+
 _THINK = ("<think>", "</think>")
+_TAGS = CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n")
+_BARE = CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
+_TURNS = CallForm("<|tool_call>call:NAME", "<tool_call|>")
+_CHANNELS = CallForm(
+    "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+    "<|call|>",
+    between="<|start|>assistant",
+)
 for _known in (
-    AnswerFormat("thinking", _THINK, _thinking, _has("<think>")),
-    AnswerFormat("llama3", ("<|python_tag|>",), _bare, _has("<|python_tag|>", "<|eom_id|>")),
-    AnswerFormat("hermes", (*_THINK, "<tool_call>", "</tool_call>"), _tagged, _has("<tool_call>")),
+    AnswerFormat("thinking", _THINK, _thinking, _has("<think>"), _THINK),
+    AnswerFormat(
+        "llama3",
+        ("<|python_tag|>",),
+        _bare,
+        _has("<|python_tag|>", "<|eom_id|>"),
+        calls=lambda _: _BARE,
+    ),
+    AnswerFormat(
+        "hermes",
+        (*_THINK, "<tool_call>", "</tool_call>"),
+        _tagged,
+        _has("<tool_call>"),
+        _THINK,
+        lambda _: _TAGS,
+    ),
     AnswerFormat(
         "mistral",
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
         _listed,
         _has("[TOOL_CALLS]", "[THINK]"),
+        ("[THINK]", "[/THINK]"),
+        _listed_calls,
     ),
     AnswerFormat(
         "gemma",
         ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
         _in_turns,
         _has("<|tool_call>"),
+        ("<|channel>thought", "<channel|>"),
+        lambda _: _TURNS,
     ),
     AnswerFormat(
         "deepseek",
         (*_THINK, *_DEEPSEEK.values()),
         _between_bars,
         _has(_DEEPSEEK["calls"], _DEEPSEEK["call"]),
+        _THINK,
+        _barred_calls,
     ),
     AnswerFormat(
         "harmony",
         ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
         _in_channels,
         _has("<|channel|>"),
+        calls=lambda _: _CHANNELS,
     ),
 ):
     register_answer_format(_known)

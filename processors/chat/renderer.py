@@ -22,6 +22,7 @@ from aioengine.errors import (
     shown,
 )
 from aioengine.processors.chat.answers import AnswerParser
+from aioengine.processors.chat.calls import write_grammar
 from aioengine.processors.chat.formats import PLAIN, AnswerFormat, find_format
 from aioengine.processors.chat.literals import START, Literals
 from aioengine.processors.chat.parts import (
@@ -59,13 +60,15 @@ class ChatPrompt:
 
     `literals`: token ranges of what a user typed and only looks like a placeholder. `tail`: the end
     of the rendered text, in which nobody but the template has written a special token. `tools`: in
-    the prompt; `answers`: how the model writes its answer.
+    the prompt; `answers`: how the model writes its answer. `grammar`: what an answer has to follow
+    that must call a tool, in Lark.
     """
 
     token_ids: list[int]
     tail: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     answers: AnswerFormat = PLAIN
+    grammar: str | None = None
     media: dict[str, list[ChatMedia]] = field(default_factory=dict)
     literals: list[tuple[int, int]] = field(default_factory=list)
 
@@ -93,16 +96,18 @@ class ChatRenderer:
         given: Mapping[str, Sequence[ChatMedia]] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        choice: str | Mapping[str, str] = "auto",
         options: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         """The prompt that the model's chat template makes of `messages`, ready for an answer.
 
         `given`: modality -> the items for parts without content, in their order. `tools`: schemas
-        (see `read_tools`); `options`: values that the template may ask for. Raises
-        InvalidRequestError or UnsupportedModalityError with the exact place as parameter
-        (`messages[0].content[1]`), and PlaceholderMismatchError where there are more or fewer items
-        than such parts.
+        (see `read_tools`), of which `choice` has to be called; `options`: values that the template
+        may ask for. Raises InvalidRequestError or UnsupportedModalityError with the exact place as
+        parameter (`messages[0].content[1]`), and PlaceholderMismatchError where there are more or
+        fewer items than such parts.
         """
+        tools = () if choice == "none" else tools
         template = self._tool_template if tools else self._template
         if template is None:
             raise InvalidRequestError(
@@ -129,12 +134,14 @@ class ChatRenderer:
             named["tools"] = self._literals.guard(tools)
         rendered = self._render(self._literals.separate(conversation, TEXTS), template, named)
         token_ids, literals = self._tokenize(rendered)
-        described = getattr(self._tokenizer, "response_template", None)
+        tail = rendered[-MAX_TAIL:]
+        answers = find_format(template, getattr(self._tokenizer, "response_template", None))
         return ChatPrompt(
             token_ids=token_ids,
-            tail=rendered[-MAX_TAIL:],
+            tail=tail,
             tools=tools,
-            answers=find_format(template, described),
+            answers=answers,
+            grammar=self._grammar(answers, template, tail, tools, choice),
             media=media,
             literals=literals,
         )
@@ -302,6 +309,33 @@ class ChatRenderer:
 
     def _placeholder(self, modality: str) -> str:
         return self._processor.dummy_inputs.get_dummy_text({modality: 1})
+
+    def _grammar(
+        self,
+        answers: AnswerFormat,
+        template: str,
+        tail: str,
+        tools: Sequence[Mapping[str, Any]],
+        choice: str | Mapping[str, str],
+    ) -> str | None:
+        """Write what an answer has to follow; None where it need not call a tool."""
+        if choice in ("auto", "none"):
+            return None
+        if answers.calls is None:
+            message = "must be auto or none: how this model writes calls is not known well enough"
+            raise invalid("tool_choice", message)
+        wanted = tools
+        if isinstance(choice, Mapping):
+            wanted = [tool for tool in tools if tool["function"]["name"] == choice["name"]]
+        added = self._tokenizer.added_tokens_decoder.items()
+        opening, closing = answers.thought or ("", "")
+        return write_grammar(
+            answers.calls(template),
+            wanted,
+            is_one=isinstance(choice, Mapping),
+            thought=closing if opening and tail.rstrip().endswith(opening) else "",
+            special={token.content: token_id for token_id, token in added if token.special},
+        )
 
     # Tokenising what came out.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import pytest
 import torch
 from transformers import AddedToken
 
-from aioengine import AsyncEngine, Engine, Message, Prompt, SamplingParams, ToolCall
+from aioengine import (
+    AsyncEngine,
+    Engine,
+    Message,
+    Prompt,
+    SamplingParams,
+    StructuredOutputs,
+    ToolCall,
+)
 from aioengine.errors import InvalidRequestError
 from aioengine.types import Delta
 from tests.processors.test_chat_tools import TEMPLATES, weather
@@ -65,7 +74,7 @@ def script(engine: AsyncEngine, answer: str) -> int:
     token_ids = engine.tokenizer.encode(answer, add_special_tokens=False)
     size = engine._core.loaded.runner.model.vocab_size
 
-    async def compiled(_: SamplingParams) -> list[Script]:
+    async def compiled(*_: object) -> list[Script]:
         return [Script(token_ids, size)]
 
     engine._core.input_processor._compile = compiled
@@ -162,6 +171,29 @@ async def test_what_stands_beside_messages(folder: Path) -> None:
         none = await engine.generate(ASKED, greedy(1), tools=[weather], tool_choice="none")
         given = await engine.generate(Prompt(messages=ASKED, tools=[weather]), greedy(1))
         assert none.prompt_token_ids == plain.prompt_token_ids != given.prompt_token_ids
+
+
+async def test_a_tool_that_has_to_be_called(folder: Path, name: str) -> None:
+    other = {"name": "other", "parameters": {"type": "object", "additionalProperties": False}}
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=400)
+    async with running_engine(folder, max_model_len=1024) as engine:
+        for choice, names in (("required", {"weather", "other"}), ("other", {"other"})):
+            tools = [weather, other]
+            output = await engine.generate(ASKED, params, tools=tools, tool_choice=choice)
+            message = output.message
+            assert message is not None and message.tool_calls and not message.content
+            assert {call.name for call in message.tool_calls} <= names
+            if output.outputs[0].finish_reason == "stop":
+                assert all(isinstance(call.read(), dict) for call in message.tool_calls)
+        structured = replace(params, structured_outputs=StructuredOutputs(regex="a"))
+        with pytest.raises(InvalidRequestError, match="exclude each other"):
+            await engine.generate(ASKED, structured, tools=[weather], tool_choice="required")
+        deep: dict[str, Any] = {"type": "object"}
+        for _ in range(60):
+            deep = {"type": "object", "properties": {"a": deep}}
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.generate(ASKED, tools=[{"name": "f", "parameters": deep}], tool_choice="f")
+        assert str(caught.value.parameter).startswith("tools[0]")
 
 
 def test_the_blocking_engine_takes_tools(folder: Path, name: str) -> None:

@@ -1,0 +1,72 @@
+"""Grammars of answers that have to call a tool: all that they allow is read as such a call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, hf
+from transformers import AddedToken
+
+from aioengine.processors.chat.answers import AnswerParser
+from aioengine.processors.chat.calls import write_grammar
+from aioengine.processors.chat.formats import FORMATS
+from tests.processors.test_answers import ARGUMENTS, WEATHER
+from tests.support.tiny import tiny_tokenizer
+
+OTHER = {"type": "function", "function": {"name": "other"}}
+TEMPLATES = {"mistral names": "[ARGS]", "deepseek old": "```json"}
+NAMES = sorted(name for name, each in FORMATS.items() if each.calls is not None)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("kind", [*NAMES, *TEMPLATES])
+def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
+    answers = FORMATS[kind.split()[0]]
+    tokenizer = tiny_tokenizer()
+    special: dict[str, int] = {}
+    if is_special:
+        tokenizer.add_tokens([AddedToken(mark, special=True) for mark in answers.marks])
+        special = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in answers.marks}
+    vocabulary = hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[2])
+    assert answers.calls is not None
+    form = answers.calls(TEMPLATES.get(kind, ""))
+    opening, closing = answers.thought or ("", "")
+
+    def read(text: str, tools: list[Any], *, is_one: bool, thought: str = "") -> Any:
+        """The calls of a text that the grammar allows; None for another."""
+        written = write_grammar(form, tools, is_one=is_one, thought=thought, special=special)
+        grammar = LLMatcher.grammar_from_lark(written)
+        assert not LLMatcher.validate_grammar(grammar, vocabulary)
+        matcher = LLMatcher(vocabulary, grammar)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        if matcher.try_consume_tokens(token_ids) < len(token_ids) or not matcher.is_accepting():
+            return None
+        parser = AnswerParser(answers.parse, opening if thought else "", [WEATHER, OTHER])
+        pieces = parser.feed(text) + parser.finish()
+        assert not [piece for piece in pieces if piece.kind == "content"]
+        names = [piece.text for piece in pieces if piece.kind == "call"]
+        given = ["".join(p.text for p in pieces if p.kind == "arguments" and p.call == number)
+                 for number in range(len(names))]  # fmt: skip
+        return [*zip(names, map(json.loads, given), strict=True)]
+
+    def call(name: str, arguments: Any) -> str:
+        return form.before.replace("NAME", name) + json.dumps(arguments) + form.after
+
+    # A mark that is a token of its own stands in no text.
+    arguments = {"city": "Paris", "days": 3} if is_special else ARGUMENTS
+    weather, other = call("weather", arguments), call("other", {})
+    one = form.first + weather + form.last
+    two = form.first + weather + form.between + other + form.last
+    assert read(one, [WEATHER], is_one=True) == [("weather", arguments)]
+    assert read(two, [WEATHER, OTHER], is_one=False) == [("weather", arguments), ("other", {})]
+    assert read(two, [WEATHER, OTHER], is_one=True) is None
+    assert read(form.first + other + form.last, [WEATHER], is_one=True) is None
+    assert read("Hello", [WEATHER], is_one=False) is None
+    wrong = form.first + call("weather", {"days": "x"}) + form.last
+    assert read(wrong, [WEATHER], is_one=True) is None
+    if opening:
+        text = f"hm {{}}\n{closing}\n\n{one}"
+        assert read(text, [WEATHER], is_one=True, thought=closing) == [("weather", arguments)]
+        assert read(one, [WEATHER], is_one=True, thought=closing) is None
