@@ -266,7 +266,7 @@ class _Scan:
 def _string(value: str) -> str | None:
     try:
         found = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, str) else None
 

@@ -41,7 +41,7 @@ def read_described(template: Any, text: AnswerText, tools: Tools) -> Reading:
         for place, letter in enumerate([*fresh, ""] if is_over else fresh):
             try:
                 events = parser.feed(letter) if letter else parser.finalize()[1]
-            except ValueError:
+            except (ValueError, KeyError, TypeError, RecursionError):  # by what the template asks
                 yield from regions.give_up(fresh[place + 1 :])
                 yield from text.until("content")
                 return

@@ -88,7 +88,7 @@ def _cast(value: str, schema: Any) -> Any:
         return value
     try:
         return json.loads(value.strip())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
 
 
@@ -168,10 +168,10 @@ def _strict(text: str, read: Callable[[str], Any]) -> str:
     """The text where it is JSON, else what `read` makes of it, else the text all the same."""
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             return json.dumps(read(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     return text
 

@@ -156,6 +156,26 @@ def test_broken_arguments_are_given_as_they_are() -> None:
     assert read("hermes", "", [*broken])["calls"] == [["weather", '{"city": "Par']]
 
 
+DEEP = "[" * 100_000
+VALUE = "<parameter=days>" + DEEP + "</parameter>"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("hermes", f"<tool_call><function=weather>{VALUE}</function></tool_call>"),
+        ("hermes", f'<tool_call>{{"arguments": "{DEEP}", "name": "weather"}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"arguments": {DEEP}{"]" * len(DEEP)}, "name": "weather"}}'),
+        ("gemma", f"<|tool_call>call:weather{{days:{DEEP}}}<tool_call|>"),
+        ("gemma", f'<|tool_call>call:weather{{"days": {DEEP}{"]" * len(DEEP)}}}<tool_call|>'),
+    ],
+)
+def test_arguments_that_are_too_deep_are_text(name: str, answer: str) -> None:
+    """A model may write anything, on the engine's loop."""
+    ((called, arguments),) = read(name, "", [answer])["calls"]
+    assert called == "weather" and DEEP in arguments
+
+
 def test_no_arguments_are_an_empty_object() -> None:
     found = read("hermes", "", ['<tool_call>{"name": "weather"}</tool_call> done'])
     assert found["calls"] == [["weather", "{}"]] and found["content"] == "done"
