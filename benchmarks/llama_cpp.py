@@ -43,10 +43,10 @@ async def own(folder: Path, form: str) -> dict[str, float]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import aioengine.engine.loader
+    import aioengine.engine.loading.loader
     from aioengine import AsyncEngine, SamplingParams
 
-    assert aioengine.engine.loader  # imports what a load needs
+    assert aioengine.engine.loading.loader  # imports what a load needs
     _ = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))]  # imports it
     before_mb = resident_mb()
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "quantization": FORMS[form]}

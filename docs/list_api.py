@@ -68,7 +68,7 @@ def members(name: str, value: type[Any]) -> Iterator[str]:
     elif dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         yield "".join(f"- `{each.name}: {each.type}`\n" for each in fields if each.init)
-    for member, found in vars(value).items():
+    for member, found in own_members(value):
         if member.startswith("_") or not is_documented(found):
             continue
         if isinstance(found, property | cached_property):
@@ -77,6 +77,14 @@ def members(name: str, value: type[Any]) -> Iterator[str]:
             inner = found.__func__ if isinstance(found, classmethod | staticmethod) else found
             yield block(signature(f"{name}.{member}", inner))
         yield text(found)
+
+
+def own_members(value: type[Any]) -> Iterator[tuple[str, Any]]:
+    """Members of a class, and of bases of ours that only exist for it."""
+    for owner in value.__mro__:
+        is_ours = owner.__module__.startswith("aioengine.engine.")
+        if owner is value or (is_ours and owner.__name__ not in ("AsyncEngine", "Engine")):
+            yield from vars(owner).items()
 
 
 def is_documented(found: object) -> bool:

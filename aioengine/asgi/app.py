@@ -14,6 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from aioengine.asgi.api.answers import ChatAnswer, TextAnswer
+from aioengine.asgi.api.asks import read_chat, read_completion
+from aioengine.asgi.api.generation import Generation
+from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.client_task import Reply
 from aioengine.asgi.error_responses import (
     RETRY_AFTER_S,
@@ -22,13 +26,9 @@ from aioengine.asgi.error_responses import (
     error_response,
     forget_frames,
 )
-from aioengine.asgi.generation import Generation
 from aioengine.asgi.origins import guards
-from aioengine.asgi.protocol import read_chat, read_completion
-from aioengine.asgi.responses import ChatAnswer, TextAnswer
 from aioengine.asgi.service import Service, ServiceOptions
 from aioengine.asgi.status import StatusPage
-from aioengine.asgi.transcription import Transcription
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.metrics import Metrics
 from aioengine.types import EngineState

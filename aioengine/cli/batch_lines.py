@@ -187,7 +187,8 @@ class OpenAILines(LineForm):
 
     def __init__(self, engine: AsyncEngine, options: argparse.Namespace) -> None:
         super().__init__(engine, options)
-        from aioengine.asgi import error_responses, protocol, responses
+        from aioengine.asgi import error_responses
+        from aioengine.asgi.api import answers, asks
         from aioengine.engine.detokenizer import TokenTexts
 
         self._api_error = error_responses.api_error
@@ -195,8 +196,8 @@ class OpenAILines(LineForm):
             zip(
                 ENDPOINTS,
                 (
-                    (protocol.read_chat, responses.ChatAnswer),
-                    (protocol.read_completion, responses.TextAnswer),
+                    (asks.read_chat, answers.ChatAnswer),
+                    (asks.read_completion, answers.TextAnswer),
                 ),
                 strict=True,
             )

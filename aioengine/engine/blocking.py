@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, Self, overload
 
 from aioengine.config import EngineConfig
-from aioengine.engine.async_engine import OPTIONS, AsyncEngine
+from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.bulk import (
     Outcome,
     ParamsLike,
@@ -30,6 +30,7 @@ from aioengine.engine.bulk import (
     until_failure,
 )
 from aioengine.engine.prompts import PromptLike
+from aioengine.engine.request_calls import OPTIONS
 from aioengine.errors import (
     EngineClosedError,
     EngineError,

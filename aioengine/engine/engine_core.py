@@ -20,7 +20,7 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.engine.encoder_jobs import EncoderJobs
 from aioengine.engine.input_processor import InputProcessor
 from aioengine.engine.lifecycle import EngineLifecycle
-from aioengine.engine.loader import Loaded
+from aioengine.engine.loading.loader import Loaded
 from aioengine.engine.request_state import RequestState
 from aioengine.engine.request_tracker import RequestTracker
 from aioengine.errors import EngineDeadError, RequestAbortedError
@@ -113,6 +113,10 @@ class EngineCore:
         return let_go
 
     # ---- requests
+
+    def check_entry(self, num_completions: int) -> None:
+        """Raise what would keep so many completions out now."""
+        self._lifecycle.check_entry(self.tracker.num_live, num_completions)
 
     def submit(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int

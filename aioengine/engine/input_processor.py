@@ -22,7 +22,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
 from aioengine.engine.detokenizer import TextReaders
-from aioengine.engine.loader import Loaded
+from aioengine.engine.loading.loader import Loaded
 from aioengine.engine.prompt_embeds import read_embeds
 from aioengine.engine.prompts import FORMS, HALVES, count_least, fillings, list_media
 from aioengine.engine.request_state import CompletionState, RequestState

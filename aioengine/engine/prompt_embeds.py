@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from aioengine.core.request import Item
-from aioengine.engine.loader import Loaded
+from aioengine.engine.loading.loader import Loaded
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.execution.model_runner import PROMPT_ROWS
 from aioengine.media_pipeline.items import EncoderInput, IdentifiedMedia, ProcessorOptions

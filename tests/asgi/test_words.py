@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.asgi.protocol import read_chat, read_completion
+from aioengine.asgi.api.asks import read_chat, read_completion
 from aioengine.errors import InvalidRequestError
 
 CHAT: dict[str, Any] = {"messages": []}

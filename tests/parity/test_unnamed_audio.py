@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.engine.loader import Loaded
+from aioengine.engine.loading.loader import Loaded
 from aioengine.processors.items import AudioClip, AudioProcessorItems, MultiModalDataItems
 from tests.parity.audio_families import RATE, cases, sound
 from tests.parity.families import MAX_TOKENS

@@ -28,7 +28,7 @@ from importlib import import_module
 __all__ = ["import_libraries"]
 
 LIBRARIES = (
-    "aioengine.engine.loader",
+    "aioengine.engine.loading.loader",
     "aioengine.engine.engine_core",
     # Imported by transformers itself while it loads any checkpoint.
     "transformers.generation.utils",

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from aioengine.config import EngineConfig
-from aioengine.engine.garbage import import_libraries
+from aioengine.engine.loading.garbage import import_libraries
 from aioengine.models.runtime.load_progress import Reporter, stage
 from aioengine.streams.cpu import CpuDevice
 from aioengine.streams.cuda import CudaDevice, TorchDriver
@@ -16,7 +16,7 @@ from aioengine.streams.device import Device
 from aioengine.streams.loop_bridge import run_apart
 
 if TYPE_CHECKING:
-    from aioengine.engine.loader import Loaded
+    from aioengine.engine.loading.loader import Loaded
 
 __all__ = ["load_model", "open_device"]
 
@@ -44,4 +44,4 @@ def load_model(model: str | os.PathLike[str], config: EngineConfig, reporter: Re
         with stage("libraries"):
             import_libraries()
         # In no variable: what a library catches while it is imported, and keeps, holds this frame.
-        return cast("Loaded", import_module("aioengine.engine.loader").load(model, config))
+        return cast("Loaded", import_module("aioengine.engine.loading.loader").load(model, config))

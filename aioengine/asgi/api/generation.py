@@ -11,10 +11,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from aioengine.asgi.api.answers import Answer
+from aioengine.asgi.api.asks import Ask
 from aioengine.asgi.client_task import EventStream, attend, failures_in
 from aioengine.asgi.json_body import LONG, BoundedBody, read_object
-from aioengine.asgi.protocol import Ask
-from aioengine.asgi.responses import Answer
 from aioengine.asgi.service import Service
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
