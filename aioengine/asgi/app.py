@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aioengine.asgi.api.answers import ChatAnswer, TextAnswer
-from aioengine.asgi.api.asks import read_chat, read_completion
+from aioengine.asgi.api.chat import ChatAnswer, read_chat
+from aioengine.asgi.api.completions import TextAnswer, read_completion
 from aioengine.asgi.api.generation import Generation
 from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.client_task import Reply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -97,8 +97,19 @@ class EventStream:
     `send` wait, and nobody else.
     """
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    def __init__(
+        self,
+        send: Send,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        *,
+        failure: Callable[[ApiError], Iterable[Any]] = lambda error: (error.body,),
+        are_named: bool = False,
+    ) -> None:
+        """`failure`: makes the last events of a stream that cannot go on. `are_named`: events have
+        their `type` as a name, and nothing else ends them."""
         self.has_begun = False
+        self._failure = failure
+        self._are_named = are_named
         self._send = send
         self._headers = [*HEADERS, *(headers or [])]
         self._turn = asyncio.Lock()
@@ -106,16 +117,17 @@ class EventStream:
     async def send(self, *events: Any) -> None:
         """Send some JSON values, one event each."""
         if events:
-            await self._write(b"".join(map(_event, events)))
+            await self._write(b"".join(map(self._event, events)))
 
     async def done(self) -> None:
         """End as OpenAI's streams do."""
-        await self._write(DONE)
+        if not self._are_named:
+            await self._write(DONE)
         await self._end()
 
     async def fail(self, error: ApiError) -> None:
         """End a stream that has begun with an error."""
-        await self._write(_event(error.body))
+        await self.send(*self._failure(error))
         await self._end()
 
     async def _write(self, data: bytes) -> None:
@@ -129,8 +141,7 @@ class EventStream:
     async def _end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-def _event(value: Any) -> bytes:
-    return (
-        b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    def _event(self, value: Any) -> bytes:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        name = f"event: {value['type']}\n" if self._are_named else ""
+        return f"{name}data: {text}\n\n".encode()

@@ -188,7 +188,7 @@ class OpenAILines(LineForm):
     def __init__(self, engine: AsyncEngine, options: argparse.Namespace) -> None:
         super().__init__(engine, options)
         from aioengine.asgi import error_responses
-        from aioengine.asgi.api import answers, asks
+        from aioengine.asgi.api import chat, completions
         from aioengine.engine.detokenizer import TokenTexts
 
         self._api_error = error_responses.api_error
@@ -196,8 +196,8 @@ class OpenAILines(LineForm):
             zip(
                 ENDPOINTS,
                 (
-                    (asks.read_chat, answers.ChatAnswer),
-                    (asks.read_completion, answers.TextAnswer),
+                    (chat.read_chat, chat.ChatAnswer),
+                    (completions.read_completion, completions.TextAnswer),
                 ),
                 strict=True,
             )
@@ -217,9 +217,7 @@ class OpenAILines(LineForm):
         if len(ask.prompts) != 1 or ask.is_streamed:
             message = "a line has one prompt, and is answered as a whole"
             raise InvalidRequestError(message, parameter="body")
-        whole = kind(
-            self.engine.model_name, self._texts, n=ask.params.n, num_logprobs=ask.params.logprobs
-        )
+        whole = kind(self.engine.model_name, self._texts, ask)
         try:
             output: RequestOutput = await answer(self.engine.generate, ask.prompts[0], ask.params)
         except InvalidRequestError as error:

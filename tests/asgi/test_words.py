@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from aioengine.asgi.api.asks import read_chat, read_completion
+from aioengine.asgi.api.chat import read_chat
+from aioengine.asgi.api.completions import read_completion
 from aioengine.errors import InvalidRequestError
 
 CHAT: dict[str, Any] = {"messages": []}

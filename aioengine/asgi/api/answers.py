@@ -1,51 +1,81 @@
-"""Results in OpenAI's shape: chat completions and text completions, whole and in chunks."""
+"""Answers in the shapes that clients expect: what kinds of answers have in common."""
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from aioengine.asgi.api.asks import Ask
+from aioengine.asgi.error_responses import ApiError
 from aioengine.engine.detokenizer import TokenTexts
 from aioengine.types import CompletionOutput, Delta, RequestOutput, TokenLogprobs
 
-__all__ = ["Answer", "ChatAnswer", "TextAnswer"]
+__all__ = ["Answer", "ChoicesAnswer", "finite", "most_probable"]
 
 PIECE = 128
 """Log probabilities that are written out at a time: 3 ms where each token is new."""
 
 
 class Answer(ABC):
-    """One HTTP answer, whose choices come from one or more requests of `n` completions each."""
+    """One HTTP answer, made of the outputs and deltas of one or more requests."""
+
+    prefix: ClassVar[str]
+    """Of its id."""
+    has_named_events: ClassVar[bool] = False
+    """Events of a stream are named by their `type`, and no `[DONE]` ends them."""
+
+    def __init__(self, model: str, texts: TokenTexts, ask: Ask) -> None:
+        self.id = f"{self.prefix}{uuid4().hex}"
+        self.model = model
+        self.created = int(time.time())
+        self._texts = texts
+        self._ask = ask
+
+    @abstractmethod
+    async def complete(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The whole answer."""
+
+    @abstractmethod
+    def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Write the events of a delta of the request `number`."""
+
+    @abstractmethod
+    def ending(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """Write the events behind the last delta."""
+
+    def failure(self, error: ApiError) -> Iterator[dict[str, Any]]:
+        """Write the last events of a stream that cannot go on."""
+        yield error.body
+
+
+class ChoicesAnswer(Answer):
+    """Answers of one or more choices, as OpenAI's completions are.
+
+    Its choices come from one or more requests of `n` completions each.
+    """
 
     whole: ClassVar[str]
     chunk: ClassVar[str]
-    prefix: ClassVar[str]
 
-    def __init__(self, model: str, texts: TokenTexts, *, n: int, num_logprobs: int | None) -> None:
-        self.id = f"{self.prefix}-{uuid4().hex}"
-        self._head = {"created": int(time.time()), "model": model}
-        self._texts = texts
-        self._n = n
-        self._num_logprobs = num_logprobs or 0
+    def __init__(self, model: str, texts: TokenTexts, ask: Ask) -> None:
+        super().__init__(model, texts, ask)
+        self._head = {"created": self.created, "model": model}
+        self._num_logprobs = ask.params.logprobs or 0
         self._piece = max(1, PIECE // (1 + self._num_logprobs))
         """Positions that are written out at a time."""
         self._begun: set[int] = set()
 
     async def complete(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The whole answer."""
+        """See `Answer`."""
         choices = [
             {
-                "index": number * self._n + output.index,
-                **self._content(output.text),
+                "index": self._index(number, output.index),
+                **self._content(output),
                 "logprobs": await self._all_logprobs(number, output),
-                "finish_reason": output.finish_reason,
                 "stop_reason": output.stop_reason,
             }
             for number, request in enumerate(outputs)
@@ -55,31 +85,36 @@ class Answer(ABC):
         return {"id": self.id, "object": self.whole, **self._head, "choices": choices, **usage}
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Write what a delta of the request `number` adds; half a character adds nothing yet.
+        """See `Answer`; half a character adds nothing yet.
 
         A delta of many tokens with logprobs, as a slow reader gets, makes several chunks.
         """
-        index, positions = number * self._n + delta.index, delta.logprobs
+        index, positions = self._index(number, delta.index), delta.logprobs
         if index not in self._begun:
             self._begun.add(index)
             yield from (self._chunk([{"index": index, **first}]) for first in self._first())
-        if not (delta.text or positions or delta.finish_reason is not None):
+        if self._is_empty(delta) and not positions and delta.finish_reason is None:
             return
         count = len(positions or ())
+        added = self._addition(index, delta)
         for start in range(0, max(1, count), self._piece):
             is_last = start + self._piece >= count
             piece = None if positions is None else positions[start : start + self._piece]
             choice = {
                 "index": index,
-                **self._addition(delta.text if start == 0 else ""),
+                **(added if start == 0 else self._rest()),
                 "logprobs": None if piece is None else self._logprobs(index, piece),
-                "finish_reason": delta.finish_reason if is_last else None,
+                "finish_reason": added["finish_reason"] if is_last else None,
             }
             yield self._chunk([choice])
 
-    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The last chunk, for those who asked for it."""
-        return self._chunk([]) | _usage(outputs)
+    def ending(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """See `Answer`: usage, for those who asked for it."""
+        if self._ask.wants_usage:
+            yield self._chunk([]) | _usage(outputs)
+
+    def _index(self, number: int, index: int) -> int:
+        return number * self._ask.params.n + index
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": self.chunk, **self._head, "choices": choices}
@@ -88,7 +123,7 @@ class Answer(ABC):
         """Piece by piece, so that thousands of tokens do not hold the loop."""
         if output.logprobs is None:
             return None
-        index = number * self._n + output.index
+        index = self._index(number, output.index)
         whole = self._logprobs(index, ())
         for start in range(0, len(output.logprobs), self._piece):
             piece = self._logprobs(index, output.logprobs[start : start + self._piece])
@@ -103,99 +138,34 @@ class Answer(ABC):
         return ()
 
     @abstractmethod
-    def _content(self, text: str) -> dict[str, Any]:
-        """Field of a finished completion that has its text."""
+    def _content(self, output: CompletionOutput) -> dict[str, Any]:
+        """Fields of a finished completion, its reason to end among them."""
 
     @abstractmethod
-    def _addition(self, text: str) -> dict[str, Any]:
-        """Field of a chunk that has its text."""
+    def _addition(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Fields of a chunk of what a delta adds, its reason to end among them."""
+
+    @abstractmethod
+    def _rest(self) -> dict[str, Any]:
+        """Fields of a chunk that only has log probabilities."""
+
+    @abstractmethod
+    def _is_empty(self, delta: Delta) -> bool:
+        """Return whether a delta adds nothing to the text."""
 
     @abstractmethod
     def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The log probabilities of the next positions of a completion; lists, or None."""
 
 
-class ChatAnswer(Answer):
-    """chat/completions."""
-
-    whole = "chat.completion"
-    chunk = "chat.completion.chunk"
-    prefix = "chatcmpl"
-
-    def _first(self) -> Iterable[dict[str, Any]]:
-        return ({"delta": {"role": "assistant", "content": ""}, "finish_reason": None},)
-
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _addition(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
-
-    def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"content": [self._position(position) for position in positions], "refusal": None}
-
-    def _position(self, position: TokenLogprobs) -> dict[str, Any]:
-        entries = [
-            {
-                "token": self._texts.text(token_id),
-                "logprob": _finite(found.logprob),
-                "bytes": self._texts.utf8(token_id),
-            }
-            for token_id, found in position.items()
-        ]
-        top = _most_probable(zip(position.values(), entries, strict=True), self._num_logprobs)
-        return {**entries[0], "top_logprobs": top}
-
-
-class TextAnswer(Answer):
-    """completions."""
-
-    whole = chunk = "text_completion"
-    prefix = "cmpl"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._offsets: Counter[int] = Counter()
-        new_reader = partial(codecs.getincrementaldecoder("utf-8"), "replace")
-        self._readers: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(new_reader)
-
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    _addition = _content
-
-    def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        tokens, chosen, top, offsets = [], [], [], []
-        for position in positions:
-            texts = [self._texts.text(token_id) for token_id in position]
-            found = list(position.values())
-            tokens.append(texts[0])
-            chosen.append(_finite(found[0].logprob))
-            named = [(text, _finite(each.logprob)) for text, each in zip(texts, found, strict=True)]
-            best = _most_probable(zip(found, named, strict=True), self._num_logprobs)
-            top.append(dict([*best, named[0]]))  # the sampled token is always among them
-            offsets.append(self._offsets[index])
-            token_id = next(iter(position))
-            if not self._texts.is_special(token_id):
-                # Characters that are whole: a token may be a part of one.
-                fresh = self._readers[index].decode(bytes(self._texts.utf8(token_id)))
-                self._offsets[index] += len(fresh)
-        return {
-            "tokens": tokens,
-            "token_logprobs": chosen,
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
-
-
-def _most_probable(entries: Iterable[tuple[Any, Any]], count: int) -> list[Any]:
+def most_probable(entries: Iterable[tuple[Any, Any]], count: int) -> list[Any]:
     """Choose from `(Logprob, its entry)` pairs the entries of the `count` most probable, in
     order."""
     ranked = sorted((found.rank, number, said) for number, (found, said) in enumerate(entries))
     return [said for rank, _, said in ranked if rank <= count]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI says so much for what is next to impossible."""
     return max(logprob, -9999.0)
 

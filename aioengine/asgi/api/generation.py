@@ -1,4 +1,4 @@
-"""chat/completions and completions: a body in, one answer or a stream of events out."""
+"""Endpoints that generate: a body in, one answer or a stream of events out."""
 
 from __future__ import annotations
 
@@ -37,12 +37,8 @@ class Generation:
     async def __call__(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """Answer one POST request. Raises what goes wrong before the answer has begun."""
         ask = await read_object(receive, self._read)
-        answer = self._answer(
-            self._service.check_model(ask.model),
-            self._service.token_texts,
-            n=ask.params.n,
-            num_logprobs=ask.params.logprobs,
-        )
+        model = self._service.check_model(ask.model)
+        answer = self._answer(model, self._service.token_texts, ask)
         await attend(receive, self._generate(ask, answer, scope, receive, send))
 
     async def _generate(
@@ -50,7 +46,12 @@ class Generation:
     ) -> None:
         engine = self._service.engine
         engine.check_room(len(ask.prompts) * ask.params.n)
-        events = EventStream(send, [(b"x-request-id", answer.id.encode())])
+        events = EventStream(
+            send,
+            [(b"x-request-id", answer.id.encode())],
+            failure=answer.failure,
+            are_named=answer.has_named_events,
+        )
         async with failures_in(events, ask.in_its_words), AsyncExitStack() as stack:
             streams = []
             for number, prompt in enumerate(ask.prompts):
@@ -61,7 +62,7 @@ class Generation:
                 streams.append(stream)
                 await asyncio.sleep(0)
             if ask.is_streamed:
-                await _stream_answer(answer, streams, events, wants_usage=ask.wants_usage)
+                await _stream_answer(answer, streams, events)
             else:
                 body = await _encoded(answer, await _results(streams))
                 headers = {"x-request-id": answer.id}
@@ -70,7 +71,7 @@ class Generation:
 
 
 async def _stream_answer(
-    answer: Answer, streams: Sequence[TokenStream], events: EventStream, *, wants_usage: bool
+    answer: Answer, streams: Sequence[TokenStream], events: EventStream
 ) -> None:
     async def relay(number: int, stream: TokenStream) -> None:
         async for delta in stream:
@@ -79,8 +80,7 @@ async def _stream_answer(
                 await asyncio.sleep(0)
 
     await run_together(relay(number, stream) for number, stream in enumerate(streams))
-    if wants_usage:
-        await events.send(answer.usage_chunk(await _results(streams)))
+    await events.send(*answer.ending(await _results(streams)))
     await events.done()
 
 

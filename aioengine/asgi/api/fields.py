@@ -1,0 +1,144 @@
+"""Fields of the API's requests, and what becomes of each: done, ignored, or refused for a reason.
+
+A field that is in no table is refused too, so that nobody waits for what a misspelt one should have
+done. docs/list_fields.py writes the tables into docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from aioengine.errors import InvalidRequestError, refuse_names
+
+__all__ = ["CHAT", "COMPLETIONS", "MESSAGES", "SAMPLING", "Field", "Handling", "known"]
+
+
+class Handling(enum.StrEnum):
+    """What becomes of a field."""
+
+    DONE = "done"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+class Field(NamedTuple):
+    """Handling of a field. `neutral`: values of a refused one that ask for nothing of it."""
+
+    handling: Handling
+    note: str = ""
+    neutral: tuple[Any, ...] = ()
+
+
+Fields = Mapping[str, Field]
+
+
+def done(note: str = "") -> Field:
+    """Make a field that does what it says."""
+    return Field(Handling.DONE, note)
+
+
+def ignored(note: str) -> Field:
+    """Make a field that may be left out without harm."""
+    return Field(Handling.IGNORED, note)
+
+
+def refused(note: str, *neutral: Any) -> Field:
+    """Make a field of what is not built."""
+    return Field(Handling.REFUSED, note, neutral)
+
+
+ACCOUNT = ignored("for OpenAI's own accounts")
+SAMPLING: Fields = dict.fromkeys(
+    (
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "bad_words", "ignore_eos"),
+        *("allowed_token_ids", "skip_special_tokens"),
+    ),
+    done(),
+)
+"""Fields that SamplingParams takes as they are."""
+GENERATION: Fields = {
+    **SAMPLING,
+    "model": done("a name under which the model is served; without it the one there is"),
+    "stream": done("server-sent events"),
+    "stream_options": done(
+        "`include_usage`; `include_obfuscation` is taken, and nothing is padded"
+    ),
+    "logit_bias": done(),
+    "structured_outputs": done("`regex`, `grammar`, `choice`, `json`: see `StructuredOutputs`"),
+    "response_format": done("`text`, `json_object`, `json_schema`"),
+    "cache_salt": done("narrows what caches share"),
+    "mm_processor_kwargs": done("options of the model's processor"),
+    "user": ACCOUNT,
+    "metadata": ACCOUNT,
+    "store": ACCOUNT,
+    "service_tier": ACCOUNT,
+    "safety_identifier": ACCOUNT,
+    "prompt_cache_key": ignored("prefixes are found by their tokens"),
+    "prompt_cache_options": ignored("prefixes are found by their tokens"),
+    "prompt_cache_retention": ignored("prefixes stay as long as there is room"),
+}
+CHAT: Fields = {
+    **GENERATION,
+    "messages": done("at most 4,096, of at most 4,096 parts each"),
+    "max_completion_tokens": done("as `max_tokens`; without either as many as the model may"),
+    "logprobs": done("true, with `top_logprobs` of 0 to 20"),
+    "top_logprobs": done(),
+    "tools": done("functions; `strict` holds where a tool has to be called"),
+    "tool_choice": done("`auto`, `none`, `required`, a function, `allowed_tools`"),
+    "parallel_tool_calls": done("false: calls behind the first are left out of the answer"),
+    "reasoning_effort": done(
+        "given to the chat template as `reasoning_effort`, and as `enable_thinking` and `thinking`"
+        " (false for `none`)"
+    ),
+    "chat_template_kwargs": done("values that the chat template asks for"),
+    "verbosity": ignored("a hint that open models do not know"),
+    "prediction": ignored("a hint that could only make it faster"),
+    "functions": refused("give tools", []),
+    "function_call": refused("give tool_choice", "none", "auto"),
+    "modalities": refused("answers are text", ["text"]),
+    "audio": refused("answers are text"),
+    "moderation": refused("there is no model that moderates"),
+    "web_search_options": refused("nothing is searched; give a tool of your own"),
+}
+COMPLETIONS: Fields = {
+    **GENERATION,
+    "prompt": done("text or token ids, one or up to 128"),
+    "best_of": done("as large as `n`"),
+    "logprobs": done("0 to 20"),
+    "echo": refused("the answer has no prompt; put it before the answer yourself", False),
+    "suffix": refused("models go on behind a prompt, not before a suffix", ""),
+}
+MESSAGES: Fields = {
+    "role": done("`system`, `developer`, `user`, `assistant`, `tool`"),
+    "content": done("text, or parts `text`, `image_url`, `input_audio`, `video_url`"),
+    "name": done("where the chat template writes it"),
+    "tool_calls": done("arguments as JSON, or as an object"),
+    "tool_call_id": done(),
+    "reasoning_content": done("also `reasoning` and `thinking`, as answers have it"),
+    "refusal": refused("no answer of a model here has one", ""),
+    "audio": refused("answers are text", {}),
+    "annotations": refused("no answer of a model here has any", []),
+    "function_call": refused("give tool_calls", {}),
+}
+"""Of one message, which the chat's renderer reads."""
+
+
+def known(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """The fields that are given and done: null is as good as nothing. Refuses all that is not
+    known, and what is not built."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        field = fields.get(name, done())
+        if field.handling is Handling.REFUSED and value not in field.neutral:
+            raise InvalidRequestError(f"{name} is not supported: {field.note}", parameter=name)
+    taken = {name for name, field in fields.items() if field.handling is Handling.DONE}
+    refuse_names(
+        "{} is not a field of this request",
+        [name for name in given if name in taken or name not in fields],
+        taken,
+    )
+    return {name: value for name, value in given.items() if name in taken}
