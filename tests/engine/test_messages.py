@@ -8,13 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from transformers import AddedToken
 
 from aioengine import (
-    AsyncEngine,
     Engine,
     Message,
     Prompt,
@@ -26,7 +23,8 @@ from aioengine.errors import InvalidRequestError
 from aioengine.types import Delta
 from tests.processors.test_chat_tools import TEMPLATES, weather
 from tests.support.engines import greedy, running_engine
-from tests.support.tiny import EOS, tiny_llama, tiny_tokenizer
+from tests.support.scripts import script
+from tests.support.tiny import tiny_llama, tiny_tokenizer
 
 ASKED = [{"role": "user", "content": "Will it rain in Paris?"}]
 CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
@@ -53,32 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     tokenizer.save_pretrained(path)
     tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
     return path
-
-
-class Script:
-    """A constraint that leaves one token each time: the next of an answer, and the end."""
-
-    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
-        self._token_ids = [*token_ids, EOS]
-        self._num_words = -(-vocab_size // 32)
-
-    def mask(self, token_ids: Sequence[int], output_index: int) -> torch.Tensor:
-        token_id = self._token_ids[output_index]
-        words = np.zeros(self._num_words, dtype=np.uint32)
-        words[token_id // 32] = 1 << token_id % 32
-        return torch.from_numpy(words.view(np.int32))
-
-
-def script(engine: AsyncEngine, answer: str) -> int:
-    """Have the engine's answers be this text; returns its number of tokens, the end among them."""
-    token_ids = engine.tokenizer.encode(answer, add_special_tokens=False)
-    size = engine._core.loaded.runner.model.vocab_size
-
-    async def compiled(*_: object) -> list[Script]:
-        return [Script(token_ids, size)]
-
-    engine._core.input_processor._compile = compiled
-    return len(token_ids) + 1
 
 
 def said(deltas: Sequence[Delta]) -> Message:
