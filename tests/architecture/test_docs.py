@@ -76,6 +76,11 @@ def test_the_reference_is_what_its_script_writes() -> None:
         assert name in ("errors", "__version__") or f"\n### {name}\n" in text, name
 
 
+def test_the_tables_of_fields_are_what_their_script_writes() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "list_fields.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run docs/list_fields.py"
+
+
 def test_readme_is_one_screen() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= MAX_README_LINES

@@ -1,5 +1,5 @@
-"""OpenAI's client with tools and reasoning: whole answers, chunks that add up to them, conversations
-that go on."""
+"""OpenAI's client with tools and reasoning: whole answers, chunks that add up to them, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -248,9 +248,7 @@ def test_tools_of_the_wrong_kind_are_left_to_the_reader() -> None:
     assert ask.prompts[0].tools == 3  # refused with its place when the engine reads the prompt
 
 
-async def test_tool_chats_that_are_left_at_random(
-    engine: AsyncEngine, client: AsyncOpenAI
-) -> None:
+async def test_tool_chats_that_are_left_at_random(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     """100 at once, whose clients leave when they please: nothing stays behind."""
     chance = random.Random(5)
     count = script(engine, ANSWER)

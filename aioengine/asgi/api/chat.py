@@ -62,7 +62,7 @@ def check_conversation(messages: Any) -> list[Any]:
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template may ask for. Raises InvalidRequestError."""
+    """Values that the chat template may ask for. Raises InvalidRequestError."""
     options, effort = given.get("chat_template_kwargs", {}), given.get("reasoning_effort")
     if not isinstance(options, dict):
         raise wrong("chat_template_kwargs", "an object")

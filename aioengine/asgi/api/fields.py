@@ -12,11 +12,22 @@ from typing import Any, NamedTuple
 
 from aioengine.errors import InvalidRequestError, refuse_names
 
-__all__ = ["CHAT", "COMPLETIONS", "MESSAGES", "SAMPLING", "Field", "Handling", "known"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "MESSAGES",
+    "SAMPLING",
+    "TABLES",
+    "TRANSCRIPTIONS",
+    "Field",
+    "Handling",
+    "done",
+    "known",
+]
 
 
 class Handling(enum.StrEnum):
-    """What becomes of a field."""
+    """Treatment of a field."""
 
     DONE = "done"
     IGNORED = "ignored"
@@ -109,8 +120,25 @@ COMPLETIONS: Fields = {
     "prompt": done("text or token ids, one or up to 128"),
     "best_of": done("as large as `n`"),
     "logprobs": done("0 to 20"),
-    "echo": refused("the answer has no prompt; put it before the answer yourself", False),
+    "echo": refused("answers do not repeat the prompt; put it in front yourself", False),
     "suffix": refused("models go on behind a prompt, not before a suffix", ""),
+}
+TRANSCRIPTIONS: Fields = {
+    "file": done("an audio file, of any length"),
+    "model": GENERATION["model"],
+    "language": done("in the model's letters, as `en`"),
+    "prompt": done("what was said before"),
+    "response_format": done("`json`, `text`"),
+    "temperature": done(),
+    "seed": done(),
+    "stream": done("`transcript.text.delta` events"),
+    "chunking_strategy": ignored("long audio is always cut where it is quiet"),
+    "include": refused("tokens have no log probabilities here"),
+    "timestamp_granularities": refused("time stamps are not built"),
+    "keywords": refused("put them into prompt"),
+    "languages": refused("give one language"),
+    "known_speaker_names": refused("speakers are not told apart"),
+    "known_speaker_references": refused("speakers are not told apart"),
 }
 MESSAGES: Fields = {
     "role": done("`system`, `developer`, `user`, `assistant`, `tool`"),
@@ -125,6 +153,12 @@ MESSAGES: Fields = {
     "function_call": refused("give tool_calls", {}),
 }
 """Of one message, which the chat's renderer reads."""
+TABLES: Mapping[str, Fields] = {
+    "chat/completions": CHAT,
+    "chat/completions: messages": MESSAGES,
+    "completions": COMPLETIONS,
+    "audio/transcriptions": TRANSCRIPTIONS,
+}
 
 
 def known(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from aioengine.asgi.api.fields import TRANSCRIPTIONS, known
 from aioengine.asgi.client_task import EventStream, attend, failures_in
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.service import Service
 from aioengine.config import MediaConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.errors import InvalidRequestError, refuse_names
+from aioengine.errors import InvalidRequestError
 from aioengine.processors.speech import SupportsTranscription, cut_windows
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.loop_bridge import run_apart
@@ -33,9 +34,6 @@ from aioengine.types import Prompt
 
 __all__ = ["Transcription"]
 
-FIELDS = frozenset(
-    {"file", "model", "language", "prompt", "response_format", "temperature", "stream", "seed"}
-)
 FORMATS = ("json", "text")
 MAX_FIELD_BYTES = 1 << 16
 AT_ONCE = 8
@@ -76,7 +74,7 @@ class Transcription:
         if not UTF8.search(content_type):
             raise ApiError(415, "the form must be in UTF-8")
         async with request.form(
-            max_files=1, max_fields=len(FIELDS), max_part_size=MAX_FIELD_BYTES
+            max_files=1, max_fields=len(TRANSCRIPTIONS), max_part_size=MAX_FIELD_BYTES
         ) as form:
             ask = await _read_form(form)
         self._service.check_model(ask.model)
@@ -197,11 +195,11 @@ def _usage(seconds: float) -> dict[str, Any]:
 
 
 async def _read_form(form: FormData) -> Ask:
-    refuse_names("{} is not supported", form, FIELDS)
-    upload = form.get("file")
+    given = known({name.removesuffix("[]"): value for name, value in form.items()}, TRANSCRIPTIONS)
+    upload = given.get("file")
     if not isinstance(upload, UploadFile):
         raise InvalidRequestError("file must be an audio file", parameter="file")
-    fields = {name: value for name, value in form.items() if isinstance(value, str) and value}
+    fields = {name: value for name, value in given.items() if isinstance(value, str) and value}
     response_format = fields.get("response_format", "json")
     if response_format not in FORMATS:
         message = f"response_format must be one of {', '.join(FORMATS)}: time stamps are not built"
