@@ -14,8 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from aioengine.asgi.api.batches import Batches, Kinds
 from aioengine.asgi.api.chat import ChatAnswer, read_chat
 from aioengine.asgi.api.completions import TextAnswer, read_completion
+from aioengine.asgi.api.files import Files, FileStore
 from aioengine.asgi.api.generation import Generation
 from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.client_task import Reply
@@ -128,10 +130,25 @@ def _service_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
 
 
 def _openai_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+    kinds: Kinds = {
+        "/v1/chat/completions": (read_chat, ChatAnswer),
+        "/v1/completions": (read_completion, TextAnswer),
+    }
+    store = FileStore(service.max_files_bytes)
+    files, batches = Files(service, store), Batches(service, store, kinds)
     posts: dict[str, Handler] = {
-        "/chat/completions": Generation(service, read_chat, ChatAnswer),
-        "/completions": Generation(service, read_completion, TextAnswer),
+        **{path[3:]: Generation(service, *kind) for path, kind in kinds.items()},
         "/audio/transcriptions": Transcription(service),
+        "/files": files.upload,
+        "/batches": batches.create,
+        "/batches/{name}/cancel": batches.cancel,
+    }
+    gets: dict[str, Handler] = {
+        "/files": files.all,
+        "/files/{name}": files.one,
+        "/files/{name}/content": files.content,
+        "/batches": batches.all,
+        "/batches/{name}": batches.one,
     }
 
     async def models(scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,6 +161,8 @@ def _openai_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
 
     return [
         *(_endpoint(service, path, handle, "POST") for path, handle in posts.items()),
+        *(_endpoint(service, path, handle) for path, handle in gets.items()),
+        _endpoint(service, "/files/{name}", files.one, "DELETE"),
         _endpoint(service, "/models", models),
         _endpoint(service, "/models/{name:path}", models),
         *_probes(service, metrics),

@@ -70,6 +70,10 @@ class Keys:
             )
         scope[KEY_NAME] = found[0]
 
+    def owner(self, scope: Scope) -> str:
+        """Name of whoever asks, for what is kept of it: one for each key, or all the same."""
+        return self.salt(scope, "") or ""
+
     def salt(self, scope: Scope, own: str | None) -> str | None:
         """The cache salt of a request whose own field says `own`.
 

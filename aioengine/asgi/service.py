@@ -21,7 +21,7 @@ from aioengine.types import Prompt
 __all__ = ["Service", "ServiceOptions"]
 
 MAX_BODY_BYTES = 64 << 20
-MAX_BODIES_BYTES = 256 << 20
+MAX_BODIES_BYTES = MAX_FILES_BYTES = 256 << 20
 BODY_TIMEOUT_S = 60.0
 
 
@@ -38,6 +38,8 @@ class ServiceOptions(TypedDict, total=False):
     """Of one request: 64 MiB."""
     max_bodies_bytes: int
     """Of all requests under way: 256 MiB, and never less than one body may have."""
+    max_files_bytes: int
+    """Of all files of batches, which stay in memory: 256 MiB."""
     body_timeout_s: float
     """For a body to arrive in: 60 s."""
     trusted_hosts: str | Sequence[str] | None
@@ -60,6 +62,7 @@ class Service:
         cache_salt: CacheSalt | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         max_bodies_bytes: int = MAX_BODIES_BYTES,
+        max_files_bytes: int = MAX_FILES_BYTES,
         body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self.engine = engine
@@ -67,10 +70,12 @@ class Service:
         self.model_names = tuple(names or ()) or (engine.model_name,)
         self.created = int(time.time())
         self.keys = Keys(api_key, cache_salt)
-        for name, size in (("body", max_body_bytes), ("bodies", max_bodies_bytes)):
+        sizes = {"body": max_body_bytes, "bodies": max_bodies_bytes, "files": max_files_bytes}
+        for name, size in sizes.items():
             require(is_int(size) and size > 0, f"max_{name}_bytes", size, "positive")
         self.budget = BodyBudget(max(max_body_bytes, max_bodies_bytes))
         self.max_body_bytes = max_body_bytes
+        self.max_files_bytes = max_files_bytes
         self._body_timeout_s = body_timeout_s
 
     @cached_property

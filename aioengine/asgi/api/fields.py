@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from aioengine.errors import InvalidRequestError, refuse_names
 
 __all__ = [
+    "BATCHES",
     "CHAT",
     "COMPLETIONS",
+    "FILES",
     "MESSAGES",
     "SAMPLING",
     "TABLES",
@@ -140,6 +142,18 @@ TRANSCRIPTIONS: Fields = {
     "known_speaker_names": refused("speakers are not told apart"),
     "known_speaker_references": refused("speakers are not told apart"),
 }
+FILES: Fields = {
+    "file": done("of requests, a line each, kept in memory"),
+    "purpose": done("`batch`"),
+    "expires_after": ignored("files stay until they are deleted, or the process ends"),
+}
+BATCHES: Fields = {
+    "input_file_id": done(),
+    "endpoint": done("`/v1/chat/completions` or `/v1/completions`"),
+    "completion_window": done("`24h`; it takes as long as it takes"),
+    "metadata": done("given back"),
+    "output_expires_after": ignored("files stay until they are deleted, or the process ends"),
+}
 MESSAGES: Fields = {
     "role": done("`system`, `developer`, `user`, `assistant`, `tool`"),
     "content": done("text, or parts `text`, `image_url`, `input_audio`, `video_url`"),
@@ -158,6 +172,8 @@ TABLES: Mapping[str, Fields] = {
     "chat/completions: messages": MESSAGES,
     "completions": COMPLETIONS,
     "audio/transcriptions": TRANSCRIPTIONS,
+    "files": FILES,
+    "batches": BATCHES,
 }
 
 

@@ -1,0 +1,287 @@
+"""Batches of requests, answered beside all others, and after them: files in, files out, in memory.
+
+A batch is lost with the process. `aioengine batch` and `engine.map` are for those who have the
+files or the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import JSONResponse
+from starlette.types import Scope, Send
+
+from aioengine.asgi.api.answers import Answer
+from aioengine.asgi.api.asks import Ask, wrong
+from aioengine.asgi.api.fields import BATCHES, known
+from aioengine.asgi.api.files import FileStore, StoredFile
+from aioengine.asgi.error_responses import ApiError, api_error, forget_frames
+from aioengine.asgi.json_body import LONG, BoundedBody, parse_object, read_object
+from aioengine.asgi.service import Service
+from aioengine.errors import EngineError, InvalidRequestError, OverloadedError, shown
+from aioengine.streams.loop_bridge import run_apart
+from aioengine.streams.together import run_together
+
+__all__ = ["Batches", "Kinds"]
+
+MAX_LINES = 50_000
+MAX_ERRORS = 100
+"""Of one batch that its object lists."""
+MAX_BATCHES = 256
+"""Kept; the oldest that has ended goes first."""
+PRIORITY = 1
+"""Requests of people, who wait, have 0 and go first."""
+AGAIN_S = 1.0
+ENDED = ("failed", "completed", "cancelled")
+
+Kinds = Mapping[str, tuple[Callable[[Mapping[str, Any]], Ask], type[Answer]]]
+"""Endpoint, as a line names it -> what reads a body, and what answers it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """A batch, and its answers so far. `times`: status -> when it came to that."""
+
+    scope: Scope
+    owner: str
+    endpoint: str
+    file: str
+    metadata: Mapping[str, str] | None
+    id: str = field(default_factory=lambda: f"batch_{uuid4().hex}")
+    status: str = "validating"
+    times: dict[str, int] = field(default_factory=lambda: {"created": int(time.time())})
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    total: int = 0
+    answers: list[bytes] = field(default_factory=list)
+    failures: list[bytes] = field(default_factory=list)
+    output: str | None = None
+    failed: str | None = None
+    task: asyncio.Task[None] | None = None
+
+    def become(self, status: str) -> None:
+        """Come to a status."""
+        self.status = status
+        self.times[status] = int(time.time())
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's object of it."""
+        times = {f"{name}_at": when for name, when in self.times.items() if name != "validating"}
+        counts = {"completed": len(self.answers), "failed": len(self.failures)}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "input_file_id": self.file,
+            "completion_window": "24h",
+            "status": self.status,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "output_file_id": self.output,
+            "error_file_id": self.failed,
+            "request_counts": {"total": self.total, **counts},
+            "metadata": self.metadata,
+            **times,
+        }
+
+
+class Batches:
+    """The endpoints below /batches."""
+
+    def __init__(self, service: Service, store: FileStore, kinds: Kinds) -> None:
+        self._service = service
+        self._store = store
+        self._kinds = kinds
+        self._batches: dict[str, Batch] = {}
+
+    async def create(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """Begin a batch."""
+        given = await read_object(receive, lambda body: known(body, BATCHES))
+        endpoint, name, metadata = map(given.get, ("endpoint", "input_file_id", "metadata"))
+        if not isinstance(endpoint, str) or endpoint not in self._kinds:
+            raise wrong("endpoint", f"one of {', '.join(self._kinds)}")
+        if given.get("completion_window") != "24h":
+            raise wrong("completion_window", "24h")
+        if not isinstance(name, str):
+            raise wrong("input_file_id", "the id of a file")
+        if not isinstance(metadata, dict | None):
+            raise wrong("metadata", "an object")
+        owner = self._service.keys.owner(scope)
+        file = self._store.get(owner, name)
+        self._make_room()
+        batch = Batch(scope=scope, owner=owner, endpoint=endpoint, file=name, metadata=metadata)
+        self._batches[batch.id] = batch
+        batch.task = asyncio.create_task(self._run(batch, file.data))
+        await asyncio.sleep(0)  # it has to have begun, to end well where it is cancelled
+        await JSONResponse(batch.to_dict())(scope, receive, send)
+
+    async def all(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """List the batches, the latest first."""
+        owner = self._service.keys.owner(scope)
+        found = [each.to_dict() for each in self._batches.values() if each.owner == owner]
+        answer = {"object": "list", "data": found[::-1], "has_more": False}
+        await JSONResponse(answer)(scope, receive, send)
+
+    async def one(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """Describe a batch."""
+        await JSONResponse(self._find(scope).to_dict())(scope, receive, send)
+
+    async def cancel(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """End a batch; what has been answered stays."""
+        batch = self._find(scope)
+        if batch.status not in ENDED and batch.task is not None:
+            batch.become("cancelling")
+            batch.task.cancel()
+        await JSONResponse(batch.to_dict())(scope, receive, send)
+
+    def _find(self, scope: Scope) -> Batch:
+        name = scope["path_params"]["name"]
+        found = self._batches.get(name)
+        if found is None or found.owner != self._service.keys.owner(scope):
+            raise ApiError(404, f"there is no batch {shown(name)}", code="not_found")
+        return found
+
+    def _make_room(self) -> None:
+        if len(self._batches) < MAX_BATCHES:
+            return
+        ended = next((each for each in self._batches.values() if each.status in ENDED), None)
+        if ended is None:
+            raise api_error(OverloadedError(f"{MAX_BATCHES} batches are under way; try later"))
+        del self._batches[ended.id]
+
+    # ---- one batch
+
+    async def _run(self, batch: Batch, data: bytes) -> None:
+        ends = "failed"
+        try:
+            lines, batch.errors = await run_apart(_check_lines, data, batch.endpoint)
+            if not batch.errors:
+                batch.total = len(lines)
+                batch.become("in_progress")
+                todo = (data[line] for line in lines)
+                count = min(len(lines), max(1, self._service.engine.config.max_num_seqs // 2))
+                await run_together(self._answer_lines(batch, todo) for _ in range(count))
+                batch.become("finalizing")
+                ends = "completed"
+        except asyncio.CancelledError:
+            ends = "cancelled"
+        except Exception as error:
+            found = api_error(error)
+            forget_frames(error)
+            batch.errors = [_error(found.code or "error", found.message)]
+        self._keep(batch)
+        batch.become(ends)
+
+    async def _answer_lines(self, batch: Batch, todo: Iterator[bytes]) -> None:
+        for line in todo:
+            is_short = len(line) <= LONG
+            parsed = parse_object(line) if is_short else await run_apart(parse_object, line)
+            response, ended_well = await self._answer(batch, parsed["body"])
+            answer = {
+                "id": f"batch_req_{uuid4().hex}",
+                "custom_id": parsed["custom_id"],
+                "response": response,
+                "error": None,
+            }
+            text = await run_apart(json.dumps, answer)
+            (batch.answers if ended_well else batch.failures).append(text.encode())
+
+    async def _answer(self, batch: Batch, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The answer to one request, and whether it is one. Raises EngineError."""
+        read, kind = self._kinds[batch.endpoint]
+        try:
+            ask = read(body)
+            if ask.is_streamed:
+                raise wrong("stream", "absent in a batch")
+            answer = kind(self._service.check_model(ask.model), self._service.token_texts, ask)
+            try:
+                whole = await self._complete(batch, ask, answer)
+            except InvalidRequestError as error:
+                raise ask.in_its_words(error) from error
+        except EngineError:
+            raise
+        except Exception as error:
+            found = api_error(error)
+            forget_frames(error)
+            return _response(found.status, None, found.body), False
+        return _response(200, answer.id, whole), True
+
+    async def _complete(self, batch: Batch, ask: Ask, answer: Answer) -> dict[str, Any]:
+        """The whole answer; where the queue is full it waits for its turn."""
+        engine = self._service.engine
+        prompts = [self._service.salted(batch.scope, prompt) for prompt in ask.prompts]
+        while True:
+            try:
+                outputs = await run_together(
+                    engine.generate(prompt, ask.params, priority=PRIORITY) for prompt in prompts
+                )
+                return await answer.complete(outputs)
+            except OverloadedError:
+                await asyncio.sleep(AGAIN_S)
+
+    def _keep(self, batch: Batch) -> None:
+        """Make files of the answers, as far as there is room for them."""
+        for name, lines in (("output", batch.answers), ("failed", batch.failures)):
+            if not lines:
+                continue
+            data = b"\n".join([*lines, b""])
+            purpose, name_ = "batch_output", f"{batch.id}_{name}.jsonl"
+            file = StoredFile(owner=batch.owner, name=name_, purpose=purpose, data=data)
+            try:
+                self._store.add(file)
+            except ApiError as error:
+                batch.errors.append(_error("no_room", error.message))
+            else:
+                setattr(batch, name, file.id)
+
+
+def _check_lines(data: bytes, endpoint: str) -> tuple[list[slice], list[dict[str, Any]]]:
+    """Places of a file's lines, and errors of those that are no requests."""
+    lines = list(_lines(data))
+    if not lines or len(lines) > MAX_LINES:
+        return [], [_error("invalid_file", f"a batch has 1 to {MAX_LINES} lines")]
+    names: set[str] = set()
+    errors: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        reason = _fault(data[line], endpoint, names)
+        if reason and len(errors) < MAX_ERRORS:
+            errors.append(_error("invalid_line", reason, number))
+    return lines, errors
+
+
+def _lines(data: bytes) -> Iterator[slice]:
+    """Find the lines that are not empty, one by one: to split a large file holds the GIL."""
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        if data[start:end].strip():
+            yield slice(start, end)
+        start = end + 1
+
+
+def _fault(line: bytes, endpoint: str, names: set[str]) -> str:
+    """Say what is wrong with a line; `names` are those of the lines before it."""
+    try:
+        given = parse_object(line)
+    except ApiError as error:
+        return error.message
+    name = given.get("custom_id")
+    if not isinstance(name, str) or name in names:
+        return "custom_id must be text of its own"
+    names.add(name)
+    if given.get("method") != "POST" or given.get("url") != endpoint:
+        return f"the line must be a POST to {endpoint}"
+    return "" if isinstance(given.get("body"), dict) else "body must be an object"
+
+
+def _error(code: str, message: str, line: int | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "line": line, "param": None}
+
+
+def _response(status: int, name: str | None, body: object) -> dict[str, Any]:
+    return {"status_code": status, "request_id": name, "body": body}

@@ -1,0 +1,136 @@
+"""Files of batches, kept in memory: what clients upload, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope, Send
+
+from aioengine.asgi.api.fields import FILES, known
+from aioengine.asgi.error_responses import ApiError
+from aioengine.asgi.json_body import BoundedBody
+from aioengine.asgi.service import Service
+from aioengine.errors import InvalidRequestError, shown
+
+__all__ = ["FileStore", "Files", "StoredFile"]
+
+MAX_NAME_CHARACTERS = 256
+MAX_FIELD_BYTES = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file. `owner`: of whose key it is."""
+
+    owner: str
+    name: str
+    purpose: str
+    data: bytes
+    id: str = field(default_factory=lambda: f"file-{uuid4().hex}")
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's object of it."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": len(self.data),
+            "created_at": self.created_at,
+            "filename": self.name,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+
+
+class FileStore:
+    """Files of `max_bytes` together at most, each its owner's."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._files: dict[str, StoredFile] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(len(each.data) for each in self._files.values())
+
+    def add(self, file: StoredFile) -> None:
+        """Keep a file. Raises ApiError where there is no room for it."""
+        if self.num_bytes + len(file.data) > self._max_bytes:
+            message = f"all files may have {self._max_bytes} bytes together; delete some"
+            raise ApiError(413, message, parameter="file", code="request_too_large")
+        self._files[file.id] = file
+
+    def get(self, owner: str, name: str) -> StoredFile:
+        """A file of this owner. Raises ApiError where there is none."""
+        found = self._files.get(name)
+        if found is None or found.owner != owner:
+            raise ApiError(404, f"there is no file {shown(name)}", code="not_found")
+        return found
+
+    def remove(self, owner: str, name: str) -> None:
+        """Forget a file. Raises ApiError where there is none."""
+        del self._files[self.get(owner, name).id]
+
+    def of(self, owner: str) -> Iterator[StoredFile]:
+        """The files of an owner, the latest first."""
+        return (each for each in reversed(self._files.values()) if each.owner == owner)
+
+
+class Files:
+    """The endpoints below /files."""
+
+    def __init__(self, service: Service, store: FileStore) -> None:
+        self._service = service
+        self._store = store
+
+    async def upload(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """Take in a file of requests."""
+        request = Request(scope, receive)
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise ApiError(400, "the body must be multipart/form-data", code="invalid_value")
+        async with request.form(
+            max_files=1, max_fields=len(FILES) + 1, max_part_size=MAX_FIELD_BYTES
+        ) as form:
+            given = known({name.partition("[")[0]: value for name, value in form.items()}, FILES)
+            upload = given.get("file")
+            if not isinstance(upload, UploadFile):
+                raise InvalidRequestError("file must be a file", parameter="file")
+            if given.get("purpose") != "batch":
+                raise InvalidRequestError("purpose must be batch", parameter="purpose")
+            name = (upload.filename or "")[:MAX_NAME_CHARACTERS]
+            file = StoredFile(
+                owner=self._service.keys.owner(scope),
+                name=name,
+                purpose="batch",
+                data=await upload.read(),
+            )
+        self._store.add(file)
+        await JSONResponse(file.to_dict())(scope, receive, send)
+
+    async def all(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """List the files."""
+        found = self._store.of(self._service.keys.owner(scope))
+        answer = {"object": "list", "data": [each.to_dict() for each in found], "has_more": False}
+        await JSONResponse(answer)(scope, receive, send)
+
+    async def one(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """Describe a file, or delete it."""
+        owner, name = self._service.keys.owner(scope), scope["path_params"]["name"]
+        answer = self._store.get(owner, name).to_dict()
+        if scope["method"] == "DELETE":
+            self._store.remove(owner, name)
+            answer = {"id": name, "object": "file", "deleted": True}
+        await JSONResponse(answer)(scope, receive, send)
+
+    async def content(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
+        """Send the bytes of a file."""
+        file = self._store.get(self._service.keys.owner(scope), scope["path_params"]["name"])
+        await Response(file.data, media_type="application/jsonl")(scope, receive, send)

@@ -1,0 +1,215 @@
+"""Batches by OpenAI's client: files in, files out, each client's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Batch
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from aioengine import AsyncEngine
+from aioengine.asgi import openai_app
+from aioengine.asgi.api import batches
+from tests.asgi.serving import image_part, openai_client, serving
+from tests.support.engines import greedy, settled, until
+
+CHAT = "/v1/chat/completions"
+MAX_BYTES = 600_000
+KEYS = {"ann": "key-a", "bob": "key-b"}
+
+
+def chat(text: str, **options: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": text}, image_part(1)]
+    messages = [{"role": "user", "content": content}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 4, **options}
+
+
+def lines(bodies: Sequence[Any], url: str = CHAT) -> bytes:
+    rows = [
+        {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    return b"\n".join(json.dumps(row).encode() for row in rows) + b"\n\n"
+
+
+@pytest.fixture
+async def url(engine: AsyncEngine) -> AsyncIterator[str]:
+    app = Starlette(
+        routes=[Mount("/v1", openai_app(engine, api_key=KEYS, max_files_bytes=MAX_BYTES))]
+    )
+    async with serving(app) as url:
+        yield url
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with openai_client(url, api_key=KEYS["ann"]) as client:
+        yield client
+
+
+async def begun(client: AsyncOpenAI, data: bytes, endpoint: Any = CHAT) -> Batch:
+    file = await client.files.create(file=("a.jsonl", data), purpose="batch")
+    assert file.bytes == len(data) and file.purpose == "batch" and file.filename == "a.jsonl"
+    options: dict[str, Any] = {"endpoint": endpoint, "completion_window": "24h"}
+    return await client.batches.create(input_file_id=file.id, metadata={"a": "b"}, **options)
+
+
+async def ended(client: AsyncOpenAI, batch: Batch) -> Batch:
+    found = batch
+
+    async def has_ended() -> bool:
+        nonlocal found
+        found = await client.batches.retrieve(batch.id)
+        return found.status in batches.ENDED
+
+    while not await has_ended():
+        pass
+    return found
+
+
+async def rows(client: AsyncOpenAI, name: str | None) -> list[dict[str, Any]]:
+    assert name is not None
+    content = await client.files.content(name)
+    return [json.loads(line) for line in content.text.splitlines()]
+
+
+async def test_a_batch(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    bodies = [chat(f"number {number}", ignore_eos=True) for number in range(9)]
+    bodies[3]["temperature"] = "hot"
+    bodies[5]["model"] = "another"
+    bodies[7]["stream"] = True
+    batch = await begun(client, lines(bodies))
+    assert batch.status in ("validating", "in_progress") and batch.endpoint == CHAT
+    batch = await ended(client, batch)
+    assert batch.status == "completed" and batch.errors is None and batch.completed_at
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (9, 6, 3)
+    assert batch.metadata == {"a": "b"}
+    answers = {
+        row["custom_id"]: row["response"] for row in await rows(client, batch.output_file_id)
+    }
+    assert sorted(answers) == ["r0", "r1", "r2", "r4", "r6", "r8"]
+    for name, response in answers.items():
+        assert response["status_code"] == 200
+        expected = await engine.generate(bodies[int(name[1:])]["messages"], greedy(4))
+        assert response["body"]["choices"][0]["message"]["content"] == expected.text
+        assert response["request_id"] == response["body"]["id"]
+    failed = {row["custom_id"]: row["response"] for row in await rows(client, batch.error_file_id)}
+    assert {name: row["status_code"] for name, row in failed.items()} == {
+        "r3": 400, "r5": 404, "r7": 400,
+    }  # fmt: skip
+    assert failed["r3"]["body"]["error"]["param"] == "temperature"
+    assert [each.id async for each in client.batches.list()] == [batch.id]
+
+
+async def test_texts(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    body = {"prompt": ["one", "two"], "temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    batch = await ended(
+        client, await begun(client, lines([body], "/v1/completions"), "/v1/completions")
+    )
+    (row,) = await rows(client, batch.output_file_id)
+    texts = [choice["text"] for choice in row["response"]["body"]["choices"]]
+    assert texts == [(await engine.generate(text, greedy(3))).text for text in ("one", "two")]
+
+
+async def test_a_batch_that_is_cancelled(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    bodies = [chat("first", max_tokens=1), *(chat("x", max_tokens=300) for _ in range(40))]
+    for body in bodies:
+        body["ignore_eos"] = True
+    batch = await begun(client, lines(bodies))
+    await until(lambda: engine.statistics().finished)
+    batch = await client.batches.cancel(batch.id)
+    assert batch.status == "cancelling"
+    batch = await ended(client, batch)
+    assert batch.status == "cancelled"
+    found = await rows(client, batch.output_file_id)
+    assert 0 < len(found) < 41 and found[0]["custom_id"] == "r0"
+    await settled(engine)
+    again = await client.batches.cancel(batch.id)
+    assert again.status == "cancelled", "what has ended stays as it is"
+
+
+async def test_files_that_are_none(client: AsyncOpenAI) -> None:
+    good = json.loads(lines([chat("a")]))
+    wrong = [
+        {**good, "url": "/v1/other"},
+        {**good, "custom_id": 3},
+        {**good, "custom_id": "right"},
+        {**good, "custom_id": "right"},
+        {**good, "custom_id": "last", "body": 1},
+    ]
+    data = b"\n".join([*(json.dumps(row).encode() for row in wrong), b"{", b"[]"])
+    batch = await ended(client, await begun(client, data))
+    assert batch.status == "failed" and batch.errors is not None
+    assert [error.line for error in batch.errors.data or []] == [1, 2, 4, 5, 6, 7]
+    assert batch.output_file_id is None
+    batch = await ended(client, await begun(client, b"\n \n"))
+    assert batch.status == "failed"
+
+
+async def test_what_is_refused(client: AsyncOpenAI) -> None:
+    file = await client.files.create(file=("a.jsonl", lines([chat("a")])), purpose="batch")
+    good: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    for name, value in (
+        ("endpoint", "/v1/embeddings"),
+        ("completion_window", "1h"),
+        ("input_file_id", None),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.batches.create(**{**good, name: value})
+        assert caught.value.param == name
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.create(**{**good, "input_file_id": "file-x"})
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.retrieve("batch_x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.files.create(file=("a.jsonl", b"x"), purpose="vision")
+    assert caught.value.param == "purpose"
+    with pytest.raises(openai.APIStatusError) as large:
+        await client.files.create(file=("a.jsonl", b"x" * (MAX_BYTES - 100)), purpose="batch")
+    assert large.value.status_code == 413 and "delete some" in large.value.message
+
+
+async def test_files_and_batches_are_their_owners(url: str, client: AsyncOpenAI) -> None:
+    batch = await ended(client, await begun(client, lines([chat("a", max_tokens=1)])))
+    async with openai_client(url, api_key=KEYS["bob"]) as other:
+        assert [each async for each in other.files.list()] == []
+        assert [each async for each in other.batches.list()] == []
+        for call in (
+            other.files.retrieve(batch.input_file_id),
+            other.files.content(batch.output_file_id or ""),
+            other.files.delete(batch.input_file_id),
+            other.batches.retrieve(batch.id),
+            other.batches.cancel(batch.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+    assert len([each async for each in client.files.list()]) == 2
+    assert (await client.files.delete(batch.input_file_id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(batch.input_file_id)
+
+
+async def test_answers_without_room_are_said_to_be_lost(
+    engine: AsyncEngine, client: AsyncOpenAI
+) -> None:
+    data = lines([chat("a", max_tokens=1)])
+    padding = b" " * (MAX_BYTES - len(data) - 50)
+    batch = await ended(client, await begun(client, data + padding))
+    assert batch.status == "completed" and batch.output_file_id is None
+    assert batch.errors is not None and batch.errors.data
+    assert batch.errors.data[0].code == "no_room"
+
+
+async def test_batches_are_few(monkeypatch: pytest.MonkeyPatch, client: AsyncOpenAI) -> None:
+    monkeypatch.setattr(batches, "MAX_BATCHES", 2)
+    data = lines([chat("a", max_tokens=1)])
+    found = [await ended(client, await begun(client, data)) for _ in range(3)]
+    kept = [each.id async for each in client.batches.list()]
+    assert kept == [found[2].id, found[1].id]
