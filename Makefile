@@ -8,6 +8,7 @@ IMAGES := .cache/pillow-images
 REAL := .cache/real
 EXTRAS := .cache/extras
 TRITON := .cache/triton
+CLIENTS := .cache/clients
 VERSIONS := .cache/versions
 
 export PYTHONSAFEPATH := 1
@@ -16,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-.PHONY: serve chat demo test quick plain-test torchvision-test triton-test triton-families gpu simulated real-test versions lint wheel clean
+.PHONY: serve chat demo test quick plain-test torchvision-test triton-test triton-families gpu simulated real-test clients-test versions lint wheel clean
 
 # The demo model in a browser, on a terminal, and on eight images at once.
 serve: $(STAMP)
@@ -74,6 +75,12 @@ gpu:
 real-test: $(STAMP)
 	$(BIN)/python tests/real/assets.py $(REAL)
 	$(BIN)/python -m pytest -q -m real tests/real
+
+# Clients of other people against our server, for Python and Node: 500 MB through pip and npm, once. Not a
+# part of `make test`.
+clients-test: $(STAMP)
+	$(BIN)/python tests/clients/packages.py $(CLIENTS)
+	AIOENGINE_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -q tests/clients
 
 # Core tests of the committed tree under the oldest and the newest torch and transformers: two
 # environments of 6 GB through the package registry, kept. Not a part of `make test`.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from aioengine import AsyncEngine
+from aioengine.processors.chat.renderer import ChatPrompt
 from tests.support.tiny import EOS
 
 
@@ -35,3 +36,15 @@ def script(engine: AsyncEngine, answer: str) -> int:
 
     engine._core.input_processor._compile = compiled
     return len(token_ids) + 1
+
+
+def script_by(engine: AsyncEngine, choose: Callable[[str], str]) -> None:
+    """Have each of the engine's answers be what `choose` makes of its prompt."""
+    size = engine._core.loaded.runner.model.vocab_size
+
+    async def compiled(_params: object, chat: ChatPrompt | None = None) -> list[Script]:
+        assert chat is not None
+        answer = choose(engine.tokenizer.decode(chat.token_ids))
+        return [Script(engine.tokenizer.encode(answer, add_special_tokens=False), size)]
+
+    engine._core.input_processor._compile = compiled
