@@ -32,6 +32,8 @@ from aioengine.models.runtime.load_progress import Reporter
 from aioengine.types import OUTCOMES, EngineState, EngineStatistics, LoadProgress
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
     from aioengine.engine.engine_core import EngineCore
 
 __all__ = ["AsyncEngine"]
@@ -231,6 +233,20 @@ class AsyncEngine(RequestCalls):
     def processor(self) -> Any:
         """The model's `BaseMultiModalProcessor`, for use on the event loop's thread."""
         return self._serving_core().loaded.loop_processor
+
+    def openai_client(self, **options: Any) -> AsyncOpenAI:
+        """OpenAI's own client for this engine, in this process and without a port.
+
+        Its requests are answered as `aioengine.asgi.openai_app` would answer them, on the engine's
+        event loop; on another one they raise WrongLoopError. `options`: those of
+        `openai.AsyncOpenAI`, and `model_names`, as in `openai_app`. Needs the extra `client`, and
+        imports it, which takes about a second the first time. Raises InvalidRequestError for an
+        option that is unknown.
+        """
+        # Not at the top of the file: an engine needs no web service.
+        client_of = import_module("aioengine.asgi.in_process").openai_client
+        client: AsyncOpenAI = client_of(self, **options)
+        return client
 
     def __repr__(self) -> str:
         core = self._core

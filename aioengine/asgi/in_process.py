@@ -1,0 +1,239 @@
+"""OpenAI's client for an engine in this process: its requests reach the ASGI app without a port.
+
+The client is the `openai` package's own class. Below it stands a transport for whichever HTTP
+library that package uses, httpx or httpx2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from aioengine.asgi.app import openai_app
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.errors import AioEngineError, WrongLoopError, refuse_names, trace_of
+
+try:
+    import openai
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'{error.name} is not installed: pip install "aioengine[client]"', name=error.name
+    ) from error
+
+__all__ = ["http_client_of", "openai_client"]
+
+MOUNT = "/v1"
+URL = f"http://aioengine{MOUNT}"
+"""Shown in the client's errors; nothing looks it up."""
+OWN = ("base_url", "http_client")
+"""Arguments of the client's class that are not the caller's."""
+MAX_WAITING = 4
+"""Parts of a response that wait for its reader."""
+FINAL = (b"x-should-retry", b"false")
+"""Header by which OpenAI's clients try no second time, whatever the status."""
+
+logger = logging.getLogger(__name__)
+
+
+def openai_client(
+    engine: AsyncEngine, *, model_names: str | Sequence[str] | None = None, **options: Any
+) -> openai.AsyncOpenAI:
+    """Return OpenAI's client for an engine in this process. `AsyncEngine.openai_client` calls this.
+
+    `model_names`: as in `openai_app`; `options`: arguments of `openai.AsyncOpenAI`. Raises
+    InvalidRequestError for an option that the class does not take, `base_url` or `http_client`.
+    """
+    known = signature(openai.AsyncOpenAI).parameters.keys() - set(OWN)
+    refuse_names("openai_client() has no option {}", options, known)
+    http_client = http_client_of(engine, openai_app(engine, model_names=model_names))
+    given = {"api_key": "none", **options}
+    client = openai.AsyncOpenAI(base_url=URL, http_client=http_client, **given)
+    _ = client.chat.completions  # which is imported when it is first used
+    return client
+
+
+def http_client_of(engine: AsyncEngine, app: ASGIApp) -> Any:
+    """Return an HTTP client of the `openai` package's kind, whose requests the app answers."""
+    client_class: Any = openai.DefaultAsyncHttpxClient
+    library = import_module(client_class.__mro__[1].__module__.partition(".")[0])
+    # No proxies and no passwords of the environment's: nothing leaves the process.
+    return client_class(transport=_Transport(engine, app, library), trust_env=False)
+
+
+class _Exchange:
+    """One request, which the app answers in a task of its own, in the caller's context.
+
+    What it has sent waits for the reader, and the app for room. Constructed on the event loop.
+    """
+
+    def __init__(self, app: ASGIApp, scope: dict[str, Any], request: Any, library: Any) -> None:
+        self.head: Message | None = None
+        self._request_parts: AsyncIterator[bytes] = aiter(request.stream)
+        self._is_requested = False
+        self._read_timeout: float | None = request.extensions.get("timeout", {}).get("read")
+        self._library = library
+        self._waiting: list[bytes] = []
+        self._is_complete = False
+        self._changed, self._has_room, self._is_left = (asyncio.Event() for _ in range(3))
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self.task.add_done_callback(self._app_ends)
+
+    async def _receive(self) -> Message:
+        if not self._is_requested:
+            part = await anext(self._request_parts, None)
+            self._is_requested = part is None
+            return {"type": "http.request", "body": part or b"", "more_body": part is not None}
+        await self._is_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._is_left.is_set():
+            raise OSError("the client has left")  # as ASGI 2.4 has it
+        if message["type"] == "http.response.start":
+            self.head = message
+        else:
+            while len(self._waiting) >= MAX_WAITING:
+                self._has_room.clear()
+                await self._has_room.wait()
+            if message.get("body"):
+                self._waiting.append(message["body"])
+            self._is_complete = not message.get("more_body", False)
+        self._changed.set()
+
+    def _app_ends(self, task: asyncio.Future[None]) -> None:
+        self._changed.set()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._is_complete:  # else the reader gets it
+            logger.error("an app failed behind its response\n%s", trace_of(error))
+
+    async def begin(self) -> Message:
+        """Wait for the head of the response. Raises the library's ReadTimeout and ReadError."""
+        while self.head is None:
+            await self._change()
+        return self.head
+
+    async def read(self) -> bytes:
+        """Read all that waits; b"" at the end. Raises as `begin` does."""
+        while not self._waiting and not self._is_complete:
+            await self._change()
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        self._has_room.set()
+        return data
+
+    async def _change(self) -> None:
+        if self.task.done():
+            cause = None if self.task.cancelled() else self.task.exception()
+            raise self._library.ReadError("the app ended before its response") from cause
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(self._read_timeout):
+                await self._changed.wait()
+        except TimeoutError as error:
+            raise self._library.ReadTimeout("the app has sent nothing in time") from error
+
+    async def leave(self) -> None:
+        """End the app's work, unless its response is complete, and wait for its end. Idempotent."""
+        self._is_left.set()
+        if not self._is_complete:
+            self.task.cancel()
+        if not self.task.done():
+            await asyncio.wait([self.task])
+
+    def drop(self) -> None:
+        """End the work of an app whose response nobody can read any more; from any thread."""
+        if not (self._is_complete or self.task.done()):
+            with suppress(RuntimeError):  # the loop is closed
+                self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+
+
+class _Body:
+    """A response's body, read as it comes. Closed or dropped before its end, it ends the app's."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        self._exchange = exchange
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while data := await self._exchange.read():
+            yield data
+
+    async def aclose(self) -> None:
+        await self._exchange.leave()
+
+    def __del__(self) -> None:
+        self._exchange.drop()
+
+
+class _Transport:
+    """What carries a client's requests: to an app of the engine's, on the engine's event loop."""
+
+    def __init__(self, engine: AsyncEngine, app: ASGIApp, library: Any) -> None:
+        self._engine = engine
+        self._app = app
+        self._library = library
+        # The library knows its streams by their class.
+        self._body_class = type("_Body", (_Body, library.AsyncByteStream), {})
+        self._live: set[_Exchange] = set()
+
+    async def __aenter__(self) -> _Transport:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Return the response as soon as it begins.
+
+        Raises WrongLoopError, and the library's ReadTimeout and ReadError.
+        """
+        self._check_loop()
+        exchange = _Exchange(self._app, _scope(request), request, self._library)
+        self._live.add(exchange)
+        exchange.task.add_done_callback(lambda _: self._live.discard(exchange))
+        try:
+            head = await exchange.begin()
+        except BaseException:
+            await exchange.leave()
+            raise
+        # What has ended an engine in this process is not over in a second.
+        headers = [*head["headers"], *([FINAL] if head["status"] >= 500 else [])]
+        body = self._body_class(exchange)
+        return self._library.Response(head["status"], headers=headers, stream=body)
+
+    async def aclose(self) -> None:
+        """End all that is under way."""
+        for exchange in tuple(self._live):
+            await exchange.leave()
+
+    def _check_loop(self) -> None:
+        try:
+            self._engine.check_room(0)
+        except WrongLoopError:
+            raise
+        except AioEngineError:
+            pass  # the app says so, in OpenAI's words
+
+
+def _scope(request: Any) -> dict[str, Any]:
+    url = request.url
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": url.scheme,
+        "root_path": MOUNT,
+        "path": url.path,
+        "raw_path": url.raw_path.partition(b"?")[0],
+        "query_string": url.query,
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "client": None,
+        "server": None,
+    }
