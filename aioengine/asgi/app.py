@@ -35,7 +35,7 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.metrics import Metrics
 from aioengine.types import EngineState
 
-__all__ = ["openai_app", "service_app"]
+__all__ = ["client_app", "openai_app", "service_app"]
 
 CLIENT_LEFT = 499
 
@@ -55,6 +55,15 @@ def openai_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starle
     return _application(engine, options, _openai_routes)
 
 
+def client_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
+    """Build the same for a client in this process: without health and metrics, so that dropping
+    the app leaves nothing in the engine.
+
+    Arguments as in `openai_app`.
+    """
+    return _application(engine, options, _api_routes)
+
+
 def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
     """Build the app of `python -m aioengine serve`: the same below /v1, beside a status page at /
     and a page at /try where a person asks the model.
@@ -68,13 +77,13 @@ def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starl
 def _application(
     engine: AsyncEngine,
     options: ServiceOptions,
-    routes: Callable[[Service, Metrics], list[BaseRoute]],
+    routes: Callable[[Service], list[BaseRoute]],
 ) -> Starlette:
     own: dict[str, Any] = dict(options)
     middleware = guards(own.pop("trusted_hosts", None), own.pop("allowed_origins", None))
     service = Service(engine, **own)
     app = Starlette(
-        routes=routes(service, Metrics(engine, model_name=service.model_names[0])),
+        routes=routes(service),
         lifespan=_lifespan(engine),
         middleware=[*middleware, Middleware(_SlashTaker)],
         exception_handlers={HTTPException: _http_error},
@@ -115,21 +124,26 @@ async def _http_error(_request: Request, error: Exception) -> Response:
     return error_response(found)
 
 
-def _service_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+def _service_routes(service: Service) -> list[BaseRoute]:
     page = StatusPage(
         service.engine,
         service.model_names[0],
         max_body_bytes=service.max_body_bytes,
         needs_key=service.keys.are_asked_for,
     )
+    probes = _probes(service)
     return [
         *(_endpoint(service, route.path, route.app) for route in page.routes()),
-        *_probes(service, metrics),
-        Mount("/v1", routes=_openai_routes(service, metrics)),
+        *probes,
+        Mount("/v1", routes=[*_api_routes(service), *probes]),
     ]
 
 
-def _openai_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+def _openai_routes(service: Service) -> list[BaseRoute]:
+    return [*_api_routes(service), *_probes(service)]
+
+
+def _api_routes(service: Service) -> list[BaseRoute]:
     kinds: Kinds = {
         "/v1/chat/completions": (read_chat, ChatAnswer),
         "/v1/completions": (read_completion, TextAnswer),
@@ -165,11 +179,12 @@ def _openai_routes(service: Service, metrics: Metrics) -> list[BaseRoute]:
         _endpoint(service, "/files/{name}", files.one, "DELETE"),
         _endpoint(service, "/models", models),
         _endpoint(service, "/models/{name:path}", models),
-        *_probes(service, metrics),
     ]
 
 
-def _probes(service: Service, metrics: Metrics) -> list[BaseRoute]:
+def _probes(service: Service) -> list[BaseRoute]:
+    metrics = Metrics(service.engine, model_name=service.model_names[0])
+
     async def health(_request: Request) -> Response:
         state = service.engine.state
         is_well = state is EngineState.RUNNING

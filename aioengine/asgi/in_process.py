@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from aioengine.asgi.app import openai_app
+from aioengine.asgi.app import client_app
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import AioEngineError, WrongLoopError, refuse_names, trace_of
 
@@ -52,7 +52,7 @@ def openai_client(
     """
     known = signature(openai.AsyncOpenAI).parameters.keys() - set(OWN)
     refuse_names("openai_client() has no option {}", options, known)
-    http_client = http_client_of(engine, openai_app(engine, model_names=model_names))
+    http_client = http_client_of(engine, client_app(engine, model_names=model_names))
     given = {"api_key": "none", **options}
     client = openai.AsyncOpenAI(base_url=URL, http_client=http_client, **given)
     _ = client.chat.completions  # which is imported when it is first used
@@ -137,7 +137,7 @@ class _Exchange:
             async with asyncio.timeout(self._read_timeout):
                 await self._changed.wait()
         except TimeoutError as error:
-            raise self._library.ReadTimeout("the app has sent nothing in time") from error
+            raise self._library.ReadTimeout("nothing has come from the engine in time") from error
 
     async def leave(self) -> None:
         """End the app's work, unless its response is complete, and wait for its end. Idempotent."""
@@ -172,7 +172,7 @@ class _Body:
 
 
 class _Transport:
-    """What carries a client's requests: to an app of the engine's, on the engine's event loop."""
+    """Transport of a client's requests to an app of the engine's, on the engine's event loop."""
 
     def __init__(self, engine: AsyncEngine, app: ASGIApp, library: Any) -> None:
         self._engine = engine
