@@ -105,6 +105,7 @@ def test_ground_floor_needs_the_standard_library_only() -> None:
                 *("torch", "transformers", "anyio", "cachetools", "rich", "matplotlib", "uvloop"),
                 *("llguidance", "numpy", "tqdm"),
                 *("starlette", "uvicorn", "httptools", "prometheus_client", "opentelemetry", "ray"),
+                "openai",
             },
         ),
     ],

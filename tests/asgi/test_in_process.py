@@ -1,0 +1,304 @@
+"""`engine.openai_client()`: OpenAI's client, unmodified, in the engine's own process and loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import random
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+import uvloop
+from openai import AsyncOpenAI
+
+from aioengine import AsyncEngine, errors
+from tests.asgi.serving import image_part
+from tests.parity.audio_families import RATE, sound
+from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
+from tests.support.engines import (
+    DEADLINE_S,
+    Spans,
+    cancelled_at,
+    greedy,
+    other_tasks,
+    running_engine,
+    settled,
+    until,
+)
+
+MODEL = "tiny-llava"
+HELLO: list[Any] = [{"role": "user", "content": "The quick"}]
+ENDLESS = 400
+"""Tokens: more than are made before a test has done what it does to the first of them."""
+
+
+@pytest.fixture
+async def client(engine: AsyncEngine) -> AsyncIterator[AsyncOpenAI]:
+    async with engine.openai_client() as client:
+        yield client
+
+
+def asked(max_tokens: int = 12, messages: list[Any] = HELLO, **options: Any) -> dict[str, Any]:
+    """Arguments of `chat.completions.create`."""
+    fixed: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, **fixed, **options}
+
+
+async def text_of(stream: Any) -> str:
+    """The whole text of a stream."""
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+async def test_answers_are_those_of_generate(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    content = [{"type": "text", "text": "What is in "}, image_part(1), image_part(2)]
+    messages: list[Any] = [{"role": "user", "content": content}]
+    expected = await engine.generate(messages, greedy(12))
+    answer = await client.chat.completions.create(**asked(messages=messages))
+    assert answer.choices[0].message.content == expected.text and expected.text.strip()
+    assert answer.usage is not None and answer._request_id == answer.id
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    stream = await client.chat.completions.create(**asked(messages=messages), stream=True)
+    assert await text_of(stream) == expected.text
+    completion = await client.completions.create(model=MODEL, prompt="a", max_tokens=3)
+    assert completion.choices[0].text
+    assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def test_images_that_are_read_apart(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    """Their body is too long for the loop."""
+    big = image_part(3, width=400, height=400)
+    assert len(big["image_url"]["url"]) > 1 << 17
+    messages: list[Any] = [{"role": "user", "content": [big]}]
+    expected = await engine.generate(messages, greedy(6))
+    answer = await client.chat.completions.create(**asked(6, messages))
+    assert answer.choices[0].message.content == expected.text
+    broken: list[Any] = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,a"}}]}
+    ]
+    with pytest.raises(openai.UnprocessableEntityError, match=r"content\[0\]"):
+        await client.chat.completions.create(**asked(messages=broken))
+
+
+async def test_sixteen_streams_at_once(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    prompts = [[{"role": "user", "content": f"Number {i}"}] for i in range(16)]
+    expected = [(await engine.generate(each, greedy(12))).text for each in prompts]
+    assert len(set(expected)) > 1
+
+    async def streamed(messages: list[Any]) -> str:
+        return await text_of(
+            await client.chat.completions.create(**asked(12, messages), stream=True)
+        )
+
+    assert await asyncio.gather(*map(streamed, prompts)) == expected
+
+
+async def test_a_stream_arrives_before_its_answer_is_complete(
+    engine: AsyncEngine, client: AsyncOpenAI
+) -> None:
+    async with await client.chat.completions.create(**asked(ENDLESS), stream=True) as stream:
+        assert (await anext(stream)).choices
+        now = engine.statistics()
+        assert (now.running, now.finished) == (1, 0)
+    assert engine.statistics().aborted == 1  # as soon as the stream is closed
+
+
+async def test_a_stream_that_is_read_in_part_and_dropped(
+    engine: AsyncEngine, client: AsyncOpenAI
+) -> None:
+    before = other_tasks()
+    stream: Any = await client.chat.completions.create(**asked(ENDLESS), stream=True)
+    await anext(stream)
+    del stream
+    gc.collect()
+    await until(lambda: engine.statistics().aborted == 1)
+    await until(lambda: other_tasks() <= before)
+
+
+async def test_a_stream_that_nobody_has_read(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    """It is dropped by another thread, as a collection may come up anywhere."""
+    held = [await client.chat.completions.create(**asked(ENDLESS), stream=True)]
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    dropping = threading.Thread(target=drop)
+    dropping.start()
+    dropping.join()
+    await until(lambda: engine.statistics().aborted == 1)
+
+
+async def test_cancelled_anywhere(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    drawn = random.Random(0)
+    before = other_tasks()
+    big = [{"role": "user", "content": [image_part(3, width=400, height=400)]}]
+
+    async def work(number: int) -> None:
+        messages = big if number % 5 == 0 else HELLO
+        answer: Any = await client.chat.completions.create(
+            **asked(20, messages), stream=number % 2 == 1
+        )
+        if number % 2 == 1:
+            await text_of(answer)
+
+    ends = {"cancelled": 0, "complete": 0}
+    for number in range(50):
+        try:
+            await cancelled_at(work(number), drawn.randrange(16))
+            ends["complete"] += 1
+        except asyncio.CancelledError:
+            ends["cancelled"] += 1
+        # Nothing is left but what was cancelled in its very last steps.
+        assert len(other_tasks() - before) <= 1
+        await until(lambda: other_tasks() <= before)
+    assert ends["cancelled"] > 20
+    await settled(engine)
+
+
+async def test_cancelling_ends_the_engines_request_at_once(
+    engine: AsyncEngine, client: AsyncOpenAI
+) -> None:
+    spans = Spans(engine)
+    task = asyncio.ensure_future(client.chat.completions.create(**asked(ENDLESS)))
+    await until(lambda: len(spans.spans) > 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.statistics().aborted == 1
+
+
+async def test_another_loop(client: AsyncOpenAI) -> None:
+    def ask() -> None:
+        asyncio.run(client.chat.completions.create(**asked()))
+
+    with pytest.raises(errors.WrongLoopError, match="the event loop that started it"):
+        await asyncio.to_thread(ask)
+
+
+def count_requests(client: AsyncOpenAI) -> list[Any]:
+    """The requests that a client makes from now on, second tries among them."""
+    found: list[Any] = []
+
+    async def note(request: Any) -> None:
+        found.append(request)
+
+    client._client.event_hooks["request"].append(note)
+    return found
+
+
+async def test_an_engine_that_does_not_run(folder: Path) -> None:
+    """OpenAI's error, and no second try: nobody else will start it."""
+    engine = AsyncEngine.from_pretrained(folder, device="cpu")
+    async with engine.openai_client() as client:
+        requests = count_requests(client)
+        with pytest.raises(openai.InternalServerError, match="has not been started") as caught:
+            await client.chat.completions.create(**asked())
+        assert caught.value.status_code == 503 and caught.value.code == "engine_closed"
+        await engine.aclose()
+        with pytest.raises(openai.InternalServerError, match="the engine is closed"):
+            await client.chat.completions.create(**asked())
+    assert len(requests) == 2
+
+
+async def test_an_engine_that_is_closed_ends_streams(folder: Path) -> None:
+    async with AsyncEngine.from_pretrained(folder, device="cpu") as engine:
+        client = engine.openai_client()
+        stream = await client.chat.completions.create(**asked(ENDLESS), stream=True)
+        await anext(stream)
+        closing = asyncio.ensure_future(engine.aclose())
+        with pytest.raises(openai.APIError, match="the engine was closed"):
+            await text_of(stream)
+        await closing
+        await client.close()
+
+
+async def test_an_engine_without_room_is_asked_again(folder: Path) -> None:
+    async with running_engine(folder, max_num_seqs=1, max_queued_requests=1) as engine:
+        client = engine.openai_client()
+        stream = await client.chat.completions.create(**asked(ENDLESS), n=2, stream=True)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.with_options(max_retries=0).chat.completions.create(**asked(2))
+        assert "x-should-retry" not in caught.value.response.headers
+        requests = count_requests(client)
+        again = asyncio.ensure_future(client.chat.completions.create(**asked(2)))
+        await until(lambda: requests)
+        await stream.close()
+        assert (await again).usage and len(requests) == 2
+
+
+async def test_a_client_that_is_closed_ends_its_requests(
+    engine: AsyncEngine, client: AsyncOpenAI
+) -> None:
+    stream = await client.chat.completions.create(**asked(ENDLESS), stream=True)
+    await anext(stream)
+    await client.close()
+    assert engine.statistics().aborted == 1
+
+
+async def test_clients_leave_nothing_in_the_engine(engine: AsyncEngine) -> None:
+    heard = (list(engine.instruments.watchers), list(engine.instruments.listeners))
+    for _ in range(3):
+        await engine.openai_client().chat.completions.create(**asked(1))
+    assert (engine.instruments.watchers, engine.instruments.listeners) == heard
+
+
+async def test_options(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere.invalid/v1")
+    monkeypatch.setenv("HTTP_PROXY", "http://elsewhere.invalid:1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    client = engine.openai_client(model_names="my-model", max_retries=5, timeout=7.0)
+    assert (client.max_retries, client.timeout) == (5, 7.0)
+    answer = await client.chat.completions.create(**asked(2, model="my-model"))
+    assert answer.model == "my-model"
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        await client.chat.completions.create(**asked(2))
+    for name in ("base_url", "http_client"):
+        with pytest.raises(errors.InvalidRequestError, match=name):
+            engine.openai_client(**{name: "http://elsewhere.invalid"})
+    with pytest.raises(errors.InvalidRequestError, match="did you mean 'max_retries'"):
+        engine.openai_client(max_retry=1)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.delitem(sys.modules, "aioengine.asgi.in_process", raising=False)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    engine = AsyncEngine.from_pretrained(folder)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "aioengine\[client\]"'):
+        engine.openai_client()
+
+
+def test_under_uvloop(folder: Path) -> None:
+    async def main() -> None:
+        async with running_engine(folder) as engine, engine.openai_client() as client:
+            expected = (await engine.generate(HELLO, greedy(12))).text
+            stream = await client.chat.completions.create(**asked(), stream=True)
+            assert await text_of(stream) == expected
+            stream = await client.chat.completions.create(**asked(ENDLESS), stream=True)
+            await anext(stream)
+            await stream.close()
+            assert engine.statistics().aborted == 1
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+async def test_an_audio_file_is_uploaded(tmp_path: Path) -> None:
+    save_listener("whisper", tmp_path / "whisper", tokenizer_for("whisper", WORDS))
+    samples = sound(0, 1.0)[: int(0.8 * RATE)].astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE, format="WAV", subtype="FLOAT")
+    async with running_engine(tmp_path / "whisper", max_model_len=None) as engine:
+        expected = await engine.generate("", greedy(8), audios=[(samples, RATE)])
+        client = engine.openai_client()
+        answer = await client.audio.transcriptions.create(
+            model=engine.model_name, file=("a.wav", file.getvalue())
+        )
+        assert answer.text.startswith(expected.text.strip()[:4]) and answer.text
