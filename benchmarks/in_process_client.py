@@ -25,7 +25,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from aioengine import AsyncEngine, SamplingParams, demo_model
-from aioengine.asgi.in_process import http_client_of
+from aioengine.asgi.in_process import InProcessClient
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Describe the picture."}]
 CHUNK = {
@@ -151,7 +151,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"device": "cpu", "max_model_len": 1024}
     async with AsyncEngine.from_pretrained(arguments.model, **options) as engine:
         client = engine.openai_client()
-        canned = http_client_of(engine, canned_app(arguments.tokens))
+        canned = InProcessClient(engine, canned_app(arguments.tokens))
         floor = client.with_options(http_client=canned)
         name = engine.model_name
         sides = {

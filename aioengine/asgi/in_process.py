@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
         f'{error.name} is not installed: pip install "aioengine[client]"', name=error.name
     ) from error
 
-__all__ = ["http_client_of", "openai_client"]
+__all__ = ["InProcessClient", "openai_client"]
 
 MOUNT = "/v1"
 URL = f"http://aioengine{MOUNT}"
@@ -52,19 +52,35 @@ def openai_client(
     """
     known = signature(openai.AsyncOpenAI).parameters.keys() - set(OWN)
     refuse_names("openai_client() has no option {}", options, known)
-    http_client = http_client_of(engine, client_app(engine, model_names=model_names))
+    http_client = InProcessClient(engine, client_app(engine, model_names=model_names))
     given = {"api_key": "none", **options}
     client = openai.AsyncOpenAI(base_url=URL, http_client=http_client, **given)
     _ = client.chat.completions  # which is imported when it is first used
     return client
 
 
-def http_client_of(engine: AsyncEngine, app: ASGIApp) -> Any:
-    """Return an HTTP client of the `openai` package's kind, whose requests the app answers."""
-    client_class: Any = openai.DefaultAsyncHttpxClient
-    library = import_module(client_class.__mro__[1].__module__.partition(".")[0])
-    # No proxies and no passwords of the environment's: nothing leaves the process.
-    return client_class(transport=_Transport(engine, app, library), trust_env=False)
+class InProcessClient(openai.DefaultAsyncHttpxClient):
+    """HTTP client of the `openai` package's kind, whose requests an app of the engine's answers."""
+
+    def __init__(self, engine: AsyncEngine, app: ASGIApp) -> None:
+        library = import_module(InProcessClient.__mro__[2].__module__.partition(".")[0])
+        transport: Any = _Transport(app, library)
+        # No proxies and no passwords of the environment's: nothing leaves the process.
+        super().__init__(transport=transport, trust_env=False)
+        self._engine = engine
+
+    def build_request(self, *args: Any, **options: Any) -> Any:
+        """Make a request. Raises WrongLoopError on another event loop than the engine's.
+
+        Here and not where it is sent, as OpenAI's clients may try again whatever that raises.
+        """
+        try:
+            self._engine.check_room(0)
+        except WrongLoopError:
+            raise
+        except AioEngineError:
+            pass  # the app says so, in OpenAI's words
+        return super().build_request(*args, **options)
 
 
 class _Exchange:
@@ -161,8 +177,11 @@ class _Body:
         self._exchange = exchange
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while data := await self._exchange.read():
-            yield data
+        try:
+            while data := await self._exchange.read():
+                yield data
+        finally:  # a reader that is cancelled may not close what it reads
+            await self._exchange.leave()
 
     async def aclose(self) -> None:
         await self._exchange.leave()
@@ -172,10 +191,9 @@ class _Body:
 
 
 class _Transport:
-    """Transport of a client's requests to an app of the engine's, on the engine's event loop."""
+    """Transport of a client's requests to an app of the engine's."""
 
-    def __init__(self, engine: AsyncEngine, app: ASGIApp, library: Any) -> None:
-        self._engine = engine
+    def __init__(self, app: ASGIApp, library: Any) -> None:
         self._app = app
         self._library = library
         # The library knows its streams by their class.
@@ -189,11 +207,7 @@ class _Transport:
         await self.aclose()
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Return the response as soon as it begins.
-
-        Raises WrongLoopError, and the library's ReadTimeout and ReadError.
-        """
-        self._check_loop()
+        """Return the response once it begins. Raises the library's ReadTimeout and ReadError."""
         exchange = _Exchange(self._app, _scope(request), request, self._library)
         self._live.add(exchange)
         exchange.task.add_done_callback(lambda _: self._live.discard(exchange))
@@ -211,14 +225,6 @@ class _Transport:
         """End all that is under way."""
         for exchange in tuple(self._live):
             await exchange.leave()
-
-    def _check_loop(self) -> None:
-        try:
-            self._engine.check_room(0)
-        except WrongLoopError:
-            raise
-        except AioEngineError:
-            pass  # the app says so, in OpenAI's words
 
 
 def _scope(request: Any) -> dict[str, Any]:

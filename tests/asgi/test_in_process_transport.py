@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from aioengine import AsyncEngine
-from aioengine.asgi.in_process import MAX_WAITING, URL, _Transport, http_client_of
+from aioengine.asgi.in_process import MAX_WAITING, URL, InProcessClient, _Transport
 from tests.support.engines import other_tasks, until
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -76,7 +76,7 @@ async def test_an_app_waits_while_nobody_reads(engine: AsyncEngine) -> None:
         await send(part(more_body=False))
 
     app = App(answer)
-    async with http_client_of(engine, app) as client, client.stream("GET", URL) as response:
+    async with InProcessClient(engine, app) as client, client.stream("GET", URL) as response:
         await passes()
         assert num_sent == MAX_WAITING
         parts = response.aiter_raw()
@@ -100,7 +100,7 @@ async def test_each_part_comes_as_it_is_sent(engine: AsyncEngine) -> None:
         await send(part(more_body=False))
 
     app = App(answer)
-    async with http_client_of(engine, app) as client, client.stream("GET", URL) as response:
+    async with InProcessClient(engine, app) as client, client.stream("GET", URL) as response:
         parts = response.aiter_raw()
         for letter in (b"a", b"b"):
             assert await anext(parts) == letter
@@ -125,7 +125,7 @@ async def test_a_reader_who_leaves(engine: AsyncEngine) -> None:
                 await send(part(b"b"))
 
     app = App(answer)
-    async with http_client_of(engine, app) as client, client.stream("GET", URL) as response:
+    async with InProcessClient(engine, app) as client, client.stream("GET", URL) as response:
         assert await anext(response.aiter_raw()) == b"a"
     assert heard == [{"type": "http.disconnect"}]
     assert app.ends == ["cancelled"]
@@ -142,7 +142,7 @@ async def test_a_request_passes_as_it_is(engine: AsyncEngine) -> None:
         await send(part(b"whole", more_body=False))
 
     app = App(answer)
-    async with http_client_of(engine, app) as client:
+    async with InProcessClient(engine, app) as client:
         response = await client.post(f"{URL}/a%20b?c=d", content=body, headers={"X-Own": "e"})
     assert (response.status_code, response.text) == (201, "whole")
     assert response.headers.get_list("x-a") == ["1", "2"]
@@ -162,7 +162,7 @@ async def test_the_callers_context_is_seen(engine: AsyncEngine) -> None:
         NAME.set(name)
         return str((await client.get(URL)).text)
 
-    async with http_client_of(engine, App(answer)) as client:
+    async with InProcessClient(engine, App(answer)) as client:
         names = await asyncio.gather(ask(client, "a"), ask(client, "b"))
     assert names == ["a", "b"]
 
@@ -184,7 +184,7 @@ async def test_nothing_comes_in_time(engine: AsyncEngine, has_begun: bool) -> No
         await asyncio.Event().wait()
 
     app = App(answer)
-    async with openai_over(http_client_of(engine, app)) as client:
+    async with openai_over(InProcessClient(engine, app)) as client:
         with pytest.raises(openai.APITimeoutError):
             async for _ in await ask(client.with_options(timeout=0.01), stream=True):
                 pass
@@ -222,7 +222,7 @@ async def _is_cancelled(receive: Any, send: Any) -> None:
 async def test_an_app_that_ends_too_early(
     engine: AsyncEngine, answer: Any, cause: type[Exception] | None
 ) -> None:
-    async with openai_over(http_client_of(engine, App(answer))) as client:
+    async with openai_over(InProcessClient(engine, App(answer))) as client:
         with pytest.raises(openai.APIConnectionError) as caught:
             async for _ in await ask(client, stream=True):
                 pass
@@ -239,13 +239,13 @@ async def test_an_app_that_fails_behind_its_response(
         await send(part(b"whole", more_body=False))
         raise ZeroDivisionError
 
-    async with http_client_of(engine, App(answer)) as client:
+    async with InProcessClient(engine, App(answer)) as client:
         assert (await client.get(URL)).text == "whole"
         await passes()
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_over_httpx(engine: AsyncEngine) -> None:
+async def test_over_httpx() -> None:
     """The library that earlier versions of the `openai` package stand on."""
     event = b'data: {"id": "a", "choices": [{"index": 0, "delta": {"content": "b"}}]}\n\n'
 
@@ -255,7 +255,7 @@ async def test_over_httpx(engine: AsyncEngine) -> None:
         await asyncio.Event().wait()
 
     app = App(answer)
-    transport: Any = _Transport(engine, app, httpx)
+    transport: Any = _Transport(app, httpx)
     async with openai_over(httpx.AsyncClient(transport=transport)) as client:
         async with await ask(client, stream=True) as stream:
             assert (await anext(stream)).choices[0].delta.content == "b"

@@ -24,6 +24,7 @@ WANTED = [
     "embed_in_starlette",
     "hello",
     "many",
+    "openai_client",
     "ray_serve",
     "script",
     "stream",
@@ -92,6 +93,18 @@ def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for image in images:
         assert sum(line.startswith(f"{image.name}: ") for line in lines) == 2
     assert lines[-1] == f"{len(images)} images were encoded"
+
+
+def test_openai_client(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "".join(run("openai_client", capsys)).strip()
+
+
+def test_openai_client_and_hello_agree(
+    tiny_assets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aioengine, "ASSETS", tiny_assets)
+        assert run("openai_client", capsys) == run("hello", capsys)
 
 
 def test_cancel(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
