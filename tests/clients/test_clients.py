@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.support.scripts import script_by
 from tests.support.tiny import tiny_llama, tiny_tokenizer
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 PACKAGES = Path(os.environ.get("AIOENGINE_CLIENTS", "/nowhere"))
 MAX_S = 100.0
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -58,9 +59,9 @@ def answer(prompt: str) -> str:
     return FIRST.replace("I look.\n", "") if "Just call." in prompt else FIRST
 
 
-async def printed(*words: str) -> Any:
-    """What a program prints, as JSON."""
-    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": str(PACKAGES / "python")}
+async def printed(*words: str, reads: Callable[[str], Any] = json.loads) -> Any:
+    """What a program prints, its last line as JSON."""
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": f"{PACKAGES / 'python'}:{ROOT}"}
     process = await asyncio.create_subprocess_exec(
         *words,
         env={**os.environ, **quiet},
@@ -69,7 +70,7 @@ async def printed(*words: str) -> Any:
     )
     out, err = await asyncio.wait_for(process.communicate(), MAX_S)
     assert process.returncode == 0, err.decode()
-    return json.loads(out.decode().strip().splitlines()[-1])
+    return reads(out.decode().strip().splitlines()[-1])
 
 
 async def python(name: str, url: str) -> Any:
@@ -102,6 +103,11 @@ async def test_litellm(url: str) -> None:
 async def test_an_agent_of_pydantic_ai(url: str) -> None:
     found = await python("agent_pydantic", url)
     assert found == {"whole": LAST, "streamed": LAST, "asked": ["Paris", "Paris"]}
+
+
+async def test_the_example_of_pydantic_ai_in_process() -> None:
+    words = sys.executable, "-m", "tests.clients.run_example"
+    assert await printed(*words, reads=str) == "It is 42."
 
 
 async def test_langchain(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import runpy
@@ -13,10 +14,13 @@ import pytest
 
 import aioengine
 from tests.examples.conftest import skip_unless_shipped
+from tests.support.scripts import script_all
+from tests.support.tools_model import save_tiny_caller
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 WANTED = [
+    "agent",
     "cancel",
     "chat",
     "embed_in_aiohttp",
@@ -25,6 +29,7 @@ WANTED = [
     "hello",
     "many",
     "openai_client",
+    "pydantic_agent",
     "ray_serve",
     "script",
     "stream",
@@ -93,6 +98,26 @@ def test_many(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for image in images:
         assert sum(line.startswith(f"{image.name}: ") for line in lines) == 2
     assert lines[-1] == f"{len(images)} images were encoded"
+
+
+def test_agent(tmp_path: Path, tiny_assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three turns: a tool, the other one with what the first has said, and the answer."""
+    save_tiny_caller(tmp_path)
+    today, asked = datetime.date.today().isoformat(), []
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+
+    def choose(prompt: str) -> str:
+        asked.append(prompt)
+        assert "What is six times seven?" in prompt and "<image>" in prompt
+        if f"{today}<" not in prompt:
+            return call % ("today", "{}")
+        return "It is 42." if "42<" in prompt else call % ("multiply", '{"a": 6, "b": 7}')
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aioengine, "ASSETS", tiny_assets)
+        patch.setattr(sys, "argv", ["agent.py", str(tmp_path), "What is six times seven?"])
+        script_all(patch, choose)
+        assert run("agent", capsys) == ["It is 42."] and len(asked) == 3
 
 
 def test_openai_client(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,18 +19,10 @@ from aioengine.processors.chat.renderer import ChatRenderer
 from aioengine.processors.chat.tools import read_choice, read_tools
 from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 from tests.processors.conftest import context_of, make_tokenizer
+from tests.support.tools_model import TEMPLATE
 
 TEMPLATES = {
-    "hermes": (
-        "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-        "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
-        "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-        "{% endif %}"
-    ),
+    "hermes": TEMPLATE,
     "tags": (
         "{% for tool in tools or [] %}<function>{{ tool.function.name }}"
         "{% for key, value in tool.function.parameters.properties.items() %}\n<parameter>"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from aioengine import AsyncEngine
+from aioengine.engine.input_processor import InputProcessor
 from aioengine.processors.chat.renderer import ChatPrompt
 from tests.support.tiny import EOS
 
@@ -40,11 +44,27 @@ def script(engine: AsyncEngine, answer: str) -> int:
 
 def script_by(engine: AsyncEngine, choose: Callable[[str], str]) -> None:
     """Have each of the engine's answers be what `choose` makes of its prompt."""
-    size = engine._core.loaded.runner.model.vocab_size
+    processor = engine._core.input_processor
+    processor._compile = partial(_chosen, processor, choose)
 
-    async def compiled(_params: object, chat: ChatPrompt | None = None) -> list[Script]:
-        assert chat is not None
-        answer = choose(engine.tokenizer.decode(chat.token_ids))
-        return [Script(engine.tokenizer.encode(answer, add_special_tokens=False), size)]
 
-    engine._core.input_processor._compile = compiled
+def script_all(patch: pytest.MonkeyPatch, choose: Callable[[str], str]) -> None:
+    """Do the same for all engines."""
+
+    async def compiled(processor: InputProcessor, *given: Any) -> list[Script]:
+        return await _chosen(processor, choose, *given)
+
+    patch.setattr(InputProcessor, "_compile", compiled)
+
+
+async def _chosen(
+    processor: InputProcessor,
+    choose: Callable[[str], str],
+    _params: object,
+    chat: ChatPrompt | None = None,
+) -> list[Script]:
+    assert chat is not None
+    tokenizer = processor._loaded.loop_processor.info.get_tokenizer()
+    answer = choose(tokenizer.decode(chat.token_ids))
+    size = processor._loaded.runner.model.vocab_size
+    return [Script(tokenizer.encode(answer, add_special_tokens=False), size)]
