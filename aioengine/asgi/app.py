@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Unpack
 
@@ -19,11 +19,15 @@ from aioengine.asgi.api.chat import ChatAnswer, read_chat
 from aioengine.asgi.api.completions import TextAnswer, read_completion
 from aioengine.asgi.api.files import Files, FileStore
 from aioengine.asgi.api.generation import Generation
+from aioengine.asgi.api.messages import MessagesAnswer, read_counted, read_messages
+from aioengine.asgi.api.openapi import document
+from aioengine.asgi.api.tokenize import Tokens, count, read_text, read_tokenize, show, text_of
 from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.client_task import Reply
 from aioengine.asgi.error_responses import (
     RETRY_AFTER_S,
     ApiError,
+    anthropic_error,
     api_error,
     error_response,
     forget_frames,
@@ -41,16 +45,17 @@ CLIENT_LEFT = 499
 
 Handler = Callable[[Scope, Any, Send], Awaitable[None]]
 """Its second argument is a BoundedBody."""
+ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def openai_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
     """OpenAI's API for one engine, to be mounted in an application: `app.mount("/v1", ...)`.
 
-    Serves chat/completions, completions, audio/transcriptions, models, health and metrics. The
-    host's lifespan starts and closes the engine; where the app is served by itself, its own does,
-    if nobody has started the engine before. `options`: see ServiceOptions. Raises
-    InvalidRequestError for an empty key.
+    Serves chat/completions, completions, audio/transcriptions, models, health and metrics, and
+    Anthropic's messages, tokenize, detokenize and openapi.json. The host's lifespan starts and
+    closes the engine; where the app is served by itself, its own does, if nobody has started the
+    engine before. `options`: see ServiceOptions. Raises InvalidRequestError for an empty key.
     """
     return _application(engine, options, _openai_routes)
 
@@ -134,6 +139,7 @@ def _service_routes(service: Service) -> list[BaseRoute]:
     probes = _probes(service)
     return [
         *(_endpoint(service, route.path, route.app) for route in page.routes()),
+        *_tokens(service),
         *probes,
         Mount("/v1", routes=[*_api_routes(service), *probes]),
     ]
@@ -164,6 +170,10 @@ def _api_routes(service: Service) -> list[BaseRoute]:
         "/batches": batches.all,
         "/batches/{name}": batches.one,
     }
+    anthropic: dict[str, Handler] = {
+        "/messages": Generation(service, read_messages, MessagesAnswer),
+        "/messages/count_tokens": Tokens(service, read_counted, count),
+    }
 
     async def models(scope: Scope, receive: Receive, send: Send) -> None:
         fields = {"object": "model", "created": service.created, "owned_by": "aioengine"}
@@ -173,12 +183,30 @@ def _api_routes(service: Service) -> list[BaseRoute]:
             answer = {"id": service.check_model(name), **fields}
         await JSONResponse(answer)(scope, receive, send)
 
-    return [
+    async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
+        found = document(routes, scope.get("root_path", ""), service.keys.are_asked_for)
+        await JSONResponse(found)(scope, receive, send)
+
+    routes = [
         *(_endpoint(service, path, handle, "POST") for path, handle in posts.items()),
         *(_endpoint(service, path, handle) for path, handle in gets.items()),
         _endpoint(service, "/files/{name}", files.one, "DELETE"),
+        *(
+            _endpoint(service, path, handle, "POST", anthropic_error)
+            for path, handle in anthropic.items()
+        ),
         _endpoint(service, "/models", models),
         _endpoint(service, "/models/{name:path}", models),
+        _endpoint(service, "/openapi.json", openapi),
+        *_tokens(service),
+    ]
+    return routes
+
+
+def _tokens(service: Service) -> list[BaseRoute]:
+    return [
+        _endpoint(service, "/tokenize", Tokens(service, read_tokenize, show), "POST"),
+        _endpoint(service, "/detokenize", Tokens(service, read_text, text_of), "POST"),
     ]
 
 
@@ -199,16 +227,28 @@ def _probes(service: Service) -> list[BaseRoute]:
     return [Route("/health", health, methods=["GET"]), _endpoint(service, "/metrics", scrape)]
 
 
-def _endpoint(service: Service, path: str, handle: Handler, method: str = "GET") -> Route:
-    return Route(path, _Endpoint(service, handle), methods=[method])
+def _endpoint(
+    service: Service,
+    path: str,
+    handle: Handler,
+    method: str = "GET",
+    error_body: ErrorBody | None = None,
+) -> Route:
+    return Route(path, _Endpoint(service, handle, error_body), methods=[method])
 
 
 class _Endpoint:
-    """An ASGI app for those who have a key, with bounded bodies, whose errors are OpenAI's."""
+    """An ASGI app for those who have a key, with bounded bodies.
 
-    def __init__(self, service: Service, handle: Handler) -> None:
+    Its errors are OpenAI's, or have the bodies that `error_body` makes.
+    """
+
+    def __init__(
+        self, service: Service, handle: Handler, error_body: ErrorBody | None = None
+    ) -> None:
         self._service = service
         self._handle = handle
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, body = Reply(send), self._service.bounded(scope, receive)
@@ -232,6 +272,8 @@ class _Endpoint:
                 # The rest may never come. A client that is quick to send should have the answer
                 # first, which a server that closes at once takes from it.
                 found.headers = {**found.headers, "connection": "close"}
-            await error_response(found)(scope, receive, reply)
+            shape = self._error_body
+            body_of = None if shape is None else shape(found)
+            await error_response(found, body_of)(scope, receive, reply)
         finally:
             body.close()

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors as OpenAI's clients expect them, and as Anthropic's do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from aioengine import errors
 
-__all__ = ["ApiError", "api_error", "error_response", "forget_frames"]
+__all__ = ["ApiError", "anthropic_error", "api_error", "error_response", "forget_frames"]
 
 RETRY_AFTER_S = 1
 """Of what is over soon: a queue moves on, an engine comes up or another one is asked."""
@@ -32,6 +32,16 @@ KNOWN: tuple[tuple[type[Exception], int, str, str], ...] = (
     (errors.RequestAbortedError, 503, UNAVAILABLE, "aborted"),
 )
 """Errors of the engine's, the first that fits: their status, type and code."""
+ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors by their status; of others see `anthropic_error`."""
 AGAIN = (424, 429, 503)
 """Statuses of what is worth another try."""
 
@@ -88,7 +98,14 @@ def forget_frames(error: BaseException) -> None:
             left += found.exceptions
 
 
-def error_response(error: ApiError) -> Response:
-    """The whole HTTP response."""
-    body, headers = json.dumps(error.body), dict(error.headers)
-    return Response(body, error.status, headers, media_type="application/json")
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error in Anthropic's shape."""
+    other = INVALID if error.status < 500 else "api_error"
+    kind = ANTHROPIC.get(error.status, other)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> Response:
+    """The whole HTTP response. `body`: in another shape than OpenAI's."""
+    text = json.dumps(error.body if body is None else body)
+    return Response(text, error.status, dict(error.headers), media_type="application/json")

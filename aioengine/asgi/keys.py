@@ -51,7 +51,8 @@ class Keys:
         return bool(self._names)
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError without a key: as a bearer token, or as the password of a browser's user.
+        """Raise ApiError without a key: as a bearer token, as the password of a browser's user, or
+        in the header `x-api-key`.
 
         Compared in constant time with all keys, whatever the lengths. Puts the key's name into the
         scope.
@@ -90,7 +91,9 @@ class Keys:
         return None if hosts is None and own is None else json.dumps([hosts, own])
 
     def _given(self, scope: Scope) -> bytes:
-        return _digest(_credentials(Headers(scope=scope).get("authorization", "")))
+        headers = Headers(scope=scope)
+        own = headers.get("x-api-key", "").strip().encode("latin-1")
+        return _digest(_credentials(headers.get("authorization", "")) or own)
 
 
 def _credentials(authorization: str) -> bytes:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aioengine.config import EngineConfig
 from aioengine.engine.lifecycle import EngineLifecycle
 from aioengine.engine.loading.devices import load_model, open_device
+from aioengine.engine.prompts import PromptLike, read_prompt
 from aioengine.engine.request_calls import RequestCalls
 from aioengine.errors import (
     EngineClosedError,
@@ -203,7 +204,7 @@ class AsyncEngine(RequestCalls):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    # ---- caches and figures
+    # ---- tokens, caches and figures
 
     async def reset_caches(self) -> None:
         """Forget all prefixes, encoder outputs and processed media that no live request holds."""
@@ -216,6 +217,36 @@ class AsyncEngine(RequestCalls):
         self._lifecycle.check_loop()
         assert self._core is not None
         return self._core.statistics()
+
+    async def tokenize(
+        self,
+        prompt: PromptLike,
+        *,
+        images: Any = (),
+        videos: Any = (),
+        audios: Any = (),
+        tools: Sequence[Any] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids that `generate` would give to the model for these arguments, media expanded;
+        of an encoder-decoder model, the encoder's.
+
+        Nothing is scheduled. A few prompts are read at a time, the others wait. Raises what
+        `generate` raises before a request is admitted.
+        """
+        core = self._serving_core()
+        media = {"image": images, "video": videos, "audio": audios}
+        chat = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        return await core.tokenize(read_prompt(prompt, media, chat))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens among them, off the loop's thread."""
+        return await self._serving_core().detokenize(token_ids)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer at most."""
+        return self._serving_core().loaded.limits.max_model_len
 
     @property
     def model_name(self) -> str:

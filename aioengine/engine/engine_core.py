@@ -7,8 +7,9 @@ on the device's launch thread and on worker threads, and comes back through futu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import asdict
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -23,17 +24,27 @@ from aioengine.engine.lifecycle import EngineLifecycle
 from aioengine.engine.loading.loader import Loaded
 from aioengine.engine.request_state import RequestState
 from aioengine.engine.request_tracker import RequestTracker
-from aioengine.errors import EngineDeadError, RequestAbortedError
+from aioengine.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RequestAbortedError,
+    is_int,
+    typed,
+)
 from aioengine.instruments import Instruments, StageSpan, timed
 from aioengine.kernels.cpu.library import end_team
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.device import Device
-from aioengine.streams.tokens import TokenStream, open_stream
+from aioengine.streams.loop_bridge import run_in
+from aioengine.streams.tokens import TokenSink, TokenStream, open_stream
 from aioengine.types import OUTCOMES, EngineState, EngineStatistics, Prompt
 
 __all__ = ["EngineCore"]
 
 Task = asyncio.Task[None]
+TOKENIZED_AT_ONCE = 8
+"""Prompts whose tokens somebody wants to see: others wait for their turn."""
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class EngineCore:
@@ -55,6 +66,7 @@ class EngineCore:
         self.scheduler = Scheduler(loaded.limits)
         self.input_processor = InputProcessor(loaded, config, loaded.source, instruments)
         self._changed = asyncio.Event()
+        self._tokenizing = asyncio.Semaphore(TOKENIZED_AT_ONCE)
         self.tracker = RequestTracker(
             self.scheduler, self.input_processor, instruments, changed=self._changed.set
         )
@@ -127,6 +139,55 @@ class EngineCore:
         state = RequestState(request_id, sink, params, priority=priority)
         self.tracker.open(state, partial(self._spawn, self.tracker.admit, state, prompt))
         return stream
+
+    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's token ids, rendered and laid out; nothing is scheduled."""
+        ids: tuple[int, ...] = await self._attend(partial(self._tokenize, prompt))
+        return ids
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens among them."""
+        tokenizer, thread = self.loaded.layout_processor.info.get_tokenizer(), self.input_processor
+        text: str = await self._attend(
+            partial(run_in, thread.thread, _decode, tokenizer, token_ids)
+        )
+        return text
+
+    async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.tool_choice != "none":
+            prompt = replace(prompt, tool_choice="auto")  # a call that has to be needs a grammar
+        sink = TokenSink(lambda: None, None)
+        state = RequestState(f"tokens-{uuid.uuid4().hex}", sink, SamplingParams(), priority=0)
+        try:
+            first, *_ = await self.input_processor.prepare(state, prompt)
+        finally:
+            if state.lease is not None:
+                state.lease.close()
+        # Of an encoder-decoder model the encoder's.
+        layout = state.layout
+        return first.request.prompt_token_ids if layout is None else tuple(layout.token_ids)
+
+    async def _attend(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Await work in the engine's scope: it ends with the engine, and with its caller."""
+        outcome: list[Any] = []
+        task = self._spawn(self._note_outcome, work, outcome)
+        try:
+            await asyncio.wait([task])
+            if not outcome:
+                raise RequestAbortedError("the engine was closed")
+            if isinstance(outcome[0], Exception):
+                raise outcome[0]
+            return outcome[0]
+        finally:
+            task.cancel()
+            outcome.clear()  # an error's traceback holds this frame
+
+    async def _note_outcome(self, work: Callable[[], Awaitable[Any]], outcome: list[Any]) -> None:
+        try:
+            async with self._tokenizing:
+                outcome.append(await work())
+        except Exception as error:
+            outcome.append(typed(error))
 
     async def reset_caches(self) -> None:
         """Forget all prefixes, encoder outputs and processed media that no live request holds."""
@@ -283,3 +344,11 @@ class EngineCore:
         names = tuple(s.request_id for s in plan.sequences)
         self._instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
         self.tracker.deliver(plan, result)
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    for index, token_id in enumerate(token_ids):
+        if not is_int(token_id) or not 0 <= token_id <= MAX_TOKEN_ID:
+            name = f"tokens[{index}]"
+            raise InvalidRequestError(f"{name} must be a token id", parameter=name)
+    return str(tokenizer.decode(list(token_ids)))

@@ -87,14 +87,14 @@ class InputProcessor:
         )
         self._readers = TextReaders(loaded.loop_processor.info.get_tokenizer())
         self._starts_outside = _sees_beyond_windows(loaded)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-layout")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-layout")
 
     async def aclose(self) -> None:
         """Drop what is queued and wait for what is being worked on."""
         await self.media.aclose()
         self._loaded.grammars.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        await run_apart(self._thread.shutdown)
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        await run_apart(self.thread.shutdown)
 
     # ---- a request
 
@@ -103,7 +103,7 @@ class InputProcessor:
         self._check_halves(prompt)
         if prompt.embeds is not None:
             constraints = await self._compile(state.params)
-            return await run_in(self._thread, self._lay_out_embeds, state, prompt, constraints)
+            return await run_in(self.thread, self._lay_out_embeds, state, prompt, constraints)
         halves = Halves(
             prompt=prompt.token_ids if prompt.text is None else prompt.text,
             encoder=_either(prompt.encoder_text, prompt.encoder_token_ids),
@@ -114,7 +114,7 @@ class InputProcessor:
             self._refuse_hopeless(prompt)
             media = list_media(prompt)
         else:
-            state.chat = chat = await run_in(self._thread, self._render, prompt)
+            state.chat = chat = await run_in(self.thread, self._render, prompt)
             halves, literals = Halves(prompt=chat.token_ids), chat.literals
             media = [
                 MediaInput(modality, index, each.item, each.parameter, each.trusted, each.uuid)
@@ -125,7 +125,7 @@ class InputProcessor:
         options, outputs = await self._identify(state, media, prompt, "" if read is None else read)
         constraints = await self._compile(state.params, state.chat)
         laid_out = partial(self._lay_out, state, halves, literals, options, outputs)
-        return await run_in(self._thread, laid_out, prompt.cache_salt, constraints)
+        return await run_in(self.thread, laid_out, prompt.cache_salt, constraints)
 
     async def _identify(
         self,

@@ -12,7 +12,7 @@ from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
 
-__all__ = ["Ask", "flag", "make_ask", "prompt_options", "read_structure", "wrong"]
+__all__ = ["Ask", "flag", "in_words", "make_ask", "prompt_options", "read_structure", "wrong"]
 
 MAX_COMPLETIONS = 1024
 """Of all prompts of a request."""
@@ -120,8 +120,13 @@ def read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
 def in_words(error: Exception, aliases: Mapping[str, str]) -> Exception:
     """An error that names the parameter as `aliases` do."""
     name = getattr(error, "parameter", None) or ""
-    alias = aliases.get(name.partition(".")[0])
-    return error.for_parameter(alias) if alias and isinstance(error, InvalidRequestError) else error
+    ends = [len(name), *(end for end in reversed(range(len(name))) if name[end] in ".[")]
+    known = next((name[:end] for end in ends if name[:end] in aliases), None)
+    if known is None or not isinstance(error, InvalidRequestError):
+        return error
+    # A place has the same places in it; what is in an option of ours has no name of the client's.
+    rest = name[len(known) :] if "[" in known else ""
+    return error.for_parameter(aliases[known] + rest)
 
 
 def flag(given: Mapping[str, Any], name: str, path: str = "") -> bool:

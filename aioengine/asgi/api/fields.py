@@ -13,15 +13,20 @@ from typing import Any, NamedTuple
 from aioengine.errors import InvalidRequestError, refuse_names
 
 __all__ = [
+    "ANTHROPIC",
     "BATCHES",
+    "BLOCKS",
     "CHAT",
     "COMPLETIONS",
+    "DETOKENIZE",
     "FILES",
     "MESSAGES",
     "SAMPLING",
     "TABLES",
+    "TOKENIZE",
     "TRANSCRIPTIONS",
     "Field",
+    "Fields",
     "Handling",
     "done",
     "known",
@@ -167,11 +172,78 @@ MESSAGES: Fields = {
     "function_call": refused("give tool_calls", {}),
 }
 """Of one message, which the chat's renderer reads."""
+ANTHROPIC: Fields = {
+    "messages": done("at most 4,096, of at most 4,096 blocks each; the last is no assistant's"),
+    "max_tokens": done("has to be given, except where tokens are counted"),
+    "system": done("text, or blocks of it"),
+    **{name: GENERATION[name] for name in ("model", "stream", "temperature", "top_p", "top_k")},
+    "stop_sequences": done(),
+    "tools": done("custom ones; `eager_input_streaming` gives their arguments as they come"),
+    "tool_choice": done("`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`"),
+    "thinking": done(
+        "given to the chat template as `enable_thinking` and `thinking`; without it the template"
+        " decides; `display: omitted` leaves thoughts out of the answer"
+    ),
+    "output_config": done("`effort`, as `reasoning_effort` to the template; `format`: a schema"),
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
+    "cache_salt": GENERATION["cache_salt"],
+    "mm_processor_kwargs": GENERATION["mm_processor_kwargs"],
+    "metadata": ignored("for Anthropic's own accounts"),
+    "service_tier": ignored("for Anthropic's own accounts"),
+    "user_profile_id": ignored("for Anthropic's own accounts"),
+    "workspace_id": ignored("for Anthropic's own accounts"),
+    "inference_geo": ignored("the engine is where it is"),
+    "speed": ignored("the engine has one"),
+    "cache_control": ignored("prefixes are found by their tokens"),
+    "diagnostics": ignored("prefixes are found by their tokens"),
+    "context_management": ignored("the conversation is taken as it is sent"),
+    "container": refused("no code is run here"),
+    "mcp_servers": refused("no servers are asked; give a tool of your own", []),
+}
+BLOCKS: Fields = {
+    "text": done(),
+    "image": done("a source of type `base64` or `url`"),
+    "tool_use": done(),
+    "tool_result": done("text or blocks of text and images; `is_error` puts `Error: ` before it"),
+    "thinking": done("as `reasoning_content` to the chat template"),
+    "redacted_thinking": ignored("nobody here can read it"),
+    "document": refused("give its text, or its pages as images"),
+    "search_result": refused("give its text"),
+    "container_upload": refused("no code is run here"),
+    "server_tool_use": refused("its tool is not here"),
+    **{
+        f"{tool}_tool_result": refused("its tool is not here")
+        for tool in (
+            *("web_search", "web_fetch", "code_execution", "bash_code_execution"),
+            *("text_editor_code_execution", "tool_search"),
+        )
+    },
+}
+"""Types of the blocks that Anthropic's messages have."""
+TOKENIZE: Fields = {
+    "model": GENERATION["model"],
+    "prompt": done("text; either this or `messages`"),
+    "messages": CHAT["messages"],
+    "tools": CHAT["tools"],
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
+    "mm_processor_kwargs": GENERATION["mm_processor_kwargs"],
+    "cache_salt": GENERATION["cache_salt"],
+    "return_token_strs": done("true: the tokens' texts too"),
+    "add_special_tokens": done("true for a prompt; for messages the chat template decides"),
+    "add_generation_prompt": refused("the tokens are those that an answer follows", True),
+    "continue_final_message": refused("an answer begins anew", False),
+    "chat_template": refused("the model's own is used"),
+}
+DETOKENIZE: Fields = {"model": GENERATION["model"], "tokens": done("token ids")}
 TABLES: Mapping[str, Fields] = {
     "chat/completions": CHAT,
     "chat/completions: messages": MESSAGES,
     "completions": COMPLETIONS,
     "audio/transcriptions": TRANSCRIPTIONS,
+    "messages": ANTHROPIC,
+    "messages: blocks": BLOCKS,
+    "tokenize": TOKENIZE,
+    "detokenize": DETOKENIZE,
     "files": FILES,
     "batches": BATCHES,
 }
