@@ -12,7 +12,7 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.processors.speech import SupportsTranscription
 from aioengine.sampling_params import SamplingParams
 
-__all__ = ["model_facts"]
+__all__ = ["model_facts", "version"]
 
 NAMES = frozenset(
     {*("dtype", "device", "processor_workers", "attention_backend", "model_impl")}
@@ -36,16 +36,17 @@ def model_facts(engine: AsyncEngine) -> dict[str, Any]:
         "sampling": SamplingParams.recommended(engine.processor.info.ctx.generation_config),
         "device": statistics.device,
         "dtype": statistics.dtype,
-        "version": _version(),
+        "version": version(),
         "options": _changed(engine.config, EngineConfig())
         | _changed(engine.config.media, MediaConfig(), "media."),
     }
 
 
-def _version() -> str | None:
+def version() -> str | None:
+    """The installed version; None for a source tree."""
     try:
         return metadata.version("aioengine")
-    except metadata.PackageNotFoundError:  # a source tree on the path
+    except metadata.PackageNotFoundError:
         return None
 
 

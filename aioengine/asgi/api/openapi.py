@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from starlette.routing import BaseRoute, Route
 
-from aioengine import __version__
 from aioengine.asgi.api.fields import (
     ANTHROPIC,
     BATCHES,
@@ -27,6 +26,7 @@ from aioengine.asgi.api.fields import (
     Fields,
     Handling,
 )
+from aioengine.asgi.model_facts import version
 from aioengine.sampling_params import SamplingParams
 
 __all__ = ["document"]
@@ -116,7 +116,7 @@ def document(routes: Iterable[BaseRoute], root: str, needs_key: bool) -> dict[st
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "aioengine", "version": __version__},
+        "info": {"title": "aioengine", "version": version() or "source"},
         "servers": [{"url": root or "/"}],
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": schemes},
