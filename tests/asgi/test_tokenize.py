@@ -76,32 +76,30 @@ async def test_many_tokens(engine: AsyncEngine, client: httpx.AsyncClient) -> No
     assert back.json()["prompt"] == f"<s>{prompt}"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "parameter"),
-    [
-        ("tokenize", {}, "prompt"),
-        ("tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
-        ("tokenize", {"prompt": 7}, "prompt"),
-        ("tokenize", {"prompt": "a", "tools": [{"name": "a"}]}, "tools"),
-        ("tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
-        ("tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
-        ("tokenize", {"messages": CHAT, "add_generation_prompt": False}, "add_generation_prompt"),
-        ("tokenize", {"messages": []}, "messages"),
-        ("tokenize", {"messages": CHAT, "chat_template_kwargs": 3}, "chat_template_kwargs"),
-        ("tokenize", {"prompt": "ab " * 5000}, "prompt"),
-        ("tokenize", {"promt": "a"}, "promt"),
-        ("detokenize", {}, "tokens"),
-        ("detokenize", {"tokens": [1, -2]}, "tokens[1]"),
-        ("detokenize", {"tokens": [1, 1.5]}, "tokens[1]"),
-        ("detokenize", {"tokens": [1, 1 << 40]}, "tokens[1]"),
-    ],
-)
-async def test_bad_requests(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any], parameter: str
-) -> None:
-    response = await client.post(f"/v1/{path}", json=body)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == parameter
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("tokenize", {}, "prompt"),
+    ("tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
+    ("tokenize", {"prompt": 7}, "prompt"),
+    ("tokenize", {"prompt": "a", "tools": [{"name": "a"}]}, "tools"),
+    ("tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+    ("tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+    ("tokenize", {"messages": CHAT, "add_generation_prompt": False}, "add_generation_prompt"),
+    ("tokenize", {"messages": []}, "messages"),
+    ("tokenize", {"messages": CHAT, "chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ("tokenize", {"prompt": "ab " * 5000}, "prompt"),
+    ("tokenize", {"promt": "a"}, "promt"),
+    ("detokenize", {}, "tokens"),
+    ("detokenize", {"tokens": [1, -2]}, "tokens[1]"),
+    ("detokenize", {"tokens": [1, 1.5]}, "tokens[1]"),
+    ("detokenize", {"tokens": [1, 1 << 40]}, "tokens[1]"),
+]
+
+
+async def test_bad_requests(client: httpx.AsyncClient) -> None:
+    for path, body, parameter in BAD:
+        response = await client.post(f"/v1/{path}", json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == parameter
 
 
 # ---- the engine's own call
