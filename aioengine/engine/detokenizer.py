@@ -29,12 +29,15 @@ __all__ = [
     "Piece",
     "TextReaders",
     "TokenTexts",
+    "decode_long",
     "fast_tokenizer",
 ]
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
 """Tokens kept for context; a character takes four bytes, so four tokens, at most."""
+PIECE = 4096
+"""Tokens that are decoded at once: a millisecond."""
 MAX_UNREAD = 64
 """Tokens that may wait for a whole character. More of them are not text, and are shown as such."""
 
@@ -55,6 +58,22 @@ def fast_tokenizer(tokenizer: Any) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     needs_layers = backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False)
     return cast("Tokenizer", tokenizer if needs_layers else backend)
+
+
+def decode_long(tokenizer: Tokenizer, token_ids: Sequence[int], piece: int = PIECE) -> str:
+    """The text of token ids, however many, in pieces: a decoder keeps the GIL while it works."""
+    texts: list[str] = []
+    start = 0
+    while start < len(token_ids):
+        context = list(token_ids[max(0, start - WINDOW) : start])
+        end = start + piece
+        text = tokenizer.decode([*context, *token_ids[start:end]])
+        while end < min(len(token_ids), start + piece + MAX_UNREAD) and text.endswith(REPLACEMENT):
+            end += 1
+            text = tokenizer.decode([*context, *token_ids[start:end]])
+        texts.append(text[len(tokenizer.decode(context)) if context else 0 :])
+        start = end
+    return "".join(texts)
 
 
 class Piece(NamedTuple):

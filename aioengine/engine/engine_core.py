@@ -18,6 +18,7 @@ import torch
 from aioengine.config import MIB, EngineConfig
 from aioengine.core.plan import StepPlan, StepResult
 from aioengine.core.scheduler import Scheduler
+from aioengine.engine.detokenizer import decode_long
 from aioengine.engine.encoder_jobs import EncoderJobs
 from aioengine.engine.input_processor import InputProcessor
 from aioengine.engine.lifecycle import EngineLifecycle
@@ -351,4 +352,4 @@ def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
         if not is_int(token_id) or not 0 <= token_id <= MAX_TOKEN_ID:
             name = f"tokens[{index}]"
             raise InvalidRequestError(f"{name} must be a token id", parameter=name)
-    return str(tokenizer.decode(list(token_ids)))
+    return decode_long(tokenizer, token_ids)

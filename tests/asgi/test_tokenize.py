@@ -9,9 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aioengine import AsyncEngine, EngineConfig, MediaConfig
 from aioengine.asgi import service_app
+from aioengine.engine.detokenizer import decode_long
 from aioengine.engine.engine_core import TOKENIZED_AT_ONCE
 from aioengine.errors import (
     EngineClosedError,
@@ -22,7 +25,7 @@ from aioengine.errors import (
 from tests.asgi.serving import image_part
 from tests.asgi.test_http import client_of
 from tests.support.engines import assert_at_rest, encoded, greedy, running_engine, settled
-from tests.support.tiny import tiny_image
+from tests.support.tiny import tiny_image, tiny_tokenizer
 
 CHAT: list[Any] = [
     {"role": "user", "content": [{"type": "text", "text": "What is in "}, image_part(1)]}
@@ -122,6 +125,14 @@ async def test_few_at_a_time_each_with_its_own(engine: AsyncEngine) -> None:
     found = await asyncio.gather(*map(engine.tokenize, prompts))
     counts = [len(token_ids) for token_ids in found]
     assert counts == sorted(set(counts))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 9))
+def test_texts_in_pieces(token_ids: list[int], piece: int) -> None:
+    """Pieces cut no character in two, and no word of the tokenizer's."""
+    tokenizer = tiny_tokenizer()
+    assert decode_long(tokenizer, token_ids, piece) == tokenizer.decode(token_ids)
 
 
 class Halted:
