@@ -18,14 +18,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from aioengine.errors import InvalidRequestError, OverloadedError
 from aioengine.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from aioengine.processors.chat.calls import CallGrammar
 
 __all__ = ["Constraint", "Grammars"]
 
@@ -91,10 +95,11 @@ class Grammars:
         except Exception as error:  # whatever a tokenizer may be that llguidance does not know
             self._refusal = f"does not work with this model's tokenizer ({type(error).__name__})"
 
-    def submit(self, structure: StructuredOutputs | str, count: int) -> Future[list[Constraint]]:
-        """`count` constraints that share nothing. The future ends with them or the error.
-
-        A text is a grammar in Lark of our own making, whose schemas have been checked.
+    def submit(
+        self, structure: StructuredOutputs | CallGrammar, count: int
+    ) -> Future[list[Constraint]]:
+        """`count` constraints that share nothing. The future ends with them or the error, which
+        names the tool whose schema cannot be followed. The size of schemas has been checked.
 
         Raises InvalidRequestError where the model cannot, OverloadedError where there are too many.
         Whoever waits calls `relieve` from time to time.
@@ -113,9 +118,23 @@ class Grammars:
         """Give up what is not compiled yet; does not wait."""
         self._thread.close()
 
-    def _compile(self, structure: StructuredOutputs | str, count: int) -> list[Constraint]:
+    def _compile(self, structure: StructuredOutputs | CallGrammar, count: int) -> list[Constraint]:
+        if isinstance(structure, StructuredOutputs):
+            return self._compile_text(lambda: _grammar(structure), count)
+        try:
+            return self._compile_text(lambda: _from_lark(structure.text), count)
+        except InvalidRequestError as error:
+            for place in structure.tools:
+                try:
+                    self._compile_text(partial(_from_lark, structure.alone(place)), 1)
+                except InvalidRequestError as found:
+                    reason = str(found).removeprefix(f"{PARAMETER} ")
+                    raise structure.refusal(place, reason) from found
+            raise error.for_parameter("tools") from error  # too much together
+
+    def _compile_text(self, write: Callable[[], str], count: int) -> list[Constraint]:
         with _refusing_panics():
-            grammar = _grammar(structure)
+            grammar = write()
             found = []
             end = time.perf_counter() + MAX_COMPILE_S
             for _ in range(count):
@@ -258,14 +277,18 @@ class Constraint:
         return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._num_words]
 
 
-def _grammar(structure: StructuredOutputs | str) -> str:
+def _from_lark(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return str(LLMatcher.grammar_from_lark(text))
+
+
+def _grammar(structure: StructuredOutputs) -> str:
     """The grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
     found: str
-    if isinstance(structure, str):
-        found = LLMatcher.grammar_from_lark(structure)
-    elif structure.json is not None or structure.json_object:
+    if structure.json is not None or structure.json_object:
         schema = '{"type": "object"}' if structure.json_object else structure.schema_text
         # Overrides come last, so that a schema cannot ask for another style.
         found = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["AnswerParser", "AnswerText", "Parse", "Piece", "Reading"]
+__all__ = ["AnswerParser", "AnswerText", "JsonScan", "Parse", "Piece", "Reading"]
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
 BLANKS = " \t\r\n"
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 Reading = Generator[Piece | None, None, Any]
 """Yields pieces, and None where more text is needed."""
 Tools = Mapping[str, Mapping[str, Any]]
-"""Name of a tool -> the JSON schemas of its arguments, by their names."""
+"""Name of a tool -> the JSON schema of its arguments, an object."""
 Parse = Callable[["AnswerText", Tools], Reading]
 """Reads an answer to a prompt with such tools."""
 
@@ -68,15 +68,16 @@ class AnswerText:
         while True:
             if strips:
                 self._skip_blanks()
-            found = [(place, end) for end in ends if (place := self._text.find(end, self._at)) >= 0]
-            if found:
-                place, end = min(found, key=lambda each: (each[0], -len(each[1])))
+            place, end = self._find(ends)
+            if end:
                 whole = self._text[self._at : place]
                 text = whole.rstrip(BLANKS)
                 self.blanks = whole[len(text) :]
                 self._at = place + len(end)
             else:
-                text, end = self._certain(ends), ""
+                text = self._certain(ends)
+                if ends and not self.is_over:
+                    text = text.rstrip(BLANKS)
                 self._at += len(text)
             if text and kind is not None:
                 strips = False
@@ -87,17 +88,23 @@ class AnswerText:
                 return None
             yield None
 
+    def _find(self, ends: Sequence[str]) -> tuple[int, str]:
+        """Find the first of the ends, the longest of those at one place; "" if there is none, or
+        one may have begun before it."""
+        found = [(place, end) for end in ends if (place := self._text.find(end, self._at)) >= 0]
+        place, end = min(found, key=lambda each: (each[0], -len(each[1])), default=(-1, ""))
+        may_be_other = len(ends) > 1 and place > self._at + len(self._certain(ends))
+        return (-1, "") if may_be_other else (place, end)
+
     def _certain(self, ends: Sequence[str]) -> str:
-        """Return the text that no end can begin in, without blanks at its end, which may be left
-        out."""
+        """Return the text that no end can begin in."""
         rest = self._text[self._at :]
         if self.is_over:
             return rest
         longest = max(map(len, ends), default=1) - 1
         sizes = range(min(longest, len(rest)), 0, -1)
         held = next((n for n in sizes if any(end.startswith(rest[-n:]) for end in ends)), 0)
-        rest = rest[: len(rest) - held]
-        return rest.rstrip(BLANKS) if ends else rest
+        return rest[: len(rest) - held]
 
     def peek(self, *words: str) -> Reading:
         """Read over blanks; return the word that comes next, None for another text."""
@@ -119,16 +126,23 @@ class AnswerText:
         return found
 
     def text_until(self, *ends: str) -> Reading:
-        """Read all up to the first of `ends`, and return it, with the end; None: there is none."""
+        """Read all up to the first of `ends`, and return it, with the end; None: there is none, and
+        nothing has been read."""
+        parts = []  # each looked through once, however long the text becomes
         while True:
-            found = [(place, end) for end in ends if (place := self._text.find(end, self._at)) >= 0]
-            if found:
-                place, end = min(found)
-                text, self._at = self._text[self._at : place], place + len(end)
-                return text, end
+            place, end = self._find(ends)
+            parts.append(self._text[self._at : place] if end else self._certain(ends))
+            self._at += len(parts[-1]) + len(end)
+            if end:
+                return "".join(parts), end
             if self.is_over:
+                self.put_back("".join(parts))
                 return None
             yield None
+
+    def put_back(self, text: str) -> None:
+        """Have a text that was read come once more."""
+        self._text, self._at = text + self._text[self._at :], 0
 
     def rest(self) -> str:
         """Read all that has come."""
@@ -198,7 +212,7 @@ class AnswerText:
             yield self.arguments(_string(text or "") or text or "")
             return text is not None
         self._skip_blanks()
-        scan = _Scan()
+        scan = JsonScan()
         while True:
             begin = self._at
             self._at, is_whole = scan.over(self._text, begin)
@@ -212,7 +226,7 @@ class AnswerText:
         """Read one JSON value, and return its text; None where it has no end."""
         yield from self.peek()
         self._skip_blanks()
-        scan, found = _Scan(), ""
+        scan, found = JsonScan(), ""
         while True:
             begin = self._at
             self._at, is_whole = scan.over(self._text, begin)
@@ -228,7 +242,7 @@ class AnswerText:
         self._at += len(rest) - len(rest.lstrip(BLANKS))
 
 
-class _Scan:
+class JsonScan:
     """Finds the end of a JSON value that comes in parts."""
 
     def __init__(self) -> None:
@@ -277,7 +291,9 @@ class AnswerParser:
     def __init__(self, parse: Parse, tail: str, tools: Sequence[Mapping[str, Any]]) -> None:
         """`tail`: the end of the prompt; `tools`: the schemas of those in it."""
         self._text = AnswerText(tail)
-        self._reading: Reading = parse(self._text, _properties(tools))
+        functions = [tool["function"] for tool in tools]
+        schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+        self._reading: Reading = parse(self._text, schemas)
 
     def feed(self, text: str) -> list[Piece]:
         """Return what more text makes certain."""
@@ -296,13 +312,3 @@ class AnswerParser:
                 break
             found.append(piece)
         return found
-
-
-def _properties(tools: Sequence[Mapping[str, Any]]) -> Tools:
-    found = {}
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") or {}
-        properties = parameters.get("properties")
-        found[function["name"]] = properties if isinstance(properties, Mapping) else {}
-    return found

@@ -29,7 +29,7 @@ def read_described(template: Any, text: AnswerText, tools: Tools) -> Reading:
     spec = load_response_template(template)
     # Without an anchor all of the prompt would be read as an answer.
     tail = text.tail if spec.start_anchor_re.search(text.tail) else ""
-    functions = [{"name": name, "parameters": {"properties": p}} for name, p in tools.items()]
+    functions = [{"name": name, "parameters": schema} for name, schema in tools.items()]
     parser = ResponseParser(spec, prefix=tail, tools=[{"function": each} for each in functions])
     regions = _Regions(text)
     for event in parser.initial_events:

@@ -7,14 +7,22 @@ marks that stand in the model's chat template. From outside: `register_answer_fo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from aioengine.processors.chat.answers import AnswerText, Parse, Piece, Reading, Tools
+from aioengine.processors.chat.answers import (
+    AnswerText,
+    JsonScan,
+    Parse,
+    Piece,
+    Reading,
+    Tools,
+)
 from aioengine.processors.chat.calls import CallForm
 from aioengine.processors.chat.described import marks_of, read_described
+from aioengine.processors.chat.schemas import argument_variants, cast_text, may_be_json
 
 __all__ = ["FORMATS", "PLAIN", "AnswerFormat", "find_format", "register_answer_format"]
 
@@ -31,7 +39,10 @@ class AnswerFormat:
     parse: Parse
     is_used_by: Callable[[str], bool]
     thought: tuple[str, str] | None = None
-    calls: Callable[[str], CallForm] | None = None
+    calls: Callable[[str], CallForm | None] | None = None
+
+
+_THINK = ("<think>", "</think>")
 
 
 def _thinks(text: AnswerText, opening: str, closing: str) -> Reading:
@@ -42,22 +53,33 @@ def _thinks(text: AnswerText, opening: str, closing: str) -> Reading:
     return begun
 
 
+def _with_calls(
+    text: AnswerText, thought: tuple[str, str], begin: str, read_calls: Callable[[], Reading]
+) -> Reading:
+    """Read what is thought and said, and behind each `begin` calls, if `read_calls` finds any."""
+    strips = yield from _thinks(text, *thought)
+    while end := (yield from text.until("content", thought[0], begin, strips=strips)):
+        strips = True
+        if end == thought[0]:
+            yield from text.until("reasoning", thought[1], strips=True)
+        elif not (yield from read_calls()):
+            yield Piece("content", text.blanks + end)
+            strips = False
+
+
 def _tagged(text: AnswerText, tools: Tools) -> Reading:
     """`<think>` and `<tool_call>`: Hermes, Qwen 2.5 to 3.5 and others; a call is a JSON object, or
     tags in tags."""
-    strips = yield from _thinks(text, "<think>", "</think>")
-    while end := (yield from text.until("content", "<think>", "<tool_call>", strips=strips)):
-        strips = True
-        if end == "<think>":
-            yield from text.until("reasoning", "</think>", strips=True)
-        elif (yield from text.take("<function=")) is not None:
+
+    def read_calls() -> Reading:
+        if (yield from text.take("<function=")) is not None:
             yield from _tagged_call(text, tools)
-            yield from text.until(None, "</tool_call>")
-        elif (yield from text.json_call()):
-            yield from text.until(None, "</tool_call>")
-        else:
-            yield Piece("content", text.blanks + end)  # no call
-            strips = False
+        elif not (yield from text.json_call()):
+            return False
+        yield from text.until(None, "</tool_call>")
+        return True
+
+    yield from _with_calls(text, _THINK, "<tool_call>", read_calls)
 
 
 def _tagged_call(text: AnswerText, tools: Tools) -> Reading:
@@ -70,26 +92,33 @@ def _tagged_call(text: AnswerText, tools: Tools) -> Reading:
     separator = "{"
     while (yield from text.take("<parameter=", "</function>")) == "<parameter=":
         key = yield from text.text_until(">")
-        value = None if key is None else (yield from text.text_until("</parameter>"))
-        if key is None or value is None:
+        if key is None:
             return
-        schema = tools.get(name, {}).get(key[0].strip(), {})
-        shown = json.dumps(_cast(value[0].removeprefix("\n").removesuffix("\n"), schema))
+        variants = argument_variants(tools.get(name, {}), key[0].strip())
+        value = yield from _tagged_value(text, variants)
+        if value is None:
+            return
+        shown = json.dumps(cast_text(value.removeprefix("\n").removesuffix("\n"), variants))
         yield text.arguments(f"{separator}{json.dumps(key[0].strip())}: {shown}")
         separator = ", "
     yield text.arguments("{}" if separator == "{" else "}")
 
 
-def _cast(value: str, schema: Any) -> Any:
-    """The value that a text stands for, by the schema of an argument."""
-    kinds = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if "string" in kinds:
-        return value
-    try:
-        return json.loads(value.strip())
-    except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+def _tagged_value(text: AnswerText, variants: Sequence[Mapping[str, Any]]) -> Reading:
+    """Read a value up to its closing tag, which may stand in a text of JSON too."""
+    end = "</parameter>"
+    found = yield from text.text_until(end)
+    if found is None:
+        return None
+    parts, scan = [found[0]], JsonScan()
+    if not may_be_json(found[0], variants) or scan.over(found[0].lstrip(), 0)[1]:
+        return found[0]
+    while (found := (yield from text.text_until(end))) is not None:
+        parts.append(found[0])
+        if scan.over(end + found[0], 0)[1]:
+            return end.join(parts)
+    text.put_back("".join(part + end for part in parts[1:]))
+    return parts[0]
 
 
 def _bare(text: AnswerText, tools: Tools) -> Reading:
@@ -102,26 +131,26 @@ def _bare(text: AnswerText, tools: Tools) -> Reading:
     yield from text.until("content", strips=text.num_calls > 0)
 
 
-def _listed(text: AnswerText, tools: Tools) -> Reading:
+def _listed(text: AnswerText, _tools: Tools) -> Reading:
     """Mistral: `[TOOL_CALLS]` and a JSON list of calls, or a name, `[ARGS]` and an object."""
-    strips = yield from _thinks(text, "[THINK]", "[/THINK]")
-    while end := (yield from text.until("content", "[THINK]", "[TOOL_CALLS]", strips=strips)):
-        strips = True
-        if end == "[THINK]":
-            yield from text.until("reasoning", "[/THINK]", strips=True)
-        elif (yield from text.take("[")) is not None:
+
+    def read_calls() -> Reading:
+        if (yield from text.take("[")) is not None:
             while (yield from text.json_call()):
                 if (yield from text.take(",", "]")) != ",":
                     break
-        else:
-            found = yield from text.text_until("[ARGS]", "[CALL_ID]")
-            call_id = None
-            if found is not None and found[1] == "[CALL_ID]":
+            return True
+        found = yield from text.text_until("[ARGS]", "[CALL_ID]")
+        if found is not None:
+            name, call_id = found[0].strip(), None
+            if found[1] == "[CALL_ID]":
                 marked = yield from text.text_until("[ARGS]")
                 call_id = None if marked is None else marked[0].strip()
-            if found is not None:
-                yield text.begin_call(found[0].strip(), call_id)
-                yield from text.object_of_arguments()
+            yield text.begin_call(name, call_id)
+            yield from text.object_of_arguments()
+        return True
+
+    yield from _with_calls(text, ("[THINK]", "[/THINK]"), "[TOOL_CALLS]", read_calls)
 
 
 def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
@@ -143,25 +172,35 @@ def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
         yield Piece("content", rest)  # no message, and no part of its head
 
 
-def _in_turns(text: AnswerText, tools: Tools) -> Reading:
-    """Gemma 4: `<|channel>thought` and `<|tool_call>call:name{key:value}`."""
+def _in_turns(text: AnswerText, _tools: Tools) -> Reading:
+    """Gemma 4: `<|channel>thought` and `<|tool_call>call:name{key:value}`, whose strings may hold
+    the closing mark."""
     from transformers.utils.chat_parsing.content_parsers import parse_content
 
-    lax = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
-    thought, call = "<|channel>thought", "<|tool_call>call:"
-    strips = yield from _thinks(text, thought, "<channel|>")
-    while end := (yield from text.until("content", thought, call, strips=strips)):
-        strips = True
-        if end == thought:
-            yield from text.until("reasoning", "<channel|>", strips=True)
-            continue
+    quote, end = '<|"|>', "<tool_call|>"
+    lax = {"unquoted_keys": True, "string_delims": [[quote, quote]]}
+    inside = {"": (end, quote, '"'), quote: (quote,), '"': ('"', '\\"', "\\\\")}
+
+    def read_calls() -> Reading:
         name = yield from text.text_until("{")
-        body = None if name is None else (yield from text.text_until("<tool_call|>"))
         if name is None:
-            return
+            return True
         yield text.begin_call(name[0].strip())
-        if body is not None:
-            yield text.arguments(_strict("{" + body[0], lambda x: parse_content(x, "json", lax)))
+        body, string = ["{"], ""  # the delimiter of a string that is open
+        while (found := (yield from text.text_until(*inside[string]))) is not None:
+            body.append(found[0])
+            if found[1] == end:
+                break
+            body.append(found[1])
+            if found[1] in inside:
+                string = "" if string else found[1]
+        else:
+            body.append(text.rest())
+        yield text.arguments(_strict("".join(body), lambda x: parse_content(x, "json", lax)))
+        return True
+
+    thought = "<|channel>thought", "<channel|>"
+    yield from _with_calls(text, thought, "<|tool_call>call:", read_calls)
 
 
 def _strict(text: str, read: Callable[[str], Any]) -> str:
@@ -192,26 +231,23 @@ _DEEPSEEK = {
 def _between_bars(text: AnswerText, tools: Tools) -> Reading:
     """DeepSeek: calls between marks; arguments behind the name, in a JSON block in older models."""
     marks = _DEEPSEEK
-    strips = yield from _thinks(text, "<think>", "</think>")
-    while end := (yield from text.until("content", "<think>", marks["calls"], strips=strips)):
-        strips = True
-        if end == "<think>":
-            yield from text.until("reasoning", "</think>", strips=True)
-            continue
+
+    def read_calls() -> Reading:
         while (yield from text.until(None, marks["call"], marks["ends"])) == marks["call"]:
             head = yield from text.text_until(marks["next"])
-            if head is None:
-                return
-            name = head[0].strip()
-            if name == "function" and name not in tools:
-                line = yield from text.text_until("\n")
-                if line is None:
-                    return
-                name = line[0].strip()
+            name = "" if head is None else head[0].strip()
+            if head is not None and name == "function" and name not in tools:
+                head = yield from text.text_until("\n")
+                name = "" if head is None else head[0].strip()
                 yield from text.take("```json")
+            if head is None:
+                break
             yield text.begin_call(name)
             yield from text.object_of_arguments()
             yield from text.until(None, marks["end"])
+        return True
+
+    yield from _with_calls(text, _THINK, marks["calls"], read_calls)
 
 
 def _plain(text: AnswerText, _tools: Tools) -> Reading:
@@ -246,6 +282,10 @@ def _listed_calls(template: str) -> CallForm:
     return CallForm('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
 
 
+def _tagged_calls(template: str) -> CallForm:
+    return _TAGS_IN_TAGS if "<function=" in template else _TAGS
+
+
 def _barred_calls(template: str) -> CallForm:
     begin, end = _DEEPSEEK["call"], _DEEPSEEK["end"]
     around = _DEEPSEEK["calls"], "\n", _DEEPSEEK["ends"]
@@ -255,8 +295,13 @@ def _barred_calls(template: str) -> CallForm:
     return CallForm(f"{begin}NAME{_DEEPSEEK['next']}", end, *around)
 
 
-_THINK = ("<think>", "</think>")
 _TAGS = CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n")
+_TAGS_IN_TAGS = CallForm(
+    "<tool_call>\n<function=NAME>\n",
+    "</function>\n</tool_call>",
+    between="\n",
+    argument=("<parameter=KEY>\n", "\n</parameter>\n"),
+)
 _BARE = CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
 _TURNS = CallForm("<|tool_call>call:NAME", "<tool_call|>")
 _CHANNELS = CallForm(
@@ -279,7 +324,7 @@ for _known in (
         _tagged,
         _has("<tool_call>"),
         _THINK,
-        lambda _: _TAGS,
+        _tagged_calls,
     ),
     AnswerFormat(
         "mistral",

@@ -22,7 +22,7 @@ from aioengine.errors import (
     shown,
 )
 from aioengine.processors.chat.answers import AnswerParser
-from aioengine.processors.chat.calls import write_grammar
+from aioengine.processors.chat.calls import CallGrammar, write_grammar
 from aioengine.processors.chat.formats import PLAIN, AnswerFormat, find_format
 from aioengine.processors.chat.literals import START, Literals
 from aioengine.processors.chat.parts import (
@@ -61,14 +61,14 @@ class ChatPrompt:
     `literals`: token ranges of what a user typed and only looks like a placeholder. `tail`: the end
     of the rendered text, in which nobody but the template has written a special token. `tools`: in
     the prompt; `answers`: how the model writes its answer. `grammar`: what an answer has to follow
-    that must call a tool, in Lark.
+    that must call a tool.
     """
 
     token_ids: list[int]
     tail: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     answers: AnswerFormat = PLAIN
-    grammar: str | None = None
+    grammar: CallGrammar | None = None
     media: dict[str, list[ChatMedia]] = field(default_factory=dict)
     literals: list[tuple[int, int]] = field(default_factory=list)
 
@@ -317,23 +317,24 @@ class ChatRenderer:
         tail: str,
         tools: Sequence[Mapping[str, Any]],
         choice: str | Mapping[str, str],
-    ) -> str | None:
+    ) -> CallGrammar | None:
         """Write what an answer has to follow; None where it need not call a tool."""
         if choice in ("auto", "none"):
             return None
-        if answers.calls is None:
+        form = None if answers.calls is None else answers.calls(template)
+        if form is None:
             message = "must be auto or none: how this model writes calls is not known well enough"
             raise invalid("tool_choice", message)
-        wanted = tools
-        if isinstance(choice, Mapping):
-            wanted = [tool for tool in tools if tool["function"]["name"] == choice["name"]]
+        name = choice["name"] if isinstance(choice, Mapping) else None
+        names = [tool["function"]["name"] for tool in tools]
+        called = {i: tool for i, tool in enumerate(tools) if name in (None, names[i])}
         added = self._tokenizer.added_tokens_decoder.items()
         opening, closing = answers.thought or ("", "")
         return write_grammar(
-            answers.calls(template),
-            wanted,
-            is_one=isinstance(choice, Mapping),
-            thought=closing if opening and tail.rstrip().endswith(opening) else "",
+            form,
+            called,
+            is_one=name is not None,
+            thought=closing if opening and tail.rstrip().endswith(opening.rstrip()) else "",
             special={token.content: token_id for token_id, token in added if token.special},
         )
 

@@ -90,7 +90,11 @@ ANSWERS: dict[str, tuple[str, str, str, str]] = {
 
 def read(name: str, tail: str, parts: list[str], tools: Any = (WEATHER,)) -> dict[str, Any]:
     """The message that an answer comes to, in parts."""
-    parser = AnswerParser(FORMATS[name].parse, tail, tools)
+    return read_pieces(AnswerParser(FORMATS[name].parse, tail, tools), parts)
+
+
+def read_pieces(parser: AnswerParser, parts: list[str]) -> dict[str, Any]:
+    """The message that a parser makes of parts of an answer."""
     pieces = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     for piece in pieces:

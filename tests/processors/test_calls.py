@@ -16,7 +16,11 @@ from tests.processors.test_answers import ARGUMENTS, WEATHER
 from tests.support.tiny import tiny_tokenizer
 
 OTHER = {"type": "function", "function": {"name": "other"}}
-TEMPLATES = {"mistral names": "[ARGS]", "deepseek old": "```json"}
+TEMPLATES = {
+    "mistral names": "[ARGS]",
+    "deepseek old": "```json",
+    "hermes tags": "<tool_call><function=",
+}
 NAMES = sorted(name for name, each in FORMATS.items() if each.calls is not None)
 
 
@@ -32,12 +36,14 @@ def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
     vocabulary = hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[2])
     assert answers.calls is not None
     form = answers.calls(TEMPLATES.get(kind, ""))
+    assert form is not None
     opening, closing = answers.thought or ("", "")
 
     def read(text: str, tools: list[Any], *, is_one: bool, thought: str = "") -> Any:
         """The calls of a text that the grammar allows; None for another."""
-        written = write_grammar(form, tools, is_one=is_one, thought=thought, special=special)
-        grammar = LLMatcher.grammar_from_lark(written)
+        numbered = dict(enumerate(tools))
+        written = write_grammar(form, numbered, is_one=is_one, thought=thought, special=special)
+        grammar = LLMatcher.grammar_from_lark(written.text)
         assert not LLMatcher.validate_grammar(grammar, vocabulary)
         matcher = LLMatcher(vocabulary, grammar)
         token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -51,12 +57,9 @@ def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
                  for number in range(len(names))]  # fmt: skip
         return [*zip(names, map(json.loads, given), strict=True)]
 
-    def call(name: str, arguments: Any) -> str:
-        return form.before.replace("NAME", name) + json.dumps(arguments) + form.after
-
     # A mark that is a token of its own stands in no text.
     arguments = {"city": "Paris", "days": 3} if is_special else ARGUMENTS
-    weather, other = call("weather", arguments), call("other", {})
+    weather, other = form.write("weather", arguments), form.write("other", {})
     one = form.first + weather + form.last
     two = form.first + weather + form.between + other + form.last
     assert read(one, [WEATHER], is_one=True) == [("weather", arguments)]
@@ -64,7 +67,7 @@ def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
     assert read(two, [WEATHER, OTHER], is_one=True) is None
     assert read(form.first + other + form.last, [WEATHER], is_one=True) is None
     assert read("Hello", [WEATHER], is_one=False) is None
-    wrong = form.first + call("weather", {"days": "x"}) + form.last
+    wrong = form.first + form.write("weather", {"days": "x"}) + form.last
     assert read(wrong, [WEATHER], is_one=True) is None
     if opening:
         text = f"hm {{}}\n{closing}\n\n{one}"

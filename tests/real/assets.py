@@ -8,6 +8,7 @@ folder is made once, and has its name only when it is whole:
     smollm2-135m-instruct  Hugging Face's (Apache-2.0), from 4 bits a weight to float16
     speech                 J. F. Kennedy in 1961 (US government), five LibriVox clips (public
                            domain) with their words
+    templates              chat templates as model families publish them, byte by byte
 
 Tests never call this. Needs about 420 MB on disk, and three times that while it works.
 """
@@ -50,9 +51,17 @@ PACKAGES = {
         "gguf==0.19.0",
         "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd",
     ),
+    "trl": (
+        "trl==1.16.0",
+        "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396",
+    ),
+    "llama-cpp-python": (
+        "llama-cpp-python==0.3.16",
+        "34ed0f9bd9431af045bb63d9324ae620ad0536653740e9bb163a2e1fcb973be6",
+    ),
 }
-SOURCES = ("pywhispercpp", "pocketsphinx")
-"""Whose source archive is wanted: their wheels have no clips."""
+SOURCES = ("pywhispercpp", "pocketsphinx", "llama-cpp-python")
+"""Packages whose source archive is wanted: their wheels have no clips or templates."""
 
 
 def fetch(root: Path) -> list[str]:
@@ -131,6 +140,32 @@ def build_speech(work: Path, made: Path) -> None:
             for kind in ("wav", "txt")
         },
     )
+
+
+# ---- chat templates
+
+TEMPLATES = {
+    "trl": {
+        "qwen3": "qwen3",
+        "qwen3.5": "qwen3_5_think",
+        "llama3.1": "llama3_1",
+        "gemma4": "gemma4_v5",
+        "gpt-oss": "gptoss",
+    },
+    "llama-cpp-python": {
+        "hermes3": "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+        "mistral-nemo": "mistralai-Mistral-Nemo-Instruct-2407",
+        "mistral-small3.2": "Mistral-Small-3.2-24B-Instruct-2506",
+    },
+}
+"""Package -> our name of a template -> its own: 1 MB, and 50 MB for the two families left."""
+
+
+def build_templates(work: Path, made: Path) -> None:
+    """`qwen3.jinja` and so on."""
+    for package, named in TEMPLATES.items():
+        wanted = {f"/{own}.jinja": f"{made.name}/{name}.jinja" for name, own in named.items()}
+        unpack(package, work, wanted)
 
 
 # ---- Whisper
@@ -296,6 +331,7 @@ BUILDERS: Mapping[str, Callable[[Path, Path], None]] = {
     "smollm2-135m-instruct": build_smollm2,
     "whisper-tiny.en": build_whisper,
     "speech": build_speech,
+    "templates": build_templates,
 }
 
 if __name__ == "__main__":
