@@ -163,7 +163,10 @@ def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
         if to is not None:
             name = to.partition("to=functions.")[2].partition("<|")[0]
             yield text.begin_call(name)
-            yield from text.until("arguments", *ends, call=text.num_calls - 1)
+            is_json = (yield from text.peek("{")) is not None
+            if is_json:  # whose strings may hold an end
+                yield from text.object_of_arguments()
+            yield from text.until(None if is_json else "arguments", *ends, call=text.num_calls - 1)
         else:
             kind = "reasoning" if channel[:1] == ["analysis"] else "content"
             yield from text.until(kind, *ends, strips=True)  # type: ignore[arg-type]

@@ -144,7 +144,7 @@ def pattern_of(
     """
     if logic := LOGIC & schema.keys():
         raise NotWritableError(f"has {', '.join(sorted(logic))}")
-    closing = re.escape(end).replace("/", r"\/").replace("\n", r"\n")
+    closing = r"\n".join(re.escape(line).replace("/", r"\/") for line in end.split("\n"))
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     any_text = f"(?s:.{{{least},{most}}})" if least or most != "" else "(?s:.*)"
     found = [any_text + closing]
@@ -166,10 +166,18 @@ def _whole(pattern: str) -> str:
     looks = re.search(r"\(\?(?!:)|\\[bBkpP1-9]", pattern)
     if looks or "^" in inner or "$" in inner or ((begins or ends) and _has_branches(inner)):
         raise NotWritableError("has a pattern with anchors within, looks or references")
-    shown = "".join(r"\/" if part == "/" else part for part in inner)
-    shown = re.sub(r"(?<!\\)/", r"\/", shown).replace("\n", r"\n")
+    shown = "".join(map(_in_rust, inner))
     before, after = "" if begins else "(?s:.*)", "" if ends else "(?s:.*)"
     return f"{before}(?:{shown}){after}"
+
+
+def _in_rust(part: str) -> str:
+    """Return a part of an expression as Lark takes it, where digits are not of ASCII alone."""
+    is_class = part.startswith("[")
+    for name, letters in ((r"\d", "0-9"), (r"\w", "A-Za-z0-9_")):
+        if is_class or part == name:
+            part = part.replace(name, letters if is_class else f"[{letters}]")
+    return re.sub(r"(?<!\\)/", r"\/", part).replace("\n", r"\n")
 
 
 def _has_branches(parts: Sequence[str]) -> bool:

@@ -10,8 +10,8 @@ from llguidance import LLMatcher, hf
 from transformers import AddedToken
 
 from aioengine.processors.chat.answers import AnswerParser
-from aioengine.processors.chat.calls import write_grammar
-from aioengine.processors.chat.formats import FORMATS
+from aioengine.processors.chat.calls import CallForm, write_grammar
+from aioengine.processors.chat.formats import FORMATS, AnswerFormat
 from tests.processors.test_answers import ARGUMENTS, WEATHER
 from tests.support.tiny import tiny_tokenizer
 
@@ -24,19 +24,27 @@ TEMPLATES = {
 NAMES = sorted(name for name, each in FORMATS.items() if each.calls is not None)
 
 
-@pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("kind", [*NAMES, *TEMPLATES])
-def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
+KINDS = [*NAMES, *TEMPLATES]
+
+
+def form_of(kind: str) -> tuple[AnswerFormat, CallForm]:
+    """The format of a kind, and its form of calls."""
     answers = FORMATS[kind.split()[0]]
+    form = answers.calls(TEMPLATES.get(kind, "")) if answers.calls else None
+    assert form is not None
+    return answers, form
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
+    answers, form = form_of(kind)
     tokenizer = tiny_tokenizer()
     special: dict[str, int] = {}
     if is_special:
         tokenizer.add_tokens([AddedToken(mark, special=True) for mark in answers.marks])
         special = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in answers.marks}
     vocabulary = hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[2])
-    assert answers.calls is not None
-    form = answers.calls(TEMPLATES.get(kind, ""))
-    assert form is not None
     opening, closing = answers.thought or ("", "")
 
     def read(text: str, tools: list[Any], *, is_one: bool, thought: str = "") -> Any:
