@@ -3,22 +3,101 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from aioengine.processors.chat.answers import BLANKS, AnswerText, Piece, Reading, Tools
+from aioengine.processors.chat.answers import (
+    ARGUMENT_KEYS,
+    BLANKS,
+    AnswerParser,
+    AnswerText,
+    Piece,
+    Reading,
+    Tools,
+)
+from aioengine.processors.chat.calls import CallForm
 
-__all__ = ["marks_of", "read_described"]
+__all__ = ["forms_of", "is_read", "marks_of", "read_described", "thought_of"]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 CALLS = "tool_calls"
 
 
+PROBE = {
+    "name": "probe",
+    "parameters": {"properties": {"key": {"type": "string"}, "number": {"type": "integer"}}},
+}
+PROBED = {"key": "a b", "number": 3}
+PART = re.compile(
+    r"(?P<none>(?:\\s|\\n| )[*?])|(?P<blank>\\s\+?)|(?P<line>\\n)|\\(?P<sign>\W)"
+    r"|(?P<name>\(\?P<name>(?:\\.|\[(?:\\.|[^\]\\])*\]|[^()\\])*\))"
+    r"|(?P<plain>[^\\()\[\]{}|*+?.^$](?![*+?{]))"
+)
+"""Part of an expression of which an example is known."""
+
+
 def marks_of(template: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts, and expressions, by which the template knows where what begins and ends."""
-    keys = ("open", "close", "open_pattern", "close_pattern")
-    found = [each[key] for each in template["fields"].values() for key in keys if key in each]
-    return tuple(word for each in found for word in ([each] if isinstance(each, str) else each))
+    """The texts, and expressions without their backslashes, by which the template knows where what
+    begins and ends."""
+    found: list[str] = []
+    for field in template["fields"].values():
+        for key in ("open", "close"):
+            texts = field.get(key, [])
+            found += [texts] if isinstance(texts, str) else texts
+            if pattern := field.get(f"{key}_pattern"):
+                found.append(re.sub(r"\\(\W)", r"\1", pattern))
+    return tuple(found)
+
+
+def thought_of(template: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The marks around what is thought; None where they are not known."""
+    fields = template["fields"]
+    field: Mapping[str, Any] = next((fields[key] for key in REASONING if key in fields), {})
+    opening, closing = _example(field, "open"), _example(field, "close")
+    return (opening, closing) if opening and closing else None
+
+
+def forms_of(template: Mapping[str, Any]) -> Iterator[CallForm]:
+    """Forms of calls that may be those of the template, where arguments are JSON in it."""
+    field = template["fields"].get(CALLS, {})
+    opening, closing = _example(field, "open"), _example(field, "close") or ""
+    if opening is None or field.get("content") != "json":
+        return
+    if "NAME" in opening:
+        yield CallForm(opening, closing)
+        return
+    for key in ARGUMENT_KEYS:
+        before = f'{{"name": "NAME", "{key}": '
+        yield CallForm(opening + before, "}" + closing)
+        yield CallForm(before, "}", opening + "[", ", ", "]" + closing)
+
+
+def is_read(template: Mapping[str, Any], form: CallForm) -> bool:
+    """Return whether the template reads calls of this form as what they are."""
+    call = form.write("probe", PROBED)
+    parser = AnswerParser(partial(read_described, template), "", [{"function": PROBE}])
+    pieces = parser.feed(form.first + call + form.between + call + form.last) + parser.finish()
+    names = [piece.text for piece in pieces if piece.kind == "call"]
+    arguments = [piece.text for piece in pieces if piece.kind == "arguments"]
+    is_other = len(pieces) > len(names) + len(arguments)
+    return not is_other and names == ["probe"] * 2 and arguments == [json.dumps(PROBED)] * 2
+
+
+def _example(field: Mapping[str, Any], key: str) -> str | None:
+    """An example of a mark, with NAME for the tool's; None where there is none, or it is not known
+    how it looks."""
+    if key in field:
+        return field[key] if isinstance(field[key], str) else next(iter(field[key]), None)
+    pattern, shown, end = field.get(f"{key}_pattern", ""), "", 0
+    for part in PART.finditer(pattern):
+        if part.start() > end:
+            return None
+        end = part.end()
+        ways = {"none": "", "blank": " ", "line": "\n", "name": "NAME"}
+        shown += ways.get(part.lastgroup or "", part["sign"] or part["plain"] or "")
+    return shown if shown and end == len(pattern) else None
 
 
 def read_described(template: Any, text: AnswerText, tools: Tools) -> Reading:
@@ -31,16 +110,23 @@ def read_described(template: Any, text: AnswerText, tools: Tools) -> Reading:
     tail = text.tail if spec.start_anchor_re.search(text.tail) else ""
     functions = [{"name": name, "parameters": schema} for name, schema in tools.items()]
     parser = ResponseParser(spec, prefix=tail, tools=[{"function": each} for each in functions])
-    regions = _Regions(text)
+    regions, closing = _Regions(text), _example(template["fields"].get(CALLS, {}), "close") or ""
+    last = ""
     for event in parser.initial_events:
         if event["type"] == "region_open":
             list(regions.read(event))  # what it holds is of the prompt
     while True:
         is_over, fresh = text.is_over, text.rest()
+        last = (last + fresh)[-len(closing) :] if closing else ""
         # Letter by letter: what comes of a text with a fault in it must not depend on its parts.
         for place, letter in enumerate([*fresh, ""] if is_over else fresh):
             try:
-                events = parser.feed(letter) if letter else parser.finalize()[1]
+                if letter:
+                    events = parser.feed(letter)
+                else:  # the token that ends the answer may be a part of the mark
+                    missing = _behind(closing, last) if regions.is_call else ""
+                    events = [event for each in missing for event in parser.feed(each)]
+                    events += parser.finalize()[1]
             except (ValueError, KeyError, TypeError, RecursionError):  # by what the template asks
                 yield from regions.give_up(fresh[place + 1 :])
                 yield from text.until("content")
@@ -52,10 +138,16 @@ def read_described(template: Any, text: AnswerText, tools: Tools) -> Reading:
         yield None
 
 
+def _behind(mark: str, text: str) -> str:
+    """The part of a mark that is missing at the end of a text."""
+    return next(mark[n:] for n in range(len(mark), -1, -1) if text.endswith(mark[:n]))
+
+
 class _Regions:
     """Turns the parser's events into pieces."""
 
     def __init__(self, text: AnswerText) -> None:
+        self.is_call = False
         self._text = text
         self._raw = ""  # of the region that is open, where it is no text
         self._blanks = ""
@@ -64,6 +156,7 @@ class _Regions:
     def read(self, event: Mapping[str, Any]) -> Iterator[Piece]:
         """Return what an event adds."""
         field, kind = event["field"], event["type"]
+        self.is_call = field == CALLS and kind != "region_close"
         if kind == "region_open":
             self._raw, self._blanks, self._has_begun = "", "", False
         elif field == CALLS and kind == "region_chunk":

@@ -21,7 +21,13 @@ from aioengine.processors.chat.answers import (
     Tools,
 )
 from aioengine.processors.chat.calls import CallForm
-from aioengine.processors.chat.described import marks_of, read_described
+from aioengine.processors.chat.described import (
+    forms_of,
+    is_read,
+    marks_of,
+    read_described,
+    thought_of,
+)
 from aioengine.processors.chat.schemas import argument_variants, cast_text, may_be_json
 
 __all__ = ["FORMATS", "PLAIN", "AnswerFormat", "find_format", "register_answer_format"]
@@ -378,5 +384,20 @@ def find_format(template: str, response_template: Any = None) -> AnswerFormat:
 
 
 def _described(response_template: Any) -> AnswerFormat:
-    parse = partial(read_described, response_template)
-    return AnswerFormat("described", marks_of(response_template), parse, lambda _: True)
+    """The format of a description. Calls are forced in the words of the chat template, if they are
+    such ones, else of the description itself."""
+
+    def calls(template: str) -> CallForm | None:
+        known = find_format(template)
+        forms = [] if known.calls is None else [known.calls(template)]
+        forms += forms_of(response_template)
+        return next((form for form in forms if form and is_read(response_template, form)), None)
+
+    return AnswerFormat(
+        "described",
+        marks_of(response_template),
+        partial(read_described, response_template),
+        lambda _: True,
+        thought_of(response_template),
+        calls,
+    )

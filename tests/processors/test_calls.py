@@ -11,8 +11,8 @@ from transformers import AddedToken
 
 from aioengine.processors.chat.answers import AnswerParser
 from aioengine.processors.chat.calls import CallForm, write_grammar
-from aioengine.processors.chat.formats import FORMATS, AnswerFormat
-from tests.processors.test_answers import ARGUMENTS, WEATHER
+from aioengine.processors.chat.formats import FORMATS, AnswerFormat, find_format
+from tests.processors.test_answers import ARGUMENTS, DESCRIBED, WEATHER, read_pieces
 from tests.support.tiny import tiny_tokenizer
 
 OTHER = {"type": "function", "function": {"name": "other"}}
@@ -24,19 +24,52 @@ TEMPLATES = {
 NAMES = sorted(name for name, each in FORMATS.items() if each.calls is not None)
 
 
-KINDS = [*NAMES, *TEMPLATES]
+DESCRIBED_NAMES = {
+    **DESCRIBED,
+    "fields": {
+        **DESCRIBED["fields"],
+        "tool_calls": {
+            "open_pattern": r"<\|call\|>to:(?P<name>[^\s{]+)\s*",
+            "close_pattern": r"<call\|>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+DESCRIBED_TAGS = {
+    **DESCRIBED,
+    "fields": {
+        **DESCRIBED["fields"],
+        "tool_calls": {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
+                "value_parser": {"name": "text"},
+            },
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+DESCRIPTIONS: dict[str, Any] = {"described": DESCRIBED, "described names": DESCRIBED_NAMES}
+KINDS = [*NAMES, *TEMPLATES, *DESCRIPTIONS]
 
 
 def form_of(kind: str) -> tuple[AnswerFormat, CallForm]:
     """The format of a kind, and its form of calls."""
-    answers = FORMATS[kind.split()[0]]
-    form = answers.calls(TEMPLATES.get(kind, "")) if answers.calls else None
+    description = {**DESCRIPTIONS, "described tags": DESCRIBED_TAGS}.get(kind)
+    answers = find_format("", description) if description else FORMATS[kind.split()[0]]
+    template = TEMPLATES.get(kind, TEMPLATES["hermes tags"] if description else "")
+    form = answers.calls(template) if answers.calls else None
     assert form is not None
     return answers, form
 
 
 @pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "described tags"])
 def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
     answers, form = form_of(kind)
     tokenizer = tiny_tokenizer()
@@ -57,7 +90,8 @@ def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         if matcher.try_consume_tokens(token_ids) < len(token_ids) or not matcher.is_accepting():
             return None
-        parser = AnswerParser(answers.parse, opening if thought else "", [WEATHER, OTHER])
+        tail = f"<|im_start|>assistant\n{opening}\n" if thought else ""
+        parser = AnswerParser(answers.parse, tail, [WEATHER, OTHER])
         pieces = parser.feed(text) + parser.finish()
         assert not [piece for piece in pieces if piece.kind == "content"]
         names = [piece.text for piece in pieces if piece.kind == "call"]
@@ -66,7 +100,8 @@ def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
         return [*zip(names, map(json.loads, given), strict=True)]
 
     # A mark that is a token of its own stands in no text.
-    arguments = {"city": "Paris", "days": 3} if is_special else ARGUMENTS
+    is_plain = is_special or kind == "described tags"  # its closing mark may stand in no text
+    arguments = {"city": "Paris", "days": 3} if is_plain else ARGUMENTS
     weather, other = form.write("weather", arguments), form.write("other", {})
     one = form.first + weather + form.last
     two = form.first + weather + form.between + other + form.last
@@ -81,3 +116,28 @@ def test_calls_as_the_format_writes_them(kind: str, is_special: bool) -> None:
         text = f"hm {{}}\n{closing}\n\n{one}"
         assert read(text, [WEATHER], is_one=True, thought=closing) == [("weather", arguments)]
         assert read(one, [WEATHER], is_one=True, thought=closing) is None
+
+
+def test_descriptions_of_which_no_form_is_known() -> None:
+    fields = {
+        "content": "kv-lines",
+        "open_pattern": "<call>|<calls>",
+        "close": "</call>",
+        "repeats": True,
+    }
+    unknown = {**DESCRIBED, "fields": {"tool_calls": fields, "content": {}}}
+    answers = find_format("", unknown)
+    assert answers.calls is not None and answers.calls("") is None and answers.thought is None
+
+
+def test_the_end_of_an_answer_may_be_a_part_of_its_last_mark() -> None:
+    """The token that ends it comes to no text."""
+    calls = {"open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+             "close_pattern": r"\}<\|eot_id\|>\s*", "repeats": True, "content": "json",
+             "transform": {"function": {"name": "{name}", "arguments": "{content}"}}}  # fmt: skip
+    answers = find_format("", {**DESCRIBED, "fields": {"tool_calls": calls, "content": {}}})
+    for end in ("}<|eot_id|>", "}<|eot", "}"):
+        text = '{"name": "weather", "parameters": {"city": "Paris"}' + end
+        found = read_pieces(AnswerParser(answers.parse, "", [WEATHER]), [*text])
+        assert found["calls"] == [["weather", '{"city": "Paris"}']] and not found["content"]
+    assert "<|eot_id|>" in "".join(answers.marks)

@@ -163,9 +163,9 @@ def format_of(kind: str, is_special: bool) -> Format:
     return Format(answers, form, tokenizer, special, Grammars(tokenizer, len(tokenizer), {EOS}))
 
 
-def walk(matcher: Any, tokenizer: Any, form: CallForm, rng: random.Random) -> str | None:
-    """An answer that the grammar allows; None: it went on for too long."""
-    ends = ['"', "}", "]", '"}', "1", "</parameter>", "\n</parameter>\n", form.after, ","]
+def walk(matcher: Any, tokenizer: Any, end: str, rng: random.Random) -> str | None:
+    """An answer that the grammar allows; None: it went on for too long. `end`: of a call."""
+    ends = ['"', "}", "]", '"}', "1", "</parameter>", "\n</parameter>\n", end, ","]
     closing = [tokenizer.encode(end, add_special_tokens=False) for end in ends if end]
     token_ids: list[int] = []
     while len(token_ids) < MOST_TOKENS:
@@ -199,7 +199,9 @@ def outcome(seed: int) -> str:
         assert error.parameter == "tools[3].function.parameters"
         assert "weather" in str(error) and "tools[3]" in str(error)
         return "refused"
-    answer = walk(constraint._matcher, tokenizer, form, rng)
+    # What is described is read up to the first end, in a text too.
+    end = "" if kind.startswith("described") else form.after
+    answer = walk(constraint._matcher, tokenizer, end, rng)
     if answer is None:
         return "long"
     found = read_pieces(AnswerParser(answers.parse, "", [tool]), [answer])
