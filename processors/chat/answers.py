@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 __all__ = ["AnswerParser", "AnswerText", "JsonScan", "Parse", "Piece", "Reading"]
@@ -35,6 +36,14 @@ Tools = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> the JSON schema of its arguments, an object."""
 Parse = Callable[["AnswerText", Tools], Reading]
 """Reads an answer to a prompt with such tools."""
+
+
+@lru_cache(maxsize=256)
+def _beginnings(ends: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str], int]:
+    """Return all that some text of `ends` begins with, first letters of these, and the greatest
+    length."""
+    found = frozenset(end[:n] for end in ends for n in range(1, len(end)))
+    return found, frozenset(end[0] for end in ends), max(map(len, ends)) - 1
 
 
 class AnswerText:
@@ -93,18 +102,20 @@ class AnswerText:
         one may have begun before it."""
         found = [(place, end) for end in ends if (place := self._text.find(end, self._at)) >= 0]
         place, end = min(found, key=lambda each: (each[0], -len(each[1])), default=(-1, ""))
-        may_be_other = len(ends) > 1 and place > self._at + len(self._certain(ends))
-        return (-1, "") if may_be_other else (place, end)
+        if end and len(ends) > 1 and place > self._at + len(self._certain(ends)):
+            return -1, ""
+        return place, end
 
     def _certain(self, ends: Sequence[str]) -> str:
         """Return the text that no end can begin in."""
-        rest = self._text[self._at :]
-        if self.is_over:
-            return rest
-        longest = max(map(len, ends), default=1) - 1
-        sizes = range(min(longest, len(rest)), 0, -1)
-        held = next((n for n in sizes if any(end.startswith(rest[-n:]) for end in ends)), 0)
-        return rest[: len(rest) - held]
+        if self.is_over or not ends:
+            return self._text[self._at :]
+        beginnings, letters, longest = _beginnings(tuple(ends))
+        last = self._text[max(self._at, len(self._text) - longest) :]
+        held = 0
+        if not letters.isdisjoint(last):  # seldom
+            held = next((n for n in range(len(last), 0, -1) if last[-n:] in beginnings), 0)
+        return self._text[self._at : len(self._text) - held]
 
     def peek(self, *words: str) -> Reading:
         """Read over blanks; return the word that comes next, None for another text."""

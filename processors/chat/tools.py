@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aioengine.errors import InvalidRequestError, shown
 from aioengine.processors.chat.parts import invalid, part_text, wrong
@@ -22,6 +23,7 @@ CHOICES = ("auto", "none", "required")
 MAX_TOOLS = 1024
 MAX_DEPTH = 64
 """Of lists and objects in a tool or a call."""
+_SCHEMAS: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
 NAME = re.compile(r"[\w.:/-]{1,256}")
 """Of tools and of calls: no such text spells a special token."""
 
@@ -45,7 +47,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 
 def _read_tool(tool: Any, path: str) -> dict[str, Any]:
     if callable(tool):
-        return _schema_of(tool, path)
+        return _known_schema_of(tool, path)
     if not isinstance(tool, Mapping):
         raise wrong(path, "a function or a schema", tool)
     check_depth(tool, path)
@@ -68,6 +70,16 @@ def _read_tool(tool: Any, path: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise invalid(path, f"has values that JSON does not know ({error!s:.100})") from error
     return {**tool, "type": "function", "function": dict(function)}
+
+
+def _known_schema_of(function: Callable[..., Any], path: str) -> dict[str, Any]:
+    """Make a function's schema once: its source is not read again with each call."""
+    try:
+        if function not in _SCHEMAS:
+            _SCHEMAS[function] = _schema_of(function, path)
+        return _SCHEMAS[function]
+    except TypeError:  # it cannot be looked up
+        return _schema_of(function, path)
 
 
 def _schema_of(function: Callable[..., Any], path: str) -> dict[str, Any]:

@@ -232,6 +232,28 @@ def test_messages_that_are_none(renderer_of: Make, message: Any, parameter: str)
     assert caught.value.parameter == parameter
 
 
+def test_the_schema_of_a_function_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unhashable:
+        """Say hello."""
+
+        __name__ = "hello"
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self) -> str:
+            return "hello"
+
+    def hello() -> str:
+        """Say hello."""
+        return "hello"
+
+    first = read_tools([hello])
+    assert first == [{"type": "function", "function": first[0]["function"]}]
+    monkeypatch.setattr("transformers.utils.get_json_schema", None)
+    assert read_tools([hello]) == first
+    with pytest.raises(InvalidRequestError, match="no schema can be made"):
+        read_tools([Unhashable()])
+
+
 def test_choices() -> None:
     tools = read_tools([FUNCTION])
     assert [read_choice(each, tools) for each in (None, "none", "required")] == [
