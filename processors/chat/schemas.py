@@ -59,8 +59,8 @@ def _variants(
         if branches == "allOf" and len(given) != 1:
             raise NotWritableError("has an allOf")
         found = [list(_variants({**rest, **each}, root, visits)) for each in given]
-        named = [kind for each in found for kind in {variant.get("type") for variant in each}]
-        if branches == "oneOf" and len(named) > len(set(named)):
+        named = [kind for each in found for kind in {_matched(variant) for variant in each}]
+        if branches == "oneOf" and (len(named) > len(set(named)) or None in named):
             raise NotWritableError("has a oneOf of the same types")
         for each in found:
             yield from each
@@ -78,6 +78,12 @@ def _variants(
             yield {**rest, "type": kind}
         if not _types(rest):
             yield rest
+
+
+def _matched(variant: Mapping[str, Any]) -> str | None:
+    """Return the widest type of a variant's values; None: all."""
+    kind = variant.get("type")
+    return "number" if kind == "integer" else kind
 
 
 def _types(schema: Mapping[str, Any]) -> Sequence[str]:

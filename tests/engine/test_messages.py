@@ -166,6 +166,14 @@ async def test_a_tool_that_has_to_be_called(folder: Path, name: str) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             await engine.generate(ASKED, tools=[{"name": "f", "parameters": deep}], tool_choice="f")
         assert str(caught.value.parameter).startswith("tools[0]")
+        unknown = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+        tools = [weather, {"name": "odd", "parameters": unknown}]
+        with pytest.raises(InvalidRequestError, match="odd cannot be followed") as caught:
+            await engine.generate(ASKED, tools=tools, tool_choice="required")
+        assert caught.value.parameter == "tools[1].function.parameters"
+        assert engine.statistics().encoder_items_run == engine.statistics().running == 0
+        free, total = engine.statistics().kv_blocks_free, engine.statistics().kv_blocks_total
+        assert free == total
 
 
 def test_the_blocking_engine_takes_tools(folder: Path, name: str) -> None:

@@ -180,6 +180,90 @@ def test_arguments_that_are_too_deep_are_text(name: str, answer: str) -> None:
     assert called == "weather" and DEEP in arguments
 
 
+CLOSING = "a <tool_call|> </parameter> <|call|> }"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("gemma", '<|tool_call>call:weather{city:<|"|>TEXT<|"|>}<tool_call|>'),
+        ("gemma", '<|tool_call>call:weather{"city": "TEXT"}<tool_call|>'),
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.weather<|message|>{"city": "TEXT"}<|call|>',
+        ),
+        (
+            "hermes",
+            '<tool_call><function=weather><parameter=more>{"city": "TEXT"}</parameter>'
+            "</function></tool_call>",
+        ),
+    ],
+)
+def test_closing_marks_in_texts_of_arguments(name: str, answer: str) -> None:
+    more = {"type": "object", "properties": {"more": {"type": "object"}}}
+    tool = {"function": {"name": "weather", "parameters": more}}
+    whole = answer.replace("TEXT", CLOSING)
+    ((called, arguments),) = read(name, "", [*whole], [tool])["calls"]
+    found = json.loads(arguments)
+    assert called == "weather" and found.get("more", found) == {"city": CLOSING}
+    for cut in range(len(whole)):
+        assert read(name, "", [whole[:cut], whole[cut:]], [tool])["calls"] == [[called, arguments]]
+
+
+def test_a_value_in_tags_that_is_no_json_ends_at_its_tag() -> None:
+    schema = {"properties": {"more": {"type": "object"}, "days": {"type": "integer"}}}
+    tool = {"function": {"name": "weather", "parameters": schema}}
+    answer = (
+        "<tool_call><function=weather><parameter=more>{'a': [</parameter>"
+        "<parameter=days>3</parameter></function></tool_call>done"
+    )
+    found = read("hermes", "", [*answer], [tool])
+    assert found == read("hermes", "", [answer], [tool]) and found["content"] == "done"
+    assert json.loads(found["calls"][0][1]) == {"more": "{'a': [", "days": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "3", "3"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{"type": "string"}, {"type": "object"}]}, '{"a": 1}', {"a": 1}),
+        ({"anyOf": [{"type": "string"}, {"type": "object"}]}, "{a", "{a"),
+        ({"anyOf": [{"enum": ["auto"]}, {"type": "integer"}]}, "auto", "auto"),
+        ({"anyOf": [{"enum": ["auto"]}, {"type": "integer"}]}, "7", 7),
+        ({"$ref": "#/$defs/n"}, "7", 7),
+        ({"$ref": "#/$defs/loop"}, "7", "7"),
+        ({"type": "boolean"}, "True", True),
+        ({}, "[1]", "[1]"),
+        (7, "[1]", "[1]"),
+    ],
+)
+def test_texts_in_tags_by_their_schema(schema: Any, text: str, value: Any) -> None:
+    definitions = {"n": {"type": "number"}, "loop": {"$ref": "#/$defs/loop"}}
+    parameters = {"properties": {"x": schema}, "$defs": definitions}
+    tool = {"function": {"name": "f", "parameters": parameters}}
+    answer = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    assert json.loads(read("hermes", "", [answer], [tool])["calls"][0][1]) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("hermes", "<tool_call><function=weather><parameter=city>"),
+        ("gemma", '<|tool_call>call:weather{city:<|"|>'),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "'),
+        ("harmony", '<|channel|>commentary to=functions.weather<|message|>{"city": "'),
+    ],
+)
+def test_a_long_argument_is_looked_through_once(name: str, begin: str) -> None:
+    parser = AnswerParser(FORMATS[name].parse, "", [WEATHER])
+    parser.feed(begin)
+    for _ in range(1000):
+        parser.feed("some text ")
+    assert len(parser._text._text) < 100  # what is left to look through
+
+
 def test_no_arguments_are_an_empty_object() -> None:
     found = read("hermes", "", ['<tool_call>{"name": "weather"}</tool_call> done'])
     assert found["calls"] == [["weather", "{}"]] and found["content"] == "done"

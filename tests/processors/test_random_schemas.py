@@ -57,6 +57,7 @@ class Schemas:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._definitions: dict[str, Any] = {}
+        self.is_usual = True
 
     def of_tool(self) -> dict[str, Any]:
         """Make a schema of arguments."""
@@ -76,6 +77,7 @@ class Schemas:
     def value(self, depth: int) -> dict[str, Any]:
         """Make a schema of a value."""
         if self._random.random() < 0.02:
+            self.is_usual = False
             return dict(self._random.choice(UNUSUAL))
         kinds = [self._text, self._text, self._integer, self._number, self._enum, self._other]
         if depth < 3:
@@ -190,12 +192,14 @@ def outcome(seed: int) -> str:
     rng = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     answers, form, tokenizer, special, grammars = format_of(kind, rng.random() < 0.5)
-    schema = Schemas(seed).of_tool()
+    schemas = Schemas(seed)
+    schema = schemas.of_tool()
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     try:
         grammar = write_grammar(form, {3: tool}, is_one=True, special=special)
         (constraint,) = grammars.submit(grammar, 1).result()
     except InvalidRequestError as error:
+        assert not schemas.is_usual, str(error)
         assert error.parameter == "tools[3].function.parameters"
         assert "weather" in str(error) and "tools[3]" in str(error)
         return "refused"
