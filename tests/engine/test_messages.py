@@ -43,7 +43,11 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     """A model whose marks are special tokens, or letters, and whose template knows tools."""
-    path = tmp_path_factory.mktemp(name)
+    return save_model(tmp_path_factory.mktemp(name), name)
+
+
+def save_model(path: Path, name: str) -> Path:
+    """Save a tiny model that speaks by a template."""
     tokenizer = tiny_tokenizer()
     if name == "mistral":
         tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS])
@@ -174,6 +178,19 @@ async def test_a_tool_that_has_to_be_called(folder: Path, name: str) -> None:
         assert engine.statistics().encoder_items_run == engine.statistics().running == 0
         free, total = engine.statistics().kv_blocks_free, engine.statistics().kv_blocks_total
         assert free == total
+
+
+async def test_a_call_in_tags_that_has_to_be_made(tmp_path: Path) -> None:
+    schema = {"properties": {"on": {"type": "boolean"}, "kind": {"enum": ["rain", "snow"]}}}
+    tool = {"name": "look", "parameters": {**schema, "required": ["on", "kind"]}}
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=200)
+    async with running_engine(save_model(tmp_path, "tags"), max_model_len=1024) as engine:
+        output = await engine.generate(ASKED, params, tools=[weather, tool], tool_choice="look")
+    assert output.text.startswith("<tool_call>\n<function=look>\n<parameter=on>\n")
+    assert output.outputs[0].finish_reason == "stop" and output.message is not None
+    (call,) = output.message.tool_calls
+    assert call.name == "look" and not output.message.content
+    assert call.read()["on"] in (True, False) and call.read()["kind"] in ("rain", "snow")
 
 
 def test_the_blocking_engine_takes_tools(folder: Path, name: str) -> None:
