@@ -141,3 +141,30 @@ def test_the_end_of_an_answer_may_be_a_part_of_its_last_mark() -> None:
         found = read_pieces(AnswerParser(answers.parse, "", [WEATHER]), [*text])
         assert found["calls"] == [["weather", '{"city": "Paris"}']] and not found["content"]
     assert "<|eot_id|>" in "".join(answers.marks)
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"pattern": r"^\d{2}/[\w-]+$"}, ["12/a-b"], ["1/a", "12/", "٣٣/a", "12/a b"]),
+        ({"pattern": "b"}, ["b", "abc"], ["ac"]),
+        ({"minLength": 2, "maxLength": 3}, ["ab", "a\nb"], ["a", "abcd"]),
+        ({"enum": ["a", "</p>"]}, ["a", "</p>"], ["b"]),
+        ({}, ["", "a\n\nb", "</p"], []),
+    ],
+)
+def test_texts_in_tags_follow_their_schema(
+    schema: Any, taken: list[str], refused: list[str]
+) -> None:
+    _, form = form_of("hermes tags")
+    tokenizer = tiny_tokenizer()
+    vocabulary = hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[2])
+    properties = {"x": {"type": "string", **schema}}
+    tool = {"function": {"name": "f", "parameters": {"properties": properties, "required": ["x"]}}}
+    written = write_grammar(form, {0: tool}, is_one=True, special={})
+    grammar = LLMatcher.grammar_from_lark(written.text)
+    for text in [*taken, *refused]:
+        matcher = LLMatcher(vocabulary, grammar)
+        token_ids = tokenizer.encode(form.write("f", {"x": text}), add_special_tokens=False)
+        is_taken = matcher.try_consume_tokens(token_ids) == len(token_ids)
+        assert (is_taken and matcher.is_accepting()) == (text in taken), text
