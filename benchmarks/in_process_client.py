@@ -1,10 +1,11 @@
 """OpenAI's client in this process (`engine.openai_client()`) beside the engine's own calls.
 
-One prompt, once and 16 times at once, whole and streamed, by the client and by the engine in turn;
-the added time is the median of the rounds' differences. The floor is the same client and transport
-over an app that sends canned events, as many and as long: what the `openai` package itself takes to
-build a request and to parse each event. Wall time, and processor time of the event loop's thread,
-in milliseconds a request, or a token of a stream. Last line: JSON.
+One prompt, once and 16 times at once, whole and streamed, by four in turn: the engine's own call,
+plain HTTP over the client's transport (nothing is parsed), the client, and the client over an app
+that sends canned events, as many as there are tokens. Differences are medians over the rounds: what
+the client adds to the engine is ours (HTTP over the engine) and the `openai` package's (the client
+over HTTP). Wall time, and processor time of the event loop's thread, in milliseconds a request, or
+a token of a stream. Last line: JSON.
 
     python benchmarks/in_process_client.py [--tokens 200] [--rounds 15] [--model FOLDER]
 """
@@ -25,8 +26,10 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from aioengine import AsyncEngine, SamplingParams, demo_model
-from aioengine.asgi.in_process import InProcessClient
+from aioengine.asgi.app import client_app
+from aioengine.asgi.in_process import URL, InProcessClient
 
+PATH = f"{URL}/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Describe the picture."}]
 CHUNK = {
     "id": "chatcmpl-0123456789abcdef0123456789abcdef",
@@ -91,6 +94,23 @@ def client_calls(client: openai.AsyncOpenAI, model: str, num_tokens: int) -> dic
     return {"request": whole, "stream": streamed}
 
 
+def http_calls(client: InProcessClient, model: str, num_tokens: int) -> dict[str, Call]:
+    """Kind -> the same request without the `openai` package's own work."""
+    common: dict[str, Any] = {"model": model, "messages": MESSAGES, "temperature": 0}
+    common["ignore_eos"] = True
+
+    async def whole() -> int:
+        (await client.post(PATH, json={**common, "max_tokens": 1})).raise_for_status()
+        return 1
+
+    async def streamed() -> int:
+        body = {**common, "max_tokens": num_tokens, "stream": True}
+        async with client.stream("POST", PATH, json=body) as response:
+            return len([part async for part in response.aiter_bytes()])
+
+    return {"request": whole, "stream": streamed}
+
+
 def engine_calls(engine: AsyncEngine, num_tokens: int) -> dict[str, Call]:
     """Kind -> the same request of the engine's own."""
     one, many = (
@@ -140,7 +160,9 @@ async def compare(
             "engine": median(clock, "engine"),
             "client": median(clock, "client"),
             "added": median(clock, "client", "engine"),
-            "floor": median(clock, "floor"),
+            "ours": median(clock, "http", "engine"),
+            "package": median(clock, "client", "http"),
+            "canned": median(clock, "canned"),
         }
     print(kind, at_once, found, flush=True)
     return found
@@ -151,13 +173,16 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"device": "cpu", "max_model_len": 1024}
     async with AsyncEngine.from_pretrained(arguments.model, **options) as engine:
         client = engine.openai_client()
-        canned = InProcessClient(engine, canned_app(arguments.tokens))
-        floor = client.with_options(http_client=canned)
+        plain = InProcessClient(engine, client_app(engine))
+        canned = client.with_options(
+            http_client=InProcessClient(engine, canned_app(arguments.tokens))
+        )
         name = engine.model_name
         sides = {
             "engine": engine_calls(engine, arguments.tokens),
             "client": client_calls(client, name, arguments.tokens),
-            "floor": client_calls(floor, name, arguments.tokens),
+            "http": http_calls(plain, name, arguments.tokens),
+            "canned": client_calls(canned, name, arguments.tokens),
         }
         return {
             f"{kind}, {at_once} at once": await compare(kind, sides, at_once, arguments)
