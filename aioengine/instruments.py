@@ -23,6 +23,7 @@ from aioengine.streams.loop_bridge import LoopBridge
 from aioengine.types import Launched, RequestOutput, StageStatistics, read
 
 __all__ = [
+    "PROCESSORS",
     "STAGES",
     "Instruments",
     "RequestEvent",
@@ -36,6 +37,8 @@ Heard = TypeVar("Heard")
 Kind = Literal["submitted", "admitted", "token", "finished", "aborted", "rejected", "failed"]
 
 STAGES = ("fetch", "decode", "process", "encode", "step")
+PROCESSORS = "logits_processors"
+"""A part of steps that is counted as stages are: functions of the callers' own."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ class Instruments:
     def __init__(self) -> None:
         self.listeners: list[Callable[[StageSpan], object]] = []
         self.watchers: list[Callable[[RequestEvent], object]] = []
-        self._stages = {stage: StageStatistics() for stage in STAGES}
+        self._stages = {stage: StageStatistics() for stage in (*STAGES, PROCESSORS)}
         self._news: deque[RequestEvent] = deque()
 
     def follow(

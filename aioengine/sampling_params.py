@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -254,6 +254,7 @@ CHECKS = {
     "n": (ints(1, MAX_COMPLETIONS), f"an integer from 1 to {MAX_COMPLETIONS}"),
     "max_tokens": (optional(ints(1)), "a positive integer or None"),
     "min_tokens": (ints(0), "an integer, 0 or more"),
+    "thinking_budget": (optional(ints(0)), "an integer, 0 or more, or None"),
     "logprobs": (
         optional(ints(0, MAX_LOGPROBS)),
         f"an integer from 0 to {MAX_LOGPROBS}, or None",
@@ -331,6 +332,15 @@ class SamplingParams:
     """False: token ids only, no text (and no stop strings)."""
     structured_outputs: StructuredOutputs | None = None
     """A JSON schema, a regular expression, choices or a grammar that the text must follow."""
+    thinking_budget: int | None = None
+    """The most tokens of reasoning in an answer to messages. Then the model is made to end it, as
+    its format does, and goes on with the answer. 0: none."""
+    logits_processors: Sequence[Callable[[Sequence[int], Any], Any]] | None = field(
+        default=None, repr=False
+    )
+    """Functions of the output tokens so far and the logits of the next (torch.Tensor [vocab],
+    float32, or float64 in such a model), which return the logits to use: the same tensor, changed,
+    or another like it. They run before all other options, in order, and not on the event loop."""
 
     def __post_init__(self) -> None:
         require_fields(self, CHECKS)
@@ -340,6 +350,7 @@ class SamplingParams:
         self._check_stops()
         self._check_tokens()
         self._check_structure()
+        self._check_processors()
 
     def _check_stops(self) -> None:
         for name, rule, no_list in STRINGS:
@@ -381,6 +392,20 @@ class SamplingParams:
         for name in ("ignore_eos", "min_tokens"):
             value = getattr(self, name)
             require(structure is None or not value, name, value, rule)
+        budget = self.thinking_budget
+        rule = "None with structured_outputs, which the whole text follows"
+        require(structure is None or budget is None, "thinking_budget", budget, rule)
+        rule = "None when detokenize is False: reasoning is found in the text"
+        require(self.detokenize or budget is None, "thinking_budget", budget, rule)
+
+    def _check_processors(self) -> None:
+        name, given = "logits_processors", self.logits_processors
+        is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        require(given is None or is_list, name, type(given), "a list of functions, or None")
+        for number, function in enumerate(given or ()):
+            is_function = callable(function) and not isinstance(function, type)
+            rule = "a function of the output tokens and the logits"
+            require(is_function, f"{name}[{number}]", type(function), rule)
 
     @classmethod
     def recommended(cls, generation_config: Any) -> dict[str, Any]:

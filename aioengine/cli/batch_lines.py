@@ -36,8 +36,8 @@ __all__ = ["MAX_LINE_BYTES", "LineForm", "OpenAILines", "PlainLines", "digest_of
 DIGEST_CHARACTERS = 12
 MAX_LINE_BYTES = 4 << 20
 """Of a line; of a longer one so much is read. Images go into files beside it."""
-NOT_TAKEN = {"n", "logprobs", "prompt_logprobs", "detokenize"}
-"""Fields of SamplingParams that an answer of one text has no use for."""
+NOT_TAKEN = {"n", "logprobs", "prompt_logprobs", "detokenize", "logits_processors"}
+"""Fields of SamplingParams that an answer of one text has no use for, or a line cannot say."""
 SAMPLING = {each.name for each in fields(SamplingParams)} - NOT_TAKEN
 OWN = {"custom_id", "prompt", "messages", *(f"{modality}s" for modality in MODALITIES)}
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")

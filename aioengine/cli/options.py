@@ -43,7 +43,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 NOT_BUILT = {"tensor_parallel_size", "mm_encoder_tp_mode"}
 UNSAID = {
     *("n", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"),
-    *("detokenize", "structured_outputs"),
+    *("detokenize", "structured_outputs", "logits_processors"),
 }
 """What of SamplingParams a command that shows one text has no use for."""
 MAX_TOKENS = 1024

@@ -138,12 +138,15 @@ class StepResult:
 
     Log probabilities, where they were asked for, by request: of the sampled token in `logprobs`; in
     `prompt_logprobs` of the prompt's tokens, from the position given on, as `ScoreColumns`.
+
+    `processed`: begin and end of the callers' own logits processors, where there were such.
     """
 
     token_ids: Sequence[int]
     failures: Mapping[str, Exception] = field(default_factory=dict)
     logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    processed: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class Request:
     inputs: Any = None
     """What the model has to know of the prompt as a whole."""
     awaits_tokens: bool = False
-    """Each token has to be known before the next step is planned (a grammar looks at it)."""
+    """Each token has to be known before the next step is planned (a grammar looks at it, a
+    bound on reasoning, or a logits processor of the caller's own)."""
     leader: Request | None = None
     """Computes the same prompt; this one waits until it has, to find the prompt in the cache."""
     followers: dict[str, Request] = field(default_factory=dict)

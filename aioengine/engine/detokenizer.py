@@ -212,6 +212,13 @@ class MessageReader:
         self._skipped = skipped
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._calls: list[tuple[str, str, list[str]]] = []
+        self.num_thought = 0
+        """Tokens of reasoning, without those that begin or end it."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether the next token is reasoning, or ends it."""
+        return self._parser.is_thinking
 
     def add(self, token_id: int | None, text: str, *, is_end: bool) -> Addition:
         """Add a token, which adds `text` to the completion's; None: it is no part of the answer."""
@@ -219,7 +226,9 @@ class MessageReader:
             is_shown = token_id is not None and token_id not in self._skipped
             text = self._detokenizer.add(token_id).text if is_shown else ""  # type: ignore[arg-type]
             text += self._detokenizer.flush().text if is_end else ""
+        was_thinking = self.is_thinking
         pieces = self._parser.feed(text)
+        self.num_thought += was_thinking and self.is_thinking
         if is_end:
             pieces += self._parser.finish()
         found = {"content": "", "reasoning": ""}

@@ -32,7 +32,7 @@ from aioengine.errors import (
     is_int,
     typed,
 )
-from aioengine.instruments import Instruments, StageSpan, timed
+from aioengine.instruments import PROCESSORS, Instruments, StageSpan, timed
 from aioengine.kernels.cpu.library import end_team
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.device import Device
@@ -344,6 +344,9 @@ class EngineCore:
         result, start, end = handle.result()
         names = tuple(s.request_id for s in plan.sequences)
         self._instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
+        if result.processed is not None:
+            names = tuple(s.request_id for s in plan.sequences if s.sampling.processors)
+            self._instruments.record(StageSpan(PROCESSORS, *result.processed, names))
         self.tracker.deliver(plan, result)
 
 

@@ -8,7 +8,6 @@ images, and nothing but bookkeeping runs on the event loop.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from aioengine.config import EngineConfig
 from aioengine.core.block_hash import cross_digests, extend_digests
 from aioengine.core.request import Item, Request
+from aioengine.engine.constraints import bound_thinking, check_thinking, compile_grammar
 from aioengine.engine.detokenizer import TextReaders
 from aioengine.engine.loading.loader import Loaded
 from aioengine.engine.prompt_embeds import read_embeds
@@ -53,8 +53,6 @@ __all__ = ["InputProcessor"]
 Literals = Sequence[tuple[int, int]]
 """Token ranges of a prompt in which nothing is a placeholder."""
 
-GRAMMAR_LOOK_S = 1.0
-"""How often one who waits for a grammar looks whether the one being compiled takes too long."""
 MARGIN_TOKENS = 1024
 """By so many a prompt may exceed the limit before it is laid out, which could make it shorter."""
 
@@ -101,6 +99,8 @@ class InputProcessor:
     async def prepare(self, state: RequestState, prompt: Prompt) -> list[CompletionState]:
         """Everything before admission. Raises the request's error."""
         self._check_halves(prompt)
+        if prompt.messages is None:
+            check_thinking(state.params, None)
         if prompt.embeds is not None:
             constraints = await self._compile(state.params)
             return await run_in(self.thread, self._lay_out_embeds, state, prompt, constraints)
@@ -115,6 +115,7 @@ class InputProcessor:
             media = list_media(prompt)
         else:
             state.chat = chat = await run_in(self.thread, self._render, prompt)
+            check_thinking(state.params, chat)
             halves, literals = Halves(prompt=chat.token_ids), chat.literals
             media = [
                 MediaInput(modality, index, each.item, each.parameter, each.trusted, each.uuid)
@@ -168,22 +169,7 @@ class InputProcessor:
     async def _compile(
         self, params: SamplingParams, chat: ChatPrompt | None = None
     ) -> Sequence[Constraint]:
-        structure, grammar = params.structured_outputs, None if chat is None else chat.grammar
-        if structure is not None and grammar is not None:
-            message = "structured_outputs and a tool that has to be called exclude each other"
-            raise InvalidRequestError(message, parameter="structured_outputs")
-        wanted = structure or grammar
-        if wanted is None:
-            return ()
-        grammars = self._loaded.grammars
-        compiled = asyncio.wrap_future(grammars.submit(wanted, params.n))
-        try:
-            while not compiled.done():
-                await asyncio.wait([compiled], timeout=GRAMMAR_LOOK_S)
-                grammars.relieve()
-            return compiled.result()
-        finally:
-            compiled.cancel()
+        return await compile_grammar(self._loaded.grammars, params, chat)
 
     def _refuse_hopeless(self, prompt: Prompt) -> None:
         """Refuse what no tokenizer could make short enough, before one spends minutes on it."""
@@ -293,6 +279,13 @@ class InputProcessor:
         `repeats`: the prompt's tokens that are penalised where they come again; None: all.
         """
         params = state.params
+        new_readers = partial(self._readers.new, known["prompt_token_ids"], params, state.chat)
+        readers = [new_readers() for _ in range(params.n)]
+        if state.chat is not None:
+            messages, context = [message for _, message in readers], self._sampling
+            constraints = bound_thinking(
+                params, state.chat, messages, constraints, context.tokenizer, context.vocab_size
+            )
         samplings = self._sampling.samplings(
             params, known["prompt_token_ids"] if repeats is None else repeats, constraints
         )
@@ -300,7 +293,7 @@ class InputProcessor:
         private_salt = secrets.token_bytes(16) if params.n > 1 and not caching else None
         leader: Request | None = None
         completions = []
-        for index, sampling in enumerate(samplings):
+        for index, (sampling, read) in enumerate(zip(samplings, readers, strict=True)):
             request = Request(
                 request_id=f"{state.request_id}#{index}" if index else state.request_id,
                 **known,
@@ -309,7 +302,7 @@ class InputProcessor:
                 private_salt=private_salt,
                 reads_prefix=sampling.prompt_logprobs is None,
                 sampling=sampling,
-                awaits_tokens=sampling.constraint is not None,
+                awaits_tokens=sampling.awaits_tokens,
                 leader=leader,
             )
             if leader is not None:
@@ -320,8 +313,7 @@ class InputProcessor:
                 extend_digests(request, self._loaded.limits.block_size)
                 cross_digests(request, self._loaded.limits.block_size)
             leader = leader or request
-            readers = self._readers.new(request.prompt_token_ids, params, state.chat)
-            completions.append(CompletionState(index, request, params, *readers))
+            completions.append(CompletionState(index, request, params, *read))
         return completions
 
     def _items(self, state: RequestState, layout: Layout) -> list[Item]:

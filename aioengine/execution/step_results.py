@@ -1,4 +1,4 @@
-"""Results of a step: what a grammar allows of it, and what is read of it on the host."""
+"""Results of a step: what grammars and budgets allow of it, and what is read of it on the host."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ PromptScores = list[tuple[SequencePlan, list[Scores]]]
 
 
 def masks_of(chosen: Sequence[SequencePlan]) -> tuple[list[Tensor | None], dict[str, Exception]]:
-    """Bit masks of the tokens that grammars allow, and the requests whose grammar has failed."""
+    """Bit masks of the tokens that may come, and the requests whose grammar has failed.
+
+    The callers' own processors learn of the tokens that have come.
+    """
     masks: list[Tensor | None] = []
     failures: dict[str, Exception] = {}
     for s in chosen:
         mask = None
-        if s.sampling is not None and s.sampling.constraint is not None:
+        if s.sampling.processors is not None:
+            s.sampling.processors.take(s.token_ids, s.output_index)
+        if s.sampling.constraint is not None:
             try:
                 mask = s.sampling.constraint.mask(s.token_ids, s.output_index)
             except InvalidRequestError as error:
@@ -45,7 +50,7 @@ def _barred(chosen: Sequence[SequencePlan], is_barred: Sequence[bool]) -> dict[s
             parameter="params",
         )
         for s, barred in zip(chosen, is_barred, strict=True)
-        if barred and s.sampling is not None and (s.sampling.adjustments or s.sampling.constraint)
+        if barred and s.sampling.may_bar_all
     }
 
 
@@ -59,7 +64,9 @@ def reader(
     groups: list[Sequence[Tensor]] = [part for _, parts in prompts for part in parts]
     if sampled is not None:
         barred = [] if sampled.is_barred is None else [sampled.is_barred]
-        groups += [sampled.scores or [], barred, [sampled.token_ids]]
+        own = sampled.processed
+        are_numbers = [] if own is None or own.are_numbers is None else [own.are_numbers]
+        groups += [sampled.scores or [], barred, are_numbers, [sampled.token_ids]]
     on_their_way = iter(to_host([tensor for group in groups for tensor in group]))
     found = [[*islice(on_their_way, len(group))] for group in groups]
 
@@ -72,12 +79,19 @@ def reader(
         }
         if sampled is None:
             return StepResult((), prompt_logprobs=prompt_logprobs)
-        scores, barred, (token_ids,) = columns
+        scores, barred, are_numbers, (token_ids,) = columns
+        left = _barred(chosen, barred[0].tolist()) if barred else {}
+        spent, failed = None, {}
+        if (own := sampled.processed) is not None:
+            spent = own.start, own.end
+            by_row = own.read(are_numbers[0].tolist() if are_numbers else ())
+            failed = {chosen[row].request_id: error for row, error in by_row.items()}
         return StepResult(
             token_ids.tolist(),
-            failures | _barred(chosen, barred[0].tolist()) if barred else failures,
+            {**left, **failures, **failed},
             _read_scores(chosen, sampled.rows, Scores(*scores)) if scores else {},
             prompt_logprobs,
+            spent,
         )
 
     return read

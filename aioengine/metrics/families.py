@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-from aioengine.instruments import STAGES
+from aioengine.instruments import PROCESSORS, STAGES
 from aioengine.types import OUTCOMES, EngineState, EngineStatistics
 
 __all__ = ["FIGURES", "HISTOGRAMS", "Figure", "Histogram", "Reading", "Values"]
 
-VALUES = {"": ("",), "outcome": OUTCOMES, "stage": STAGES}
+VALUES = {"": ("",), "outcome": OUTCOMES, "stage": (*STAGES, PROCESSORS)}
 """Label of a histogram -> its values."""
 
 IMPLS = ("native", "transformers")

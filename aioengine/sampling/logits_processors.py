@@ -1,9 +1,9 @@
 """Changes to a request's logits before a token is chosen.
 
-In this order: allowed tokens, bias, bans, bad words, the mask of a grammar, then penalties (for
-repetition, Keskar et al. 2019; for frequency and presence, as OpenAI's API defines them). The
-tokens that penalties look at are kept on the device, so that a step may be launched before the
-host knows the token of the step before.
+Behind the caller's own processors, in this order: allowed tokens, bias, bans, bad words, the mask
+of a grammar, then penalties (for repetition, Keskar et al. 2019; for frequency and presence, as
+OpenAI's API defines them). The tokens that penalties look at are kept on the device, so that a step
+may be launched before the host knows the token of the step before.
 """
 
 from __future__ import annotations

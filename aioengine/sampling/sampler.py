@@ -22,6 +22,7 @@ from aioengine.kernels.logits import MOST_PROBABLE, Choice, argmax, draw, draws,
 from aioengine.kernels.transfer import Staged, StepBuffer
 from aioengine.sampling.logits_processors import Adjuster, Adjustments
 from aioengine.sampling.logprobs import Scores, chunk_rows, score
+from aioengine.sampling.own_processors import OwnProcessors, Processed, process
 
 __all__ = ["Constraint", "Sampled", "Sampler", "Sampling", "choose", "uniform"]
 
@@ -34,10 +35,10 @@ COLDEST = 1e-37
 class Constraint(Protocol):
     """Says which tokens may come. Used on the thread that launches steps only."""
 
-    def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor:
+    def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor | None:
         """The tokens that may be number `output_index` of the output, with which `token_ids` end.
 
-        int32 [ceil(vocab / 32)], one bit for each. Raises InvalidRequestError.
+        int32 [ceil(vocab / 32)], one bit for each; None: all. Raises InvalidRequestError.
         """
 
 
@@ -46,7 +47,7 @@ class Sampling:
     """Sampling settings of one completion.
 
     `logprobs`: of so many tokens beside the chosen one, or None; `prompt_logprobs`: the same for
-    each of `prompt_token_ids`; `adjustments` and `constraint` come before all.
+    each of `prompt_token_ids`; `processors`, then `adjustments` and `constraint`, come before all.
     """
 
     temperature: float = 0.0
@@ -59,11 +60,22 @@ class Sampling:
     prompt_token_ids: tuple[int, ...] = ()
     adjustments: Adjustments | None = None
     constraint: Constraint | None = None
+    processors: OwnProcessors | None = None
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Return whether a token's logits cannot be changed before the one before is known."""
+        return self.constraint is not None or self.processors is not None
+
+    @property
+    def may_bar_all(self) -> bool:
+        """Return whether there may be no token left to choose."""
+        return self.adjustments is not None or self.awaits_tokens
 
     @property
     def is_plain(self) -> bool:
         """Return whether all that is wanted is a token that is not banned."""
-        if self.logprobs is not None or self.prompt_logprobs is not None or self.constraint:
+        if self.logprobs is not None or self.prompt_logprobs is not None or self.awaits_tokens:
             return False
         return self.adjustments is None or self.adjustments.only_bans
 
@@ -85,13 +97,14 @@ class Sampled:
     """`token_ids` [n] int64, and the scores of those `rows` that asked for log probabilities.
 
     `is_barred` [n] bool: nothing was left to choose from, and the token is one that may not come;
-    None where all may.
+    None where all may. `processed`: what has come of the callers' own processors.
     """
 
     token_ids: Tensor
     is_barred: Tensor | None
     rows: tuple[int, ...] = ()
     scores: Scores | None = None
+    processed: Processed | None = None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -160,22 +173,24 @@ class Sampler:
         scored = tuple(row for row, s in enumerate(samplings) if s.logprobs is not None)
         places = buffer.put(scored) if scored else None
         most = max((samplings[row].logprobs or 0 for row in scored), default=0)
-        is_adjusted = any(s.adjustments or s.constraint for s in samplings)
+        may_bar_all = any(s.may_bar_all for s in samplings)
+        own = [(row, s.processors) for row, s in enumerate(samplings) if s.processors is not None]
         adjusting = self._adjuster.prepare(buffer, [(s.adjustments, s) for s in samplings], indices)
         drawn = _prepare_draws(buffer, samplings, indices, vocab_size)
 
         def chosen_of(logits: Tensor, masks: Sequence[Tensor | None]) -> Sampled:
             raw = None if places is None else logits[places.tensor]
+            logits, processed = process(logits, own) if own else (logits, None)
             logits = adjusting.adjust(logits, masks)
             token_ids = _choose(logits, drawn)
             adjusting.note(token_ids)
             is_barred = None
-            if is_adjusted:
+            if may_bar_all:
                 is_barred = logits.gather(-1, token_ids[:, None])[:, 0] == -torch.inf
             if raw is None or places is None:
-                return Sampled(token_ids, is_barred)
+                return Sampled(token_ids, is_barred, processed=processed)
             scores = score(raw, token_ids[places.tensor], most)
-            return Sampled(token_ids, is_barred, scored, scores)
+            return Sampled(token_ids, is_barred, scored, scores, processed)
 
         return chosen_of
 

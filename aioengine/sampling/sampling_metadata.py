@@ -14,6 +14,7 @@ from torch import Tensor
 from aioengine.core.request import StopRule
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling.logits_processors import Adjustments
+from aioengine.sampling.own_processors import OwnProcessors
 from aioengine.sampling.sampler import Constraint, Sampling
 from aioengine.sampling_params import SamplingParams
 
@@ -60,6 +61,7 @@ class SamplingContext:
         seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed
         assert seed is not None
         adjustments = self._adjustments(params, prompt_token_ids)
+        own = tuple(params.logits_processors or ())
         return [
             Sampling(
                 temperature=params.temperature,
@@ -72,6 +74,7 @@ class SamplingContext:
                 prompt_token_ids=prompt_token_ids,
                 adjustments=adjustments,
                 constraint=constraints[index] if constraints else None,
+                processors=OwnProcessors(own) if own else None,
             )
             for index in range(params.n)
         ]

@@ -54,6 +54,8 @@ class AnswerText:
         self.tail = tail
         self.is_over = False
         self.num_calls = 0
+        self.kind: Kind | None = None
+        """Of the text that is being read, up to an end that has not come."""
         self.blanks = ""
         """Before the end that was read last."""
         self._text = ""
@@ -74,6 +76,7 @@ class AnswerText:
         Blanks before an end are left out, and with `strips` those at the beginning. Of the kind
         None, all is left out.
         """
+        self.kind = kind
         while True:
             if strips:
                 self._skip_blanks()
@@ -92,6 +95,7 @@ class AnswerText:
                 strips = False
                 yield Piece(kind, text, call)
             if end:
+                self.kind = None
                 return end
             if self.is_over:
                 return None
@@ -305,6 +309,13 @@ class AnswerParser:
         functions = [tool["function"] for tool in tools]
         schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self._reading: Reading = parse(self._text, schemas)
+        self._first: list[Piece] = []
+        self._first = self._pieces()
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether more text would be reasoning; the prompt may have begun it."""
+        return self._text.kind == "reasoning"
 
     def feed(self, text: str) -> list[Piece]:
         """Return what more text makes certain."""
@@ -317,7 +328,7 @@ class AnswerParser:
         return self._pieces()
 
     def _pieces(self) -> list[Piece]:
-        found = []
+        found, self._first = self._first, []
         for piece in self._reading:
             if piece is None:
                 break

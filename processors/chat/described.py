@@ -52,11 +52,12 @@ def marks_of(template: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def thought_of(template: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The marks around what is thought; None where they are not known."""
+    """The marks around what is thought, the first one "" where it is not known; None where the last
+    one is not."""
     fields = template["fields"]
     field: Mapping[str, Any] = next((fields[key] for key in REASONING if key in fields), {})
     opening, closing = _example(field, "open"), _example(field, "close")
-    return (opening, closing) if opening and closing else None
+    return (opening or "", closing) if closing else None
 
 
 def forms_of(template: Mapping[str, Any]) -> Iterator[CallForm]:
@@ -157,6 +158,8 @@ class _Regions:
         """Return what an event adds."""
         field, kind = event["field"], event["type"]
         self.is_call = field == CALLS and kind != "region_close"
+        is_open = kind in ("region_open", "region_chunk")
+        self._text.kind = "reasoning" if is_open and field in REASONING else None
         if kind == "region_open":
             self._raw, self._blanks, self._has_begun = "", "", False
         elif field == CALLS and kind == "region_chunk":

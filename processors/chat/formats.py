@@ -37,8 +37,8 @@ __all__ = ["FORMATS", "PLAIN", "AnswerFormat", "find_format", "register_answer_f
 class AnswerFormat:
     """A way to write answers. `marks`: texts of it that are tokens of their own, mostly;
     `is_used_by` says of a chat template whether the model writes so. `thought`: the marks around
-    what is thought; `calls`: how calls are written by a model with such a template, None where
-    nothing can be made to call a tool."""
+    what is thought, the first "" where it is not one text; `calls`: how calls are written by a
+    model with such a template, None where nothing can be made to call a tool."""
 
     name: str
     marks: tuple[str, ...]
@@ -364,7 +364,8 @@ for _known in (
         ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
         _in_channels,
         _has("<|channel|>"),
-        calls=lambda _: _CHANNELS,
+        ("<|channel|>analysis<|message|>", "<|end|>"),
+        lambda _: _CHANNELS,
     ),
 ):
     register_answer_format(_known)

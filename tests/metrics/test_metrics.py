@@ -21,7 +21,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from aioengine import AsyncEngine, EngineState, EngineStatistics, errors
-from aioengine.instruments import STAGES, RequestEvent, StageSpan
+from aioengine.instruments import PROCESSORS, STAGES, RequestEvent, StageSpan
 from aioengine.metrics import Metrics, families
 from aioengine.metrics.families import FIELDS, FIGURES, HISTOGRAMS, OUTCOMES
 from aioengine.metrics.loop_lag import TICK_S, LoopLag
@@ -494,7 +494,7 @@ def test_names_follow_the_conventions() -> None:
     for histogram in HISTOGRAMS:
         assert histogram.name.endswith(("_seconds", "_tokens"))
         assert list(histogram.bounds) == sorted(set(histogram.bounds))
-    assert families.STAGE.values == STAGES
+    assert families.STAGE.values == (*STAGES, PROCESSORS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, FinishReason, SamplingParams, StructuredOutputs
-from aioengine.engine import input_processor
+from aioengine.engine import constraints
 from aioengine.errors import InvalidRequestError, OverloadedError
 from aioengine.sampling import structured_output
 from tests.support.engines import running_engine, until
@@ -365,7 +365,7 @@ async def test_a_compilation_that_does_not_end(
 
     monkeypatch.setattr(grammars, "_matcher", compile_slowly)
     monkeypatch.setattr(structured_output, "MAX_COMPILE_S", 0.05)
-    monkeypatch.setattr(input_processor, "GRAMMAR_LOOK_S", 0.02)
+    monkeypatch.setattr(constraints, "GRAMMAR_LOOK_S", 0.02)
     try:
         for number in range(structured_output.MAX_ABANDONED):
             bad = params(StructuredOutputs(choice=[f"hostile{number}"]))
