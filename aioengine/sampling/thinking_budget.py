@@ -31,6 +31,8 @@ class AnswerReader(Protocol):
 class ThinkingBudget:
     """One completion's constraint: behind so many tokens of thought come those that end it.
 
+    Between the marks of a thought each token counts, its blanks too.
+
     A thought that comes later is ended at once. What the reader says is read on the thread that
     launches a step: the request awaits its tokens, so nobody adds one meanwhile.
     """
@@ -54,7 +56,7 @@ class ThinkingBudget:
     def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor | None:
         """Return what may come; see `Constraint`."""
         allowed = None if self._grammar is None else self._grammar.mask(token_ids, output_index)
-        forced = self._forced(output_index)
+        forced = self._forced(output_index, allowed)
         if forced is None:
             return allowed
         only = torch.zeros(self._num_words, dtype=torch.int32)
@@ -62,14 +64,16 @@ class ThinkingBudget:
         only[forced // 32] = bit - (1 << 32) if bit >> 31 else bit
         return only if allowed is None else only & allowed
 
-    def _forced(self, output_index: int) -> int | None:
+    def _forced(self, output_index: int, allowed: Tensor | None) -> int | None:
         """Return the one token that may come, if there is but one."""
         if self._start is not None and output_index >= self._start + len(self._end):
             # The reader may hold back the last letters of the mark, for a stop string.
             self._start = self._start if self._reader.is_thinking else None
         elif self._start is None and self._reader.is_thinking:
             is_spent = self._reader.num_thought >= self._budget
-            self._start = output_index if is_spent else None
+            # A grammar wants a character that has begun to be finished first.
+            may_end = allowed is None or bool(allowed[self._end[0] // 32] >> self._end[0] % 32 & 1)
+            self._start = output_index if is_spent and may_end else None
         place = len(self._end) if self._start is None else output_index - self._start
         return self._end[place] if place < len(self._end) else None
 

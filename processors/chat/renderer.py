@@ -329,13 +329,15 @@ class ChatRenderer:
         names = [tool["function"]["name"] for tool in tools]
         called = {i: tool for i, tool in enumerate(tools) if name in (None, names[i])}
         added = self._tokenizer.added_tokens_decoder.items()
+        # llguidance takes <these> for special tokens too, which no expression matches.
+        tags = {i for i, token in added if f"{token.content[:1]}{token.content[-1:]}" == "<>"}
         opening, closing = answers.thought or ("", "")
         return write_grammar(
             form,
             called,
             is_one=name is not None,
             thought=closing if opening and tail.rstrip().endswith(opening.rstrip()) else "",
-            special={token.content: token_id for token_id, token in added if token.special},
+            special={t.content: i for i, t in added if t.special or i in tags},
         )
 
     # Tokenising what came out.

@@ -73,7 +73,7 @@ SAMPLING: Fields = dict.fromkeys(
         *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
         *("stop", "stop_token_ids", "include_stop_str_in_output", "bad_words", "ignore_eos"),
-        *("allowed_token_ids", "skip_special_tokens"),
+        *("allowed_token_ids", "skip_special_tokens", "thinking_budget"),
     ),
     done(),
 )
