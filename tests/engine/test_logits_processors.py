@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from aioengine import AsyncEngine, SamplingParams, StructuredOutputs
+from aioengine.asgi.api.fields import TABLES, known
+from aioengine.cli import batch_lines
 from aioengine.errors import InvalidRequestError
 from aioengine.instruments import PROCESSORS
 from tests.support.engines import Spans, greedy, running_engine, settled
@@ -296,6 +298,16 @@ async def test_media_and_ends(engine: AsyncEngine) -> None:
     params = SamplingParams(temperature=0, max_tokens=9, logits_processors=[only(EOS)])
     output = await engine.generate(PROMPTS[0], params)
     assert output.token_ids == (EOS,) and output.outputs[0].finish_reason == "stop"
+
+
+def test_what_comes_from_outside_the_process_has_none() -> None:
+    for name in ("chat/completions", "completions"):
+        with pytest.raises(InvalidRequestError) as caught:
+            known({"logits_processors": []}, TABLES[name])
+        assert caught.value.parameter == "logits_processors"
+        assert known({"thinking_budget": 3}, TABLES[name]) == {"thinking_budget": 3}
+    assert "logits_processors" not in batch_lines.SAMPLING
+    assert "thinking_budget" in batch_lines.SAMPLING
 
 
 def test_params() -> None:

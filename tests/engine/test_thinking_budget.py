@@ -203,9 +203,9 @@ async def test_beside_a_tool_that_has_to_be_called(tmp_path: Path, marks: str) -
     save(tmp_path, "hermes", marks)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["hermes"] + "<think>\n")
     async with running_engine(tmp_path, max_model_len=1024) as engine:
-        for seed, budget in enumerate((0, 1, 5, 5)):
+        for seed, budget in enumerate((0, 5)):
             params = SamplingParams(
-                temperature=1.0, seed=seed, max_tokens=400, thinking_budget=budget
+                temperature=1.0, seed=seed, max_tokens=200, thinking_budget=budget
             )
             output = await engine.generate(ASKED, params, tools=[weather], tool_choice="required")
             message = output.message

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams, StructuredOutputs
-from aioengine.errors import EngineDeadError, MediaError
+from aioengine.errors import EngineDeadError, InvalidRequestError, MediaError
 from tests.support.engines import running_engine, settled
 from tests.support.tiny import save_tiny_llava, tiny_image
 
@@ -57,6 +57,10 @@ def expected(folder: Path) -> dict[int | None, tuple[int, ...]]:
             return {seed: (await ask(engine, seed)).token_ids for seed in (None, *range(8))}
 
     return asyncio.run(run())
+
+
+def rotated(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits + logits.roll(sum(token_ids) % 7 + len(token_ids))
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -104,6 +108,32 @@ async def test_encoder_rows_are_not_reused_while_a_step_reads_them(
         assert engine.statistics().encoder_cache_evictions > 50
 
 
+async def test_a_bad_logits_processor_ends_its_request_alone(
+    folder: Path, expected: dict[int | None, tuple[int, ...]]
+) -> None:
+    """What it returns is looked at when the step is read: nothing waits for the device before."""
+
+    def raises(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        raise ValueError
+
+    def no_numbers(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.mul_(float("nan")) if len(token_ids) == 4 else logits
+
+    def on_the_host(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(logits), dtype=logits.dtype)
+
+    bad = {raises: "raised ValueError", no_numbers: "below infinity", on_the_host: "on cpu"}
+    async with running_engine(folder, device="cuda") as engine:
+        for function, message in bad.items():
+            params = greedy(logits_processors=[rotated, function])
+            asked = [ask(engine, None), ask(engine, 1, params), ask(engine, 2)]
+            first, error, last = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(error, InvalidRequestError) and message in str(error)
+            assert error.parameter == "logits_processors[1]"
+            assert isinstance(first, RequestOutput) and first.token_ids == expected[None]
+            assert isinstance(last, RequestOutput) and last.token_ids == expected[2]
+
+
 async def test_sampling_is_the_same_alone_and_in_company(folder: Path) -> None:
     """Penalties see the tokens of steps in flight; grammars wait for them."""
     kinds: list[dict[str, Any]] = [
@@ -113,6 +143,7 @@ async def test_sampling_is_the_same_alone_and_in_company(folder: Path) -> None:
         {"temperature": 0, "logprobs": 2, "logit_bias": {7: 3.0}, "bad_words": ["a", "the end"]},
         {"temperature": 1.0, "seed": 5, "n": 3},
         {"temperature": 1.0, "structured_outputs": StructuredOutputs(regex="[a-f]{10}"), "seed": 6},
+        {"temperature": 1.0, "seed": 7, "logits_processors": [rotated]},
     ]
     params = [SamplingParams(max_tokens=24, **kind) for kind in kinds]
     results = []
