@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aioengine.config import EngineConfig
-from aioengine.engine import loader
+from aioengine.engine.loading import loader
 from aioengine.processors.items import (
     PROCESSOR_ITEMS,
     ImageSize,

@@ -18,7 +18,7 @@ import torch
 
 torch.ops.load_library(os.environ["SIMULATED_GUARD"])
 
-from aioengine.engine import loader  # noqa: E402
+from aioengine.engine.loading import loader  # noqa: E402
 from aioengine.streams.cuda import TorchDriver  # noqa: E402
 from tests.simulated import operators  # noqa: E402, F401
 from tests.simulated.device import DEVICE, ENCODER_THREAD, SimulatedMode  # noqa: E402
