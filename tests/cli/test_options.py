@@ -34,7 +34,7 @@ from tests.cli.conftest import Command
 SAID_OTHERWISE = {"media", "fetcher", "tensor_parallel_size", "mm_encoder_tp_mode"}
 FOR_OTHERS = {
     *("n", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"),
-    *("detokenize", "structured_outputs"),
+    *("detokenize", "structured_outputs", "logits_processors"),
 }
 
 

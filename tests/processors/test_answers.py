@@ -316,3 +316,26 @@ def test_a_format_that_the_checkpoint_describes() -> None:
     assert found([*answer]) == whole
     broken = "x</think> <call>{broken</call> y"
     assert found([broken]) == found([*broken]) == ["x", "{broken y", "", ""]
+
+
+def test_what_is_thought_is_known_as_it_comes() -> None:
+    cases = [
+        ("hermes", "", "x", "<think>", "hm <b", "</think>", "yes"),
+        ("hermes", "<think>\n", "", "", "hm", "</think>", "yes<think"),
+        ("deepseek", "", "", "<think>", "hm", "</think>", f"yes{DS[0]}"),
+        ("mistral", "", "", "[THINK]", "hm", "[/THINK]", "[TOOL_CALLS]"),
+        ("gemma", "", "", "<|channel>thought", "\nhm", "<channel|>", "yes"),
+        ("harmony", "", "", "<|channel|>analysis<|message|>", "hm", "<|end|>", "<|channel|>final"),
+        ("thinking", "<think>", "", "", "hm", "</think>", "yes <think>"),
+    ]
+    for name, tail, *parts in cases:
+        parser = AnswerParser(FORMATS[name].parse, tail, [])
+        _, begin, thought, end, _ = parts
+        assert parser.is_thinking is (not begin)
+        for number, part in enumerate(parts):
+            for place, letter in enumerate(part, 1):
+                parser.feed(letter)
+                is_over = number == 3 and place == len(end)
+                has_begun = number in (2, 3) or (number == 1 and place == len(begin))
+                assert parser.is_thinking is (has_begun and not is_over), (name, part[:place])
+        assert thought
