@@ -46,8 +46,10 @@ def default_of(value: ast.expr | None) -> str:
     if value is None:
         return "required"
     if isinstance(value, ast.Call):
-        factory = next(each.value for each in value.keywords if each.arg == "default_factory")
-        text = ast.unparse(factory)
+        named = {each.arg: each.value for each in value.keywords}
+        if "default" in named:
+            return default_of(named["default"])
+        text = ast.unparse(named["default_factory"])
         return "`{}`" if text == "dict" else f"`{text}()`"
     text = ast.unparse(value)
     parts = text.split(" * ")
