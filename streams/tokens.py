@@ -260,4 +260,5 @@ def _merge(deltas: list[Delta]) -> Delta:
         content="".join(delta.content for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
         tool_calls=tuple(chain.from_iterable(delta.tool_calls for delta in deltas)),
+        runs=tuple(chain.from_iterable(delta.runs for delta in deltas)),
     )

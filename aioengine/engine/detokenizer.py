@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from aioengine.types import Message, ToolCall, ToolCallDelta
+from aioengine.types import Message, Run, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
     from aioengine.processors.chat.answers import AnswerParser
+    from aioengine.processors.chat.answers import Piece as AnswerPiece
     from aioengine.processors.chat.renderer import ChatPrompt
     from aioengine.sampling_params import SamplingParams
 
@@ -89,6 +90,7 @@ class Addition(NamedTuple):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    runs: tuple[Run, ...] = ()
 
 
 class Detokenizer:
@@ -214,6 +216,9 @@ class MessageReader:
         self._calls: list[tuple[str, str, list[str]]] = []
         self.num_thought = 0
         """Tokens of reasoning, without those that begin or end it."""
+        self._runs: list[Run] = []
+        self._num_silent = 0
+        """Tokens since the last that wrote something."""
 
     @property
     def is_thinking(self) -> bool:
@@ -244,7 +249,45 @@ class MessageReader:
             else:
                 self._texts[piece.kind].append(piece.text)
                 found[piece.kind] += piece.text
-        return Addition(found["content"], found["reasoning"], tuple(calls))
+        runs = self._add_runs(pieces, is_end=is_end)
+        return Addition(found["content"], found["reasoning"], tuple(calls), runs)
+
+    def _add_runs(self, pieces: Sequence[AnswerPiece], *, is_end: bool) -> tuple[Run, ...]:
+        """Add what one more token has written.
+
+        Tokens before it that wrote nothing, as marks do, belong to the run before them, but for
+        content, which has no marks of its own: there they belong to what follows.
+        """
+        added: list[Run] = []
+        num_before, num_own = self._num_silent, 1
+        for piece in pieces:
+            kind: Any = "call" if piece.kind == "arguments" else piece.kind
+            size = 0 if piece.kind == "call" else len(piece.text)
+            run = Run(kind, size, num_own, piece.call)
+            last = self._runs[-1] if self._runs else run
+            if num_before and last.kind != "content":
+                self._add_run(added, last._replace(size=0, num_tokens=num_before))
+            elif num_before:
+                run = run._replace(num_tokens=num_own + num_before)
+            self._add_run(added, run)
+            num_before = num_own = 0
+        self._num_silent = num_before + num_own
+        if is_end and self._num_silent and self._runs:
+            self._add_run(added, self._runs[-1]._replace(size=0, num_tokens=self._num_silent))
+        return tuple(added)
+
+    def _add_run(self, added: list[Run], run: Run) -> None:
+        for runs in (self._runs, added):
+            if runs and (runs[-1].kind, runs[-1].call) == (run.kind, run.call):
+                size, num_tokens = runs[-1].size + run.size, runs[-1].num_tokens + run.num_tokens
+                runs[-1] = run._replace(size=size, num_tokens=num_tokens)
+            else:
+                runs.append(run)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The order of the message."""
+        return tuple(self._runs)
 
     @property
     def message(self) -> Message:

@@ -79,6 +79,7 @@ class CompletionState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             message=None if self.reader is None else self.reader.message,
+            runs=() if self.reader is None else self.reader.runs,
         )
 
     def _text(self, advance: Advance, reason: FinishReason | None) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from aioengine.types.messages import Message, ToolCall, ToolCallDelta
+from aioengine.types.messages import Message, Run, ToolCall, ToolCallDelta
 
 __all__ = [
     "CompletionOutput",
@@ -25,6 +25,7 @@ __all__ = [
     "Message",
     "Prompt",
     "RequestOutput",
+    "Run",
     "Span",
     "StageStatistics",
     "Timings",
@@ -221,7 +222,7 @@ class Delta:
     """Item of a stream: the new text and tokens of one completion since the last delta.
 
     `logprobs`: one for each of `token_ids`, where they were asked for. Of an answer to messages:
-    what it adds to each part of the `Message`.
+    what it adds to each part of the `Message`, and `runs`, which tell its order.
     """
 
     index: int
@@ -232,6 +233,7 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    runs: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,8 @@ class CompletionOutput:
     """One finished completion.
 
     `logprobs`: one for each of `token_ids`, where they were asked for; `stop_reason`: the stop
-    string or token id that ended it, if any. `message`: of an answer to messages, else None.
+    string or token id that ended it, if any. `message`: of an answer to messages, else None; `runs`
+    tell its order.
     """
 
     index: int
@@ -249,6 +252,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     message: Message | None = None
+    runs: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

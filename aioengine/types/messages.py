@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["Message", "ToolCall", "ToolCallDelta"]
+__all__ = ["Message", "Run", "ToolCall", "ToolCallDelta"]
+
+
+class Run(NamedTuple):
+    """A stretch of a message in the order it was written: so many characters of one kind.
+
+    Of a call, whose number is `call`, they are its arguments'. `num_tokens`: those that wrote it,
+    marks of the format among them; all runs of a message have all its tokens.
+    """
+
+    kind: Literal["content", "reasoning", "call"]
+    size: int
+    num_tokens: int
+    call: int = 0
 
 
 @dataclass(frozen=True, slots=True)
