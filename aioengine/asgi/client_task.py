@@ -12,8 +12,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
 from aioengine.asgi.error_responses import ApiError, api_error, forget_frames
+from aioengine.streams.loop_bridge import run_apart
 
-__all__ = ["EventStream", "Reply", "attend", "failures_in"]
+__all__ = ["EventStream", "LongEvent", "Reply", "attend", "failures_in"]
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -90,6 +91,10 @@ async def failures_in(
             raise own from error
 
 
+class LongEvent(dict[str, Any]):
+    """An event that takes long to write as JSON: a thread does it."""
+
+
 class EventStream:
     """Server-sent events, which begin with the first of them.
 
@@ -116,8 +121,14 @@ class EventStream:
 
     async def send(self, *events: Any) -> None:
         """Send some JSON values, one event each."""
-        if events:
-            await self._write(b"".join(map(self._event, events)))
+        written = [
+            await run_apart(self._event, event)
+            if isinstance(event, LongEvent)
+            else self._event(event)
+            for event in events
+        ]
+        if written:
+            await self._write(b"".join(written))
 
     async def done(self) -> None:
         """End as OpenAI's streams do."""
@@ -142,6 +153,10 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _event(self, value: Any) -> bytes:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+        if isinstance(value, LongEvent):  # in Python, which lets go of the GIL
+            text = "".join(encoder.iterencode(value))
+        else:
+            text = encoder.encode(value)
         name = f"event: {value['type']}\n" if self._are_named else ""
         return f"{name}data: {text}\n\n".encode()

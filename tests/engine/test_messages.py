@@ -100,6 +100,27 @@ async def test_an_answer_is_a_message(folder: Path, name: str) -> None:
         assert '{"city": "Paris"}' in prompt and "It will." in prompt
 
 
+async def test_runs_tell_the_order_of_a_message(folder: Path, name: str) -> None:
+    async with running_engine(folder, max_model_len=1024) as engine:
+        count = script(engine, ANSWERS[name])
+        params = SamplingParams(temperature=0, max_tokens=count)
+        async with engine.stream(ASKED, params, tools=[weather]) as stream:
+            deltas = [delta async for delta in stream]
+            (output,) = (await stream.result()).outputs
+        assert output.message is not None
+        arguments = output.message.tool_calls[0].arguments
+        kinds = [(run.kind, run.size, run.call) for run in output.runs]
+        assert kinds == [("reasoning", 2, 0), ("content", 7, 0), ("call", len(arguments), 0)]
+        num_tokens = [run.num_tokens for run in output.runs]
+        assert sum(num_tokens) == count and 0 < num_tokens[1] <= 7 < num_tokens[2]
+        for kind, number in zip(("reasoning", "content", "call"), num_tokens, strict=True):
+            runs = [run for delta in deltas for run in delta.runs if run.kind == kind]
+            assert sum(run.num_tokens for run in runs) == number
+        for delta in deltas:
+            sizes = [run.size for run in delta.runs if run.kind == "content"]
+            assert sum(sizes) == len(delta.content)
+
+
 async def test_special_tokens_that_are_no_marks_are_left_out(folder: Path, name: str) -> None:
     if name == "hermes":
         pytest.skip("its tokenizer has none")

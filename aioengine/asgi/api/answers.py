@@ -14,7 +14,7 @@ from aioengine.asgi.error_responses import ApiError
 from aioengine.engine.detokenizer import TokenTexts
 from aioengine.types import CompletionOutput, Delta, RequestOutput, TokenLogprobs
 
-__all__ = ["Answer", "ChoicesAnswer", "finite", "most_probable"]
+__all__ = ["PIECE", "Answer", "ChoicesAnswer", "finite", "most_probable", "position_entry"]
 
 PIECE = 128
 """Log probabilities that are written out at a time: 3 ms where each token is new."""
@@ -156,6 +156,20 @@ class ChoicesAnswer(Answer):
     @abstractmethod
     def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The log probabilities of the next positions of a completion; lists, or None."""
+
+
+def position_entry(texts: TokenTexts, position: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    """Log probabilities of one position, the token's own and those of the most probable."""
+    entries = [
+        {
+            "token": texts.text(token_id),
+            "logprob": finite(found.logprob),
+            "bytes": texts.utf8(token_id),
+        }
+        for token_id, found in position.items()
+    ]
+    top = most_probable(zip(position.values(), entries, strict=True), num_top)
+    return {**entries[0], "top_logprobs": top}
 
 
 def most_probable(entries: Iterable[tuple[Any, Any]], count: int) -> list[Any]:

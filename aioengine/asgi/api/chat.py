@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from aioengine.asgi.api.answers import ChoicesAnswer, finite, most_probable
+from aioengine.asgi.api.answers import ChoicesAnswer, position_entry
 from aioengine.asgi.api.asks import Ask, flag, make_ask, prompt_options, wrong
 from aioengine.asgi.api.fields import CHAT, known
 from aioengine.errors import InvalidRequestError
@@ -191,19 +191,8 @@ class ChatAnswer(ChoicesAnswer):
         return not (delta.content or delta.reasoning or delta.tool_calls)
 
     def _logprobs(self, index: int, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"content": [self._position(position) for position in positions], "refusal": None}
-
-    def _position(self, position: TokenLogprobs) -> dict[str, Any]:
-        entries = [
-            {
-                "token": self._texts.text(token_id),
-                "logprob": finite(found.logprob),
-                "bytes": self._texts.utf8(token_id),
-            }
-            for token_id, found in position.items()
-        ]
-        top = most_probable(zip(position.values(), entries, strict=True), self._num_logprobs)
-        return {**entries[0], "top_logprobs": top}
+        entries = [position_entry(self._texts, each, self._num_logprobs) for each in positions]
+        return {"content": entries, "refusal": None}
 
 
 def _reason(reason: str | None) -> str | None:

@@ -38,13 +38,23 @@ class Generation:
         """Answer one POST request. Raises what goes wrong before the answer has begun."""
         ask = await read_object(receive, self._read)
         model = self._service.check_model(ask.model)
-        answer = self._answer(model, self._service.token_texts, ask)
-        await attend(receive, self._generate(ask, answer, scope, receive, send))
+        await attend(receive, self._generate(ask, model, scope, receive, send))
+
+    async def _prepare(self, ask: Ask, scope: Scope) -> Ask:
+        """Complete what a request leaves open. Raises what is wrong with it."""
+        return ask
+
+    async def _conclude(
+        self, ask: Ask, answer: Answer, outputs: Sequence[RequestOutput], scope: Scope
+    ) -> None:
+        """Do what has to be done before a client is told that its answer is complete."""
 
     async def _generate(
-        self, ask: Ask, answer: Answer, scope: Scope, receive: Receive, send: Send
+        self, ask: Ask, model: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
         engine = self._service.engine
+        ask = await self._prepare(ask, scope)
+        answer = self._answer(model, self._service.token_texts, ask)
         engine.check_room(len(ask.prompts) * ask.params.n)
         events = EventStream(
             send,
@@ -62,15 +72,20 @@ class Generation:
                 streams.append(stream)
                 await asyncio.sleep(0)
             if ask.is_streamed:
-                await _stream_answer(answer, streams, events)
+                await _stream_deltas(answer, streams, events)
+            outputs = await _results(streams)
+            await self._conclude(ask, answer, outputs, scope)
+            if ask.is_streamed:
+                await events.send(*answer.ending(outputs))
+                await events.done()
             else:
-                body = await _encoded(answer, await _results(streams))
+                body = await _encoded(answer, outputs)
                 headers = {"x-request-id": answer.id}
                 response = Response(body, headers=headers, media_type="application/json")
                 await response(scope, receive, send)
 
 
-async def _stream_answer(
+async def _stream_deltas(
     answer: Answer, streams: Sequence[TokenStream], events: EventStream
 ) -> None:
     async def relay(number: int, stream: TokenStream) -> None:
@@ -80,8 +95,6 @@ async def _stream_answer(
                 await asyncio.sleep(0)
 
     await run_together(relay(number, stream) for number, stream in enumerate(streams))
-    await events.send(*answer.ending(await _results(streams)))
-    await events.done()
 
 
 async def _results(streams: Sequence[TokenStream]) -> list[RequestOutput]:
