@@ -7,6 +7,7 @@ from __future__ import annotations
 
 try:
     from aioengine.asgi.app import openai_app, service_app
+    from aioengine.asgi.response_store import ResponseStore
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("aioengine"):
         raise
@@ -14,4 +15,4 @@ except ModuleNotFoundError as error:
         f'{error.name} is not installed: pip install "aioengine[serve]"', name=error.name
     ) from error
 
-__all__ = ["openai_app", "service_app"]
+__all__ = ["ResponseStore", "openai_app", "service_app"]

@@ -21,6 +21,7 @@ from aioengine.asgi.api.files import Files, FileStore
 from aioengine.asgi.api.generation import Generation
 from aioengine.asgi.api.messages import MessagesAnswer, read_counted, read_messages
 from aioengine.asgi.api.openapi import document
+from aioengine.asgi.api.responses import KeptResponses, Responses
 from aioengine.asgi.api.tokenize import Tokens, count, read_text, read_tokenize, show, text_of
 from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.client_task import Reply
@@ -52,10 +53,11 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 def openai_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
     """OpenAI's API for one engine, to be mounted in an application: `app.mount("/v1", ...)`.
 
-    Serves chat/completions, completions, audio/transcriptions, models, health and metrics, and
-    Anthropic's messages, tokenize, detokenize and openapi.json. The host's lifespan starts and
-    closes the engine; where the app is served by itself, its own does, if nobody has started the
-    engine before. `options`: see ServiceOptions. Raises InvalidRequestError for an empty key.
+    Serves chat/completions, completions, responses, audio/transcriptions, files, batches, models,
+    health and metrics, and Anthropic's messages, tokenize, detokenize and openapi.json. The host's
+    lifespan starts and closes the engine; where the app is served by itself, its own does, if
+    nobody has started the engine before. `options`: see ServiceOptions. Raises InvalidRequestError
+    for an empty key.
     """
     return _application(engine, options, _openai_routes)
 
@@ -195,6 +197,7 @@ def _api_routes(service: Service) -> list[BaseRoute]:
             _endpoint(service, path, handle, "POST", anthropic_error)
             for path, handle in anthropic.items()
         ),
+        *_response_routes(service),
         _endpoint(service, "/models", models),
         _endpoint(service, "/models/{name:path}", models),
         _endpoint(service, "/openapi.json", openapi),
@@ -208,6 +211,18 @@ def _tokens(service: Service) -> list[BaseRoute]:
         _endpoint(service, "/tokenize", Tokens(service, read_tokenize, show), "POST"),
         _endpoint(service, "/detokenize", Tokens(service, read_text, text_of), "POST"),
     ]
+
+
+def _response_routes(service: Service) -> list[BaseRoute]:
+    store, path = service.response_store, "/responses/{response_id}"
+    kept = None if store is None else KeptResponses(service, store)
+    routes: list[BaseRoute] = [_endpoint(service, "/responses", Responses(service, kept), "POST")]
+    if kept is not None:
+        routes += [
+            _endpoint(service, path, kept.get),
+            _endpoint(service, path, kept.delete, "DELETE"),
+        ]
+    return routes
 
 
 def _probes(service: Service) -> list[BaseRoute]:

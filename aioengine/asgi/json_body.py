@@ -50,8 +50,8 @@ MEDIA_KEY = re.compile(
     rb'"(url|data|image|audio|video|(image|audio|video)_url)"[ \t\r\n]*:[ \t\r\n]*$'
 )
 DATA_URL = re.compile(rb"data:[^,]*;base64,", re.IGNORECASE)
-MESSAGES = "messages"
-"""The field that has media."""
+MEDIA_FIELDS = ("messages", "input")
+"""The fields that have media."""
 MAX_KEY = MAX_DATA_HEAD = 256
 
 Read = TypeVar("Read")
@@ -365,7 +365,7 @@ class _Long:
 def _put_all_back(parsed: dict[str, Any], mark: str, cut: list[str | bytes]) -> dict[str, Any]:
     texts = [text if isinstance(text, str) else None for text in cut]
     return {
-        _put_back(name, mark, texts): _put_back(value, mark, cut if name == MESSAGES else texts)
+        _put_back(name, mark, texts): _put_back(value, mark, cut if name in MEDIA_FIELDS else texts)
         for name, value in parsed.items()
     }
 
@@ -380,7 +380,8 @@ def _put_back(value: Any, mark: str, cut: Sequence[str | bytes | None]) -> Any:
     if isinstance(value, str) and value.startswith(mark):
         found = cut[int(value[len(mark) :])]
         if found is None:
-            raise ApiError(400, f"only {MESSAGES} may have media in base64", code="invalid_value")
+            fields = " and ".join(MEDIA_FIELDS)
+            raise ApiError(400, f"only {fields} may have media in base64", code="invalid_value")
         return found
     return value
 

@@ -72,8 +72,13 @@ class Keys:
         scope[KEY_NAME] = found[0]
 
     def owner(self, scope: Scope) -> str:
-        """Name of whoever asks, for what is kept of it: one for each key, or all the same."""
-        return self.salt(scope, "") or ""
+        """Name of whoever asks, for what is kept of it: by the name of its key, or else a digest of
+        it, and by the host's salt. All the same where there are neither."""
+        key = scope.get(KEY_NAME) or None
+        if key is None and self._names:
+            key = ["digest", _digest(b"aioengine owner" + self._given(scope)).hex()]
+        hosts = None if self._cache_salt is None else self._cache_salt(scope)
+        return json.dumps([key, hosts])
 
     def salt(self, scope: Scope, own: str | None) -> str | None:
         """The cache salt of a request whose own field says `own`.

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.json_body import BodyBudget, BoundedBody
 from aioengine.asgi.keys import ApiKeys, CacheSalt, Keys
+from aioengine.asgi.response_store import ResponseStore
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.detokenizer import TokenTexts
 from aioengine.errors import is_int, require, shown
@@ -42,6 +43,8 @@ class ServiceOptions(TypedDict, total=False):
     """Of all files of batches, which stay in memory: 256 MiB."""
     body_timeout_s: float
     """For a body to arrive in: 60 s."""
+    response_store: ResponseStore | None
+    """Keeps responses for `previous_response_id`; None: nothing is kept."""
     trusted_hosts: str | Sequence[str] | None
     """Hosts that requests may name: `"localhost"`, `"*.a.example"`, `"loopback"` for all names of
     the loopback addresses. None: any."""
@@ -64,6 +67,7 @@ class Service:
         max_bodies_bytes: int = MAX_BODIES_BYTES,
         max_files_bytes: int = MAX_FILES_BYTES,
         body_timeout_s: float = BODY_TIMEOUT_S,
+        response_store: ResponseStore | None = None,
     ) -> None:
         self.engine = engine
         names = [model_names] if isinstance(model_names, str) else model_names
@@ -76,6 +80,7 @@ class Service:
         self.budget = BodyBudget(max(max_body_bytes, max_bodies_bytes))
         self.max_body_bytes = max_body_bytes
         self.max_files_bytes = max_files_bytes
+        self.response_store = response_store
         self._body_timeout_s = body_timeout_s
 
     @cached_property

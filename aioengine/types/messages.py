@@ -13,7 +13,7 @@ class Run(NamedTuple):
     """A stretch of a message in the order it was written: so many characters of one kind.
 
     Of a call, whose number is `call`, they are its arguments'. `num_tokens`: those that wrote it,
-    marks of the format among them; all runs of a message have all its tokens.
+    marks of the format among them; the runs of a message that says anything have all its tokens.
     """
 
     kind: Literal["content", "reasoning", "call"]

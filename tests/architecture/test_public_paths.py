@@ -10,7 +10,7 @@ from tests.architecture.test_exports import ADDED, EXTENSION_POINTS, FIXED
 
 PUBLIC = {
     "aioengine": FIXED | ADDED,
-    "aioengine.asgi": {"openai_app", "service_app"},
+    "aioengine.asgi": {"ResponseStore", "openai_app", "service_app"},
     "aioengine.config": {"EngineConfig", "MediaConfig"},
     "aioengine.errors": {
         "AioEngineError",

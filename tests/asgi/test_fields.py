@@ -11,6 +11,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.audio import transcription_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from starlette.routing import Route
 
 from aioengine import AsyncEngine
@@ -23,6 +24,7 @@ PARAMS: dict[str, Any] = {
     "chat/completions": chat_create_params.CompletionCreateParams,
     "completions": completion_create_params.CompletionCreateParams,
     "audio/transcriptions": transcription_create_params.TranscriptionCreateParams,
+    "responses": response_create_params.ResponseCreateParams,
     "chat/completions: messages": openai.types.chat.ChatCompletionMessageParam,
 }
 

@@ -21,6 +21,7 @@ __all__ = [
     "DETOKENIZE",
     "FILES",
     "MESSAGES",
+    "RESPONSES",
     "SAMPLING",
     "TABLES",
     "TOKENIZE",
@@ -235,6 +236,50 @@ TOKENIZE: Fields = {
     "chat_template": refused("the model's own is used"),
 }
 DETOKENIZE: Fields = {"model": GENERATION["model"], "tokens": done("token ids")}
+RESPONSES: Fields = {
+    **{name: field for name, field in SAMPLING.items() if name not in ("n", "max_tokens")},
+    **{
+        name: GENERATION[name]
+        for name in (
+            *("model", "stream", "logit_bias", "structured_outputs", "cache_salt"),
+            *("mm_processor_kwargs", "user", "service_tier", "safety_identifier"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        )
+    },
+    "input": done(
+        "text, or at most 4,096 items: messages (`input_text`, `input_image`, `input_audio`, "
+        "`output_text`, `refusal`), `function_call`, `function_call_output`, `reasoning`"
+    ),
+    "instructions": done("a system message before all others"),
+    "max_output_tokens": done("without it as many as the model may"),
+    "text": done("`format`: `text`, `json_object`, `json_schema`; `verbosity` is ignored"),
+    "tools": done("functions; `strict` holds where a tool has to be called"),
+    "tool_choice": done("`auto`, `none`, `required`, a function, `allowed_tools`"),
+    "parallel_tool_calls": CHAT["parallel_tool_calls"],
+    "reasoning": done(
+        "`effort`, given to the chat template as chats' `reasoning_effort`; answers have what is"
+        " thought itself, and `summary` adds nothing"
+    ),
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
+    "include": done(
+        "`message.output_text.logprobs`: of the tokens of messages; there is nothing of the others"
+    ),
+    "top_logprobs": done("0 to 20, with `include`"),
+    "metadata": done("given back"),
+    "store": done("false: not kept, also where there is a `response_store`"),
+    "previous_response_id": done("with a `response_store` alone"),
+    "stream_options": done("`include_obfuscation` is taken, and nothing is padded"),
+    "access_programs": ACCOUNT,
+    "truncation": refused("what is too long is refused; leave out items yourself", "disabled"),
+    "background": refused("a response lives as long as its client stays", False),
+    "background_options": refused("a response lives as long as its client stays"),
+    "conversation": refused("give the items, or previous_response_id"),
+    "context_management": refused("nothing is compacted; leave out items yourself", []),
+    "prompt": refused("no templates are kept here; give input and instructions"),
+    "max_tool_calls": refused("it bounds tools that a server calls; here the client calls them"),
+    "moderation": CHAT["moderation"],
+    "image": refused("images are not compressed", {"context_compression": "auto"}),
+}
 TABLES: Mapping[str, Fields] = {
     "chat/completions": CHAT,
     "chat/completions: messages": MESSAGES,
@@ -246,6 +291,7 @@ TABLES: Mapping[str, Fields] = {
     "detokenize": DETOKENIZE,
     "files": FILES,
     "batches": BATCHES,
+    "responses": RESPONSES,
 }
 
 
