@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Unpack
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aioengine.asgi.api.batches import Batches, Kinds
-from aioengine.asgi.api.chat import ChatAnswer, read_chat
-from aioengine.asgi.api.completions import TextAnswer, read_completion
-from aioengine.asgi.api.files import Files, FileStore
-from aioengine.asgi.api.generation import Generation
-from aioengine.asgi.api.messages import MessagesAnswer, read_counted, read_messages
-from aioengine.asgi.api.openapi import document
-from aioengine.asgi.api.responses import KeptResponses, Responses
-from aioengine.asgi.api.tokenize import Tokens, count, read_text, read_tokenize, show, text_of
-from aioengine.asgi.api.transcription import Transcription
-from aioengine.asgi.client_task import Reply
-from aioengine.asgi.error_responses import (
-    RETRY_AFTER_S,
-    ApiError,
-    anthropic_error,
-    api_error,
-    error_response,
-    forget_frames,
-)
+from aioengine.asgi.endpoint import endpoint
+from aioengine.asgi.error_responses import RETRY_AFTER_S, ApiError, error_response
 from aioengine.asgi.origins import guards
+from aioengine.asgi.routes import api_routes, token_routes
 from aioengine.asgi.service import Service, ServiceOptions
 from aioengine.asgi.status import StatusPage
 from aioengine.engine.async_engine import AsyncEngine
@@ -42,11 +26,6 @@ from aioengine.types import EngineState
 
 __all__ = ["client_app", "openai_app", "service_app"]
 
-CLIENT_LEFT = 499
-
-Handler = Callable[[Scope, Any, Send], Awaitable[None]]
-"""Its second argument is a BoundedBody."""
-ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -68,7 +47,7 @@ def client_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starle
 
     Arguments as in `openai_app`.
     """
-    return _application(engine, options, _api_routes)
+    return _application(engine, options, api_routes)
 
 
 def service_app(engine: AsyncEngine, **options: Unpack[ServiceOptions]) -> Starlette:
@@ -140,89 +119,15 @@ def _service_routes(service: Service) -> list[BaseRoute]:
     )
     probes = _probes(service)
     return [
-        *(_endpoint(service, route.path, route.app) for route in page.routes()),
-        *_tokens(service),
+        *(endpoint(service, route.path, route.app) for route in page.routes()),
+        *token_routes(service),
         *probes,
-        Mount("/v1", routes=[*_api_routes(service), *probes]),
+        Mount("/v1", routes=[*api_routes(service), *probes]),
     ]
 
 
 def _openai_routes(service: Service) -> list[BaseRoute]:
-    return [*_api_routes(service), *_probes(service)]
-
-
-def _api_routes(service: Service) -> list[BaseRoute]:
-    kinds: Kinds = {
-        "/v1/chat/completions": (read_chat, ChatAnswer),
-        "/v1/completions": (read_completion, TextAnswer),
-    }
-    store = FileStore(service.max_files_bytes)
-    files, batches = Files(service, store), Batches(service, store, kinds)
-    posts: dict[str, Handler] = {
-        **{path[3:]: Generation(service, *kind) for path, kind in kinds.items()},
-        "/audio/transcriptions": Transcription(service),
-        "/files": files.upload,
-        "/batches": batches.create,
-        "/batches/{name}/cancel": batches.cancel,
-    }
-    gets: dict[str, Handler] = {
-        "/files": files.all,
-        "/files/{name}": files.one,
-        "/files/{name}/content": files.content,
-        "/batches": batches.all,
-        "/batches/{name}": batches.one,
-    }
-    anthropic: dict[str, Handler] = {
-        "/messages": Generation(service, read_messages, MessagesAnswer),
-        "/messages/count_tokens": Tokens(service, read_counted, count),
-    }
-
-    async def models(scope: Scope, receive: Receive, send: Send) -> None:
-        fields = {"object": "model", "created": service.created, "owned_by": "aioengine"}
-        data = [{"id": name, **fields} for name in service.model_names]
-        answer: dict[str, object] = {"object": "list", "data": data}
-        if (name := scope["path_params"].get("name")) is not None:
-            answer = {"id": service.check_model(name), **fields}
-        await JSONResponse(answer)(scope, receive, send)
-
-    async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
-        found = document(routes, scope.get("root_path", ""), service.keys.are_asked_for)
-        await JSONResponse(found)(scope, receive, send)
-
-    routes = [
-        *(_endpoint(service, path, handle, "POST") for path, handle in posts.items()),
-        *(_endpoint(service, path, handle) for path, handle in gets.items()),
-        _endpoint(service, "/files/{name}", files.one, "DELETE"),
-        *(
-            _endpoint(service, path, handle, "POST", anthropic_error)
-            for path, handle in anthropic.items()
-        ),
-        *_response_routes(service),
-        _endpoint(service, "/models", models),
-        _endpoint(service, "/models/{name:path}", models),
-        _endpoint(service, "/openapi.json", openapi),
-        *_tokens(service),
-    ]
-    return routes
-
-
-def _tokens(service: Service) -> list[BaseRoute]:
-    return [
-        _endpoint(service, "/tokenize", Tokens(service, read_tokenize, show), "POST"),
-        _endpoint(service, "/detokenize", Tokens(service, read_text, text_of), "POST"),
-    ]
-
-
-def _response_routes(service: Service) -> list[BaseRoute]:
-    store, path = service.response_store, "/responses/{response_id}"
-    kept = None if store is None else KeptResponses(service, store)
-    routes: list[BaseRoute] = [_endpoint(service, "/responses", Responses(service, kept), "POST")]
-    if kept is not None:
-        routes += [
-            _endpoint(service, path, kept.get),
-            _endpoint(service, path, kept.delete, "DELETE"),
-        ]
-    return routes
+    return [*api_routes(service), *_probes(service)]
 
 
 def _probes(service: Service) -> list[BaseRoute]:
@@ -239,56 +144,4 @@ def _probes(service: Service) -> list[BaseRoute]:
         body, content_type = metrics.render(accept)
         await Response(body, headers={"content-type": content_type})(scope, receive, send)
 
-    return [Route("/health", health, methods=["GET"]), _endpoint(service, "/metrics", scrape)]
-
-
-def _endpoint(
-    service: Service,
-    path: str,
-    handle: Handler,
-    method: str = "GET",
-    error_body: ErrorBody | None = None,
-) -> Route:
-    return Route(path, _Endpoint(service, handle, error_body), methods=[method])
-
-
-class _Endpoint:
-    """An ASGI app for those who have a key, with bounded bodies.
-
-    Its errors are OpenAI's, or have the bodies that `error_body` makes.
-    """
-
-    def __init__(
-        self, service: Service, handle: Handler, error_body: ErrorBody | None = None
-    ) -> None:
-        self._service = service
-        self._handle = handle
-        self._error_body = error_body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, body = Reply(send), self._service.bounded(scope, receive)
-        try:
-            self._service.keys.check(scope)
-            if scope["method"] == "POST":
-                self._service.engine.check_room(1)  # before a body is read
-            await self._handle(scope, body, reply)
-        except ClientDisconnect as error:
-            forget_frames(error)
-            if not reply.has_begun:
-                # Nobody reads it; but some hosts' middleware waits for a response.
-                with suppress(ClientDisconnect):
-                    await Response(status_code=CLIENT_LEFT)(scope, receive, reply)
-        except Exception as error:
-            if reply.has_begun or isinstance(error, HTTPException):
-                raise  # Starlette's own are for the application's handler
-            found = api_error(error)
-            forget_frames(error)
-            if found.status == 408 and scope.get("http_version", "").startswith("1"):
-                # The rest may never come. A client that is quick to send should have the answer
-                # first, which a server that closes at once takes from it.
-                found.headers = {**found.headers, "connection": "close"}
-            shape = self._error_body
-            body_of = None if shape is None else shape(found)
-            await error_response(found, body_of)(scope, receive, reply)
-        finally:
-            body.close()
+    return [Route("/health", health, methods=["GET"]), endpoint(service, "/metrics", scrape)]

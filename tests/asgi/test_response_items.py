@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from aioengine.asgi import openai_app
-from aioengine.asgi.api.response_items import read_items, without_bytes
-from aioengine.asgi.api.response_request import read_response
+from aioengine.asgi.responses.items import read_items, without_bytes
+from aioengine.asgi.responses.request import read_response
 from aioengine.errors import InvalidRequestError
 from tests.asgi.serving import serving
 from tests.processors.test_chat_tools import TEMPLATES

@@ -22,8 +22,8 @@ from starlette.routing import Mount
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.asgi import openai_app
-from aioengine.asgi.api.response_events import ResponseAnswer
-from aioengine.asgi.api.response_request import read_response
+from aioengine.asgi.responses.events import ResponseAnswer
+from aioengine.asgi.responses.request import read_response
 from aioengine.engine.detokenizer import TokenTexts
 from aioengine.streams.tokens import _merge
 from tests.asgi.responses import Store, added_up, said, without_ids

@@ -20,6 +20,7 @@ from aioengine.asgi.api.fields import (
     COMPLETIONS,
     DETOKENIZE,
     FILES,
+    RESPONSES,
     TOKENIZE,
     TRANSCRIPTIONS,
     Field,
@@ -58,6 +59,9 @@ class Operation(NamedTuple):
 OPERATIONS: Mapping[str, Operation] = {
     "POST /chat/completions": Operation("Answer a conversation", CHAT, ("messages",)),
     "POST /completions": Operation("Go on with prompts", COMPLETIONS, ("prompt",)),
+    "POST /responses": Operation("Answer items with items", RESPONSES, ("input",)),
+    "GET /responses/{response_id}": Operation("A response that the host keeps"),
+    "DELETE /responses/{response_id}": Operation("Delete a response that the host keeps"),
     "POST /audio/transcriptions": Operation(
         "Write down speech", TRANSCRIPTIONS, ("file",), "multipart/form-data"
     ),

@@ -13,9 +13,9 @@ from uuid import uuid4
 
 from aioengine.asgi.api.answers import PIECE, Answer, position_entry
 from aioengine.asgi.api.asks import Ask
-from aioengine.asgi.api.response_request import ResponseAsk
 from aioengine.asgi.client_task import LongEvent
 from aioengine.asgi.error_responses import ApiError
+from aioengine.asgi.responses.request import ResponseAsk
 from aioengine.engine.detokenizer import TokenTexts
 from aioengine.types import (
     CompletionOutput,

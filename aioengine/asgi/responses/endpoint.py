@@ -13,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 from aioengine.asgi.api.answers import Answer
 from aioengine.asgi.api.asks import Ask
 from aioengine.asgi.api.generation import Generation
-from aioengine.asgi.api.response_events import ResponseAnswer
-from aioengine.asgi.api.response_items import without_bytes
-from aioengine.asgi.api.response_request import ResponseAsk, read_response
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.response_store import ResponseStore
+from aioengine.asgi.responses.events import ResponseAnswer
+from aioengine.asgi.responses.items import without_bytes
+from aioengine.asgi.responses.request import ResponseAsk, read_response
 from aioengine.asgi.service import Service
 from aioengine.errors import InvalidRequestError, shown
 from aioengine.streams.loop_bridge import run_apart

@@ -9,7 +9,7 @@ from typing import Any
 from aioengine.asgi.api.asks import Ask, flag, in_words, make_ask, prompt_options, wrong
 from aioengine.asgi.api.chat import MAX_TOP_LOGPROBS, template_options
 from aioengine.asgi.api.fields import RESPONSES, known
-from aioengine.asgi.api.response_items import Conversation, read_items
+from aioengine.asgi.responses.items import Conversation, read_items
 from aioengine.errors import InvalidRequestError, refuse_names, shown
 from aioengine.types import Prompt
 

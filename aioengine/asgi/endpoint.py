@@ -1,0 +1,78 @@
+"""Endpoint of the API: who may ask it, bodies within bounds, and errors in the client's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from aioengine.asgi.client_task import Reply
+from aioengine.asgi.error_responses import ApiError, api_error, error_response, forget_frames
+from aioengine.asgi.service import Service
+
+__all__ = ["Handler", "endpoint"]
+
+CLIENT_LEFT = 499
+
+Handler = Callable[[Scope, Any, Send], Awaitable[None]]
+"""Its second argument is a BoundedBody."""
+ErrorBody = Callable[[ApiError], Mapping[str, Any]]
+
+
+def endpoint(
+    service: Service,
+    path: str,
+    handle: Handler,
+    method: str = "GET",
+    error_body: ErrorBody | None = None,
+) -> Route:
+    """Make the route of an endpoint. `error_body`: of its errors, where they are not OpenAI's."""
+    return Route(path, _Endpoint(service, handle, error_body), methods=[method])
+
+
+class _Endpoint:
+    """An ASGI app for those who have a key, with bounded bodies.
+
+    Its errors are OpenAI's, or have the bodies that `error_body` makes.
+    """
+
+    def __init__(
+        self, service: Service, handle: Handler, error_body: ErrorBody | None = None
+    ) -> None:
+        self._service = service
+        self._handle = handle
+        self._error_body = error_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply, body = Reply(send), self._service.bounded(scope, receive)
+        try:
+            self._service.keys.check(scope)
+            if scope["method"] == "POST":
+                self._service.engine.check_room(1)  # before a body is read
+            await self._handle(scope, body, reply)
+        except ClientDisconnect as error:
+            forget_frames(error)
+            if not reply.has_begun:
+                # Nobody reads it; but some hosts' middleware waits for a response.
+                with suppress(ClientDisconnect):
+                    await Response(status_code=CLIENT_LEFT)(scope, receive, reply)
+        except Exception as error:
+            if reply.has_begun or isinstance(error, HTTPException):
+                raise  # Starlette's own are for the application's handler
+            found = api_error(error)
+            forget_frames(error)
+            if found.status == 408 and scope.get("http_version", "").startswith("1"):
+                # The rest may never come. A client that is quick to send should have the answer
+                # first, which a server that closes at once takes from it.
+                found.headers = {**found.headers, "connection": "close"}
+            shape = self._error_body
+            body_of = None if shape is None else shape(found)
+            await error_response(found, body_of)(scope, receive, reply)
+        finally:
+            body.close()

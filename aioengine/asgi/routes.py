@@ -1,0 +1,104 @@
+"""The API's endpoints, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute
+from starlette.types import Receive, Scope, Send
+
+from aioengine.asgi.api.batches import Batches, Kinds
+from aioengine.asgi.api.chat import ChatAnswer, read_chat
+from aioengine.asgi.api.completions import TextAnswer, read_completion
+from aioengine.asgi.api.files import Files, FileStore
+from aioengine.asgi.api.generation import Generation
+from aioengine.asgi.api.messages import MessagesAnswer, read_counted, read_messages
+from aioengine.asgi.api.openapi import document
+from aioengine.asgi.api.tokenize import Tokens, count, read_text, read_tokenize, show, text_of
+from aioengine.asgi.api.transcription import Transcription
+from aioengine.asgi.endpoint import Handler, endpoint
+from aioengine.asgi.error_responses import anthropic_error
+from aioengine.asgi.responses.endpoint import KeptResponses, Responses
+from aioengine.asgi.service import Service
+
+__all__ = ["api_routes", "token_routes"]
+
+
+def api_routes(service: Service) -> list[BaseRoute]:
+    """The routes of all endpoints, below the path where the API is mounted."""
+    routes = [
+        *_generation_routes(service),
+        *_response_routes(service),
+        *_model_routes(service),
+        *token_routes(service),
+    ]
+
+    async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
+        found = document(routes, scope.get("root_path", ""), service.keys.are_asked_for)
+        await JSONResponse(found)(scope, receive, send)
+
+    routes.append(endpoint(service, "/openapi.json", openapi))
+    return routes
+
+
+def token_routes(service: Service) -> list[BaseRoute]:
+    """The routes of what counts and shows tokens."""
+    return [
+        endpoint(service, "/tokenize", Tokens(service, read_tokenize, show), "POST"),
+        endpoint(service, "/detokenize", Tokens(service, read_text, text_of), "POST"),
+    ]
+
+
+def _generation_routes(service: Service) -> list[BaseRoute]:
+    kinds: Kinds = {
+        "/v1/chat/completions": (read_chat, ChatAnswer),
+        "/v1/completions": (read_completion, TextAnswer),
+    }
+    anthropic: Mapping[str, Handler] = {
+        "/messages": Generation(service, read_messages, MessagesAnswer),
+        "/messages/count_tokens": Tokens(service, read_counted, count),
+    }
+    store = FileStore(service.max_files_bytes)
+    files, batches = Files(service, store), Batches(service, store, kinds)
+    return [
+        *(endpoint(service, p[3:], Generation(service, *k), "POST") for p, k in kinds.items()),
+        endpoint(service, "/audio/transcriptions", Transcription(service), "POST"),
+        *(endpoint(service, p, h, "POST", anthropic_error) for p, h in anthropic.items()),
+        endpoint(service, "/files", files.upload, "POST"),
+        endpoint(service, "/files", files.all),
+        endpoint(service, "/files/{name}", files.one),
+        endpoint(service, "/files/{name}", files.one, "DELETE"),
+        endpoint(service, "/files/{name}/content", files.content),
+        endpoint(service, "/batches", batches.create, "POST"),
+        endpoint(service, "/batches", batches.all),
+        endpoint(service, "/batches/{name}", batches.one),
+        endpoint(service, "/batches/{name}/cancel", batches.cancel, "POST"),
+    ]
+
+
+def _response_routes(service: Service) -> list[BaseRoute]:
+    store, path = service.response_store, "/responses/{response_id}"
+    kept = None if store is None else KeptResponses(service, store)
+    routes: list[BaseRoute] = [endpoint(service, "/responses", Responses(service, kept), "POST")]
+    if kept is not None:
+        routes += [
+            endpoint(service, path, kept.get),
+            endpoint(service, path, kept.delete, "DELETE"),
+        ]
+    return routes
+
+
+def _model_routes(service: Service) -> list[BaseRoute]:
+    async def models(scope: Scope, receive: Receive, send: Send) -> None:
+        fields = {"object": "model", "created": service.created, "owned_by": "aioengine"}
+        data = [{"id": name, **fields} for name in service.model_names]
+        answer: dict[str, object] = {"object": "list", "data": data}
+        if (name := scope["path_params"].get("name")) is not None:
+            answer = {"id": service.check_model(name), **fields}
+        await JSONResponse(answer)(scope, receive, send)
+
+    return [
+        endpoint(service, "/models", models),
+        endpoint(service, "/models/{name:path}", models),
+    ]
