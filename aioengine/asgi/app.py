@@ -122,12 +122,12 @@ def _service_routes(service: Service) -> list[BaseRoute]:
         *(endpoint(service, route.path, route.app) for route in page.routes()),
         *token_routes(service),
         *probes,
-        Mount("/v1", routes=[*api_routes(service), *probes]),
+        Mount("/v1", routes=api_routes(service, probes)),
     ]
 
 
 def _openai_routes(service: Service) -> list[BaseRoute]:
-    return [*api_routes(service), *_probes(service)]
+    return api_routes(service, _probes(service))
 
 
 def _probes(service: Service) -> list[BaseRoute]:

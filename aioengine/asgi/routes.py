@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute
@@ -25,13 +25,14 @@ from aioengine.asgi.service import Service
 __all__ = ["api_routes", "token_routes"]
 
 
-def api_routes(service: Service) -> list[BaseRoute]:
-    """The routes of all endpoints, below the path where the API is mounted."""
+def api_routes(service: Service, probes: Sequence[BaseRoute] = ()) -> list[BaseRoute]:
+    """The routes of all endpoints, `probes` among them, below the path where the API is mounted."""
     routes = [
         *_generation_routes(service),
         *_response_routes(service),
         *_model_routes(service),
         *token_routes(service),
+        *probes,
     ]
 
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:

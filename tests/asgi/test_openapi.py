@@ -35,6 +35,10 @@ async def document(app: Any, **headers: str) -> Any:
         return response.json()
 
 
+KEPT = "/responses/{response_id}"
+"""There where the host keeps responses."""
+
+
 def references(value: Any) -> Iterator[str]:
     """All `$ref`s in a document."""
     if isinstance(value, dict):
@@ -63,14 +67,23 @@ async def test_its_paths_are_the_routes(folder: Path, app: Any) -> None:
         for route in openai_app(AsyncEngine.from_pretrained(folder)).routes
         if isinstance(route, Route)
     ]
-    paths = {re.sub(r":\w+}", "}", route.path): route.methods for route in routes}
-    assert found["paths"].keys() == paths.keys() == OPERATIONS.keys()
-    for path, operations in found["paths"].items():
-        assert {method.upper() for method in operations} == (paths[path] or set()) - {"HEAD"}
-        (operation,) = operations.values()
+    converter = re.compile(r":\w+}")
+    wanted = {
+        f"{method} {converter.sub('}', route.path)}"
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    operations = {
+        f"{method.upper()} {path}": operation
+        for path, methods in found["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert operations.keys() == wanted
+    assert wanted == OPERATIONS.keys() - {f"{each} {KEPT}" for each in ("GET", "DELETE")}
+    for name, operation in operations.items():
         assert operation["summary"] and operation["responses"]["default"]
         names = {each["name"] for each in operation.get("parameters", [])}
-        assert names == set(re.findall(r"{(\w+)}", path))
+        assert names == set(re.findall(r"{(\w+)}", name))
     ids = [each["operationId"] for path in found["paths"].values() for each in path.values()]
     assert len(set(ids)) == len(ids)
 
